@@ -1,0 +1,90 @@
+"""The `poprun` program: words in, an exit code out, and for every mistake one message."""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from poprun.errors import PoprunError
+
+BROKEN_PIPE = 141
+
+
+def main() -> None:
+    """Run poprun with the words of this process and end it."""
+    _end_at_interrupt()
+    _open_closed_streams()
+    exit_code = run_command(sys.argv[1:])
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)  # nothing is left to be torn down, and the interpreter would take a tenth of a short job
+
+
+def run_command(words: Sequence[str]) -> int:
+    """Run poprun with ``words``, which do not include its name.
+
+    Returns:
+        The exit code: that of the job; 2 for a mistake of the user's, or the error's own; 141 when nobody reads
+        what poprun prints.
+    """
+    try:
+        return _run(words)
+    except PoprunError as error:
+        return _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        from poprun.cli.screen import abandon_stdout  # noqa: PLC0415 - needed here only
+
+        abandon_stdout()
+        return BROKEN_PIPE
+    except OSError as error:
+        from poprun.cli.screen import abandon_stdout  # noqa: PLC0415 - needed here only
+
+        abandon_stdout()
+        return _fail(str(error), PoprunError.exit_code)
+
+
+def _end_at_interrupt() -> None:
+    """Let Ctrl-C end poprun as any command (130 in a shell) until there is a job that has to be ended in order.
+
+    Python's own handler raises an exception, which is lost when it is raised in a callback of an import.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null where a standard stream was closed, before a descriptor of poprun's own takes its number."""
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.dup2(descriptor, number)
+            if descriptor != number:
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
+def _run(words: Sequence[str]) -> int:
+    import click  # noqa: PLC0415 - Ctrl-C is heard before this import
+
+    from poprun.cli.command_line import read_command_line  # noqa: PLC0415 - see above
+
+    try:
+        line = read_command_line(words)
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    from poprun.cli.run import run  # noqa: PLC0415 - --help and --version do without it
+
+    return run(line)
+
+
+def _fail(message: str, exit_code: int) -> int:
+    print(f"poprun: error: {message}", file=sys.stderr)  # noqa: T201 - a command speaks on stderr
+    return exit_code
+
+
+if __name__ == "__main__":
+    main()

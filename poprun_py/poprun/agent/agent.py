@@ -1,0 +1,269 @@
+"""The agent of one instance: it starts the program, tells poprun how it ended, and leaves nothing behind.
+
+It lives in a session of its own, so that neither a terminal's Ctrl-C nor the MPI runtime's way of ending a job
+reaches it, and is a subreaper, so that what loses its parent becomes its child. It ends the program's tree in
+order when poprun says so, when poprun is gone (the control socket closes), when its shim is gone (the life pipe
+closes), and when the program has ended by itself.
+"""
+
+import os
+import select
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from poprun.agent.ports import hold_master_port, open_store_listener
+from poprun.agent.shared_memory import remove_abandoned
+from poprun.agent.watch import Watch
+from poprun.control import RECEIVE_BYTES, Message, ProtocolError
+from poprun.link import Link, connect, is_remote
+from poprun.linux import become_subreaper
+from poprun.process_tree import catchers, own_tree, reap, send, terminate
+from poprun.processes import ProcessStart, start_process
+
+if TYPE_CHECKING:
+    from poprun.agent.stacks import StackQuestion
+
+_CONNECT_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
+_LEFTOVER_SECONDS = 1.0
+_WALK_MILLISECONDS = 20
+_NUM_STREAMS = 3
+
+
+def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_reader: int) -> int:
+    """Be the agent of instance ``index``; the exit code of the agent's process.
+
+    Args:
+        address: Where poprun's control socket is.
+        key: The key of the job, for a control socket of the network; else empty.
+        index: Global index of the instance.
+        runtime: Process that started the shim.
+        shim: Process that started the agent.
+        life_reader: Pipe whose other end the shim holds open as long as it lives.
+    """
+    os.setsid()
+    try:
+        streams = _connect_streams(address, key, index) if is_remote(address) else []
+        control = connect(address, key, _CONNECT_SECONDS)
+    except (OSError, ProtocolError):
+        return 1  # poprun is gone: there is nobody to tell
+    hello: Message = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
+    Agent(control, life_reader, hello, streams).run()
+    control.close()
+    return 0
+
+
+def _connect_streams(address: str, key: str, index: int) -> list[int]:
+    """The descriptors of a program whose poprun is on another host: nothing to read, two sockets to write to."""
+    streams = [os.open(os.devnull, os.O_RDONLY)]
+    for number in range(1, _NUM_STREAMS):
+        link = connect(address, key, _CONNECT_SECONDS)
+        link.send({"event": "stream", "instance": index, "stream": number})
+        streams.append(link.connection.detach())
+    return streams
+
+
+class Agent:
+    """The agent's state, and what it does at each event; :meth:`run` is its loop."""
+
+    def __init__(self, control: Link, life_reader: int, hello: Message, streams: list[int]) -> None:
+        self._control = control
+        self._life_reader = life_reader
+        self._hello = hello
+        self._streams = streams
+        self._ports = (hold_master_port(), open_store_listener()) if hello["instance"] == 0 else ()
+        self._program: int | None = None
+        self._grace_seconds = _GRACE_SECONDS
+        self._was_terminated = False
+        self._was_stopped = False
+        self._deadline_seconds: float | None = None
+        self._is_over = False
+        self._is_orphan = False
+        self._began_at_seconds = time.monotonic()
+        self._watch = Watch()
+        self._question: StackQuestion | None = None
+
+    def run(self) -> None:
+        """Serve orders until the program's whole tree has ended, or there is nothing to start."""
+        _detach_streams()
+        wakeup = self._catch_signals()
+        ports = [holder.getsockname()[1] for holder in self._ports]
+        self._tell({"event": "hello", **self._hello, "ports": ports})
+        become_subreaper()
+        poll = select.poll()
+        for descriptor in (self._control.fileno(), self._life_reader, wakeup):
+            poll.register(descriptor, select.POLLIN)
+        while not self._is_over:
+            for descriptor, _ in poll.poll(self._patience_milliseconds()):
+                if descriptor == wakeup:
+                    os.read(wakeup, RECEIVE_BYTES)
+                elif descriptor == self._life_reader:
+                    poll.unregister(descriptor)
+                    self._tell({"event": "shim_lost"})
+                    self._stop()
+                elif not self._receive():
+                    self._is_orphan = True
+                    poll.unregister(descriptor)
+                    self._stop()
+            if self._was_terminated and not self._was_stopped:
+                self._stop()
+            self._reap()
+            self._end_on_time()
+            self._tell_of_program()
+        self._tell({"event": "ended"})
+        if self._is_orphan:  # else it is poprun's to do, once for all instances
+            remove_abandoned(time.monotonic() - self._began_at_seconds)
+
+    def _tell_of_program(self) -> None:
+        """What the program uses, now and then, and where it stands, when poprun has asked."""
+        if self._program is not None and self._watch.is_due():
+            self._tell(self._watch.look())
+        if self._question is not None and (answer := self._question.answer()):
+            self._tell(answer)
+            self._question = None
+
+    def _patience_milliseconds(self) -> float | None:
+        if self._deadline_seconds is not None or self._question is not None:
+            return _WALK_MILLISECONDS
+        return None if self._program is None else self._watch.patience_seconds() * 1000
+
+    def _catch_signals(self) -> int:
+        """Wake the loop when a child ends; stop in order when somebody terminates the agent itself."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return reader
+
+    def _on_terminate(self, *_: object) -> None:
+        self._was_terminated = True
+
+    def _tell(self, message: Message) -> None:
+        try:
+            self._control.send(message)
+        except OSError:  # poprun is gone; its end of the socket says so to the loop
+            return
+
+    def _receive(self) -> bool:
+        """Read what poprun sent and obey; False when poprun is gone or speaks no sense."""
+        received = self._control.receive()
+        if received is None or received.refusals:
+            return False
+        self._streams += received.descriptors
+        for message in received.messages:
+            self._obey(message)
+        return True
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["order"] == "start" and not self._was_stopped:
+            self._start(order)
+        elif order["order"] == "signal" and self._program is not None:
+            os.killpg(self._program, order["signal"])
+        elif order["order"] == "offer_signal" and self._program is not None:
+            self._offer(order["signal"])
+        elif order["order"] == "stacks" and self._program is not None:
+            self._question = self._watch.ask_for_stacks()
+        elif order["order"] == "stop":
+            self._grace_seconds = order["grace_seconds"]
+            self._stop()
+        elif order["order"] == "kill":
+            self._was_stopped = True
+            self._deadline_seconds = 0.0
+
+    def _start(self, order: dict[str, Any]) -> None:
+        """Run the program of the ``start`` order.
+
+        Its environment is what the MPI runtime gave this process, without poprun's own variables, and what the
+        order adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
+        """
+        self._grace_seconds = order["grace_seconds"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("POPRUN_")}
+        environment |= order["environment"]
+        if self._ports:
+            environment[order["store_variable"]] = str(self._ports[1].fileno())
+        environment[order["progress_variable"]] = str(self._watch.open_page(order))
+        kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
+        try:
+            self._program = start_process(
+                ProcessStart(
+                    order["words"], order["working_directory"], environment, self._streams, signal.SIGKILL, kept
+                )
+            )
+        except OSError as error:
+            self._tell({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
+            self._is_over = True
+        else:
+            self._watch.begin()
+            self._tell({"event": "started", "pid": self._program})
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close what is the program's now: an end of a pipe that is held here would never close."""
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._streams = []
+        for listener in self._ports[1:]:
+            listener.close()
+
+    def _offer(self, signum: int) -> None:
+        """Pass a signal on to the processes that handle it, and tell if there are none."""
+        takers = catchers(signum)
+        send(takers, signum)
+        if not takers:
+            self._tell({"event": "signal_unhandled", "signal": signum})
+
+    def _stop(self) -> None:
+        """Ask the program to end; what is left of its tree at the deadline is killed.
+
+        Only the program itself is asked first. Its own children are asked once it has ended, so that a program
+        which saves its state on SIGTERM does not lose its data loader's workers while it does.
+        """
+        self._was_stopped = True
+        if self._deadline_seconds is None:
+            self._deadline_seconds = time.monotonic() + self._grace_seconds
+        if self._program is not None:
+            os.kill(self._program, signal.SIGTERM)
+            os.killpg(self._program, signal.SIGCONT)
+
+    def _reap(self) -> None:
+        for ended in reap():
+            if ended.pid == self._program:
+                self._program = None
+                self._tell(self._watch.last_words())
+                self._tell(
+                    {
+                        "event": "exited",
+                        "code": ended.code,
+                        "at_seconds": time.monotonic(),
+                        "peak_bytes": ended.peak_bytes,
+                        "was_stopped": self._was_stopped,
+                    }
+                )
+                self._end_leftovers()
+
+    def _end_leftovers(self) -> None:
+        """The program has ended: what it left behind is asked to end, too."""
+        terminate(own_tree())
+        if self._deadline_seconds is None:
+            self._deadline_seconds = time.monotonic() + _LEFTOVER_SECONDS
+
+    def _end_on_time(self) -> None:
+        if self._deadline_seconds is None:
+            return
+        tree = own_tree()
+        if not tree and self._program is None:
+            self._is_over = True
+        elif time.monotonic() >= self._deadline_seconds:
+            send(tree, signal.SIGKILL)
+
+
+def _detach_streams() -> None:
+    """Let go of the MPI runtime's pipes, on whose closing it may wait."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(_NUM_STREAMS):
+        os.dup2(null, descriptor)
+    os.close(null)

@@ -1,0 +1,137 @@
+"""From a command line to a plan, and from a plan to a print-out or a job."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from poprun.advice import advise
+from poprun.cli import screen
+from poprun.cli.command_line import CommandLine
+from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.plan import LaunchPlan
+from poprun.planner import make_plan, refuse_remote_hosts
+from poprun.probe.machine import machine_facts, names_of_this_machine
+from poprun.probe.program import resolve_program
+from poprun.render import render_plan
+from poprun.request import LauncherChoice
+
+if TYPE_CHECKING:
+    from poprun.render.details import Details
+
+
+def run(line: CommandLine) -> int:
+    """Do what ``line`` asks for.
+
+    Returns:
+        poprun's exit code: that of the job, or 0 after a dry run.
+
+    Raises:
+        PoprunError: If there is no such plan or program, or the job cannot be started.
+    """
+    plan = _plan(line) if line.plan_file is None else _read_plan(line, line.plan_file)
+    if line.is_dry_run or line.prints_topology:
+        screen.show(_render(plan, line))
+    if line.is_dry_run:
+        return 0
+    if not plan.program:
+        raise UsageError(
+            "there is no PROGRAM to start: poprun [OPTIONS] PROGRAM [ARGS]..., or --dry-run to look only "
+            "(a word such as true or 1 after a switch is its value: write -- before such a program)"
+        )
+    if plan.output.has_monitor and not sys.stderr.isatty():
+        raise UsageError(
+            "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
+        )
+    refuse_remote_hosts(plan, names_of_this_machine(plan.hosts))
+    from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
+
+    return run_job(plan, environ=os.environ, verbosity=line.verbosity)
+
+
+def _plan(line: CommandLine) -> LaunchPlan:
+    """The plan for the options of ``line``, with advice on stderr."""
+    working_directory = _working_directory()
+    program = _program(line, working_directory)
+    request = line.request(program, working_directory)
+    facts = machine_facts(os.environ, with_mpi=request.launcher is not LauncherChoice.LOCAL)
+    plan = make_plan(request, facts)
+    for advice in advise(plan, facts):
+        screen.tell(f"warning: {advice}")
+    if line.verbosity:
+        for found in facts.unknown_mpi:
+            screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
+        screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
+    return plan
+
+
+def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
+    """The words to start; in a dry run the program may be one that only other machines have."""
+    try:
+        return resolve_program(line.program, working_directory, os.environ.get("PATH", os.defpath))
+    except (ProgramNotFoundError, ProgramNotExecutableError) as error:
+        if not line.is_dry_run:
+            raise
+        screen.tell(f"warning: {error}")
+        return line.program
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory is gone: change to one that exists") from None
+
+
+def _why(choice: LauncherChoice, plan: LaunchPlan) -> str:
+    if choice is LauncherChoice.AUTO:
+        return f"auto takes MPI where there is one, and {f'found {plan.mpi}' if plan.mpi else 'there is none'}"
+    return f"asked for, found {plan.mpi}" if plan.mpi else "asked for"
+
+
+def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
+    """The plan in ``file``; the command line gives the program if that plan has none."""
+    from poprun.plan_file import read_plan  # noqa: PLC0415 - most jobs have no plan file
+
+    source = "standard input" if file == "-" else file
+    if line.verbosity:
+        screen.tell(f"reading the plan from {source}")
+    try:
+        text = sys.stdin.read() if file == "-" else _read(file)
+    except (OSError, UnicodeError) as error:
+        raise PlanError(f"--plan {file}: {getattr(error, 'strerror', None) or error}") from None
+    plan = read_plan(text, source)
+    if not line.program:
+        return plan
+    if plan.program:
+        raise UsageError(f"--plan: {source} names its program: leave out {line.program[0]}")
+    path = os.environ.get("PATH", os.defpath)
+    return replace(plan, program=resolve_program(line.program, plan.working_directory, path))
+
+
+def _read(file: str) -> str:
+    with open(file, encoding="utf-8") as stream:
+        return stream.read()
+
+
+def _render(plan: LaunchPlan, line: CommandLine) -> str:
+    return render_plan(
+        plan,
+        line.topology_format,
+        width=screen.width(),
+        has_color=screen.has_color(),
+        details=_details(plan) if line.verbosity else None,
+    )
+
+
+def _details(plan: LaunchPlan) -> "Details":
+    from poprun.environment import program_environment  # noqa: PLC0415 - only -v asks for it
+    from poprun.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
+    from poprun.render.details import Details  # noqa: PLC0415 - only -v asks for it
+
+    commands = launch_commands(plan)
+    return Details(
+        command=commands[0].words,
+        num_commands=len(commands),
+        environment=program_environment(plan, 0, os.environ),
+    )

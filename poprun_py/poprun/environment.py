@@ -1,0 +1,56 @@
+"""The variables that poprun adds to each program's environment.
+
+Pure: what the user has set is an argument. The contract's own names live in `popdist.contract`.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from popdist import contract
+from popdist.contract import JOB_ID, NUM_REPLICAS
+from poprun.plan import LaunchPlan, StartFacts
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_ORDER = "CUDA_DEVICE_ORDER"
+UNBUFFERED = "PYTHONUNBUFFERED"
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+PYTHON_PATH = "PYTHONPATH"
+
+STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startup")
+"""Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
+ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
+
+
+def wished_job_id(user: Mapping[str, str]) -> str:
+    """The job's name that the user has set, so that a job that is started again can have the same one; or "".
+
+    A program that runs under poprun and starts another job passes its own name on without wishing it.
+    """
+    return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
+
+
+def program_environment(
+    plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
+) -> dict[str, str]:
+    """What is added to the user's environment for instance ``index`` of ``plan``.
+
+    Args:
+        plan: The job.
+        index: Global index of the instance.
+        user: The environment that poprun was called in; it decides what is left alone.
+        start: What is known of the job's start, if it has come to that.
+    """
+    env = plan.contract(index, start).to_env()
+    if plan.devices:
+        env[VISIBLE_DEVICES] = ",".join(plan.devices)
+        if VISIBLE_DEVICES not in user:  # then poprun counted the devices as nvidia-smi does, and CUDA shall, too
+            env[DEVICE_ORDER] = "PCI_BUS_ID"
+    elif ACCELERATE_ON_CPU not in user:  # else accelerate connects GPUs only, and every instance trains alone
+        env[ACCELERATE_ON_CPU] = "true"
+    if plan.is_deterministic and CUBLAS_WORKSPACE not in user:
+        env[CUBLAS_WORKSPACE] = ":4096:8"  # cuBLAS gives the same bits again with workspaces of a fixed size only
+    env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
+    if UNBUFFERED not in user:
+        env[UNBUFFERED] = "1"
+    return env

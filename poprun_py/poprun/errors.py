@@ -1,0 +1,53 @@
+"""What poprun raises, as one tree; each branch has an exit code of its own.
+
+    PoprunError                  exit code
+    ├── UsageError                2   an option or argument that cannot be read
+    ├── PlanError                 2   counts, hosts or devices that fit no plan; a plan file that is none
+    ├── MpiNotFoundError          69  MPI was asked for and there is none here
+    ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
+    ├── ProgramNotExecutableError 126 the program is there and cannot be run
+    └── ProgramNotFoundError      127 there is no such program
+
+2, 126 and 127 are the shell's own; 69 and 70 are EX_UNAVAILABLE and EX_SOFTWARE of sysexits.h.
+A job that was started ends with the exit code of its first failing instance instead.
+"""
+
+from typing import ClassVar
+
+
+class PoprunError(Exception):
+    """Base of every error that poprun raises on purpose; its text is all that the user sees."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UsageError(PoprunError):
+    """An option or an argument cannot be read."""
+
+
+class PlanError(PoprunError):
+    """The request fits no plan: the message says which rule it breaks and the nearest legal choices."""
+
+
+class MpiNotFoundError(PoprunError):
+    """MPI was asked for and no runtime was found."""
+
+    exit_code = 69
+
+
+class LaunchError(PoprunError):
+    """The instances could not be brought to life."""
+
+    exit_code = 70
+
+
+class ProgramNotExecutableError(PoprunError):
+    """The program exists and cannot be executed."""
+
+    exit_code = 126
+
+
+class ProgramNotFoundError(PoprunError):
+    """There is no such program."""
+
+    exit_code = 127

@@ -1,0 +1,20 @@
+"""How a plan is brought to life: the commands that start one shim for each instance.
+
+Pure: a plan in, words out. `mpi` writes one command for an MPI runtime, `local` one for each instance.
+"""
+
+from poprun.launchers.base import SHIM_WORDS, LaunchCommand
+from poprun.plan import LauncherKind, LaunchPlan
+
+__all__ = ["SHIM_WORDS", "LaunchCommand", "launch_commands"]
+
+
+def launch_commands(plan: LaunchPlan) -> tuple[LaunchCommand, ...]:
+    """The commands that start the shims of ``plan``: one with MPI, one for each instance without."""
+    if plan.launcher is LauncherKind.MPI and plan.mpi is not None:
+        from poprun.launchers import mpi  # noqa: PLC0415 - one of the two, the one that is used
+
+        return (mpi.launch_command(plan, plan.mpi),)
+    from poprun.launchers import local  # noqa: PLC0415 - as above
+
+    return local.launch_commands(plan)

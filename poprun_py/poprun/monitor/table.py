@@ -1,0 +1,140 @@
+"""A view of a job as a table for a person. Pure."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from poprun.monitor.rates import Rate
+from poprun.view import InstanceView, JobView
+
+_LINES_AROUND: Final = 7
+_SECONDS_PER_MINUTE: Final = 60
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNIT_STEP: Final = 1024
+_HOST: Final = "host"
+_STATE: Final = "state"
+_LAST_LINE: Final = "last line"
+_HEADINGS: Final = ("instance", _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
+_ALWAYS: Final = frozenset({"instance", _HOST, _STATE, _LAST_LINE})
+_WIDEST: Final = 32
+_WELL: Final = frozenset({"running", "ended"})
+
+
+def render(job: JobView, speeds: Sequence[Rate], height: int) -> Group:
+    """The job in at most ``height`` lines: a title, and a row for each instance or for those that tell most.
+
+    A column that would be empty, or the same in every row, is left out.
+
+    Args:
+        job: What to draw.
+        speeds: The rate of each instance.
+        height: Lines of the screen.
+    """
+    shown = _most_telling(job, max(1, height - _LINES_AROUND))
+    rows = [_cells(job.instances[index], speeds[index]) for index in shown]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
+    kept = [
+        number
+        for number, heading in enumerate(_HEADINGS)
+        if heading in _ALWAYS or any(row[number] for row in rows)
+    ]
+    if len({instance.host for instance in job.instances}) == 1:
+        kept.remove(_HEADINGS.index(_HOST))
+    for number in kept:
+        _add_column(table, _HEADINGS[number])
+    for row in rows:
+        table.add_row(*(row[number] for number in kept))
+    num_hidden = len(job.instances) - len(shown)
+    caption = [Text(f"and {num_hidden} more instances, further on than these", style="dim")] if num_hidden else []
+    return Group(*_title(job), table, *caption)
+
+
+def _add_column(table: Table, heading: str) -> None:
+    if heading == _LAST_LINE:
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=1, style="dim")
+    elif heading in (_HOST, _STATE):
+        table.add_column(heading, no_wrap=True, max_width=_WIDEST)
+    else:
+        table.add_column(heading, justify="right", no_wrap=True)
+
+
+def _title(job: JobView) -> list[Text]:
+    attempt = f" · attempt {job.restart_count}" if job.restart_count else ""
+    memory = sum(instance.memory_bytes or 0 for instance in job.instances)
+    return [
+        _one_line(Text.assemble((f"poprun {job.pid}", "bold"), f"  job {job.job_id}  {shlex.join(job.program)}")),
+        _one_line(
+            Text(
+                f"{job.phase} for {describe_seconds(job.seconds)}{attempt} · {len(job.instances)} instances · "
+                f"{job.num_replicas} replicas · {describe_bytes(memory)}"
+            )
+        ),
+    ]
+
+
+def _one_line(text: Text) -> Text:
+    whole = Text(" ").join(text.split("\n"))
+    whole.no_wrap, whole.overflow = True, "ellipsis"
+    return whole
+
+
+def _most_telling(job: JobView, num_rows: int) -> list[int]:
+    """The instances to show, in order: all, or those that failed and those that are furthest behind."""
+    if len(job.instances) <= num_rows:
+        return list(range(len(job.instances)))
+
+    def need(instance: InstanceView) -> tuple[bool, bool, int, int]:
+        is_well = instance.state in _WELL and not instance.exit_code
+        return is_well, bool(instance.waits_in), instance.num_steps or instance.step or 0, instance.index
+
+    return sorted(instance.index for instance in sorted(job.instances, key=need)[:num_rows])
+
+
+def _cells(instance: InstanceView, rate: Rate) -> list[Text | str]:
+    state, style = _state(instance)
+    step = instance.step if instance.step is not None else instance.num_steps or None
+    return [
+        str(instance.index),
+        instance.host,
+        Text(state, style=style),
+        "" if step is None else str(step),
+        "" if rate.steps_per_second is None else f"{rate.steps_per_second:.1f}",
+        "" if instance.loss is None else f"{instance.loss:.4g}",
+        "" if rate.cpu_share is None else f"{rate.cpu_share:.0%}",
+        "" if instance.memory_bytes is None else describe_bytes(instance.memory_bytes),
+        Text(instance.last_line),
+    ]
+
+
+def _state(instance: InstanceView) -> tuple[str, str]:
+    """The state in words, and its colour."""
+    if instance.exit_code:
+        kind = f"exit code {instance.exit_code}" if instance.exit_code > 0 else f"signal {-instance.exit_code}"
+        return kind, "red"
+    if instance.exit_code == 0:
+        return "ended", "green"
+    if instance.waits_in:
+        return f"waits: {instance.waits_in}", "yellow"
+    return instance.state, "" if instance.state == "running" else "cyan"
+
+
+def describe_seconds(seconds: float) -> str:
+    """A duration as ``h:mm:ss`` or ``m:ss``."""
+    minutes, rest = divmod(int(seconds), _SECONDS_PER_MINUTE)
+    hours, minutes = divmod(minutes, _SECONDS_PER_MINUTE)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def describe_bytes(num_bytes: int) -> str:
+    """A size with three digits and its unit: ``11.8 GiB``."""
+    size = float(num_bytes)
+    for unit in _UNITS:
+        if size < _UNIT_STEP or unit == _UNITS[-1]:
+            break
+        size /= _UNIT_STEP
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"  # noqa: PLR2004 - three digits

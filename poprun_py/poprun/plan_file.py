@@ -1,0 +1,209 @@
+"""A plan as a file: written as JSON or YAML, read back to the same plan.
+
+Pure: values in, values and text out. The file states what the plan states, with hosts and cores as ranges, and
+nothing that follows from it. Reading is strict, because a plan that is misread starts the wrong processes.
+"""
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, fields
+from typing import Final
+
+from poprun.errors import PlanError
+from poprun.fields import FieldReader
+from poprun.hosts import fold_hosts, parse_hosts
+from poprun.legality import check_count, check_counts
+from poprun.plan import LauncherKind, LaunchPlan
+from poprun.ranges import fold_numbers, parse_numbers
+from poprun.settings import EndingSettings, OutputSettings, check_ending, check_output
+from poprun.topology import MpiKind, MpiRuntime
+
+VERSION: Final = 1
+
+_KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
+_MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
+_OUTPUT_KEYS: Final = tuple(field.name for field in fields(OutputSettings))
+_ENDING_KEYS: Final = tuple(field.name for field in fields(EndingSettings))
+_ALL_KEYS: Final = frozenset(
+    (*_KEYS, *(f"output.{key}" for key in _OUTPUT_KEYS), *(f"ending.{key}" for key in _ENDING_KEYS))
+)
+_RENAMED: Final = {"only_output_from_instance": "shown_instances", "report": "report_file"}
+_OPTION: Final = re.compile("--([a-z-]+)")
+
+
+def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
+    """``plan`` as values that JSON and YAML know. Inverse of :func:`plan_from_dict`."""
+    mpi = plan.mpi
+    return {
+        "version": VERSION,
+        "program": list(plan.program),
+        "working_directory": plan.working_directory,
+        "hosts": fold_hosts(plan.hosts),
+        "num_instances": plan.num_instances,
+        "num_replicas": plan.num_replicas,
+        "ipus_per_replica": plan.ipus_per_replica,
+        "cores": fold_numbers(plan.cores),
+        "devices": list(plan.devices),
+        "threads_per_replica": plan.threads_per_replica,
+        "is_deterministic": plan.is_deterministic,
+        "launcher": plan.launcher.value,
+        "mpi": mpi and {**asdict(mpi), "kind": mpi.kind.value},
+        "mpi_global_args": list(plan.mpi_global_args),
+        "mpi_local_args": list(plan.mpi_local_args),
+        "output": {**asdict(plan.output), "shown_instances": _fold(plan.output.shown_instances)},
+        "ending": asdict(plan.ending),
+    }
+
+
+def plan_from_dict(values: object, source: str) -> LaunchPlan:
+    """The plan that ``values`` states.
+
+    Args:
+        values: What a JSON or YAML reader made of the file.
+        source: Name of the file, for messages.
+
+    Raises:
+        PlanError: If a key is missing, unknown or of the wrong type, the version is another one, or the values
+            contradict each other; the message names the file, the key, and what was found.
+    """
+    read = FieldReader(source=source, values=values)
+    if read.count("version") != VERSION:
+        raise PlanError(f"{source}: version {read.count('version')}: this poprun reads version {VERSION}")
+    read.expect_keys(_KEYS)
+    plan = LaunchPlan(
+        program=read.texts("program"),
+        working_directory=read.text("working_directory"),
+        hosts=read.converted("hosts", parse_hosts),
+        num_instances=read.count("num_instances"),
+        num_replicas=read.count("num_replicas"),
+        ipus_per_replica=read.count("ipus_per_replica"),
+        cores=read.converted("cores", parse_numbers),
+        devices=read.texts("devices"),
+        threads_per_replica=read.optional_count("threads_per_replica"),
+        is_deterministic=read.flag("is_deterministic"),
+        launcher=read.choice("launcher", LauncherKind),
+        mpi=_read_mpi(read),
+        mpi_global_args=read.texts("mpi_global_args"),
+        mpi_local_args=read.texts("mpi_local_args"),
+        output=_read_output(read.nested("output")),
+        ending=_read_ending(read.nested("ending")),
+    )
+    _check(plan, source)
+    return plan
+
+
+def read_plan(text: str, source: str) -> LaunchPlan:
+    """The plan in ``text``, JSON or YAML, of the file ``source``.
+
+    Raises:
+        PlanError: If it is neither, or states no plan; the message names the file.
+    """
+    try:
+        values = _read_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            f"{source}: {error}: a plan is made with poprun --dry-run --topology-format json > plan.json"
+        ) from None
+    return plan_from_dict(values, source)
+
+
+def _read_json(text: str) -> object:
+    return json.loads(text, object_pairs_hook=_unique_keys)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice} comes twice")
+    return values
+
+
+def _read_yaml(text: str) -> object:
+    import yaml  # noqa: PLC0415 - most plans are JSON, and most jobs have no plan file
+
+    try:
+        values: object = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"neither JSON nor YAML ({' '.join(str(error).split())})") from None
+    return values
+
+
+def _read_mpi(read: FieldReader) -> MpiRuntime | None:
+    if read.is_null("mpi"):
+        return None
+    mpi = read.nested("mpi")
+    mpi.expect_keys(_MPI_KEYS)
+    return MpiRuntime(
+        kind=mpi.choice("kind", MpiKind),
+        path=mpi.text("path"),
+        version=mpi.text("version"),
+        forker=mpi.optional_text("forker"),
+    )
+
+
+def _read_output(read: FieldReader) -> OutputSettings:
+    read.expect_keys(_OUTPUT_KEYS)
+    return OutputSettings(
+        shown_instances=None
+        if read.is_null("shown_instances")
+        else read.converted("shown_instances", parse_numbers),
+        is_tagged=read.optional_flag("is_tagged"),
+        tag_format=read.optional_text("tag_format"),
+        is_folded=read.flag("is_folded"),
+        log_dir=read.optional_text("log_dir"),
+        has_monitor=read.flag("has_monitor"),
+    )
+
+
+def _read_ending(read: FieldReader) -> EndingSettings:
+    read.expect_keys(_ENDING_KEYS)
+    return EndingSettings(
+        stop_timeout_seconds=read.number("stop_timeout_seconds"),
+        start_timeout_seconds=read.number("start_timeout_seconds"),
+        timeout_seconds=read.optional_number("timeout_seconds"),
+        max_restarts=read.count("max_restarts"),
+        hang_report_seconds=read.optional_number("hang_report_seconds"),
+        hang_timeout_seconds=read.optional_number("hang_timeout_seconds"),
+        report_file=read.optional_text("report_file"),
+    )
+
+
+def _fold(numbers: tuple[int, ...] | None) -> str | None:
+    return None if numbers is None else fold_numbers(numbers)
+
+
+def _key_of(option: re.Match[str]) -> str:
+    """The key that stands in a plan for an option of the command line."""
+    name = option[1].replace("-", "_")
+    name = _RENAMED.get(name, name)
+    keys = (name, f"output.{name}", f"ending.{name}", f"ending.{name}_seconds")
+    return next((key for key in keys if key in _ALL_KEYS), option[0])
+
+
+def _check(plan: LaunchPlan, source: str) -> None:
+    """See that the values fit together as those of a made plan do."""
+    try:
+        check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
+        check_count("--ipus-per-replica", plan.ipus_per_replica)
+        if plan.threads_per_replica is not None:
+            check_count("--threads-per-replica", plan.threads_per_replica)
+        check_output(plan.output, plan.num_instances)
+        check_ending(plan.ending)
+    except PlanError as error:
+        raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
+    if not plan.cores:
+        raise PlanError(f"{source}: cores is empty: a host has at least one")
+    if plan.devices and len(plan.devices) != plan.num_slots_per_host:
+        raise PlanError(
+            f"{source}: devices names {len(plan.devices)} for the {plan.num_slots_per_host} virtual IPUs of a "
+            "host: name one for each, or none to compute on the CPU"
+        )
+    if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
+        raise PlanError(
+            f"{source}: launcher is {plan.launcher} and mpi is {plan.mpi.path if plan.mpi else 'null'}: "
+            "give mpi with launcher mpi, and null with launcher local"
+        )
+    if not plan.working_directory.startswith("/"):
+        raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")

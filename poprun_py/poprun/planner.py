@@ -1,0 +1,135 @@
+"""What was asked and what the machine has → what poprun will do.
+
+Pure: :func:`make_plan` takes the facts as an argument and reads no clock, environment or disk. Every host of a job
+is taken to be like the machine that poprun runs on.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final
+
+from poprun.errors import MpiNotFoundError, PlanError
+from poprun.hosts import check_hosts, fold_hosts
+from poprun.legality import check_count, check_counts, legal_instances
+from poprun.plan import LauncherKind, LaunchPlan
+from poprun.request import LauncherChoice, LaunchRequest
+from poprun.settings import check_ending, check_output
+from poprun.topology import MachineFacts, MpiRuntime
+
+THIS_MACHINE: Final = "localhost"
+
+
+def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
+    """Decide everything that can be decided before a process starts.
+
+    Args:
+        request: What the user asked for.
+        facts: What is known about the machine; each host is taken to be like it.
+
+    Raises:
+        PlanError: If the counts do not fit together or a value is out of its range; the message names the nearest
+            legal choices.
+        MpiNotFoundError: If MPI was asked for and there is none.
+    """
+    hosts = request.hosts or (THIS_MACHINE,)
+    _check_hosts(hosts, facts)
+    check_count("--ipus-per-replica", request.ipus_per_replica)
+    num_instances = _num_instances(request, facts, len(hosts))
+    check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
+    num_replicas = request.num_replicas or num_instances
+    if request.threads_per_replica is not None:
+        check_count("--threads-per-replica", request.threads_per_replica)
+    check_output(request.output, num_instances)
+    check_ending(request.ending)
+    mpi = _choose_mpi(request, facts, is_one_host=len(hosts) == 1)
+    return LaunchPlan(
+        program=request.program,
+        working_directory=request.working_directory,
+        hosts=hosts,
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        ipus_per_replica=request.ipus_per_replica,
+        cores=facts.cores,
+        devices=_choose_devices(facts, num_instances // len(hosts) * request.ipus_per_replica),
+        threads_per_replica=_choose_threads(request, facts, len(facts.cores) * len(hosts) // num_replicas),
+        is_deterministic=request.is_deterministic,
+        launcher=LauncherKind.LOCAL if mpi is None else LauncherKind.MPI,
+        mpi=mpi,
+        mpi_global_args=request.mpi_global_args,
+        mpi_local_args=request.mpi_local_args,
+        output=request.output,
+        ending=request.ending,
+    )
+
+
+def refuse_remote_hosts(plan: LaunchPlan, host_aliases: Collection[str]) -> None:
+    """See that every host of ``plan`` is this machine: the last check before its processes start.
+
+    Args:
+        plan: What is to be started.
+        host_aliases: Every name that means this machine.
+
+    Raises:
+        PlanError: If a host is another machine.
+    """
+    remote = [host for host in plan.hosts if host not in host_aliases]
+    if remote:
+        raise PlanError(
+            f"--host {fold_hosts(remote)} is not this machine: jobs start on the machine that poprun runs on, and "
+            "those of other hosts can be planned with --dry-run; leave out --host to start this one here"
+        )
+
+
+def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
+    check_hosts(hosts)
+    here = [host for host in hosts if host in facts.host_aliases]
+    if len(here) > 1:
+        raise PlanError(f"--host names this machine twice, as {here[0]} and {here[1]}: name it once")
+
+
+def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int) -> int:
+    """The number asked for; ``auto`` is one for each replica's worth of free GPUs, else one a host.
+
+    With a given number of replicas, ``auto`` is the largest legal number of instances that is not above that.
+    """
+    if request.num_instances is not None:
+        return request.num_instances
+    num_free = sum(gpu.is_free for gpu in facts.gpus)
+    wanted = max(1, num_free // request.ipus_per_replica) * num_hosts
+    if request.num_replicas is None or request.num_replicas < 1:
+        return wanted
+    return max((n for n in legal_instances(request.num_replicas, num_hosts) if n <= wanted), default=wanted)
+
+
+def _choose_mpi(request: LaunchRequest, facts: MachineFacts, *, is_one_host: bool) -> MpiRuntime | None:
+    """The runtime; MPICH's forker only for a job of one host, and without words that may be Hydra's own."""
+    choice = request.launcher
+    if choice is LauncherChoice.LOCAL:
+        return None
+    if choice is LauncherChoice.MPI and facts.mpi is None:
+        unknown = (
+            f" (found {', '.join(facts.unknown_mpi)}, of a kind it does not know)" if facts.unknown_mpi else ""
+        )
+        raise MpiNotFoundError(
+            f"--launcher mpi: there is no MPICH and no Open MPI on PATH or beside poprun's own Python{unknown}; "
+            "install one with pip install 'poprun[mpich]', put your cluster's on PATH (module load), or start "
+            "without MPI: --launcher local"
+        )
+    if facts.mpi is None or (is_one_host and not (request.mpi_global_args or request.mpi_local_args)):
+        return facts.mpi
+    return replace(facts.mpi, forker=None)
+
+
+def _choose_devices(facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
+    """The GPUs for a host's virtual IPUs: free ones first, in slot order; none when they do not suffice."""
+    if num_slots > len(facts.gpus):
+        return ()
+    by_need = sorted(range(len(facts.gpus)), key=lambda slot: (not facts.gpus[slot].is_free, slot))
+    return tuple(facts.gpus[slot].name for slot in sorted(by_need[:num_slots]))
+
+
+def _choose_threads(request: LaunchRequest, facts: MachineFacts, share: int) -> int | None:
+    """Threads of a replica's arithmetic; None leaves ``OMP_NUM_THREADS`` as the user set it."""
+    if request.threads_per_replica is not None:
+        return request.threads_per_replica
+    return None if facts.user_num_threads else max(1, share)

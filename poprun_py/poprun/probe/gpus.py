@@ -1,0 +1,64 @@
+"""The CUDA devices that a job may use, and which of them are free.
+
+Asks the driver's own `nvidia-smi`, and only on a machine that has the driver: poprun never imports torch, and a
+machine without a GPU pays one look at the file system.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from poprun.environment import VISIBLE_DEVICES
+from poprun.probe.answers import answer_of
+from poprun.topology import Gpu
+
+TIMEOUT_SECONDS: Final = 10.0
+
+_DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
+_INVENTORY: Final = "--query-gpu=index,uuid"
+_PROCESSES: Final = "--query-compute-apps=gpu_uuid"
+
+
+def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The devices in slot order; ``CUDA_VISIBLE_DEVICES`` of ``environment`` is the inventory when it is set."""
+    if not any(map(os.path.exists, _DRIVER)):
+        return ()
+    return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
+
+
+def read_gpus(inventory: str, processes: str, visible: str | None) -> tuple[Gpu, ...]:
+    """The devices that the driver and the user tell of.
+
+    Args:
+        inventory: ``index, uuid`` of each device of the machine, one a line.
+        processes: The uuid of a device for each process that computes on one, one a line.
+        visible: ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that is
+            no device of the machine, and so does this; an entry may be the beginning of one uuid.
+    """
+    rows = [tuple(map(str.strip, line.split(",", 1))) for line in inventory.splitlines() if "," in line]
+    uuids = {row[0]: row[1] for row in rows}
+    busy = {line.strip() for line in processes.splitlines()}
+    if visible is None:
+        return tuple(Gpu(name=index, is_free=uuid not in busy) for index, uuid in uuids.items())
+    gpus = []
+    for name in map(str.strip, visible.split(",")):
+        uuid = _uuid_of(name, uuids)
+        if uuid is None:
+            break
+        gpus.append(Gpu(name=name, is_free=uuid not in busy))
+    return tuple(gpus)
+
+
+def _uuid_of(name: str, uuids: Mapping[str, str]) -> str | None:
+    """The uuid of the device that ``name`` means; a slice of one (``MIG-…``) is its own."""
+    if name in uuids:
+        return uuids[name]
+    if name.startswith("MIG-"):
+        return name
+    matches = [uuid for uuid in uuids.values() if name.startswith("GPU-") and uuid.startswith(name)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _ask(query: str, command: Sequence[str] = ("nvidia-smi", "--format=csv,noheader")) -> str:
+    """What the driver answers; nothing when it is not installed or takes too long."""
+    return answer_of((*command, query), TIMEOUT_SECONDS) or ""

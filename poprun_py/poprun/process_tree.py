@@ -1,0 +1,158 @@
+"""Find and signal the descendants of a process, whatever session or group they moved to.
+
+Process groups do not hold a tree together: a data loader's worker may call setsid. So the tree is walked in
+/proc (see proc_pid_stat(5)). A process is known by its id *and* its start time, because ids are used again.
+Standard library only: the agents run this in a bare interpreter.
+"""
+
+import os
+import resource
+import signal
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_KIBIBYTE = 1024
+_PARENT_FIELD, _STATE_FIELD, _START_FIELD = 1, 0, 19
+
+
+class ProcessKey(NamedTuple):
+    """One process for all time: its id, and when it started in clock ticks since boot."""
+
+    pid: int
+    start_ticks: int
+
+
+class Ended(NamedTuple):
+    """A child that has ended: its id, its exit code, negative for a signal, and the most memory that it held.
+
+    The kernel counts what the child held before it executed its program, too. A peak that is not above this
+    process's own says nothing of the program, and is 0.
+    """
+
+    pid: int
+    code: int
+    peak_bytes: int
+
+
+class _Stat(NamedTuple):
+    key: ProcessKey
+    parent: int
+    state: str
+
+
+def _read_stat(pid: int) -> _Stat | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The name in parentheses may hold anything, so the fields are counted from the last parenthesis.
+    fields = text[text.rindex(b")") + 2 :].split()
+    key = ProcessKey(pid, int(fields[_START_FIELD]))
+    return _Stat(key, int(fields[_PARENT_FIELD]), fields[_STATE_FIELD].decode())
+
+
+def _all_stats() -> Iterator[_Stat]:
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and (stat := _read_stat(int(name))) is not None:
+            yield stat
+
+
+def key_of(pid: int) -> ProcessKey | None:
+    """The key of the process that has the id ``pid`` now, or None when there is none."""
+    stat = _read_stat(pid)
+    return None if stat is None else stat.key
+
+
+def descendants(root: int) -> list[ProcessKey]:
+    """Every living descendant of the process ``root``, parents before children; zombies are left out."""
+    children: dict[int, list[_Stat]] = {}
+    for stat in _all_stats():
+        children.setdefault(stat.parent, []).append(stat)
+    found: list[ProcessKey] = []
+    parents = [root]
+    for parent in parents:
+        for stat in children.get(parent, ()):
+            parents.append(stat.key.pid)
+            if stat.state != "Z":
+                found.append(stat.key)
+    return found
+
+
+def words_of(pid: int) -> list[str]:
+    """The argv of a process; empty when it is gone, a zombie, or a thread of the kernel."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def catchers(signum: int) -> list[ProcessKey]:
+    """The descendants of this process that handle ``signum``, without those below another one that does.
+
+    A helper that was forked from a program has the program's handlers, and is the program's to tell.
+    """
+    found: list[ProcessKey] = []
+    covered: set[int] = set()
+    for key in descendants(os.getpid()):
+        stat = _read_stat(key.pid)
+        if stat is None:
+            continue
+        if stat.parent in covered:
+            covered.add(key.pid)
+        elif catches(key.pid, signum):
+            covered.add(key.pid)
+            found.append(key)
+    return found
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for the signal (proc_pid_status(5), SigCgt); none has one for 0."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            masks = [line.split()[1] for line in file if line.startswith(b"SigCgt:")]
+    except OSError:
+        return False
+    return signum > 0 and any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
+
+
+def own_tree() -> list[ProcessKey]:
+    """Every living descendant of this process, which must be a subreaper: without a child it has none at all."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return []
+    return descendants(os.getpid())
+
+
+def reap() -> Iterator[Ended]:
+    """Bury every child that has ended, adopted ones too."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    while True:
+        try:
+            pid, status, usage = os.wait3(os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield Ended(
+            pid, os.waitstatus_to_exitcode(status), usage.ru_maxrss * _KIBIBYTE if usage.ru_maxrss > own else 0
+        )
+
+
+def send(keys: Iterable[ProcessKey], signum: int) -> None:
+    """Send ``signum`` to each process that still is the one meant; those that are gone are passed over."""
+    for key in keys:
+        if key_of(key.pid) == key:
+            try:
+                os.kill(key.pid, signum)
+            except (ProcessLookupError, PermissionError):
+                continue
+
+
+def terminate(keys: Iterable[ProcessKey]) -> None:
+    """Ask processes to end. A stopped one is continued, so that it can."""
+    keys = list(keys)
+    send(keys, signal.SIGTERM)
+    send(keys, signal.SIGCONT)

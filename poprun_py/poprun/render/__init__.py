@@ -1,0 +1,54 @@
+"""A plan as text, in the format that was asked for.
+
+Pure: values in, text out. Each format is a module of its own that is imported on use, so that starting a job pays
+for none of them.
+"""
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from poprun.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from poprun.render.details import Details
+
+
+class TopologyFormat(StrEnum):
+    """How a plan is written: for a person, as PopRun writes it, or for a program."""
+
+    TABLE = "table"
+    TEXT = "text"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def render_plan(
+    plan: LaunchPlan,
+    topology_format: TopologyFormat,
+    *,
+    width: int = 80,
+    has_color: bool = False,
+    details: "Details | None" = None,
+) -> str:
+    """``plan`` as text that ends with a line break.
+
+    Args:
+        plan: What to show.
+        topology_format: How.
+        width: Columns of the terminal; only the table heeds it.
+        has_color: Whether the terminal shows colour; only the table heeds it.
+        details: What ``-v`` adds to the table, or None.
+    """
+    match topology_format:
+        case TopologyFormat.TABLE:
+            from poprun.render.table import render_table  # noqa: PLC0415 - rich is expensive
+
+            return render_table(plan, width=width, has_color=has_color, details=details)
+        case TopologyFormat.TEXT:
+            from poprun.render.text import render_text  # noqa: PLC0415 - see the module's docstring
+
+            return render_text(plan)
+        case _:
+            from poprun.render.serial import render_json, render_yaml  # noqa: PLC0415 - yaml is expensive
+
+            return render_json(plan) if topology_format is TopologyFormat.JSON else render_yaml(plan)

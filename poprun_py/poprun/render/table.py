@@ -1,0 +1,170 @@
+"""A plan as a table for a person: hosts → instances → replicas → virtual IPUs, and what each stands for here.
+
+A large plan is folded: the first host stands for all the hosts like it, and the first instances of a host for the
+others, so any plan fits a screen.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from io import StringIO
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from poprun.hosts import fold_hosts
+from poprun.plan import InstancePlan, LaunchPlan
+from poprun.ranges import fold_numbers
+from poprun.render.details import Details
+
+MAX_HOSTS: Final = 4
+MAX_INSTANCES: Final = 8
+NUM_SHOWN: Final = 3
+
+MAX_HOSTS_LENGTH: Final = 30
+
+MIN_WIDTH: Final = 60
+"""Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
+
+_HEADINGS: Final = ("host", "instance", "replicas", "virtual IPUs", "stands for")
+_STYLES: Final = ("bold", "green", "yellow", "magenta", "cyan")
+_FOLDED_HOSTS: Final = "the same on each"
+_FOLDED_INSTANCES: Final = "one after another"
+_FOLDED: Final = (_FOLDED_HOSTS, _FOLDED_INSTANCES)
+
+
+def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Details | None) -> str:
+    """``plan`` as a table of ``width`` columns at most, but never fewer than 60; coloured if ``has_color``."""
+    screen = Console(
+        file=StringIO(),
+        width=max(width, MIN_WIDTH),
+        force_terminal=has_color,
+        color_system="standard" if has_color else None,
+        no_color=not has_color,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    with screen.capture() as capture:
+        screen.print(_title(plan), soft_wrap=True)
+        screen.print()
+        screen.print(_placements(plan))
+        screen.print()
+        for label, value in _facts(plan, details):
+            screen.print(Text.assemble((f"{label:<11}", "bold"), value), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def _title(plan: LaunchPlan) -> Text:
+    words = [
+        _count(plan.num_instances, "instance"),
+        _count(plan.num_replicas, "replica"),
+        _count(len(plan.hosts) * plan.num_slots_per_host, "virtual IPU"),
+        _count(len(plan.hosts), "host"),
+    ]
+    return Text.assemble((f"{'poprun':<11}", "bold cyan"), " · ".join(words))
+
+
+def _placements(plan: LaunchPlan) -> Table:
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for heading, style in zip(_HEADINGS, _STYLES, strict=True):
+        table.add_column(heading, style=style, overflow="fold", no_wrap=heading in _HEADINGS[1:-1])
+    for row in _rows(plan):
+        table.add_row(*row, style="dim" if row[-1] in _FOLDED else None)
+    return table
+
+
+def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
+    """The rows of every host, or of the first and the last with one between them for those left out."""
+    num_hosts = len(plan.hosts)
+    if num_hosts <= MAX_HOSTS:
+        for host_index in range(num_hosts):
+            yield from _host_rows(plan, host_index)
+        return
+    yield from _host_rows(plan, 0)
+    between = _span(plan, plan.num_instances_per_host, plan.num_instances - plan.num_instances_per_host)
+    yield (_abbreviated(plan.hosts[1:-1]), *between, _FOLDED_HOSTS)
+    yield from _host_rows(plan, num_hosts - 1)
+
+
+def _host_rows(plan: LaunchPlan, host_index: int) -> Iterator[Sequence[str]]:
+    """The rows of one host's instances, those in the middle folded into one when they are many."""
+    count = plan.num_instances_per_host
+    first, last = host_index * count, (host_index + 1) * count
+    shown = count if count <= MAX_INSTANCES else NUM_SHOWN
+    for index in range(first, first + shown):
+        yield _instance_row(plan.instance(index), plan.hosts[host_index] if index == first else "")
+    if shown < count:
+        yield ("", *_span(plan, first + shown, last - 1), _FOLDED_INSTANCES)
+        yield _instance_row(plan.instance(last - 1), "")
+
+
+def _instance_row(instance: InstancePlan, host: str) -> Sequence[str]:
+    return (
+        host,
+        str(instance.index),
+        fold_numbers(instance.replicas),
+        fold_numbers(instance.slots),
+        _devices(instance.devices) if instance.devices else _cores(instance.cores),
+    )
+
+
+def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
+    """The instances from ``first`` up to ``last``, that one left out, as one row's cells."""
+    local = plan.layout.num_local_replicas
+    start, end = plan.instance(first).slots, plan.instance(last - 1).slots
+    slots = range(min(start.start, end.start), max(start.stop, end.stop))
+    return (
+        fold_numbers(range(first, last)),
+        fold_numbers(range(first * local, last * local)),
+        fold_numbers(slots),
+    )
+
+
+def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:
+    """What holds for every instance, and what ``-v`` adds. The terminal wraps long lines: they copy whole."""
+    yield "launcher", _launcher(plan)
+    yield "threads", _threads(plan)
+    if plan.is_deterministic:
+        yield "algorithms", "deterministic"
+    if plan.program:
+        yield "program", shlex.join(plan.program)
+    yield "folder", plan.working_directory
+    if details is not None:
+        yield "command", shlex.join(details.command)
+        if details.num_commands > 1:
+            yield "", f"and {details.num_commands - 1:,} more like it"
+        yield "variables", "of instance 0"
+        yield from (("", f"{name}={value}") for name, value in sorted(details.environment.items()))
+
+
+def _launcher(plan: LaunchPlan) -> str:
+    return f"mpi: {plan.mpi}" if plan.mpi else "local"
+
+
+def _threads(plan: LaunchPlan) -> str:
+    if plan.threads_per_replica is None:
+        return "as OMP_NUM_THREADS says"
+    return f"{plan.threads_per_replica} per replica"
+
+
+def _devices(names: Sequence[str]) -> str:
+    if all(name.isdecimal() for name in names):
+        return f"GPU{'s' if len(names) > 1 else ''} {fold_numbers(map(int, names))}"
+    return ", ".join(names)
+
+
+def _cores(cores: Sequence[int]) -> str:
+    return f"core{'s' if len(cores) > 1 else ''} {fold_numbers(cores)}"
+
+
+def _abbreviated(hosts: Sequence[str]) -> str:
+    folded = fold_hosts(hosts)
+    return folded if len(folded) <= MAX_HOSTS_LENGTH else f"{len(hosts):,} hosts"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,101 @@
+"""A plan as PopRun's own ASCII table.
+
+Four rows: hosts, ILDs (IPU-Link domains; the virtual IPUs of a job are one), instances, replicas. A cell spans
+what belongs to it in the rows below. A table that would be wider than ``MAX_WIDTH`` is folded from the bottom up:
+the replicas of an instance into one range, then the instances of a host, then the hosts.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.hosts import fold_hosts
+from poprun.plan import LaunchPlan
+from poprun.ranges import fold_numbers
+
+MAX_WIDTH: Final = 118
+
+_TITLE: Final = "poprun topology"
+_LABELS: Final = ("hosts", "ILDs", "instances", "replicas")
+_LABEL_WIDTH: Final = max(map(len, _LABELS))
+_TITLE_WIDTH: Final = len(_TITLE) + 2 - (_LABEL_WIDTH + 3)
+"""Columns of the title that do not stand above the labels."""
+
+_MAX_HOSTS_LENGTH: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """The four rows of a table; in each, all cells span equally many of the last row's."""
+
+    hosts: Sequence[str]
+    instances: Sequence[str]
+    replicas: Sequence[str]
+
+    @property
+    def rows(self) -> tuple[Sequence[str], ...]:
+        return (self.hosts, ("0",), self.instances, self.replicas)
+
+    @property
+    def leaf_width(self) -> int:
+        """Width of a cell of the last row such that every text above fits its span."""
+        num_leaves = len(self.replicas)
+        widest = max(map(len, self.replicas))
+        for row in self.rows:
+            needed = max(_TITLE_WIDTH // len(row), *(len(text) + 2 for text in row))
+            span = num_leaves // len(row)
+            widest = max(widest, -(-(needed + 1) // span) - 3)
+        return widest
+
+    @property
+    def width(self) -> int:
+        """Columns of everything to the right of the labels."""
+        return len(self.replicas) * (self.leaf_width + 3) - 1
+
+
+def render_text(plan: LaunchPlan) -> str:
+    """``plan`` as a table of ASCII characters."""
+    cells = next((cells for cells in _foldings(plan) if cells.width <= MAX_WIDTH), _folded_hosts(plan))
+    label_rule = "-" * (_LABEL_WIDTH + 2)
+    inner = len(label_rule) + 1 + cells.width
+    lines = [" " + "=" * inner, f"|{_TITLE:^{inner}}|", f"|{'=' * inner}|"]
+    for index, (label, row) in enumerate(zip(_LABELS, cells.rows, strict=True)):
+        if index:
+            lines.append(f"|{label_rule}|{'-' * cells.width}|")
+        lines.append(f"| {label:<{_LABEL_WIDTH}} |{'|'.join(_row(row, cells))}|")
+    return "\n".join([*lines, " " + "-" * inner]) + "\n"
+
+
+def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
+    if row is cells.replicas:
+        return (f" {text:<{cells.leaf_width}} " for text in row)
+    span = (cells.width + 1) // len(row) - 1
+    return (f"{text:^{span}}" for text in row)
+
+
+def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
+    """The tables from the fullest to the second narrowest; those with too many cells to fit are left out."""
+    num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
+    if num_replicas <= MAX_WIDTH:
+        yield _Cells(plan.hosts, _items(num_instances), _items(num_replicas))
+    if num_instances <= MAX_WIDTH:
+        yield _Cells(plan.hosts, _items(num_instances), _shares(num_replicas, num_instances))
+    if num_hosts <= MAX_WIDTH:
+        yield _Cells(plan.hosts, _shares(num_instances, num_hosts), _shares(num_replicas, num_hosts))
+
+
+def _folded_hosts(plan: LaunchPlan) -> _Cells:
+    hosts = fold_hosts(plan.hosts)
+    if len(hosts) > _MAX_HOSTS_LENGTH:
+        hosts = f"{plan.hosts[0]} ... {plan.hosts[-1]} ({len(plan.hosts)} hosts)"
+    return _Cells((hosts,), _shares(plan.num_instances, 1), _shares(plan.num_replicas, 1))
+
+
+def _items(count: int) -> list[str]:
+    return [str(index) for index in range(count)]
+
+
+def _shares(count: int, num_parts: int) -> list[str]:
+    """``count`` things dealt to ``num_parts`` parts, each part as a range."""
+    size = count // num_parts
+    return [fold_numbers(range(part * size, (part + 1) * size)) for part in range(num_parts)]

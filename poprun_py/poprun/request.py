@@ -1,0 +1,52 @@
+"""What the user asked for, before anything is known about the machine.
+
+The defaults of all options live here and in `poprun.settings`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from poprun.settings import EndingSettings, OutputSettings
+
+
+class LauncherChoice(StrEnum):
+    """How the processes are to be started: ``AUTO`` takes MPI where there is one."""
+
+    AUTO = "auto"
+    MPI = "mpi"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One poprun command line, read and typed.
+
+    Attributes:
+        program: The program's words, made executable by ``poprun.probe.program``; may be empty in a dry run.
+        working_directory: Absolute path in which every instance starts.
+        num_instances: Processes in the job; None asks for one per free GPU, else 1 (``auto``).
+        num_replicas: Model replicas in the whole job; None means one per instance.
+        ipus_per_replica: Virtual IPUs that one replica uses.
+        hosts: Names to run on, in order; empty means this machine.
+        launcher: How to start the processes.
+        mpi_global_args: Extra words for the MPI launcher, before its process count.
+        mpi_local_args: Extra words for the MPI launcher, after its process count.
+        threads_per_replica: Threads for each replica's arithmetic; None shares out the cores.
+        is_deterministic: Whether torch is to use deterministic algorithms only.
+        output: What is shown and kept of what the programs print.
+        ending: When the job ends other than by itself, and what is told of it.
+    """
+
+    program: tuple[str, ...] = ()
+    working_directory: str = "."
+    num_instances: int | None = 1
+    num_replicas: int | None = None
+    ipus_per_replica: int = 1
+    hosts: tuple[str, ...] = ()
+    launcher: LauncherChoice = LauncherChoice.AUTO
+    mpi_global_args: tuple[str, ...] = ()
+    mpi_local_args: tuple[str, ...] = ()
+    threads_per_replica: int | None = None
+    is_deterministic: bool = False
+    output: OutputSettings = field(default_factory=OutputSettings)
+    ending: EndingSettings = field(default_factory=EndingSettings)

@@ -1,0 +1,109 @@
+"""What a job is told about its output and its end: values that go from the request into the plan as they are.
+
+Pure. Their defaults live here; the checks name the options that set them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from poprun.errors import PlanError
+from poprun.legality import check_count
+from poprun.ranges import fold_numbers
+from poprun.tag_format import check_tag_format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSettings:
+    """What is shown and kept of what the programs print.
+
+    Attributes:
+        shown_instances: The instances whose output is shown, ascending; None for all.
+        is_tagged: Whether lines are tagged with their instance; None tags when there are several instances or a
+            ``tag_format``.
+        tag_format: The tag as a template, see `poprun.tag_format`; None for the usual one.
+        is_folded: Whether lines that several instances print alike are shown once.
+        log_dir: Directory for a log of each instance's streams, or None; a relative one starts at the job's
+            working directory.
+        has_monitor: Whether a live view of the instances takes the place of their lines.
+    """
+
+    shown_instances: tuple[int, ...] | None = None
+    is_tagged: bool | None = None
+    tag_format: str | None = None
+    is_folded: bool = False
+    log_dir: str | None = None
+    has_monitor: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndingSettings:
+    """When a job ends other than by itself, and what is told of it.
+
+    Attributes:
+        stop_timeout_seconds: How long a program that is being stopped may take before it is killed.
+        start_timeout_seconds: How long the instances may take to come to life.
+        timeout_seconds: How long the whole job may take, or None.
+        max_restarts: How often a failed job is started again.
+        hang_report_seconds: How long instances may wait for others without any progress before poprun tells of
+            it; None never does.
+        hang_timeout_seconds: How long they may before poprun ends the job; None never does.
+        report_file: File for the report of the job as JSON, or None; a relative one starts at the job's working
+            directory.
+    """
+
+    stop_timeout_seconds: float = 5.0
+    start_timeout_seconds: float = 60.0
+    timeout_seconds: float | None = None
+    max_restarts: int = 0
+    hang_report_seconds: float | None = 120.0
+    hang_timeout_seconds: float | None = None
+    report_file: str | None = None
+
+
+def check_output(output: OutputSettings, num_instances: int) -> None:
+    """See that the values of ``output`` are possible in a job of ``num_instances``.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
+    if unknown:
+        raise PlanError(
+            f"--only-output-from-instance {fold_numbers(unknown)}: there is no such instance; "
+            f"--num-instances {num_instances} numbers them from 0 to {num_instances - 1}"
+        )
+    if output.tag_format is not None:
+        check_tag_format(output.tag_format)
+        if output.is_tagged is False:
+            raise PlanError("--tag-format is of no use with --no-tag-output: leave one of them out")
+    _check_path("--log-dir", output.log_dir)
+
+
+def check_ending(ending: EndingSettings) -> None:
+    """See that the values of ``ending`` are possible.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    _check_seconds("--stop-timeout", ending.stop_timeout_seconds, may_be_zero=True)
+    for option, seconds in (
+        ("--start-timeout", ending.start_timeout_seconds),
+        ("--timeout", ending.timeout_seconds),
+        ("--hang-report", ending.hang_report_seconds),
+        ("--hang-timeout", ending.hang_timeout_seconds),
+    ):
+        if seconds is not None:
+            _check_seconds(option, seconds, may_be_zero=False)
+    check_count("--max-restarts", ending.max_restarts, minimum=0)
+    _check_path("--report", ending.report_file)
+
+
+def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
+    if not math.isfinite(seconds) or seconds < 0 or not (seconds or may_be_zero):
+        bound = "from 0 up" if may_be_zero else "greater than 0"
+        raise PlanError(f"{option} {seconds} is not possible: it is a number of seconds {bound}")
+
+
+def _check_path(option: str, path: str | None) -> None:
+    if path is not None and (not path or "\0" in path):
+        raise PlanError(f"{option} {path!r} is not possible: it is a path")

@@ -1,0 +1,130 @@
+"""Show a line that several instances print alike once. Pure: time is an argument.
+
+Each instance's lines wait in a queue of its own. A line that all of them hold is shown at once, after what each
+printed before it; any other is shown when it has waited long enough, together with whoever holds it by then. Lines
+leave a queue only at its head, so every instance's lines stay in their order, whatever is folded.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+HOLD_SECONDS: Final = 0.2
+"""No line waits longer for others to print it."""
+
+MAX_HELD_BYTES: Final = 1024 * 1024
+"""More is not held back: the oldest lines go first."""
+
+
+class Folded(NamedTuple):
+    """A line, and the instances that printed it, ascending."""
+
+    instances: tuple[int, ...]
+    line: bytes
+
+
+class _Held(NamedTuple):
+    number: int
+    due_at_seconds: float
+    line: bytes
+
+
+class Folder:
+    """The lines of one stream of several instances that wait to be folded.
+
+    Args:
+        instances: Who will print; those that say no more are :meth:`end`-ed.
+    """
+
+    def __init__(self, instances: Iterable[int]) -> None:
+        self._queues: dict[int, deque[_Held]] = {instance: deque() for instance in sorted(instances)}
+        self._running = set(self._queues)
+        self._counts: dict[bytes, dict[int, int]] = {}  # how often each line stands in whose queue
+        self._num_lines = 0
+        self._held_bytes = 0
+
+    def add(self, instance: int, line: bytes, now_seconds: float) -> list[Folded]:
+        """Take one whole line of ``instance``; what is to be shown now."""
+        counts = self._counts.setdefault(line, {})
+        counts[instance] = counts.get(instance, 0) + 1
+        self._queues[instance].append(_Held(self._num_lines, now_seconds + HOLD_SECONDS, line))
+        self._num_lines += 1
+        self._held_bytes += len(line)
+        shown: list[Folded] = []
+        if self._is_everybodys(line):
+            shown += self._show_until(instance, 0)
+        while self._held_bytes > MAX_HELD_BYTES:
+            shown.append(self._show_next(self._oldest(self._queues)))
+        return shown
+
+    def flush(self, instance: int) -> list[Folded]:
+        """All that ``instance`` has printed: nothing of it waits any longer."""
+        return self._show_until(instance, 0)
+
+    def due(self, now_seconds: float) -> list[Folded]:
+        """What has waited long enough."""
+        shown: list[Folded] = []
+        while (due := self.due_at_seconds) is not None and due <= now_seconds:
+            shown.append(self._show_next(self._oldest(self._queues)))
+        return shown
+
+    def end(self, instance: int) -> list[Folded]:
+        """Note that ``instance`` prints no more; what is to be shown because nobody waits for it."""
+        self._running.discard(instance)
+        if not self._running:
+            return [folded for other in self._queues for folded in self._show_until(other, 0)]
+        one = min(self._running)
+        places = [place for place, held in enumerate(self._queues[one], 1) if self._is_everybodys(held.line)]
+        return self._show_until(one, len(self._queues[one]) - places[-1]) if places else []
+
+    @property
+    def due_at_seconds(self) -> float | None:
+        """When the line that waits longest is due; None when none waits."""
+        return min((queue[0].due_at_seconds for queue in self._queues.values() if queue), default=None)
+
+    def _is_everybodys(self, line: bytes) -> bool:
+        holders = self._counts[line].keys()
+        return len(holders) >= len(self._running) and self._running <= holders
+
+    def _show_until(self, instance: int, num_left: int) -> list[Folded]:
+        """Show until ``num_left`` lines of ``instance`` wait, in the order in which they came."""
+        queue, shown = self._queues[instance], []
+        while len(queue) > num_left:
+            holders = self._counts[queue[len(queue) - num_left - 1].line]
+            shown.append(self._show_next(self._oldest(holders)))
+        return shown
+
+    def _oldest(self, instances: Iterable[int]) -> int:
+        """Who holds the line that came first."""
+        return min(
+            (instance for instance in instances if self._queues[instance]),
+            key=lambda instance: self._queues[instance][0].number,
+        )
+
+    def _show_next(self, instance: int) -> Folded:
+        """Show the next line of ``instance``, or one that another has to say before it comes to that one."""
+        seen = {instance}
+        line = self._queues[instance][0].line
+        while (other := self._not_there_yet(line, seen)) is not None:
+            seen.add(other)
+            line = self._queues[other][0].line
+        return self._take(line)
+
+    def _not_there_yet(self, line: bytes, seen: set[int]) -> int | None:
+        """Somebody who holds ``line``, but not at the head of the queue."""
+        others = (other for other in self._counts[line] if other not in seen)
+        return next((other for other in others if self._queues[other][0].line != line), None)
+
+    def _take(self, line: bytes) -> Folded:
+        """Take ``line`` from all queues that it is the head of."""
+        counts = self._counts[line]
+        instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
+        for instance in instances:
+            self._queues[instance].popleft()
+            counts[instance] -= 1
+            if not counts[instance]:
+                del counts[instance]
+        if not counts:
+            del self._counts[line]
+        self._held_bytes -= len(line) * len(instances)
+        return Folded(tuple(instances), line)

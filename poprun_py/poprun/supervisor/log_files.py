@@ -1,0 +1,95 @@
+"""A log of each stream of each instance: the bytes that the program wrote, and nothing else."""
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from poprun.errors import LaunchError, PlanError
+
+_NAMES: Final = {1: "out", 2: "err"}
+_OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
+
+
+class LogFiles:
+    """The open logs of one attempt of a job: ``<folder>/instance-<n>.out.log`` and ``….err.log``.
+
+    They are appended to. One that can be written no further, such as on a full disk, ends there: the first is told
+    of when it happens, and the job goes on.
+
+    Args:
+        log_dir: What ``--log-dir`` names, as an absolute path; made if it is not there.
+        job_id: Name of the folder below it.
+        restart_count: Name of the folder below that.
+        num_instances: How many instances the job has.
+        warn: Called with a sentence, from the thread that writes.
+
+    Raises:
+        PlanError: If the folder or a log cannot be made.
+        LaunchError: If poprun may not open as many files.
+    """
+
+    def __init__(
+        self, log_dir: str, job_id: str, restart_count: int, num_instances: int, warn: Callable[[str], None]
+    ) -> None:
+        if job_id in {".", ".."} or "/" in job_id:
+            raise PlanError(f"--log-dir: a job called {job_id!r} can have no folder: set another POPDIST_JOB_ID")
+        self._folder = os.path.join(log_dir, job_id, str(restart_count))
+        self._warn = warn
+        self._num_cut = 0
+        self._descriptors: dict[tuple[int, int], int] = {}
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            for instance in range(num_instances):
+                for stream in _NAMES:
+                    path = self._path(instance, stream)
+                    self._descriptors[instance, stream] = os.open(
+                        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
+                    )
+        except OSError as error:
+            self.close()
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                raise LaunchError(
+                    f"cannot open the logs of {num_instances} instances: {error.strerror}; "
+                    "raise the limit with `ulimit -n`"
+                ) from None
+            raise PlanError(
+                f"--log-dir {log_dir}: cannot make {error.filename} ({error.strerror}): "
+                "name a directory that you may write to"
+            ) from None
+
+    def write(self, instance: int, stream: int, data: bytes) -> None:
+        """Append ``data`` to the log of ``stream`` (1 or 2) of ``instance``; nothing once that log was cut off."""
+        descriptor = self._descriptors.get((instance, stream))
+        if descriptor is None:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(descriptor, view) :]
+        except OSError as error:
+            del self._descriptors[instance, stream]
+            self._note_cut(instance, stream, error)
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def close(self) -> None:
+        """Close all logs; says how many were cut off if there are more than the one that was told of."""
+        for (instance, stream), descriptor in self._descriptors.items():
+            try:
+                os.close(descriptor)
+            except OSError as error:  # a file system that writes late says so now
+                self._note_cut(instance, stream, error)
+        self._descriptors = {}
+        if self._num_cut > 1:
+            self._warn(f"warning: {self._num_cut} logs in {self._folder} are cut off")
+
+    def _note_cut(self, instance: int, stream: int, error: OSError) -> None:
+        self._num_cut += 1
+        if self._num_cut == 1:
+            path = self._path(instance, stream)
+            self._warn(f"warning: {path} is cut off: {error.strerror}; the job goes on without it")
+
+    def _path(self, instance: int, stream: int) -> str:
+        return os.path.join(self._folder, f"instance-{instance}.{_NAMES[stream]}.log")

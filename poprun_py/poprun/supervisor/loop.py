@@ -1,0 +1,289 @@
+"""The supervisor's loop: listen, take a snapshot, decide, act, until nothing is left."""
+
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from poprun.agent.shared_memory import remove_abandoned
+from poprun.control import CONTROL_ADDRESS, CONTROL_KEY
+from poprun.launchers import launch_commands
+from poprun.plan import LauncherKind, LaunchPlan
+from poprun.probe.kills import kill_counts
+from poprun.supervisor.agents import AgentLinks
+from poprun.supervisor.children import LauncherProcesses
+from poprun.supervisor.courier import Courier
+from poprun.supervisor.inquiry import Inquiry
+from poprun.supervisor.orders import JobIdentity, start_order
+from poprun.supervisor.outcome import JobEnd, exit_code
+from poprun.supervisor.policy import Action, Decision, decide
+from poprun.supervisor.record import Record
+from poprun.supervisor.signals import SignalBox
+from poprun.supervisor.start_watch import StartWatch
+from poprun.supervisor.state import Limits, Phase
+from poprun.supervisor.streams import StreamPlan
+from poprun.supervisor.sweep import sweep
+from poprun.supervisor.voice import say
+
+if TYPE_CHECKING:
+    from poprun.process_tree import ProcessKey
+    from poprun.supervisor.monitor_process import MonitorProcess
+    from poprun.supervisor.relay import Relay
+
+_TICK_SECONDS = 0.05
+_LOOK_SECONDS = 1.0
+_LAUNCHER_SECONDS = 0.3
+_LEFTOVER_SECONDS = 1.0
+_DRAIN_SECONDS = 5.0
+
+
+class Job:
+    """One attempt of a job: its state, and the hands that change it.
+
+    Args:
+        plan: The job.
+        environ: The environment that poprun was called in.
+        identity: Which job this is, and which attempt of it.
+        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
+    """
+
+    def __init__(
+        self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, verbosity: int
+    ) -> None:
+        self._plan = plan
+        self._environ = environ
+        self._identity = identity
+        self._verbosity = verbosity
+        self._limits = Limits(
+            start_seconds=plan.ending.start_timeout_seconds,
+            job_seconds=plan.ending.timeout_seconds,
+            hang_report_seconds=plan.ending.hang_report_seconds,
+            hang_timeout_seconds=plan.ending.hang_timeout_seconds,
+            grace_seconds=plan.ending.stop_timeout_seconds,
+        )
+        self._record = Record(plan, identity, time.monotonic())
+        self._began_at_epoch_seconds = time.time()
+        self._kills_before = kill_counts()
+        self._start_watch = StartWatch(time.monotonic())
+        self._launcher_ended_early = False
+        self._selector = selectors.DefaultSelector()
+        self._links = AgentLinks(plan.num_instances, self._selector, say, identity.control_host)
+        self._inquiry = Inquiry(self._links.tell, plan.ending.hang_timeout_seconds)
+        self._launcher = LauncherProcesses(self._selector)
+        self._streams = StreamPlan(plan, environ, identity)
+        self._courier = Courier(self._links, is_on_terminal=self._streams.is_inherited)
+        self._relay: Relay | None = None
+        self._monitor: MonitorProcess | None = None
+        self._survivors: list[ProcessKey] = []
+
+    def run(self, signals: SignalBox) -> JobEnd:
+        """Start the job, see it to its end, and report a failure; how it ended.
+
+        Raises:
+            LaunchError: If the launcher cannot be executed.
+        """
+        self._selector.register(signals.descriptor, selectors.EVENT_READ, signals)
+        try:
+            self._launch()
+            self._supervise(signals)
+        finally:
+            self._bury(signals)
+            self._selector.close()
+        return self._tell_the_end(signals)
+
+    def _launch(self) -> None:
+        if self._plan.output.has_monitor:
+            from poprun.supervisor.monitor_process import MonitorProcess  # noqa: PLC0415 - most jobs have none
+
+            self._monitor = MonitorProcess(self._environ)
+        self._launcher.start(
+            launch_commands(self._plan),
+            {**self._environ, CONTROL_ADDRESS: self._links.door.address, CONTROL_KEY: self._links.door.key},
+            self._plan.working_directory,
+        )
+        import poprun.supervisor.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
+
+    def _supervise(self, signals: SignalBox) -> None:
+        while True:
+            is_calm = self._record.phase is Phase.RUNNING and not self._launcher.has_ended
+            self._listen(signals, _LOOK_SECONDS if is_calm and not self._inquiry.is_open else _TICK_SECONDS)
+            now = time.monotonic()
+            if self._record.phase is Phase.STARTING and self._plan.launcher is LauncherKind.MPI:
+                self._start_watch.look(self._launcher.running, self._record.reported, now)
+            if self._links.viewers.are_due(now):
+                self._links.viewers.show(self._record.view(self._last_line, now), now)
+            self._record.hang_watch.look(self._record.statuses, now)
+            self._inquire(signals, now)
+            snapshot = self._record.snapshot(
+                signals,
+                self._start_watch,
+                awaits_stacks=self._inquiry.is_open,
+                has_launcher_ended=self._launcher.has_ended or self._launcher.has_failed,
+                now_seconds=now,
+            )
+            decision = decide(snapshot, self._limits)
+            if decision.action is Action.FINISH:
+                return
+            self._act(decision, signals)
+
+    def _listen(self, signals: SignalBox, timeout_seconds: float | None) -> None:
+        """Wait for something to happen, and take note of all that has.
+
+        Children are buried before the agents are heard: an agent's last word comes before its launcher's end.
+        """
+        self._launcher.reap()
+        for key, _ in self._selector.select(timeout_seconds):
+            if key.data is signals:
+                signals.drain()
+                continue
+            for instance, event in key.data():
+                self._hear(instance, event, signals)
+        if self._courier.carry(signals):
+            self._record.hang_watch.begin_anew(time.monotonic())
+
+    def _hear(self, instance: int, event: dict[str, Any], signals: SignalBox) -> None:
+        if event["event"] not in ("stats", "stacks"):
+            self._log(2, f"instance {instance}: {event}")
+        self._note(instance, event)
+        if event["event"] == "hello":
+            self._welcome(instance, event)
+        elif event["event"] == "stacks":
+            self._inquiry.take(instance, event)
+        elif event["event"] == "signal_unhandled" and event["signal"] == signal.SIGHUP:
+            signals.is_terminated = True
+
+    def _inquire(self, signals: SignalBox, now_seconds: float) -> None:
+        """Ask the programs where they stand when the user wants to know, and tell what is known."""
+        for text in self._inquiry.answers(self._record.statuses, now_seconds):
+            say(text)
+        if signals.wants_stacks and not self._inquiry.is_open:
+            signals.wants_stacks = False
+            self._inquiry.begin(self._record.statuses, now_seconds)
+
+    def _last_line(self, instance: int) -> str:
+        tail = [] if self._relay is None else self._relay.tail(instance)
+        return tail[-1] if tail else ""
+
+    def _note(self, instance: int, event: dict[str, Any]) -> None:
+        self._record.note(instance, event, time.monotonic())
+
+    def _welcome(self, instance: int, hello: dict[str, Any]) -> None:
+        if hello["runtime"] == os.getpid() and self._plan.launcher is LauncherKind.MPI:
+            self._note(instance, {"event": "shim_lost"})  # the runtime died before the shim could look
+        if self._record.phase >= Phase.STOPPING:
+            self._links.tell(instance, {"order": "kill"})
+
+    def _act(self, decision: Decision, signals: SignalBox) -> None:
+        if decision.action is Action.WAIT:
+            return
+        self._log(1, f"{decision.action}: {decision.reason}")
+        if decision.action is Action.START:
+            self._enter(Phase.RUNNING)
+            self._start_programs(signals)
+        elif decision.action is Action.INTERRUPT:
+            self._enter(Phase.INTERRUPTED)
+            if self._relay is not None:
+                self._relay.leave_out_interrupts()
+            self._links.tell_all({"order": "signal", "signal": int(signal.SIGINT)})
+        elif decision.action is Action.REPORT_HANG and self._record.hang_watch.hang is not None:
+            self._record.hang_watch.is_told = True
+            self._inquiry.begin(self._record.statuses, time.monotonic(), self._record.hang_watch.hang)
+        elif decision.action in (Action.STOP, Action.TIME_OUT, Action.STOP_HUNG):
+            self._record.is_timed_out = decision.action is Action.TIME_OUT
+            self._record.is_hung = decision.action is Action.STOP_HUNG
+            self._stop(decision.reason)
+        elif decision.action is Action.KILL:
+            self._enter(Phase.KILLING)
+            self._links.tell_all({"order": "kill"})
+
+    def _enter(self, phase: Phase) -> None:
+        self._record.enter(phase, time.monotonic())
+
+    def _start_programs(self, signals: SignalBox) -> None:
+        for index in range(self._plan.num_instances):
+            streams = self._streams.open(index, self._links.take_streams(index))
+            self._links.tell(
+                index, start_order(self._plan, index, self._environ, self._identity, self._record.ports), streams
+            )
+            self._streams.close(streams)
+        self._record.has_started = True
+        if self._streams.sources:
+            from poprun.supervisor.relay import Relay  # noqa: PLC0415 - was loaded while the shims started
+
+            displays = self._streams.displays(signals.note_closed_output)
+            self._relay = Relay(self._streams.sources, displays, self._streams.logs)
+            self._relay.start()
+
+    def _stop(self, reason: str) -> None:
+        if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
+            self._launcher_ended_early = self._launcher.has_ended or self._launcher.has_failed
+        self._record.stop_reason = reason
+        if self._record.phase is Phase.STARTING:
+            self._launcher.end(signal.SIGTERM)
+            self._record.give_up_awaited()
+        self._enter(Phase.STOPPING)
+        self._links.tell_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
+
+    def _bury(self, signals: SignalBox) -> None:
+        """Nothing of the job shall be left, and none of its output lost.
+
+        Also when poprun itself fails: an agent whose connection is closed ends its tree.
+        """
+        self._links.close()
+        if self._plan.mpi is None or not self._plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
+            self._await_launcher(signals)
+            self._launcher.end(signal.SIGTERM)
+            self._await_launcher(signals)
+        self._launcher.end(signal.SIGKILL)
+        self._await_launcher(signals)
+        if self._monitor is not None:
+            self._monitor.wait()
+        self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds)
+        remove_abandoned(time.monotonic() - self._record.began_at_seconds)
+        if self._relay is not None:
+            self._relay.finish(_DRAIN_SECONDS)
+
+    def _await_launcher(self, signals: SignalBox) -> None:
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
+        while not self._launcher.has_ended and time.monotonic() < deadline:
+            self._listen(signals, _TICK_SECONDS)
+            self._launcher.reap()
+
+    def _tell_the_end(self, signals: SignalBox) -> JobEnd:
+        """Report a failure; how the job ended."""
+        end = JobEnd(
+            statuses=self._record.statuses,
+            num_interrupts=signals.num_interrupts,
+            is_terminated=signals.is_terminated,
+            is_output_closed=signals.is_output_closed,
+            is_timed_out=self._record.is_timed_out,
+            is_hung=self._record.is_hung,
+            started_at_epoch_seconds=self._began_at_epoch_seconds,
+            seconds=time.monotonic() - self._record.began_at_seconds,
+            launcher_code=self._launcher.exit_code,
+            has_started=self._record.has_started,
+            launcher_ended_early=self._launcher_ended_early,
+            stop_reason=self._record.stop_reason,
+            survivors=tuple(key.pid for key in self._survivors),
+            interrupted=() if self._relay is None else self._relay.interrupted,
+        )
+        if exit_code(end) == 0 and not self._survivors:
+            return end
+        from poprun.supervisor.explanation import explain  # noqa: PLC0415 - jobs that end well need none
+
+        kills_before = self._kills_before if self._identity.control_host is None else None
+        return explain(end, self._plan, self._tails(), self._launcher.output, kills_before)
+
+    def _tails(self) -> dict[int, list[str]]:
+        """What the instances that ended with an error said last."""
+        relay = self._relay
+        if relay is None:
+            return {}
+        failed = (status.index for status in self._record.statuses if status.has_failed or status.exit_code)
+        return {index: relay.tail(index) for index in failed}
+
+    def _log(self, level: int, text: str) -> None:
+        if self._verbosity >= level:
+            say(text)

@@ -1,0 +1,86 @@
+"""What Ctrl-C, SIGQUIT, SIGTERM, a change of the terminal's size and the user's signals mean to a job.
+
+Each is only noted here. SIGHUP, SIGUSR1 and SIGUSR2 are for programs that handle them; when no program handles
+SIGHUP it means the end of the terminal, and of the job.
+"""
+
+import os
+import signal
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_READ_BYTES = 4096
+
+
+class SignalBox:
+    """Counts signals while it is open, and makes a descriptor readable at each one."""
+
+    def __init__(self) -> None:
+        self.num_interrupts = 0
+        self.wants_stacks = False
+        self.is_terminated = False
+        self.is_output_closed = False
+        self.passed_on: list[int] = []
+        self.has_resized = False
+        self.is_suspended = False
+        self.descriptor, self._writer = os.pipe()
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._previous_wakeup = -1
+
+    def __enter__(self) -> Self:
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._writer, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for signum in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGCHLD,
+            signal.SIGWINCH,
+            signal.SIGTSTP,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+                self._previous[signum] = signal.signal(signum, self._count)
+        # A shell starts what runs in its background with SIGQUIT ignored; there it can still be sent by hand.
+        self._previous[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        os.close(self.descriptor)
+        os.close(self._writer)
+
+    def drain(self) -> None:
+        """Make the descriptor unreadable until the next signal."""
+        while True:
+            try:
+                if len(os.read(self.descriptor, _READ_BYTES)) < _READ_BYTES:
+                    return
+            except BlockingIOError:
+                return
+
+    def note_closed_output(self) -> None:
+        """Tell the loop, from any thread, that nobody reads poprun's output any more."""
+        self.is_output_closed = True
+        os.write(self._writer, b"\0")
+
+    def _count(self, signum: int, _: FrameType | None) -> None:
+        if signum == signal.SIGINT:
+            self.num_interrupts += 1
+        elif signum == signal.SIGQUIT:
+            self.wants_stacks = True
+        elif signum == signal.SIGTERM:
+            self.is_terminated = True
+        elif signum in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            self.passed_on.append(signum)
+        elif signum == signal.SIGWINCH:
+            self.has_resized = True
+        elif signum == signal.SIGTSTP:
+            self.is_suspended = True

@@ -1,0 +1,77 @@
+"""What is where: the facts about a machine and its MPI that the planner takes as arguments.
+
+Pure values; `poprun.probe` finds them.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class MpiKind(StrEnum):
+    """The two families of MPI runtime whose launchers poprun speaks to."""
+
+    MPICH = "mpich"
+    OPEN_MPI = "open_mpi"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiRuntime:
+    """One installed MPI launcher.
+
+    Attributes:
+        kind: Whose command line it takes.
+        path: Absolute path of its ``mpiexec`` or ``mpirun``.
+        version: As the runtime prints it, such as ``5.0.2``.
+        forker: Absolute path of MPICH's ``mpiexec.gforker``, which starts jobs of one machine and opens no port;
+            None where there is none, or where it is not used.
+    """
+
+    kind: MpiKind
+    path: str
+    version: str
+    forker: str | None = None
+
+    @property
+    def launcher(self) -> str:
+        """The one that is called."""
+        return self.forker or self.path
+
+    def __str__(self) -> str:
+        name = "MPICH" if self.kind is MpiKind.MPICH else "Open MPI"
+        return f"{name} {self.version}, {self.launcher}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One CUDA device of a machine.
+
+    Attributes:
+        name: What ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID.
+        is_free: False when a process holds memory on it.
+    """
+
+    name: str
+    is_free: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What poprun found on the machine it runs on.
+
+    Attributes:
+        hostname: The machine's own name.
+        host_aliases: Every name and address that means this machine, ``localhost`` among them.
+        cores: Numbers of the CPU cores that this process may use, ascending; never empty.
+        gpus: The CUDA devices that it may use, in slot order.
+        mpi: The MPI runtime found, or None.
+        unknown_mpi: Paths of MPI launchers that are of neither family.
+        user_num_threads: ``OMP_NUM_THREADS`` as the user set it, or None.
+    """
+
+    hostname: str
+    host_aliases: frozenset[str]
+    cores: tuple[int, ...]
+    gpus: tuple[Gpu, ...] = ()
+    mpi: MpiRuntime | None = None
+    unknown_mpi: tuple[str, ...] = ()
+    user_num_threads: str | None = None
