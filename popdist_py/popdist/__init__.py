@@ -1,0 +1,180 @@
+"""popdist: the replica library. One training script, as many instances and replicas, the numerics of one process.
+
+The names below load their modules when they are first used: ``import popdist`` alone imports no torch, so queries
+such as ``popdist.num_replicas()`` are cheap.
+"""
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from popdist import contract
+
+if TYPE_CHECKING:
+    from popdist import checkpoint
+    from popdist.collectives import all_gather, all_reduce, barrier, broadcast
+    from popdist.compat import (
+        checkNumIpusPerReplica,
+        finalizeBackend,
+        getDeviceId,
+        getInstanceIndex,
+        getLocalInstanceIndex,
+        getNumInstances,
+        getNumIpusPerReplica,
+        getNumLocalReplicas,
+        getNumTotalReplicas,
+        getReplicaIndexOffset,
+        initializeBackend,
+        isBackendInitialized,
+        isPopdistEnvSet,
+        synchronize,
+    )
+    from popdist.context import finalize, init, is_initialized
+    from popdist.data.loader import data_loader
+    from popdist.data.sampler import ReplicaSampler
+    from popdist.data.streams import shard_iterable
+    from popdist.errors import (
+        BackendError,
+        BatchError,
+        CheckpointError,
+        CollectiveError,
+        ContractError,
+        DatasetError,
+        GradientError,
+        MicroBatchError,
+        NotInitializedError,
+        PopdistError,
+        PopdistWarning,
+        WeightsError,
+        WorldError,
+    )
+    from popdist.instances import execute_on_instances, first_on_host, is_main
+    from popdist.metrics import gather, weighted_mean
+    from popdist.objects import broadcast_object
+    from popdist.preemption import check_preemption, on_preemption
+    from popdist.presence import report
+    from popdist.queries import (
+        device,
+        instance_index,
+        ipus_per_replica,
+        job_id,
+        local_instance_index,
+        local_replicas,
+        num_instances,
+        num_local_replicas,
+        num_replicas,
+    )
+    from popdist.training.gradients import all_reduce_gradients
+    from popdist.training.replicated import ReplicatedModel
+    from popdist.training.weights import broadcast_weights, checksum
+
+_NAMES = {
+    "collectives": "all_gather all_reduce barrier broadcast",
+    "compat": (
+        "checkNumIpusPerReplica finalizeBackend getDeviceId getInstanceIndex getLocalInstanceIndex "
+        "getNumInstances getNumIpusPerReplica getNumLocalReplicas getNumTotalReplicas getReplicaIndexOffset "
+        "initializeBackend isBackendInitialized isPopdistEnvSet synchronize"
+    ),
+    "context": "finalize init is_initialized",
+    "data.loader": "data_loader",
+    "data.sampler": "ReplicaSampler",
+    "data.streams": "shard_iterable",
+    "errors": (
+        "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError "
+        "MicroBatchError NotInitializedError PopdistError PopdistWarning WeightsError WorldError"
+    ),
+    "instances": "execute_on_instances first_on_host is_main",
+    "metrics": "gather weighted_mean",
+    "objects": "broadcast_object",
+    "preemption": "check_preemption on_preemption",
+    "presence": "report",
+    "queries": (
+        "device instance_index ipus_per_replica job_id local_instance_index local_replicas num_instances "
+        "num_local_replicas num_replicas"
+    ),
+    "training.gradients": "all_reduce_gradients",
+    "training.replicated": "ReplicatedModel",
+    "training.weights": "broadcast_weights checksum",
+}
+_MODULES = frozenset({"checkpoint"})
+if contract.PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
+    import_module("popdist.presence").begin()
+__version__ = contract.VERSION
+_MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = [
+    "BackendError",
+    "BatchError",
+    "CheckpointError",
+    "CollectiveError",
+    "ContractError",
+    "DatasetError",
+    "GradientError",
+    "MicroBatchError",
+    "NotInitializedError",
+    "PopdistError",
+    "PopdistWarning",
+    "ReplicaSampler",
+    "ReplicatedModel",
+    "WeightsError",
+    "WorldError",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_gradients",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_weights",
+    "checkNumIpusPerReplica",
+    "check_preemption",
+    "checkpoint",
+    "checksum",
+    "data_loader",
+    "device",
+    "execute_on_instances",
+    "finalize",
+    "finalizeBackend",
+    "first_on_host",
+    "gather",
+    "getDeviceId",
+    "getInstanceIndex",
+    "getLocalInstanceIndex",
+    "getNumInstances",
+    "getNumIpusPerReplica",
+    "getNumLocalReplicas",
+    "getNumTotalReplicas",
+    "getReplicaIndexOffset",
+    "init",
+    "initializeBackend",
+    "instance_index",
+    "ipus_per_replica",
+    "isBackendInitialized",
+    "isPopdistEnvSet",
+    "is_initialized",
+    "is_main",
+    "job_id",
+    "local_instance_index",
+    "local_replicas",
+    "num_instances",
+    "num_local_replicas",
+    "num_replicas",
+    "on_preemption",
+    "report",
+    "shard_iterable",
+    "synchronize",
+    "weighted_mean",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"popdist.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'popdist' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

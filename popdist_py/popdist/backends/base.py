@@ -1,0 +1,67 @@
+"""What popdist asks of a way to connect instances.
+
+A backend moves bytes and knows nothing of operations: adding, comparing and checking are done once, above it, so
+that every backend has the same bits and the same errors.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PendingExchange(Protocol):
+    """An exchange of headers that has been started."""
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every instance's header, in the order of the backend's instances.
+
+        Args:
+            timeout_seconds: How long to wait at most; None waits as long as the backend was made to. After a
+                timeout the exchange goes on and can be waited for again.
+
+        Raises:
+            BackendError: If an instance was lost, or its header did not come in time; the message names it.
+        """
+
+
+class Backend(Protocol):
+    """A set of instances that can reach each other. All tensors are dense and contiguous."""
+
+    @property
+    def instances(self) -> tuple[int, ...]:
+        """Job-wide numbers of the instances in this set, ascending."""
+
+    @property
+    def instance_index(self) -> int:
+        """Job-wide number of this instance, one of :attr:`instances`."""
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Types of the devices whose tensors can be sent: ``cpu``, ``cuda``."""
+
+    def start_exchange(self, header: list[int]) -> PendingExchange:
+        """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""
+
+    def all_gather(self, tensor: "Tensor") -> "Tensor":
+        """Every instance's ``tensor`` (same shape, dtype and type of device), stacked along a new first dimension.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def broadcast(self, tensor: "Tensor", root: int) -> None:
+        """Overwrite ``tensor`` with that of instance ``root``.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def subgroup(self, instances: tuple[int, ...]) -> "Backend":
+        """The same connections, limited to ``instances``, of which this instance must be one."""
+
+    def settle(self) -> None:
+        """Get ready for the end of the process without letting the others notice; nothing can be sent any more."""
+
+    def close(self) -> None:
+        """Drop the connections; the others see that this instance has left."""

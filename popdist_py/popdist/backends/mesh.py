@@ -1,0 +1,135 @@
+"""The connections between the instances of a job, by torch.distributed: gloo, and NCCL when it is needed.
+
+The process groups are made directly, never through ``init_process_group``, so a program may have a default group
+of its own, made before or after. All connections are made at the start: afterwards only NCCL needs the store,
+and an instance that has finished may leave while others go on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from popdist.errors import BackendError
+from popdist.presence import presence
+
+LOOPBACK: Final = "127.0.0.1"
+
+PROBE_TAG: Final = 1
+"""Tag of messages that nobody sends; headers and data have tag 0."""
+
+
+def check_available(device_types: frozenset[str]) -> None:
+    """Refuse a choice of devices that this build of torch cannot connect.
+
+    Raises:
+        BackendError: If only CUDA tensors are to be sent and torch was built without NCCL.
+    """
+    if device_types == {"cuda"} and not dist.is_nccl_available():
+        raise BackendError(f"backend 'nccl' was asked for, but torch {torch.__version__} was built without NCCL")
+
+
+class Mesh:
+    """The connections of a whole job; rank and instance index are the same number.
+
+    Args:
+        store: Where the instances find each other; used by nobody else under its prefix.
+        num_instances: Instances in the job. At least 2.
+        instance_index: This one.
+        is_one_host: Whether all instances share this host: then nothing listens off loopback.
+        timeout_seconds: How long a lost or late instance is waited for.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        num_instances: int,
+        instance_index: int,
+        is_one_host: bool,
+        timeout_seconds: float,
+    ) -> None:
+        self.num_instances = num_instances
+        self.instance_index = instance_index
+        self.timeout_seconds = timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._store = store
+        self._is_one_host = is_one_host
+        self._nccl: Any = None
+        self._waiting: list[Thread] = []
+        self.control = self._connect("control")
+        self.gloo = self._connect("gloo")
+
+    def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+        gloo: Any = dist.ProcessGroupGloo
+        store = PrefixStore(name, self._store)
+        with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
+            if not self._is_one_host:
+                return gloo(store, self.instance_index, self.num_instances, self._timeout)
+            options = gloo._Options()  # noqa: SLF001 - torch offers no other way to choose the address
+            options._devices = [gloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001 - as above
+            options._timeout = self._timeout  # noqa: SLF001 - as above
+            return gloo(store, self.instance_index, self.num_instances, options)
+
+    @property
+    def nccl(self) -> Any:  # noqa: ANN401 - as above
+        """The NCCL group, made at the first collective on CUDA tensors, in which all instances are together."""
+        if self._nccl is None:
+            with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout  # noqa: SLF001 - the only way to set it
+                store = PrefixStore("nccl", self._store)
+                self._nccl = dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+        return self._nccl
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""
+        try:
+            self.control.recv([torch.empty(1)], peer, PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
+
+    def in_background(self, wait: Callable[[], None]) -> Thread:
+        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""
+        thread = Thread(target=wait, daemon=True)
+        self._waiting.append(thread)
+        thread.start()
+        return thread
+
+    def settle(self) -> None:
+        """End all threads: one that lets go of a tensor when the interpreter is gone aborts the process."""
+        self.gloo = self._nccl = None
+        waiting = [thread for thread in self._waiting if thread.is_alive()]
+        if waiting:
+            with suppress(RuntimeError):
+                peer = 1 if self.instance_index == 0 else 0
+                self.control.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+        for thread in waiting:
+            thread.join()
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self.settle()
+        self.control = None
+
+
+@contextmanager
+def as_backend_error(what: str) -> Iterator[None]:
+    """Wait for the other instances in the block.
+
+    Torch raises RuntimeError and subclasses of it for everything that goes wrong on the way.
+    """
+    presence.wait_again()
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition(". ")[0].splitlines()[0]
+        raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error
+    finally:
+        presence.go_on()

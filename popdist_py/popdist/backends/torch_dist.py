@@ -1,0 +1,172 @@
+"""Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL for CUDA tensors.
+
+Headers go from each instance to each other one directly: a lost or late instance is known by its number, and a
+subset of the instances needs no connections of its own.
+"""
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from popdist.backends.mesh import Mesh, as_backend_error
+from popdist.backends.serial import SerialBackend
+from popdist.errors import BackendError
+from popdist.headers import name_instances
+
+if TYPE_CHECKING:
+    from threading import Thread
+
+
+class TorchExchange:
+    """Headers on their way between the instances of a group.
+
+    Args:
+        mesh: The connections of the job.
+        instances: Members of the group, this instance among them.
+        header: What this instance sends.
+    """
+
+    def __init__(self, mesh: Mesh, instances: tuple[int, ...], header: list[int]) -> None:
+        self._mesh = mesh
+        self._instances = instances
+        self._header = header
+        self._received = {peer: torch.empty(len(header), dtype=torch.int64) for peer in _peers(mesh, instances)}
+        self._sent = torch.tensor(header, dtype=torch.int64)
+        self._works: dict[int, list[dist.Work]] = {}
+        self._failures: dict[int, RuntimeError] = {}
+        self._thread: Thread | None = None
+        for peer, row in self._received.items():
+            try:
+                self._works[peer] = [mesh.control.recv([row], peer, 0), mesh.control.send([self._sent], peer, 0)]
+            except RuntimeError as error:
+                self._failures[peer] = error
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every member's header, in order; see `popdist.backends.base`."""
+        if timeout_seconds is None and self._thread is None:
+            self._receive()
+        else:
+            self._thread = self._thread or self._mesh.in_background(self._receive)
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                raise BackendError(
+                    f"{name_instances(tuple(self._works))} did not come within {timeout_seconds:g} seconds"
+                )
+        if self._failures:
+            raise BackendError(self._blame()) from next(iter(self._failures.values()))
+        return [self._received[i].tolist() if i in self._received else self._header for i in self._instances]
+
+    def _receive(self) -> None:
+        """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
+        deadline = time.monotonic() + self._mesh.timeout_seconds
+        while self._works and not self._failures:
+            peer = next(iter(self._works))
+            try:
+                for work in self._works[peer]:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                self._failures[peer] = error
+            del self._works[peer]
+
+    def _blame(self) -> str:
+        """Who did not answer and why; a timeout of gloo closes every connection, so it tells of one only."""
+        peer, error = next(iter(self._failures.items()))
+        if "timed out" in str(error).lower():
+            return f"{name_instances([peer])} did not come within {self._mesh.timeout_seconds:g} seconds"
+        lost = {*self._failures, *(other for other in self._works if self._mesh.is_lost(other))}
+        return f"the connection to {name_instances(lost)} was closed: it ended or was lost"
+
+
+class TorchBackend:
+    """Some or all instances of a job, over the connections of its mesh.
+
+    Args:
+        mesh: The connections of the job.
+        instances: Members, ascending, this instance among them. At least 2.
+        device_types: Types of the devices whose tensors are accepted.
+    """
+
+    def __init__(self, mesh: Mesh, instances: tuple[int, ...], device_types: frozenset[str]) -> None:
+        self.instances = instances
+        self.instance_index = mesh.instance_index
+        self.device_types = device_types
+        self._mesh = mesh
+
+    @property
+    def _is_whole_job(self) -> bool:
+        return len(self.instances) == self._mesh.num_instances
+
+    def start_exchange(self, header: list[int]) -> TorchExchange:
+        """Send ``header`` to every other member."""
+        return TorchExchange(self._mesh, self.instances, header)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every member's ``tensor``, stacked."""
+        if tensor.is_cuda and not self._is_whole_job:
+            return self.all_gather(tensor.cpu()).to(tensor.device)
+        gathered = tensor.new_empty((len(self.instances), *tensor.shape))
+        if not tensor.numel():
+            return gathered
+        mine, rows = _as_bytes(tensor), [_as_bytes(row) for row in gathered]
+        with as_backend_error("the data of the other instances did not come"):
+            if tensor.is_cuda:
+                self._mesh.nccl.allgather(rows, mine).wait()
+            elif self._is_whole_job:
+                self._mesh.gloo.allgather(rows, mine).wait()
+            else:
+                pairs = zip(self.instances, rows, strict=True)
+                for work in [work for peer, row in pairs for work in self._swap(peer, mine, row)]:
+                    work.wait()
+        return gathered
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite ``tensor`` with the root's."""
+        if tensor.is_cuda and not self._is_whole_job:
+            staged = tensor.cpu()
+            self.broadcast(staged, root)
+            tensor.copy_(staged)
+        elif tensor.numel():
+            with as_backend_error(f"the data of instance {root} did not come"):
+                for work in self._start_broadcast(_as_bytes(tensor), root):
+                    work.wait()
+
+    def _swap(self, peer: int, mine: Tensor, row: Tensor) -> list[dist.Work]:
+        """Start to send ``mine`` to ``peer`` and to receive ``row`` from it."""
+        if peer == self.instance_index:
+            row.copy_(mine)
+            return []
+        return [self._mesh.gloo.recv([row], peer, 0), self._mesh.gloo.send([mine], peer, 0)]
+
+    def _start_broadcast(self, data: Tensor, root: int) -> list[dist.Work]:
+        if self._is_whole_job:
+            return [(self._mesh.nccl if data.is_cuda else self._mesh.gloo).broadcast(data, root)]
+        if self.instance_index == root:
+            return [self._mesh.gloo.send([data], peer, 0) for peer in _peers(self._mesh, self.instances)]
+        return [self._mesh.gloo.recv([data], root, 0)]
+
+    def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
+        """The same connections, limited to ``instances``."""
+        if len(instances) == 1:
+            return SerialBackend(self.instance_index, device_types=self.device_types)
+        return TorchBackend(self._mesh, instances, self.device_types)
+
+    def settle(self) -> None:
+        """End the threads of this process; the headers' connections stay open, so nobody sees it leave yet."""
+        self._mesh.settle()
+
+    def close(self) -> None:
+        """Drop the connections of the job."""
+        self._mesh.close()
+
+
+def _peers(mesh: Mesh, instances: tuple[int, ...]) -> list[int]:
+    return [instance for instance in instances if instance != mesh.instance_index]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as a flat tensor of bytes: every dtype travels the same way."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,153 @@
+"""States as JSON with the tensors taken out, and back: nothing that is stored is ever code.
+
+What a ``state_dict()`` returns is mostly JSON and tensors. The few types beside them that torch's own states hold
+(tuples, ordered dicts, counters, keys that are no strings) are written as objects with one member, the name of the
+type. Everything else is refused with its place, so a checkpoint that was written can be read.
+"""
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from popdist.errors import CheckpointError
+
+Json = Any
+
+_MAPPINGS: Final[dict[str, type]] = {"OrderedDict": OrderedDict, "Counter": Counter, "dict": dict}
+_VERSIONS: Final = "_metadata"
+"""Attribute of a module's state dict in which torch keeps the versions of its layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorForm:
+    """What must be known to make room for a tensor.
+
+    Attributes:
+        dtype: Its name in ``torch``, such as ``float32``.
+        shape: Its sizes.
+        stride: Its strides in elements, so that it comes back in the same order of memory.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The form of ``tensor``; one whose elements overlap or have gaps comes back contiguous."""
+        dense = torch.empty_like(tensor, device="meta", requires_grad=False)
+        return cls(
+            dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape), stride=dense.stride()
+        )
+
+    @classmethod
+    def from_json(cls, value: Json) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError, TypeError: If ``value`` is no form of a tensor.
+        """
+        dtype, shape, stride = value
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"torch has no dtype {dtype!r}")  # noqa: TRY004 - the value is wrong, whatever its type
+        return cls(dtype=dtype, shape=tuple(shape), stride=tuple(stride))
+
+    def to_json(self) -> Json:
+        """As a list."""
+        return [self.dtype, list(self.shape), list(self.stride)]
+
+    def empty(self) -> Tensor:
+        """Room for such a tensor, on the CPU."""
+        return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
+    """``state`` as JSON; its tensors go into ``tensors``, each under a name made of ``place`` and its keys.
+
+    Args:
+        state: JSON values and dense tensors in dicts, lists and tuples, as deep as you like.
+        place: How messages and tensors name it.
+        tensors: Is added to.
+
+    Raises:
+        CheckpointError: If it holds anything else; the message names the place.
+    """
+    if state is None or isinstance(state, bool | int | str):
+        return state
+    if isinstance(state, float):
+        return state if math.isfinite(state) else {"float": str(state)}
+    if isinstance(state, Tensor):
+        return {"tensor": _store(state, place, tensors)}
+    if isinstance(state, list):
+        return [encode(item, f"{place}.{index}", tensors) for index, item in enumerate(state)]
+    if isinstance(state, tuple):
+        return {"tuple": encode(list(state), place, tensors)}
+    if isinstance(state, Mapping):
+        name = next((name for name, kind in _MAPPINGS.items() if isinstance(state, kind)), "dict")
+        encoded = {name: [[_key(key, place), encode(it, f"{place}.{key}", tensors)] for key, it in state.items()]}
+        versions = getattr(state, _VERSIONS, None)
+        return encoded if versions is None else encoded | {_VERSIONS: encode(versions, place, tensors)}
+    raise CheckpointError(
+        f"{place} is a {type(state).__name__}, and a checkpoint holds tensors and JSON values (None, bool, int, "
+        "float, str, lists, tuples, dicts) only: turn it into these in state_dict(), or do not save it"
+    )
+
+
+def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 - whatever was encoded
+    """The inverse of :func:`encode`.
+
+    Raises:
+        KeyError: If a tensor or a type is not known.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag, content = next(iter(value.items()))
+    if tag == "float":
+        return float(content)
+    if tag == "tensor":
+        return tensors[content]
+    if tag == "tuple":
+        return tuple(decode(content, tensors))
+    state = (
+        _MAPPINGS[tag]((key, decode(item, tensors)) for key, item in content) if tag != "Counter" else Counter()
+    )
+    if tag == "Counter":
+        state.update(dict(content))
+    if _VERSIONS in value:
+        setattr(state, _VERSIONS, decode(value[_VERSIONS], tensors))
+    return state
+
+
+def tensors_of(value: Json) -> set[str]:
+    """Names of the tensors that decoding ``value`` needs."""
+    if isinstance(value, dict) and isinstance(value.get("tensor"), str):
+        return {value["tensor"]}
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return set().union(*map(tensors_of, items))
+
+
+def _key(key: object, place: str) -> object:
+    if key is None or isinstance(key, str | int):
+        return key
+    raise CheckpointError(f"{place} has the key {key!r}, and keys in a checkpoint are str, int or None")
+
+
+def _store(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CheckpointError(
+            f"{place} is a tensor that is sparse, quantized or without values: make it dense first"
+        )
+    while place in tensors:
+        place += "'"
+    tensors[place] = tensor.detach().resolve_conj().resolve_neg()
+    return place

@@ -1,0 +1,129 @@
+"""One checkpoint on the disk: a manifest in JSON, and the tensors' files, whose digests the manifest holds.
+
+A bit that has changed anywhere is found before anything is read: a checkpoint is whole or damaged.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from torch import Tensor
+
+from popdist import contract
+from popdist.checkpoint.conditions import Conditions
+from popdist.checkpoint.encoding import Json, TensorForm
+from popdist.errors import CheckpointError
+
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+TENSORS: Final = "tensors"
+"""Directory of the tensors' files."""
+
+
+class DamagedError(Exception):
+    """A checkpoint is not as it was written; the message says in what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All of a checkpoint but the values of its tensors.
+
+    Attributes:
+        step: Its number.
+        conditions: Under which it was made.
+        states: By name, the encoded states of objects.
+        values: By name, encoded JSON values.
+        forms: By name, its tensors.
+    """
+
+    step: int
+    conditions: Conditions
+    states: dict[str, Json]
+    values: dict[str, Json]
+    forms: dict[str, TensorForm]
+
+    @classmethod
+    def from_json(cls, found: Json) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: If ``found`` is no such manifest.
+        """
+        forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
+        return cls(**{name: found[name] for name in ("step", "conditions", "states", "values")}, forms=forms)
+
+    def to_json(self) -> Json:
+        """All of it."""
+        found = {name: getattr(self, name) for name in ("step", "conditions", "states", "values")}
+        return found | {"forms": {name: form.to_json() for name, form in self.forms.items()}}
+
+
+def write(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the empty ``directory`` with a checkpoint.
+
+    Raises:
+        OSError: If there is no room or no right to.
+    """
+    from popdist.checkpoint.tensor_files import write_tensors  # noqa: PLC0415 - slow to import; one instance needs it
+
+    (directory / TENSORS).mkdir()
+    if tensors:
+        write_tensors(directory / TENSORS, tensors)
+    files = {path.name: _digest_of_file(path) for path in sorted((directory / TENSORS).iterdir())}
+    content = {"files": files, "manifest": manifest.to_json()}
+    whole = {"format": FORMAT, "popdist": contract.VERSION, "digest": _digest_of(content), "content": content}
+    (directory / MANIFEST).write_text(json.dumps(whole), encoding="utf-8")
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of the checkpoint in ``directory``, every file of which is as it was written.
+
+    Raises:
+        DamagedError: If one is not.
+        CheckpointError: If a later version of popdist wrote it.
+    """
+    try:
+        whole = json.loads((directory / MANIFEST).read_bytes())
+        if whole["format"] != FORMAT:
+            raise CheckpointError(
+                f"{directory} was written by popdist {whole['popdist']} in format {whole['format']}, and this is "
+                f"popdist {contract.VERSION}, which reads format {FORMAT}: use a later popdist, or another folder"
+            )
+        content = whole["content"]
+        if whole["digest"] != _digest_of(content):
+            raise DamagedError(f"{MANIFEST} has changed since it was written")
+        for name, digest in content["files"].items():
+            if _digest_of_file(directory / TENSORS / name) != digest:
+                raise DamagedError(f"{TENSORS}/{name} has changed since it was written")
+        return Manifest.from_json(content["manifest"])
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"{MANIFEST} or a file that it names cannot be read ({error!r})") from error
+
+
+def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors ``names`` of the checkpoint in ``directory``, on the CPU.
+
+    Raises:
+        DamagedError: If they cannot be read, or the files hold anything but tensors.
+    """
+    from popdist.checkpoint import tensor_files  # noqa: PLC0415 - slow to import; one instance needs it
+
+    tensors = {name: manifest.forms[name].empty() for name in names}
+    if tensors:
+        try:
+            tensor_files.read_tensors(directory / TENSORS, tensors)
+        except Exception as error:
+            raise DamagedError(f"its tensors cannot be read ({error!r})") from error
+    return tensors
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
+def _digest_of(content: Json) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode()).hexdigest()

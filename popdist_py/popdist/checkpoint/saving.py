@@ -1,0 +1,161 @@
+"""Saving: instance 0 writes what all instances agree on, with the random states that each of them holds."""
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popdist.arguments import whole_number
+from popdist.checkpoint import folder, manifest
+from popdist.checkpoint.conditions import current_conditions
+from popdist.checkpoint.encoding import Json, TensorForm, decode, encode
+from popdist.checkpoint.manifest import DamagedError, Manifest
+from popdist.checkpoint.states import Stateful, replica_states_of, stateful_of
+from popdist.checkpoint.together import gather_bytes, is_writer, together, whole_job
+from popdist.errors import CheckpointError
+from popdist.groups import Group
+
+
+def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:
+    """Save everything that is named, as one checkpoint in the folder ``path``; all instances call it.
+
+    Instance 0 writes, and what it has is what is saved: weights are equal on all instances. The random states of
+    a ``ReplicatedModel``'s replicas come from the instances that hold them. A checkpoint is whole or not there,
+    also when the job is killed or the power fails: it gets its name when every byte of it is on the disk. It holds
+    tensors and JSON only, and loads at any number of instances.
+
+    Not saved: the gradients, what a loader has prefetched, the random states of the processes outside of
+    ``micro_batches``, and whatever you do not name.
+
+    Args:
+        path: A folder, the same on every instance; made when it is not there. One job at a time may write there.
+        keep: How many checkpoints stay: the last ones. At least 1.
+        step: The number in the checkpoint's name, which orders them: greater than that of every other one there,
+            up to 12 digits. None: one more than the greatest.
+        **named: Objects with ``state_dict()`` and ``load_state_dict()`` (``model=``, ``optimizer=``,
+            ``scheduler=``, ``scaler=``, ``loader=``, ``sampler=``), and JSON values (``epoch=``). The states hold
+            tensors and JSON values.
+
+    Returns:
+        The checkpoint's directory, on every instance.
+
+    Raises:
+        CheckpointError: If it could not be written, something holds more than tensors and JSON, or a number is
+            wrong; on every instance.
+        CollectiveError: If the instances do not all make the same call.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or did not come in time.
+    """
+    call = f"checkpoint.save({folder.name_of(path)!r}, keep={keep}, step={step}, {', '.join(named)})"
+    group = whole_job(call)
+    tensors: dict[str, Tensor] = {}
+    with together(group, call):
+        _check(keep, step, named)
+        things = stateful_of(named)
+        states = {name: encode(thing.state_dict(), name, tensors) for name, thing in things.items()}
+        values = {name: encode(it, name, tensors) for name, it in named.items() if name not in things}
+    for name, thing in replica_states_of(named).items():
+        states[name] = encode(_of_all_instances(group, name, thing), name, tensors)
+    with together(group, f"{call}, writing"):
+        if is_writer(group):
+            step = _choose(Path(path), step)
+            _write(Path(path), keep, _describe(step, states, values, tensors), tensors)
+    ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
+    return folder.directory_of(Path(path), step)
+
+
+def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
+    whole_number("keep", keep, CheckpointError)
+    if step is not None and whole_number("step", step, CheckpointError, minimum=0) > folder.LAST_STEP:
+        raise CheckpointError(f"step={step} must be 0 to {folder.LAST_STEP}")
+    if not named:
+        raise CheckpointError("nothing to save: name it, as in save(path, model=model, optimizer=optimizer)")
+    if dotted := [name for name in named if not name.isidentifier()]:
+        raise CheckpointError(f"{dotted[0]!r} is no name: use letters, digits and underscores")
+
+
+def _of_all_instances(group: Group, name: str, thing: Stateful) -> dict[Any, Any]:
+    """The states of all replicas, from the instances that own them."""
+    with together(group, f"checkpoint.save, {name}"):
+        mine = _pack(thing.state_dict(), name)
+    return {
+        replica: state
+        for packed in gather_bytes(group, f"checkpoint.save, {name} of all", mine)
+        for replica, state in _unpack(packed).items()
+    }
+
+
+def _pack(state: object, name: str) -> bytes:
+    tensors: dict[str, Tensor] = {}
+    encoded = encode(state, name, tensors)
+    inline = {
+        key: [TensorForm.of(it).to_json(), base64.b64encode(_bytes(it)).decode()] for key, it in tensors.items()
+    }
+    return json.dumps([encoded, inline]).encode()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _unpack(packed: bytes) -> Any:  # noqa: ANN401 - whatever the object's state is
+    encoded, inline = json.loads(packed)
+    tensors = {}
+    for key, (form, text) in inline.items():
+        shape, dtype = TensorForm.from_json(form).shape, TensorForm.from_json(form).dtype
+        data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        tensors[key] = data.view(getattr(torch, dtype)).view(shape)
+    return decode(encoded, tensors)
+
+
+def _choose(path: Path, step: int | None) -> int:
+    """The number of the new checkpoint; damaged ones that it would not follow make room for it."""
+    present = _steps(path)
+    if step is None:
+        return present[-1] + 1 if present else 0
+    for other in [other for other in present if other >= step]:
+        try:
+            manifest.read(folder.directory_of(path, other))
+        except DamagedError:
+            folder.remove(path, other)
+        else:
+            raise CheckpointError(
+                f"{path} holds a checkpoint of step {other}, so step {step} cannot be saved after it: go on from "
+                "there with load_latest(), save later steps, or use another folder"
+            )
+    return step
+
+
+def _steps(path: Path) -> list[int]:
+    try:
+        return folder.steps_in(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} is no folder to save checkpoints in: {error}") from error
+
+
+def _describe(
+    step: int, states: dict[str, Json], values: dict[str, Json], tensors: Mapping[str, Tensor]
+) -> Manifest:
+    return Manifest(
+        step=step,
+        conditions=current_conditions(),
+        states=states,
+        values=values,
+        forms={name: TensorForm.of(tensor) for name, tensor in tensors.items()},
+    )
+
+
+def _write(path: Path, keep: int, described: Manifest, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        folder.create(path, described.step, lambda directory: manifest.write(directory, described, tensors))
+        folder.keep_last(path, keep)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {described.step} could not be written into {path}, or older ones not be "
+            f"removed from there: {error}"
+        ) from error

@@ -1,0 +1,131 @@
+"""The objects that a checkpoint holds: taking their states, and giving them others, all or none."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from popdist.checkpoint.encoding import TensorForm
+from popdist.errors import CheckpointError
+from popdist.training.replicated import ReplicatedModel
+
+MOST_NAMES = 8
+"""How many names a message lists before it counts the rest."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What is saved by its state: a module, optimizer, scheduler, scaler, sampler, loader, or your own."""
+
+    def state_dict(self) -> Any:  # noqa: ANN401 - whatever the object takes back
+        """All that a later run needs."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - as above
+        """Go on from there."""
+
+
+def is_stateful(thing: object) -> TypeGuard[Stateful]:
+    """Whether ``thing`` has a state, rather than being a value."""
+    return isinstance(thing, Stateful) and not isinstance(thing, type)
+
+
+def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
+    """Those of ``named`` that have a state."""
+    return {name: thing for name, thing in named.items() if is_stateful(thing)}
+
+
+def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
+    """The random states of the models' replicas: each instance holds those of its own."""
+    models = {name: thing for name, thing in named.items() if isinstance(thing, ReplicatedModel)}
+    return {f"{name}.randomness": model.randomness for name, model in models.items()}
+
+
+def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where: str) -> None:
+    """Refuse states of other modules and optimizers than these, before anything is changed.
+
+    Raises:
+        CheckpointError: The message names every key that is missing, unexpected or of another form.
+    """
+    for name, thing in things.items():
+        if isinstance(thing, nn.Module):
+            faults = _differing_keys(states[name], thing.state_dict())
+        elif isinstance(thing, Optimizer):
+            faults = _differing_groups(states[name], thing)
+        else:
+            faults = []
+        if faults:
+            raise CheckpointError(f"{where} was saved with another {name}: {'; '.join(faults)}")
+
+
+def give(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
+    """Load each state; modules last, because what they had is written over.
+
+    Returns:
+        What gives everything but modules the state it had before.
+
+    Raises:
+        Exception: Whatever an object says about its state; then the others have their own again.
+    """
+    before: dict[str, Any] = {}
+
+    def undo() -> None:
+        for name, state in before.items():
+            with suppress(Exception):
+                things[name].load_state_dict(state)
+
+    try:
+        for name in sorted(things, key=lambda name: isinstance(things[name], nn.Module)):
+            if not isinstance(things[name], nn.Module):
+                before[name] = things[name].state_dict()
+            things[name].load_state_dict(states[name])
+    except Exception as error:
+        undo()
+        error.add_note(f"while popdist.checkpoint loaded {name}")
+        raise
+    return undo
+
+
+def _differing_keys(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:
+    both = [key for key in own if key in saved]
+    forms = [(key, _form(saved[key]), _form(own[key])) for key in both]
+    faults = [
+        ("only the checkpoint has", [key for key in saved if key not in own]),
+        ("it does not have", [key for key in own if key not in saved]),
+        ("different are", [f"{key} ({then} there, {now} here)" for key, then, now in forms if then != now]),
+    ]
+    return [f"{fault} {_list(names)}" for fault, names in faults if names]
+
+
+def _form(value: object) -> str:
+    return str(TensorForm.of(value)) if isinstance(value, Tensor) else "no tensor"
+
+
+def _list(names: list[str]) -> str:
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer) -> list[str]:
+    then = [len(group["params"]) for group in saved["param_groups"]]
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if then != now:
+        return [f"its groups have {then} parameters there and {now} here"]
+    return [fault for group in saved["param_groups"] for fault in _differing_settings(group, optimizer)][:1]
+
+
+def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
+    """What tells another kind of optimizer: each has settings of its own that the other one does not know.
+
+    One side alone may know more: another version of torch does, and a schedule adds settings of its own.
+    """
+    known = {name for group in optimizer.param_groups for name in group}
+    theirs, own = (
+        [name for name in saved if name not in known],
+        [it for it in optimizer.defaults if it not in saved],
+    )
+    if not theirs or not own:
+        return []
+    kind = type(optimizer).__name__
+    return [f"its settings are {_list(theirs)} there, and {kind} has {_list(own)}: make the one that was saved"]

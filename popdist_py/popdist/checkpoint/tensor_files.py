@@ -1,0 +1,110 @@
+"""Tensors on the disk, in the format of torch.distributed.checkpoint (DCP), without its process groups.
+
+Any tool that reads DCP's directories reads these. DCP keeps its index as a pickle, which could run anything; here
+it is read by an unpickler that knows the few types of an index and no others, and tensors are read with
+``weights_only``. Importing DCP takes a second or two, so only the instance that writes or reads imports this
+module.
+"""
+
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+_INDEX_TYPES: Final = frozenset(
+    {
+        "torch.distributed.checkpoint.metadata Metadata",
+        "torch.distributed.checkpoint.metadata TensorStorageMetadata",
+        "torch.distributed.checkpoint.metadata TensorProperties",
+        "torch.distributed.checkpoint.metadata ChunkStorageMetadata",
+        "torch.distributed.checkpoint.metadata MetadataIndex",
+        "torch.distributed.checkpoint.metadata StorageMeta",
+        "torch.distributed.checkpoint.metadata _MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem _StorageInfo",
+        "torch.serialization _get_layout",
+        "torch Size",
+        "pathlib PosixPath",
+        "pathlib._local PosixPath",
+    }
+)
+"""What an index of tensors holds, in the words of its pickle; beside them dtypes."""
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write ``tensors``, from any device, into ``directory``, which is made.
+
+    Raises:
+        OSError: If there is no room or no right to.
+    """
+    writer = FileSystemWriter(directory, sync_files=False)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    with _alone():
+        save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
+
+
+def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite each of ``tensors`` with the one of its name in ``directory``.
+
+    Raises:
+        OSError: If the files cannot be read.
+        Exception: DCP's, torch's and pickle's own, if they are damaged or hold something else.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    with _alone():
+        load(dict(tensors), storage_reader=_Reader(directory), planner=planner, no_dist=True)
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader with a careful unpickler."""
+
+    def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
+        """The index."""
+        with Path(self.path, ".metadata").open("rb") as file:
+            found = _IndexUnpickler(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"the index is a {type(found).__name__}")
+        return found
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Makes what an index is made of; whatever else is asked for stays unmade."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:  # noqa: ANN401 - pickle's own signature
+        """One of the types above, or a dtype."""
+        is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
+        if is_dtype or f"{module_name} {global_name}" in _INDEX_TYPES:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"the index asks for {module_name}.{global_name}, which is no part of one")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """DCP warns that it works without the other processes, and wraps every error of this one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except CheckpointException as error:
+        raise _cause(next(iter(error.failures.values()))[0]) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the system said, where torch says only that a file has become too short."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error

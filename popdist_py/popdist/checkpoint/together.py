@@ -1,0 +1,95 @@
+"""What all instances do together around a checkpoint: bytes for and from all, and errors that all of them get."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from popdist import context
+from popdist.errors import CheckpointError, CollectiveError
+from popdist.groups import Group
+from popdist.headers import name_instances
+
+WRITER = 0
+"""The instance that reads and writes."""
+
+
+def whole_job(call: str) -> Group:
+    """All instances of the job.
+
+    Raises:
+        CollectiveError: Within ``execute_on_instances``, where some are left out.
+        NotInitializedError: Before ``popdist.init()``.
+    """
+    group = context.current_group()
+    num_instances = context.environment().contract.num_instances
+    if len(group.instances) < num_instances:
+        raise CollectiveError(
+            f"{call} among {name_instances(group.instances)}: all {num_instances} instances of the job take part, "
+            "so call it outside of execute_on_instances"
+        )
+    return group
+
+
+def is_writer(group: Group) -> bool:
+    """Whether this instance is the one that reads and writes."""
+    return group.backend.instance_index == WRITER
+
+
+@contextmanager
+def together(group: Group, text: str) -> Iterator[None]:
+    """Do the block on every instance, then wait for all: an error on one of them is an error on each.
+
+    The block may not wait for others.
+
+    Raises:
+        Exception: What the block raised here.
+        CheckpointError: If it raised elsewhere; the message carries that of the first instance that failed.
+        CollectiveError: If the instances do not all do ``text``.
+        BackendError: If one was lost.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told, and it is raised below
+        failure = error
+    message = b"" if failure is None else (f"{failure}" or type(failure).__name__).encode()
+    lengths = [length for (length,) in group.start(text, [len(message)]).wait()]
+    failed = [instance for instance, length in enumerate(lengths) if length]
+    if failed:
+        told = _broadcast(group, message, lengths[failed[0]], failed[0])
+        raise failure or CheckpointError(f"{name_instances(failed)} failed: {told.decode(errors='replace')}")
+
+
+def broadcast_bytes(group: Group, text: str, data: bytes) -> bytes:
+    """What the writer holds in ``data``, on every instance."""
+    (length,) = group.start(text, [len(data)]).wait()[WRITER]
+    return _broadcast(group, data, length, WRITER)
+
+
+def broadcast_tensors(group: Group, text: str, tensors: Iterable[Tensor]) -> None:
+    """Overwrite dense CPU tensors, whose forms and order are the same everywhere, with the writer's."""
+    group.agree(text)
+    for tensor in tensors:
+        in_memory_order = tensor.as_strided((tensor.numel(),), (1,))
+        group.backend.broadcast(in_memory_order, WRITER)
+
+
+def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
+    """Every instance's ``data``, which may differ in length, in instance order."""
+    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
+    row = torch.zeros(max(lengths), dtype=torch.uint8)
+    row[: len(data)] = _as_tensor(data)
+    rows = group.backend.all_gather(row)
+    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _broadcast(group: Group, data: bytes, length: int, root: int) -> bytes:
+    buffer = _as_tensor(data) if group.backend.instance_index == root else torch.empty(length, dtype=torch.uint8)
+    group.backend.broadcast(buffer, root)
+    return buffer.numpy().tobytes()
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,216 @@
+"""What the instances of a job compute together.
+
+Every call first proves that all instances make the same one, with the same shape, dtype and arguments; so a
+difference is an error on every instance that names who brought what, never a hang and never a wrong result. An
+instance that refuses its arguments says so in the same way.
+
+Everything is gathered and combined here, in one order: floating sums in the order of `popdist.tree` and in at
+least float32, so that every instance has the same bits whatever the number of instances.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Final, Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from popdist.context import current_group
+from popdist.errors import CollectiveError
+from popdist.groups import Exchange
+from popdist.headers import name_instances
+from popdist.tree import tree_sum
+
+ReduceOp = Literal["sum", "mean", "min", "max"]
+
+FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
+
+CHUNK_BYTES: Final = 1 << 26
+"""Most memory that a reduction takes beside its tensor: larger tensors are reduced in pieces."""
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
+
+
+def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
+    """Combine the tensors of all instances, element by element, in place.
+
+    Args:
+        tensor: float64, float32, float16, bfloat16, an integer dtype or bool, of the same shape, dtype and type of
+            device on every instance. Any strides; a scalar or empty tensor too.
+        op: ``"sum"``; ``"mean"`` (floating dtypes only); ``"min"`` or ``"max"``. Sums and means of floats are
+            added in a fixed order in float32 (float64 for float64) and have the same bits on every instance.
+            Sums of integers wrap around; bools have only ``"min"`` (all) and ``"max"`` (any). NaN wins in
+            ``"min"`` and ``"max"``.
+
+    Returns:
+        The same tensor. With one instance it is unchanged.
+
+    Raises:
+        CollectiveError: If the instances call it differently or make another call, or the tensor is refused.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    _enter(
+        f"all_reduce({_describe(tensor)}, op={op!r})",
+        _fault(tensor) or _place_fault(tensor) or _op_fault(tensor, op),
+    )
+    backend = current_group().backend
+    flat = _flat(tensor)
+    width = max(1, CHUNK_BYTES // (len(backend.instances) * tensor.element_size()))
+    for piece in flat.split(width):
+        piece.copy_(_combine(list(backend.all_gather(piece)), op))
+    return _give_back(tensor, flat)
+
+
+def broadcast(tensor: AnyTensor, root: int = 0) -> AnyTensor:
+    """Overwrite the tensor of every instance with that of instance ``root``, in place.
+
+    Args:
+        tensor: As in :func:`all_reduce`; its contents matter only on the root.
+        root: Job-wide number of the instance whose values all get.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        CollectiveError: If the instances call it differently or make another call, the tensor is refused, or there
+            is no instance ``root``.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    _enter(
+        f"broadcast({_describe(tensor)}, root={root!r})",
+        _fault(tensor) or _place_fault(tensor) or _root_fault(root),
+    )
+    flat = _flat(tensor)
+    current_group().backend.broadcast(flat, root)
+    return _give_back(tensor, flat)
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """The tensors of all instances, stacked in instance order.
+
+    Args:
+        tensor: As in :func:`all_reduce`.
+
+    Returns:
+        A new tensor of shape ``(num_instances, *tensor.shape)`` on the same device, without gradient.
+
+    Raises:
+        CollectiveError: If the instances call it differently or make another call, or the tensor is refused.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    _enter(f"all_gather({_describe(tensor)})", _fault(tensor))
+    gathered = current_group().backend.all_gather(_flat(tensor))
+    return gathered.view(len(gathered), *tensor.shape)
+
+
+def barrier() -> None:
+    """Wait until every instance has called it.
+
+    Raises:
+        CollectiveError: If an instance makes another call.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    _enter("barrier()", None)
+
+
+def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
+    """Send a few numbers to all instances without waiting for theirs.
+
+    Args:
+        numbers: At most 32 signed 64-bit integers; the instances may send different counts.
+        what: Whose numbers these are, for messages; the same on every instance.
+
+    Returns:
+        A handle: its ``wait()`` gives the list of every instance's numbers, in instance order. The next collective
+        waits for it too.
+
+    Raises:
+        ValueError: If there are too many numbers, or one does not fit 64 bits.
+        NotInitializedError: Before ``popdist.init()``.
+    """
+    return current_group().start(what, numbers)
+
+
+def _enter(text: str, fault: str | None) -> None:
+    """Prove that all instances are in the collective ``text``, and that none of them refuses it."""
+    try:
+        current_group().agree(f"{text}, refused" if fault else text)
+    except CollectiveError as error:
+        if fault is not None:
+            raise CollectiveError(f"{text}: {fault}") from error
+        raise
+    if fault is not None:
+        raise CollectiveError(f"{text}: {fault}")
+
+
+def _describe(tensor: object) -> str:
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}[{', '.join(map(str, tensor.shape))}] on {tensor.device.type}"
+
+
+def _fault(tensor: object) -> str | None:
+    """Why ``tensor`` cannot take part in a collective, or None."""
+    if not isinstance(tensor, Tensor):
+        return "expected a torch.Tensor"
+    if tensor.layout is not torch.strided:
+        return f"only dense tensors can be sent, not {tensor.layout}: call to_dense() first"
+    if tensor.dtype not in DTYPES:
+        return f"{tensor.dtype} cannot be sent: the dtypes are {', '.join(map(str, DTYPES))}"
+    if tensor.requires_grad and not tensor.is_leaf:
+        return "autograd would not follow the values: detach() the tensor first"
+    accepted = current_group().backend.device_types
+    if tensor.device.type not in accepted:
+        return f"popdist.init() was told to connect tensors on {' and '.join(sorted(accepted))} only"
+    return None
+
+
+def _place_fault(tensor: Tensor) -> str | None:
+    """Why nothing can be written into ``tensor``, or None."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "its elements share memory, as those of an expanded tensor do: clone() it first"
+    return None
+
+
+def _op_fault(tensor: Tensor, op: str) -> str | None:
+    if op not in get_args(ReduceOp):
+        return f"unknown op {op!r}: choose from {', '.join(map(repr, get_args(ReduceOp)))}"
+    if op == "mean" and tensor.dtype not in FLOATS:
+        return f"a mean of {tensor.dtype} is no {tensor.dtype}: convert to a floating dtype first"
+    if op == "sum" and tensor.dtype == torch.bool:
+        return "a sum of bools is no bool: convert to an integer dtype, or use 'max' (any) or 'min' (all)"
+    return None
+
+
+def _root_fault(root: int) -> str | None:
+    members = current_group().instances
+    return None if root in members else f"root={root!r} is not one of {name_instances(members)}"
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The values as one contiguous run, sharing memory with ``tensor`` where it is one already."""
+    return tensor.detach().resolve_neg().contiguous().view(-1)
+
+
+def _give_back(tensor: AnyTensor, flat: Tensor) -> AnyTensor:
+    if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg():
+        tensor.detach().copy_(flat.view(tensor.shape))
+    return tensor
+
+
+def _combine(rows: list[Tensor], op: ReduceOp) -> Tensor:
+    """The rows of all instances as one, in the order of `popdist.tree`."""
+    if op in ("min", "max"):
+        return reduce(torch.minimum if op == "min" else torch.maximum, rows)
+    if rows[0].dtype not in FLOATS:
+        return tree_sum(rows, torch.add)
+    wide = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
+    total = tree_sum([row.to(wide) for row in rows], torch.add)
+    return total / len(rows) if op == "mean" else total

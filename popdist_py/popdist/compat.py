@@ -1,0 +1,56 @@
+"""PopDist's own names, so that programs written against it run: one line each, all of them also on ``popdist``.
+
+New programs use the snake_case names, which say what they count.
+"""
+# ruff: noqa: N802, N803, N816 - the names are PopDist's
+
+from popdist.context import environment, finalize, init, is_initialized
+from popdist.environments import Launcher
+from popdist.queries import (
+    device,
+    instance_index,
+    ipus_per_replica,
+    local_instance_index,
+    local_replicas,
+    num_instances,
+    num_local_replicas,
+    num_replicas,
+)
+
+getInstanceIndex = instance_index
+getNumInstances = num_instances
+getNumTotalReplicas = num_replicas
+getNumLocalReplicas = num_local_replicas
+getNumIpusPerReplica = ipus_per_replica
+getLocalInstanceIndex = local_instance_index
+initializeBackend = init
+finalizeBackend = finalize
+isBackendInitialized = is_initialized
+
+
+def isPopdistEnvSet() -> bool:
+    """Whether poprun started this program; False under other launchers, whose jobs popdist joins all the same."""
+    return environment().launcher is Launcher.POPRUN
+
+
+def getReplicaIndexOffset() -> int:
+    """Job-wide number of this instance's first replica; 0 outside a job."""
+    return local_replicas().start
+
+
+def getDeviceId(ipusPerReplica: int = 0) -> int:
+    """Number of this instance's device on its host, another for each instance whatever the argument."""
+    del ipusPerReplica
+    return local_instance_index() if device().index is None else device().index
+
+
+def checkNumIpusPerReplica(numIpusPerReplica: int) -> bool:
+    """Whether a replica of this job uses that many virtual IPUs; outside a job, whether it is 1."""
+    return numIpusPerReplica == ipus_per_replica()
+
+
+def synchronize() -> None:
+    """Wait until every instance has called it; see :func:`popdist.barrier`."""
+    from popdist.collectives import barrier  # noqa: PLC0415 - the queries above need no torch
+
+    barrier()

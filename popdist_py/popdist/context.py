@@ -1,0 +1,236 @@
+"""The one global of popdist: which job this process is in, and, after ``init()``, its connections.
+
+Every other module asks here. Queries need no ``init()``: the environment is read, never written, when they are
+made.
+"""
+
+import atexit
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from popdist.arguments import as_float
+from popdist.contract import VERSION, Contract
+from popdist.environments import Environment, Launcher, detect
+from popdist.errors import BackendError, NotInitializedError
+from popdist.groups import Group, Notice
+from popdist.presence import presence
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from popdist.backends.base import Backend
+
+DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
+"""For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """An initialized job.
+
+    Attributes:
+        environment: What the environment said when ``init()`` was called.
+        asked: The arguments of ``init()``.
+        group: The instances that take part in collectives now; fewer inside ``execute_on_instances``.
+    """
+
+    environment: Environment
+    asked: tuple[str | None, float]
+    group: Group
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """What this process holds. The store lives as long as the process: others may still be joining it."""
+
+    job: Job | None = None
+    store: "Store | None" = None
+    num_inits: int = 0
+    notice: Notice = field(default_factory=Notice)
+
+
+_state = _State()
+
+
+def environment() -> Environment:
+    """The job of this process, initialized or not.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    if _state.job is not None:
+        return _state.job.environment
+    presence.tell_joined()
+    return detect(os.environ)
+
+
+def current_job() -> Job:
+    """The initialized job.
+
+    Raises:
+        NotInitializedError: Before ``init()`` and after ``finalize()``.
+    """
+    if _state.job is None:
+        raise NotInitializedError("this call needs the other instances: call popdist.init() first")
+    return _state.job
+
+
+def current_group() -> Group:
+    """The instances that take part in collectives now.
+
+    Raises:
+        NotInitializedError: Before ``init()`` and after ``finalize()``.
+    """
+    return current_job().group
+
+
+def notice() -> Notice:
+    """Whether this process was asked to leave, and whether all instances know that one was."""
+    return _state.notice
+
+
+@contextmanager
+def limited_to(group: Group) -> Iterator[None]:
+    """Within the block, collectives are those of ``group``."""
+    job = current_job()
+    outer, job.group = job.group, group
+    try:
+        yield
+    finally:
+        job.group = outer
+
+
+def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None:
+    """Connect this instance with the others of its job; needed before the first collective.
+
+    The first ``ReplicatedModel`` calls it with the defaults where the program has not. All instances call it, with
+    the same arguments, and it returns when all have. It makes process groups of its own: the program may call
+    ``torch.distributed.init_process_group()`` before or after. In a one-instance job it connects nothing, and the
+    same calls work under the same checks. It sets the number of torch's threads to the launcher's
+    ``OMP_NUM_THREADS``, and under ``poprun --deterministic`` lets torch use deterministic algorithms only. Calling
+    it again with the same arguments does nothing. The end of the program is the end of the job: ``finalize()``
+    need not be called.
+
+    Args:
+        backend: ``None`` sends each tensor by its device: gloo for CPU tensors, NCCL for CUDA tensors.
+            ``"gloo"`` or ``"nccl"`` refuses the tensors of the other.
+        timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+        BackendError: If the backend is unknown, the instances could not be connected, or ``init()`` was called
+            before with other arguments.
+        CollectiveError: If the instances gave different arguments, compute with different numbers of threads or
+            choices of algorithms, or have different versions of popdist; names who has which.
+    """
+    asked = (backend, timeout_seconds)
+    if backend not in tuple(DEVICE_TYPES):
+        raise BackendError(f"unknown backend {backend!r}: choose 'gloo', 'nccl', or None for the tensor's device")
+    if not 0 < as_float(timeout_seconds) < math.inf:
+        raise BackendError(f"timeout_seconds={timeout_seconds!r} must be a finite number greater than 0")
+    if _state.job is not None:
+        if _state.job.asked != asked:
+            raise BackendError(f"init{asked} after init{_state.job.asked}: call finalize() between them")
+        return
+    found = environment()
+    computes = _prepare_arithmetic(found.contract)
+    presence.wait("init()")
+    try:
+        connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
+    finally:
+        presence.go_on()
+    group = Group(connected, found.contract.num_instances, _state.notice)
+    try:
+        group.agree(
+            f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}), "
+            f"{found.contract.num_replicas} replicas, popdist {VERSION}, {computes}, job {found.contract.job_id!r}"
+        )
+    except Exception:
+        connected.close()
+        raise
+    _state.job = Job(environment=found, asked=asked, group=group)
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
+
+
+def ensure_init() -> None:
+    """``init()`` with its defaults, unless there is a job: for what every instance makes before all else.
+
+    Raises:
+        ContractError, BackendError, CollectiveError: As ``init()``.
+    """
+    if _state.job is None:
+        init()
+
+
+def _prepare_arithmetic(contract: Contract) -> str:
+    """Compute as the launcher told; how, in words. Imports torch only for the job that needs it."""
+    if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
+        return "alone"
+    from popdist import arithmetic  # noqa: PLC0415 - torch comes with init()
+
+    arithmetic.prepare(contract)
+    return arithmetic.describe()
+
+
+def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> "Backend":
+    """The backend of the whole job. Imports torch only for the job that needs it."""
+    contract = found.contract
+    if contract.num_instances == 1:
+        from popdist.backends.serial import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+
+        if "cpu" not in device_types:
+            from popdist.backends.mesh import check_available  # noqa: PLC0415 - torch is loaded only to be asked
+
+            check_available(device_types)
+        return SerialBackend(device_types=device_types)
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
+
+    from popdist.backends import mesh, rendezvous, torch_dist  # noqa: PLC0415 - as above
+
+    mesh.check_available(device_types)
+    if _state.store is None:
+        _state.store = rendezvous.open_store(found, timeout_seconds)
+    _state.num_inits += 1
+    connections = mesh.Mesh(
+        PrefixStore(f"popdist/{_state.num_inits}", _state.store),
+        num_instances=contract.num_instances,
+        instance_index=contract.instance_index,
+        is_one_host=rendezvous.is_one_host(contract),
+        timeout_seconds=timeout_seconds,
+    )
+    return torch_dist.TorchBackend(connections, tuple(range(contract.num_instances)), device_types)
+
+
+def finalize() -> None:
+    """Leave the job: drop the connections. Does nothing when there is no initialized job.
+
+    It waits for nobody: an instance that still waits for this one gets a ``BackendError``. ``init()`` may be
+    called again, if all instances do.
+    """
+    job, _state.job = _state.job, None
+    if job is not None:
+        job.group.backend.close()
+
+
+def _leave_at_exit() -> None:
+    """Finalize, but under poprun and torchrun leave the last connections to the kernel, which closes them last.
+
+    Who sees this instance lost then finds it ended, so the launcher blames the right one. MPI is the exception:
+    its own end waits for every instance, also for those that still wait for this one.
+    """
+    if _state.job is None:
+        return
+    if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
+        finalize()
+    else:
+        _state.job.group.backend.settle()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called and ``finalize()`` has not."""
+    return _state.job is not None

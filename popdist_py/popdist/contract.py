@@ -1,0 +1,248 @@
+"""The contract between launcher and library: every environment variable, written and read in one place.
+
+The launcher writes a :class:`Contract` into each program's environment with :meth:`Contract.to_env`; the library
+gets the same value back with :meth:`Contract.from_env`. Nothing else in the project spells one of these names.
+
+Three vocabularies are written so that programs which never heard of this project find what they know:
+
+* PopRun's ``POPDIST_*``. PopRun has no variable for the index and the count of instances: both follow from the
+  replica variables (``index = offset // local``, ``count = total // local``).
+* torch's ``RANK``, ``WORLD_SIZE``, … (https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment
+  Variables"), so that ``init_process_group()`` works unaided, and ``TORCHELASTIC_RUN_ID``, by which libraries see
+  that somebody else has started all processes and that these variables are the ones to believe.
+* Open MPI's ``OMPI_COMM_WORLD_*``, which many programs read whatever MPI is underneath.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+
+from popdist.errors import ContractError
+from popdist.layout import ReplicaLayout
+from popdist.variables import read_count, read_ordinals, read_threads
+
+VERSION: Final = "0.1.0"
+
+LAST_PORT: Final = 65535
+
+NUM_REPLICAS: Final = "POPDIST_NUM_TOTAL_REPLICAS"
+NUM_LOCAL_REPLICAS: Final = "POPDIST_NUM_LOCAL_REPLICAS"
+IPUS_PER_REPLICA: Final = "POPDIST_NUM_IPUS_PER_REPLICA"
+UNIFORM_REPLICAS: Final = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
+REPLICA_OFFSET: Final = "POPDIST_REPLICA_INDEX_OFFSET"
+LOCAL_INSTANCE_INDEX: Final = "POPDIST_LOCAL_INSTANCE_INDEX"
+
+REQUIRED: Final = (
+    NUM_REPLICAS,
+    NUM_LOCAL_REPLICAS,
+    IPUS_PER_REPLICA,
+    UNIFORM_REPLICAS,
+    REPLICA_OFFSET,
+    LOCAL_INSTANCE_INDEX,
+)
+"""A program is under poprun when any of these is set; then all of them must be."""
+
+EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
+JOB_ID: Final = "POPDIST_JOB_ID"
+DEVICES: Final = "POPDIST_DEVICES"
+STORE: Final = "POPDIST_STORE"
+STORE_DESCRIPTOR: Final = "POPDIST_STORE_DESCRIPTOR"
+PROGRESS_DESCRIPTOR: Final = "POPDIST_PROGRESS_DESCRIPTOR"
+RESTART_COUNT: Final = "POPDIST_RESTART_COUNT"
+
+RANK: Final = "RANK"
+WORLD_SIZE: Final = "WORLD_SIZE"
+LOCAL_RANK: Final = "LOCAL_RANK"
+LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
+GROUP_RANK: Final = "GROUP_RANK"
+RUN_ID: Final = "TORCHELASTIC_RUN_ID"
+MASTER_ADDR: Final = "MASTER_ADDR"
+MASTER_PORT: Final = "MASTER_PORT"
+
+OMPI_RANK: Final = "OMPI_COMM_WORLD_RANK"
+OMPI_SIZE: Final = "OMPI_COMM_WORLD_SIZE"
+OMPI_LOCAL_RANK: Final = "OMPI_COMM_WORLD_LOCAL_RANK"
+OMPI_LOCAL_SIZE: Final = "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+HYDRA_RANK: Final = "PMI_RANK"
+HYDRA_SIZE: Final = "PMI_SIZE"
+HYDRA_LOCAL_RANK: Final = "MPI_LOCALRANKID"
+HYDRA_LOCAL_SIZE: Final = "MPI_LOCALNRANKS"
+HYDRA_DESCRIPTOR: Final = "PMI_FD"
+
+NUM_THREADS: Final = "OMP_NUM_THREADS"
+DETERMINISTIC: Final = "POPDIST_DETERMINISTIC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """A TCP address: ``host`` is a name or an IP address, ``port`` is 1 to 65535."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``host:port``; an IPv6 host stands in brackets.
+
+        Raises:
+            ContractError: If ``text`` is not of that form.
+        """
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= LAST_PORT:
+            raise ContractError(f"{text!r} is no address: expected HOST:PORT, for example 127.0.0.1:29500")
+        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """Everything that one instance is told about its job.
+
+    Attributes:
+        num_instances: Processes in the job.
+        instance_index: This process, 0 to ``num_instances - 1``; torch's rank.
+        num_local_instances: Processes of the job on this host.
+        local_instance_index: This process among those of its host; torch's local rank.
+        host_index: This host, 0 to number of hosts - 1; torch's group rank.
+        num_replicas: Model replicas in the whole job, a multiple of ``num_instances``.
+        ipus_per_replica: Virtual IPUs that one replica uses. At least 1.
+        devices: Ordinals of this instance's CUDA devices among those visible to it; empty on the CPU.
+        job_id: The same on all instances of one job and all its restarts; empty when no launcher gave one.
+        restart_count: How often the job has been started again after a failure.
+        master: Where torch's ``env://`` store of the program will listen, or None.
+        store: Where popdist's own store listens, or None.
+        store_descriptor: On instance 0 the inherited listening socket of ``store``, else None.
+        executable_cache_path: Directory for compiled executables, or None.
+        num_threads: Threads of each replica's arithmetic, or None when nobody said.
+        is_deterministic: Whether torch is to use deterministic algorithms only.
+    """
+
+    num_instances: int = 1
+    instance_index: int = 0
+    num_local_instances: int = 1
+    local_instance_index: int = 0
+    host_index: int = 0
+    num_replicas: int = 1
+    ipus_per_replica: int = 1
+    devices: tuple[int, ...] = ()
+    job_id: str = ""
+    restart_count: int = 0
+    master: Endpoint | None = None
+    store: Endpoint | None = None
+    store_descriptor: int | None = None
+    executable_cache_path: str | None = None
+    num_threads: int | None = None
+    is_deterministic: bool = False
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas each instance of the job owns."""
+        return ReplicaLayout(num_instances=self.num_instances, num_replicas=self.num_replicas)
+
+    def to_env(self) -> dict[str, str]:
+        """The variables that tell a program all of this. Inverse of :meth:`from_env`."""
+        local = self.layout.num_local_replicas
+        env = {
+            NUM_REPLICAS: str(self.num_replicas),
+            NUM_LOCAL_REPLICAS: str(local),
+            IPUS_PER_REPLICA: str(self.ipus_per_replica),
+            UNIFORM_REPLICAS: "1",
+            REPLICA_OFFSET: str(self.instance_index * local),
+            LOCAL_INSTANCE_INDEX: str(self.local_instance_index),
+            RANK: str(self.instance_index),
+            WORLD_SIZE: str(self.num_instances),
+            LOCAL_RANK: str(self.local_instance_index),
+            LOCAL_WORLD_SIZE: str(self.num_local_instances),
+            GROUP_RANK: str(self.host_index),
+            RUN_ID: self.job_id,
+            OMPI_RANK: str(self.instance_index),
+            OMPI_SIZE: str(self.num_instances),
+            OMPI_LOCAL_RANK: str(self.local_instance_index),
+            OMPI_LOCAL_SIZE: str(self.num_local_instances),
+            DEVICES: ",".join(map(str, self.devices)),
+            JOB_ID: self.job_id,
+            RESTART_COUNT: str(self.restart_count),
+        }
+        if self.master is not None:
+            env |= {MASTER_ADDR: self.master.host, MASTER_PORT: str(self.master.port)}
+        optional = {
+            STORE: self.store,
+            STORE_DESCRIPTOR: self.store_descriptor,
+            EXECUTABLE_CACHE_PATH: self.executable_cache_path,
+            NUM_THREADS: self.num_threads,
+            DETERMINISTIC: 1 if self.is_deterministic else None,
+        }
+        return env | {name: str(value) for name, value in optional.items() if value is not None}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Self | None:
+        """The contract in ``env``; None when none of the ``REQUIRED`` variables is set. Never writes.
+
+        Raises:
+            ContractError: If only some of the required variables are set (each missing one is named), a value
+                is no number or out of range, or torch's variables tell of another job.
+        """
+        missing = [name for name in REQUIRED if name not in env]
+        if len(missing) == len(REQUIRED):
+            return None
+        if missing:
+            raise ContractError(
+                f"the environment holds part of a poprun job, but not {', '.join(missing)}: start the program "
+                "with poprun, or unset every POPDIST_ variable to run it alone"
+            )
+        if read_count(env, UNIFORM_REPLICAS, minimum=0) != 1:
+            raise ContractError(f"{UNIFORM_REPLICAS}={env[UNIFORM_REPLICAS]}: only a uniform split is supported")
+        num_replicas = read_count(env, NUM_REPLICAS)
+        num_local_replicas = read_count(env, NUM_LOCAL_REPLICAS)
+        offset = read_count(env, REPLICA_OFFSET, minimum=0)
+        if num_replicas % num_local_replicas or offset % num_local_replicas or offset >= num_replicas:
+            raise ContractError(
+                f"{NUM_REPLICAS}={num_replicas}, {NUM_LOCAL_REPLICAS}={num_local_replicas} and "
+                f"{REPLICA_OFFSET}={offset} fit no uniform split of replicas over instances"
+            )
+        contract = cls(
+            num_instances=num_replicas // num_local_replicas,
+            instance_index=offset // num_local_replicas,
+            num_local_instances=read_count(env, LOCAL_WORLD_SIZE, default=1),
+            local_instance_index=read_count(env, LOCAL_INSTANCE_INDEX, minimum=0),
+            host_index=read_count(env, GROUP_RANK, minimum=0, default=0),
+            num_replicas=num_replicas,
+            ipus_per_replica=read_count(env, IPUS_PER_REPLICA),
+            devices=read_ordinals(env, DEVICES),
+            job_id=env.get(JOB_ID, ""),
+            restart_count=read_count(env, RESTART_COUNT, minimum=0, default=0),
+            master=read_master(env),
+            store=Endpoint.parse(env[STORE]) if STORE in env else None,
+            store_descriptor=read_count(env, STORE_DESCRIPTOR, minimum=0) if STORE_DESCRIPTOR in env else None,
+            executable_cache_path=env.get(EXECUTABLE_CACHE_PATH),
+            num_threads=read_threads(env, NUM_THREADS),
+            is_deterministic=read_count(env, DETERMINISTIC, minimum=0, default=0) > 0,
+        )
+        _check_torch_agrees(contract, env)
+        return contract
+
+
+def read_master(env: Mapping[str, str]) -> Endpoint | None:
+    """Where torch's ``env://`` store listens, or None when the environment does not say.
+
+    Raises:
+        ContractError: If the port is no port number.
+    """
+    if MASTER_ADDR not in env or MASTER_PORT not in env:
+        return None
+    return Endpoint(host=env[MASTER_ADDR], port=read_count(env, MASTER_PORT))
+
+
+def _check_torch_agrees(contract: Contract, env: Mapping[str, str]) -> None:
+    """A launcher inside a launcher would make several jobs of one: torch's variables must tell the same."""
+    found = (env.get(RANK), env.get(WORLD_SIZE))
+    expected = (str(contract.instance_index), str(contract.num_instances))
+    if any(text is not None and text != wanted for text, wanted in zip(found, expected, strict=True)):
+        raise ContractError(
+            f"{RANK}={found[0]} and {WORLD_SIZE}={found[1]} contradict the {REQUIRED[0][:8]} variables, which say "
+            f"instance {expected[0]} of {expected[1]}: start the program with one launcher, not with two inside "
+            "each other"
+        )

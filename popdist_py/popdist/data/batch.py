@@ -1,0 +1,99 @@
+"""What a loader hands to the loop: one step of this instance, micro batch by micro batch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from popdist.dealing import part
+
+
+class MicroBatch(NamedTuple):
+    """What one replica computes on in one forward and backward pass.
+
+    Attributes:
+        replica: Job-wide number of the replica.
+        step: Which of the replica's micro batches of this step it is, from 0.
+        num_samples: How many samples it holds; may be 0.
+        content: What ``collate_fn`` made of them; None when there is none.
+    """
+
+    replica: int
+    step: int
+    num_samples: int
+    content: Any
+
+
+class Share(NamedTuple):
+    """The samples of one step that belong to an instance: what is to be fetched, and where it belongs.
+
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        step: Number of the step in its epoch, from 0, counted from where this epoch was begun or resumed.
+        stop: Position in the epoch at which the next step begins, over all replicas.
+        num_samples_job: Samples of the step over all replicas of the job.
+        indices: Of this instance's samples in the dataset (or numbers in the stream), replica by replica.
+    """
+
+    epoch: int
+    step: int
+    stop: int
+    num_samples_job: int
+    indices: list[int]
+
+    def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
+        """The indices of each micro batch: dealt to ``num_replicas`` local replicas, then to accumulation."""
+        if num_replicas == accumulation == 1:
+            return [self.indices]
+        row = range(len(self.indices))
+        shares = [part(row, replica, num_replicas) for replica in range(num_replicas)]
+        rows = [part(share, index, accumulation) for share in shares for index in range(accumulation)]
+        return [self.indices[it.start : it.stop] for it in rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """This instance's part of one step, ready for ``ReplicatedModel.micro_batches``.
+
+    Iterating over it gives the contents of the micro batches that hold samples, which is the loop to write where
+    no gradients are wanted: ``for x, y in batch``. An instance may have none.
+
+    Attributes:
+        micro_batches: Of each local replica in turn, ``accumulation`` of them.
+        epoch: Number of the epoch, from 0.
+        step: Number of the step in its epoch, from 0, counted from where this epoch was begun or resumed.
+        indices: Of the samples in the dataset (or their numbers in the stream), in the order of their rows.
+        num_samples_job: Samples of the step over all replicas of the job.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    epoch: int
+    step: int
+    indices: tuple[int, ...]
+    num_samples_job: int
+
+    @classmethod
+    def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
+        """The batch that ``share`` describes, with what was fetched for it."""
+        sizes = map(len, share.split(len(replicas), accumulation))
+        owners = [(replica, step) for replica in replicas for step in range(accumulation)]
+        micro_batches = [
+            MicroBatch(*owner, size, content) for owner, size, content in zip(owners, sizes, contents, strict=True)
+        ]
+        return cls(
+            micro_batches=tuple(micro_batches),
+            epoch=share.epoch,
+            step=share.step,
+            indices=tuple(share.indices),
+            num_samples_job=share.num_samples_job,
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this instance; 0 is legal."""
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (it.content for it in self.micro_batches if it.num_samples)
+
+    def __len__(self) -> int:
+        return sum(it.num_samples > 0 for it in self.micro_batches)

@@ -1,0 +1,116 @@
+"""Reading the samples of a step and making its micro batches, in the loader's process or in a worker."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from popdist.data.batch import Share
+from popdist.data.randomness import Randomness, Reseed, draws_nothing, sample_seeds
+from popdist.errors import BatchError
+
+Collate = Callable[[list[Any]], Any]
+Fetched = tuple[Share, list[Any]]
+"""A share, and the content of each of its micro batches; None for one without samples."""
+
+_FOR_COLLATE: Final = 1
+"""Tells the random numbers of a collate function from those of its first sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collation:
+    """How the samples of a step become micro batches.
+
+    Attributes:
+        collate_fn: Makes a micro batch of a list of samples.
+        num_replicas: Local replicas.
+        accumulation: Micro batches of each.
+        seed: With epoch and index it fixes what the samples' augmentation draws.
+    """
+
+    collate_fn: Collate
+    num_replicas: int
+    accumulation: int
+    seed: int
+
+    def split(self, share: Share) -> list[list[int]]:
+        """The indices of each micro batch of ``share``."""
+        return share.split(self.num_replicas, self.accumulation)
+
+    def seeds(self, epoch: int, indices: list[int]) -> list[int]:
+        """What the random numbers of each sample follow from."""
+        return sample_seeds(indices, seed=self.seed, epoch=epoch)
+
+    def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes
+        """One micro batch of ``samples``, of which the first has the index ``first``.
+
+        Raises:
+            BatchError: If the collate function returns None.
+        """
+        if reseed is not None and self.collate_fn is not default_collate:
+            reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
+        content = self.collate_fn(samples)
+        if content is None:
+            name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__name__)
+            raise BatchError(
+                f"collate_fn {name} returned None for {len(samples)} samples: it must return the micro batch"
+            )
+        return content
+
+
+class MapFetcher(Dataset[Any]):
+    """A map-style dataset as DataLoader sees it: indexed by shares, it gives their micro batches.
+
+    Args:
+        dataset: Has a length, and a sample for each index; or ``__getitems__`` for a list of them.
+        collation: Makes the micro batches.
+    """
+
+    def __init__(self, dataset: Any, collation: Collation) -> None:  # noqa: ANN401 - anything with a length and items
+        self.dataset = dataset
+        self._collation = collation
+        is_plain = collation.collate_fn is default_collate
+        self._randomness = None if is_plain and draws_nothing(dataset) else Randomness()
+        self._are_rows = is_plain and type(dataset) is TensorDataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, share: Share) -> Fetched:
+        """The micro batches of ``share``."""
+        if self._are_rows:
+            return share, [self._rows(indices) if indices else None for indices in self._collation.split(share)]
+        if self._randomness is None:
+            return share, self._contents(share, None)
+        return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
+
+    def _rows(self, indices: list[int]) -> list[Any]:
+        """What collating the rows one by one would give, taken at once."""
+        rows = torch.tensor(indices)
+        return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
+
+    def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:
+        return [
+            self._collation.collate(self._read(share, indices, reseed), share.epoch, indices[0], reseed)
+            if indices
+            else None
+            for indices in self._collation.split(share)
+        ]
+
+    def _read(self, share: Share, indices: list[int], reseed: Reseed | None) -> list[Any]:
+        """The samples; a dataset that reads a list of them at once draws for all as for the first one."""
+        dataset = self.dataset
+        read_all = getattr(dataset, "__getitems__", None)
+        if reseed is None:
+            return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
+        seeds = self._collation.seeds(share.epoch, indices)
+        if read_all is not None and not isinstance(dataset, Subset):
+            reseed(seeds[0])
+            return list(read_all(indices))
+        samples = []
+        for index, seed in zip(indices, seeds, strict=True):
+            reseed(seed)
+            samples.append(dataset[index])
+        return samples

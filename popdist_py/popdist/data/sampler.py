@@ -1,0 +1,110 @@
+"""The batch sampler that feeds one instance's replicas, exactly once an epoch, resumable at any size."""
+
+from collections.abc import Iterator, Mapping, Sized
+
+from torch.utils.data import Sampler
+
+from popdist import context
+from popdist.boundaries import boundaries
+from popdist.data.agreement import Agreement
+from popdist.data.epoch import deal_epoch, plan_epochs
+from popdist.data.progress import Progress, State
+
+
+class ReplicaSampler(Sampler[list[int]]):
+    """Yields, for each step, the indices of this instance's combined batch: the samples of all its local replicas.
+
+    Give it to a ``torch.utils.data.DataLoader`` as ``batch_sampler`` and each batch to
+    ``ReplicatedModel.micro_batches``, with the same ``accumulation``. (``popdist.data_loader`` does both, collates
+    each micro batch by itself, and knows where the loop stands when workers run ahead of it.) Which samples a
+    replica sees in a step depends on the job's replicas, not on the instances they are dealt to. Without
+    ``drop_last`` every index comes exactly once an epoch, over all instances: what remains after the full steps
+    makes a smaller last step (and where that has fewer samples than there are replicas, it takes some from the
+    step before, or joins it if that had only one sample a replica).
+
+    Every instance makes it alike, which is proven when it is made, or, if that is before ``popdist.init()``, when
+    it is first iterated over. Each new iteration is the next epoch, starting with epoch 0. Memory and start of an
+    epoch do not depend on the length.
+
+    Args:
+        length_or_dataset: Samples in the dataset, or anything that has a length.
+        micro_batch_size: Samples of one replica in one forward and backward pass. At least 1.
+        accumulation: Micro batches that a replica adds up in one step. At least 1.
+        shuffle: Another order in each epoch; else the order of the dataset.
+        seed: Chooses the orders. Must be the same on all instances.
+        drop_last: Leave out a remainder smaller than a full step.
+
+    Raises:
+        DatasetError: If the dataset has no length or fewer samples than the job has replicas, a size is below 1,
+            or ``drop_last`` leaves no step.
+        CollectiveError: If the instances differ in sizes, seed or length of the dataset, or do not all make it.
+    """
+
+    def __init__(
+        self,
+        length_or_dataset: int | Sized,
+        micro_batch_size: int,
+        accumulation: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        contract = context.environment().contract
+        self._plan = plan_epochs(
+            length_or_dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last
+        )
+        self._replicas = contract.layout.replicas_of(contract.instance_index)
+        self._progress = Progress(
+            reader="ReplicaSampler", identity={"length": self._plan.length, "shuffle": shuffle, "seed": seed}
+        )
+        self._agreement = Agreement(
+            f"ReplicaSampler of {self._plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, "
+            f"{seed=}, {drop_last=}"
+        )
+
+    def __len__(self) -> int:
+        """Steps in a whole epoch, the same on every instance."""
+        return self._plan.num_steps()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Start the next epoch, or the rest of the one that was loaded."""
+        self._agreement.prove()
+        self._progress.start()
+        return self._batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
+
+        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
+        """
+        self._progress.set_epoch(epoch)
+
+    def state_dict(self) -> State:
+        """Where this iteration stands, in plain numbers: equal on all instances at the same step.
+
+        It counts what this sampler has yielded. With ``num_workers=0`` that is what the loop received; the workers
+        of a DataLoader run ahead of it.
+        """
+        return self._progress.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
+        """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
+
+        The job may have another number of instances and replicas, another micro batch size and accumulation: no
+        index is lost or seen twice. (Only then, and only when less than one sample a replica remains, may the
+        batch of an instance be empty.)
+
+        Raises:
+            DatasetError: If ``state`` is no state of a sampler, or one of another dataset length, order or seed.
+        """
+        self._progress.load_state_dict(state)
+
+    def _batches(self) -> Iterator[list[int]]:
+        progress = self._progress
+        with boundaries.loop() as loop:
+            for step, indices in deal_epoch(self._plan, self._replicas, progress):
+                progress.position = step.stop
+                yield indices
+                loop.ask()
+        progress.jump(progress.epoch + 1)

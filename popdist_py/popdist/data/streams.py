@@ -1,0 +1,201 @@
+"""Datasets without a length: every instance reads the same stream and keeps what belongs to its replicas.
+
+A stream cannot be asked for its sample at an index, so each process reads all of it and skips what others keep.
+All see its end, so an epoch ends for all at the same step. What nobody can promise is that the streams of two
+instances are the same: one may be cut off. So before each step they tell each other whether they have one.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from popdist import context
+from popdist.boundaries import boundaries
+from popdist.collectives import exchange
+from popdist.data.agreement import Agreement
+from popdist.data.batch import Batch, Share
+from popdist.data.fetching import Collation, Fetched
+from popdist.data.progress import Progress
+from popdist.data.randomness import Reseed, isolated
+from popdist.data.replica_loader import ReplicaLoader
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Made by :func:`shard_iterable`: the items of this instance's replicas."""
+
+    def __init__(self, stream: Iterable[Any]) -> None:
+        self.stream = stream
+        contract = context.environment().contract
+        self.num_replicas = contract.num_replicas
+        self.replicas = contract.layout.replicas_of(contract.instance_index)
+        self._worker = 0, 1
+
+    def __iter__(self) -> Iterator[Any]:
+        """This instance's items, in their order, divided over the workers of the DataLoader that reads them."""
+        number, num_workers = self.worker()
+        for index, item in enumerate(self.stream):
+            turn, replica = divmod(index, self.num_replicas)
+            own = turn * len(self.replicas) + replica - self.replicas.start
+            if replica in self.replicas and own % num_workers == number:
+                yield item
+
+    def worker(self) -> tuple[int, int]:
+        """Which worker this process is, and of how many; hides it from streams that would divide themselves."""
+        if (info := get_worker_info()) is not None:
+            self._worker = info.id, info.num_workers
+            torch_worker._worker_info = None  # noqa: SLF001 - divided twice, a stream would lose items
+        return self._worker
+
+
+def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
+    """Deal the items of a stream to the replicas of the job: item i to replica i mod ``num_replicas()``.
+
+    Give it to ``popdist.data_loader``, which deals whole steps to its workers and ends the epoch of all instances
+    together. On its own it is a torch IterableDataset of this instance's items. Every process (of each instance,
+    each worker) reads the whole stream and skips what it does not keep, so what is expensive belongs in
+    ``collate_fn`` and not in the stream.
+
+    Args:
+        stream: Anything that can be iterated over, for several epochs again and again. It must give the same items
+            in the same order on every instance; random numbers that it draws from Python's, numpy's and torch's
+            own generators do so. It must not be divided already: neither by node nor by worker. If it has a method
+            ``set_epoch``, that is called before each epoch.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return ShardedIterable(stream)
+
+
+class StreamFetcher(IterableDataset[Any]):
+    """A stream as DataLoader sees it: iterated over, it gives this worker's steps of the epoch.
+
+    Args:
+        sharded: The stream.
+        collation: Makes the micro batches.
+        samples_per_replica: Samples of one replica in a full step.
+        drop_last: Leave out a remainder smaller than a full step.
+    """
+
+    def __init__(
+        self, sharded: ShardedIterable, collation: Collation, samples_per_replica: int, *, drop_last: bool
+    ) -> None:
+        self.dataset = sharded
+        self._collation = collation
+        self._step_size = samples_per_replica * sharded.num_replicas
+        self._drop_last = drop_last
+        self._place = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def begin(self, epoch: int, position: int) -> None:
+        """Where the next iteration starts; workers that are kept from epoch to epoch see it too."""
+        self._place.copy_(torch.tensor([epoch, position]))
+
+    def __iter__(self) -> Iterator[Fetched]:
+        """Read everything; make the micro batches of every n-th step."""
+        epoch, first = self._place.tolist()
+        number, num_workers = self.dataset.worker()
+        if hasattr(self.dataset.stream, "set_epoch"):
+            self.dataset.stream.set_epoch(epoch)
+        items = iter(self.dataset.stream)
+        for start in range(0, first, self._step_size):
+            self._read(items, range(start, min(start + self._step_size, first)), epoch)
+        step, start = 0, first
+        while read := self._read(items, range(start, start + self._step_size), epoch):
+            if self._drop_last and len(read) < self._step_size:
+                return
+            if step % num_workers == number:
+                yield self._make(
+                    read,
+                    Share(
+                        epoch=epoch,
+                        step=step,
+                        stop=start + len(read),
+                        num_samples_job=len(read),
+                        indices=self._keep(range(start, start + len(read))),
+                    ),
+                )
+            step, start = step + 1, start + len(read)
+
+    def _keep(self, numbers: range) -> list[int]:
+        """Of the items of a step those of this instance, replica by replica."""
+        return [it for replica in self.dataset.replicas for it in numbers[replica :: self.dataset.num_replicas]]
+
+    def _read(self, items: Iterator[Any], numbers: range, epoch: int) -> list[Any]:
+        """The next items; fewer when the stream ends."""
+        seeds = self._collation.seeds(epoch, list(numbers))
+
+        def read(reseed: Reseed) -> list[Any]:
+            found = []
+            for seed in seeds:
+                reseed(seed)
+                try:
+                    found.append(next(items))
+                except StopIteration:
+                    break
+            return found
+
+        return isolated(read)
+
+    def _make(self, read: list[Any], share: Share) -> Fetched:
+        start = share.stop - len(read)
+
+        def make(reseed: Reseed) -> list[Any]:
+            return [
+                self._collation.collate([read[it - start] for it in indices], share.epoch, indices[0], reseed)
+                if indices
+                else None
+                for indices in self._collation.split(share)
+            ]
+
+        return share, isolated(make)
+
+
+class StreamLoader(ReplicaLoader):
+    """A loader over a stream: the instances agree on each step before the loop receives it.
+
+    That costs one exchange of headers a step, which waits for the slowest instance.
+    """
+
+    def __init__(
+        self,
+        fetcher: StreamFetcher,
+        progress: Progress,
+        accumulation: int,
+        agreement: Agreement,
+        options: dict[str, Any],
+        *,
+        ends_with_first: bool,
+    ) -> None:
+        self._fetcher = fetcher
+        self._ends_with_first = ends_with_first
+        super().__init__(fetcher, progress, accumulation, agreement, options)
+
+    def _begin(self) -> None:
+        self._fetcher.begin(self._progress.epoch, self._progress.position)
+
+    def _received(self, fetched: Iterator[Fetched], start: int) -> Iterator[Batch]:
+        """Give an instance whose stream has ended empty batches until all have ended."""
+        progress = self._progress
+        epoch = progress.epoch
+        with boundaries.loop() as loop:
+            for number in itertools.count():
+                share, contents = next(fetched, (None, []))
+                own = [] if share is None else [len(share.indices), share.stop]
+                told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {number}").wait()
+                if not any(told) or (self._ends_with_first and not all(told)):
+                    break
+                stop, total = max(it[1] for it in told if it), sum(it[0] for it in told if it)
+                if share is None:
+                    share = Share(epoch=epoch, step=number, stop=stop, num_samples_job=total, indices=[])
+                    contents = [None] * (len(self._replicas) * self._accumulation)
+                if start == self._num_starts:
+                    progress.position = stop
+                share = share._replace(num_samples_job=total)
+                yield Batch.of(share, contents, self._replicas, self._accumulation)
+                loop.ask()
+        if start == self._num_starts:
+            progress.jump(epoch + 1)

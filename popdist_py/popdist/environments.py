@@ -1,0 +1,152 @@
+"""Which job a program is in when poprun did not start it, from what other launchers leave in the environment.
+
+torchrun, Open MPI's mpirun and MPICH's mpiexec (Hydra) each tell a process its rank and the number of ranks.
+Such a process is one instance with one replica, so ``torchrun train.py`` and ``mpiexec -n 4 python train.py``
+are real jobs, and not several serial ones that overwrite each other's files. Pure: takes the environment, never
+writes it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from popdist import contract as names
+from popdist.contract import Contract, read_master
+from popdist.errors import ContractError
+from popdist.variables import read_count
+
+LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class Launcher(StrEnum):
+    """Who started this process; the value is the name for messages."""
+
+    POPRUN = "poprun"
+    TORCHRUN = "torchrun"
+    OPEN_MPI = "Open MPI"
+    HYDRA = "MPICH (Hydra)"
+    NONE = "no launcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """The job that an environment describes.
+
+    Attributes:
+        launcher: Whose variables told so.
+        contract: The job; one instance with one replica when there is no launcher.
+    """
+
+    launcher: Launcher
+    contract: Contract
+
+
+def detect(env: Mapping[str, str]) -> Environment:
+    """The job that ``env`` describes: poprun's contract, else another launcher's ranks, else a job of one.
+
+    Raises:
+        ContractError: If the environment promises a job of several processes and does not describe it completely,
+            or two launchers describe different jobs.
+    """
+    if (contract := Contract.from_env(env)) is not None:
+        return Environment(launcher=Launcher.POPRUN, contract=contract)
+    found = [
+        Environment(launcher=it, contract=job) for it, read in _READERS.items() if (job := read(env)) is not None
+    ]
+    jobs = {(it.contract.instance_index, it.contract.num_instances): it for it in found}
+    if len(jobs) > 1:
+        told = "; ".join(f"{it.launcher} tells of rank {rank} of {size}" for (rank, size), it in jobs.items())
+        raise ContractError(f"{told}: start the program with one launcher, not with two inside each other")
+    return found[0] if found else Environment(launcher=Launcher.NONE, contract=Contract())
+
+
+def _read_torchrun(env: Mapping[str, str]) -> Contract | None:
+    """Rank and size together. One alone is an error if it tells of more than one process: see ``_refuse_half``."""
+    if names.RANK not in env or names.WORLD_SIZE not in env:
+        _refuse_half(env)
+        return None
+    rank, size = _read_rank(env, names.RANK, names.WORLD_SIZE)
+    master = read_master(env)
+    if master is None and size > 1:
+        if any(name in env for name in (names.OMPI_RANK, names.HYDRA_RANK)):
+            return None
+        missing = [name for name in (names.MASTER_ADDR, names.MASTER_PORT) if name not in env]
+        raise ContractError(
+            f"{names.RANK}={rank} and {names.WORLD_SIZE}={size} tell of a job, but no {' and '.join(missing)} "
+            "says where its instances meet: use poprun or torchrun, or unset them to run the program alone"
+        )
+    is_one_host = master is not None and master.host in LOOPBACK_HOSTS
+    local_size = read_count(env, names.LOCAL_WORLD_SIZE, default=size if is_one_host else 1)
+    local_rank = read_count(env, names.LOCAL_RANK, minimum=0, default=rank % local_size)
+    return Contract(
+        num_instances=size,
+        instance_index=rank,
+        num_local_instances=local_size,
+        local_instance_index=local_rank,
+        host_index=read_count(env, names.GROUP_RANK, minimum=0, default=rank // local_size),
+        num_replicas=size,
+        master=master,
+    )
+
+
+def _refuse_half(env: Mapping[str, str]) -> None:
+    """Refuse a rank without a size and a size without a rank: each process would take itself for the whole job.
+
+    Their names are everyday words, so what is no number is somebody else's. Rank 0 alone, or a size of 1, may be
+    the whole job, and an MPI's own variables tell more.
+    """
+    for name, missing, harmless in ((names.RANK, names.WORLD_SIZE, 0), (names.WORLD_SIZE, names.RANK, 1)):
+        text = env.get(name, "")
+        is_told_by_mpi = any(it in env for it in (names.OMPI_RANK, names.HYDRA_RANK))
+        if missing not in env and text.isdecimal() and int(text) > harmless and not is_told_by_mpi:
+            raise ContractError(
+                f"{name}={text} is set and {missing} is not: start the program with poprun or torchrun, or unset "
+                f"{name} to run it alone"
+            )
+
+
+def _read_open_mpi(env: Mapping[str, str]) -> Contract | None:
+    return _read_mpi(env, names.OMPI_RANK, names.OMPI_SIZE, names.OMPI_LOCAL_RANK, names.OMPI_LOCAL_SIZE)
+
+
+def _read_hydra(env: Mapping[str, str]) -> Contract | None:
+    return _read_mpi(env, names.HYDRA_RANK, names.HYDRA_SIZE, names.HYDRA_LOCAL_RANK, names.HYDRA_LOCAL_SIZE)
+
+
+def _read_mpi(env: Mapping[str, str], rank_name: str, size_name: str, *local_names: str) -> Contract | None:
+    """An MPI runtime sets rank and size together, so one without the other is half a job."""
+    present = [name for name in (rank_name, size_name) if name in env]
+    if not present:
+        return None
+    if len(present) == 1:
+        missing = size_name if present[0] == rank_name else rank_name
+        raise ContractError(
+            f"{present[0]} is set and {missing} is not: start the program with poprun or mpiexec, or unset "
+            f"{present[0]} to run it alone"
+        )
+    rank, size = _read_rank(env, rank_name, size_name)
+    local_rank_name, local_size_name = local_names
+    local_size = read_count(env, local_size_name, default=1)
+    return Contract(
+        num_instances=size,
+        instance_index=rank,
+        num_local_instances=local_size,
+        local_instance_index=read_count(env, local_rank_name, minimum=0, default=rank % local_size),
+        host_index=rank // local_size,
+        num_replicas=size,
+    )
+
+
+def _read_rank(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = read_count(env, rank_name, minimum=0), read_count(env, size_name)
+    if rank >= size:
+        raise ContractError(f"{rank_name}={rank} is not below {size_name}={size}")
+    return rank, size
+
+
+_READERS: Final[Mapping[Launcher, Callable[[Mapping[str, str]], Contract | None]]] = {
+    Launcher.TORCHRUN: _read_torchrun,
+    Launcher.OPEN_MPI: _read_open_mpi,
+    Launcher.HYDRA: _read_hydra,
+}

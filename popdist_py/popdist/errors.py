@@ -1,0 +1,70 @@
+"""What popdist raises, as one tree.
+
+    PopdistError
+    ├── ContractError         the environment promises a job and does not describe one
+    ├── NotInitializedError   a collective before ``popdist.init()`` or after ``finalize()``
+    ├── BackendError          the process groups could not be made, or a peer was lost
+    ├── CollectiveError       the instances disagree on what they are doing together
+    │   └── MicroBatchError   one instance left a ``micro_batches`` loop before its end
+    ├── BatchError            a batch that cannot be split into micro batches
+    ├── GradientError         a gradient that is not finite
+    ├── DatasetError          a dataset that cannot be dealt to the replicas
+    ├── WeightsError          weights that differ between instances after they were made equal
+    ├── CheckpointError       a checkpoint cannot be written, or fits nothing that it is loaded into
+    └── WorldError            a function run by ``popdist.testing.run_world`` failed
+
+``except popdist.PopdistError`` catches everything this package raises on purpose. What it only warns of is a
+:class:`PopdistWarning`.
+"""
+
+
+class PopdistError(Exception):
+    """Base of every error that popdist raises on purpose."""
+
+
+class ContractError(PopdistError):
+    """The environment promises a job and does not describe one completely and consistently."""
+
+
+class NotInitializedError(PopdistError):
+    """A call that needs the other instances came before ``init()`` or after ``finalize()``."""
+
+
+class BackendError(PopdistError):
+    """The instances could not be connected, or one of them was lost."""
+
+
+class CollectiveError(PopdistError):
+    """The instances disagree on the collective they are in; the message names who brought what."""
+
+
+class MicroBatchError(CollectiveError):
+    """An instance left its ``micro_batches`` loop early, so the step has no gradient anywhere."""
+
+
+class BatchError(PopdistError):
+    """A batch cannot be split into the micro batches of this instance's replicas."""
+
+
+class GradientError(PopdistError):
+    """A gradient holds NaN or infinity; the message names the parameter and the replica."""
+
+
+class DatasetError(PopdistError):
+    """A dataset cannot be dealt to the replicas of this job."""
+
+
+class WeightsError(PopdistError):
+    """The weights of some instances differ although they were just made equal."""
+
+
+class CheckpointError(PopdistError):
+    """A checkpoint cannot be written or read, or is one of something else than it is loaded into."""
+
+
+class WorldError(PopdistError):
+    """A function run in a test world raised or died; the message carries its traceback."""
+
+
+class PopdistWarning(UserWarning):
+    """Something works, and perhaps not as expected: other bits, or an older checkpoint."""

@@ -1,0 +1,150 @@
+"""A set of instances that do the same things in the same order, and prove it before each thing they do.
+
+A :class:`Group` puts a header before every collective. Equal headers on all instances mean that the data which
+follows fits; different ones raise the same error everywhere, and the group can be used further, because every
+instance has taken the same number of headers.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from popdist import headers
+from popdist.backends.base import Backend, PendingExchange
+from popdist.errors import BackendError, CollectiveError, PopdistError
+from popdist.presence import presence
+
+
+@dataclass(slots=True, kw_only=True)
+class Notice:
+    """That the machine is wanted back; every header of the whole job carries it.
+
+    All members of a group have had the same exchanges when they come to the same place of the program, so there
+    ``is_known`` is equal on all of them, however late each was asked.
+
+    Attributes:
+        is_given: Whether this process was asked to leave.
+        is_known: Whether all instances know that one of them was.
+    """
+
+    is_given: bool = False
+    is_known: bool = False
+
+
+class Exchange:
+    """Numbers on their way between the instances of a group; made by :meth:`Group.start`."""
+
+    def __init__(self, group: "Group", text: str, pending: PendingExchange) -> None:
+        self._group = group
+        self._text = text
+        self._pending = pending
+        self._numbers: list[list[int]] | None = None
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every instance's numbers, in the order of the group's instances. May be called again.
+
+        Args:
+            timeout_seconds: How long to wait at most; None takes the timeout given to ``popdist.init()``.
+
+        Raises:
+            CollectiveError: If the instances are not in the same collective; names who is in which.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        if self._numbers is None:
+            presence.wait(self._text)
+            try:
+                with self._group.doing(self._text):
+                    received = self._pending.wait(timeout_seconds)
+            finally:
+                presence.go_on()
+            self._group.forget(self)
+            self._group.take_notice(received)
+            unpacked = [headers.unpack(words) for words in received]
+            texts = dict(zip(self._group.instances, (text for text, _ in unpacked), strict=True))
+            if trouble := headers.disagreement(texts):
+                raise CollectiveError(trouble)
+            self._numbers = [numbers for _, numbers in unpacked]
+        return self._numbers
+
+
+class Group:
+    """The instances that take part in the collectives of this process at the moment.
+
+    Args:
+        backend: Their connections.
+        num_job_instances: Instances of the whole job: a smaller group says in its headers which one it is.
+        notice: What the headers carry along; None for a part of the job, which does not speak for all.
+    """
+
+    def __init__(self, backend: Backend, num_job_instances: int, notice: Notice | None = None) -> None:
+        self.backend = backend
+        self._notice = notice
+        self._num_job_instances = num_job_instances
+        self._unfinished: list[Exchange] = []
+        self._failure: PopdistError | None = None
+
+    @property
+    def instances(self) -> tuple[int, ...]:
+        """Job-wide numbers of the members, ascending."""
+        return self.backend.instances
+
+    def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
+        """Send a header to all members without waiting for theirs.
+
+        Args:
+            text: The collective in words; must be the same on every member.
+            numbers: At most ``headers.MAX_NUMBERS`` 64-bit integers of this instance.
+
+        Raises:
+            ValueError: If there are too many numbers, or one does not fit.
+            CollectiveError, BackendError: If an exchange that was started before failed.
+            PopdistError: The one that was left by :meth:`fail_next`.
+        """
+        self.raise_failure()
+        for exchange in tuple(self._unfinished):
+            exchange.wait()
+        if len(self.instances) < self._num_job_instances:
+            text = f"{text} among {headers.name_instances(self.instances)}"
+        with self.doing(text):
+            is_preempted = self._notice is not None and self._notice.is_given
+            pending = self.backend.start_exchange(headers.pack(text, numbers, is_preempted=is_preempted))
+        exchange = Exchange(self, text, pending)
+        self._unfinished.append(exchange)
+        return exchange
+
+    def agree(self, text: str) -> None:
+        """Wait until every member is in the collective ``text``.
+
+        Raises:
+            CollectiveError: If one is in another; every member raises it.
+            BackendError: If one was lost or did not come in time.
+        """
+        self.start(text).wait()
+
+    def fail_next(self, failure: PopdistError) -> None:
+        """Make this instance's next collective raise ``failure``, which was found where nothing can be raised."""
+        self._failure = failure
+
+    def raise_failure(self) -> None:
+        """Raise what :meth:`fail_next` left, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def take_notice(self, received: Sequence[Sequence[int]]) -> None:
+        """Learn from the headers of all members whether one was asked to leave."""
+        if self._notice is not None and any(map(headers.is_preempted, received)):
+            self._notice.is_known = True
+
+    def forget(self, exchange: Exchange) -> None:
+        """Take ``exchange`` off the list of those still to be waited for."""
+        if exchange in self._unfinished:
+            self._unfinished.remove(exchange)
+
+    @contextmanager
+    def doing(self, text: str) -> Iterator[None]:
+        """Say in a backend's error what was being done."""
+        try:
+            yield
+        except BackendError as error:
+            raise BackendError(f"instance {self.backend.instance_index}, in {text}: {error}") from error.__cause__

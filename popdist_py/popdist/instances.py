@@ -1,0 +1,115 @@
+"""Work for some instances only: what the first one does for all, such as printing, downloading or saving."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final, ParamSpec, TypeVar
+
+from popdist.context import current_job, limited_to
+from popdist.errors import CollectiveError
+from popdist.groups import Exchange, Group
+from popdist.headers import name_instances
+from popdist.queries import instance_index, local_instance_index
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+COURTESY_SECONDS: Final = 1.0
+"""How long the others wait after the failure of a first one: launchers report what comes first, the cause."""
+
+_DONE, _FAILED = 0, 1
+
+
+def is_main() -> bool:
+    """Whether this is instance 0, the one that prints and saves. True outside a job; needs no ``init()``.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return instance_index() == 0
+
+
+def execute_on_instances(
+    instances: Iterable[int], fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+) -> R | None:
+    """Call ``fn`` on some instances; the others go on at once.
+
+    Within ``fn`` the collectives are limited to the listed instances: ``barrier()`` waits for those alone,
+    ``all_gather()`` has a row for each of them, a ``root`` must be one of them. Queries such as
+    ``num_instances()`` still tell of the whole job. No instance waits for another one here: call ``barrier()``
+    afterwards where the others need what ``fn`` made.
+
+    Args:
+        instances: Job-wide numbers of the instances, in any order; the same on each of those listed. At least one.
+        fn: What to call.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What ``fn`` returned, on the listed instances; None on the others.
+
+    Raises:
+        CollectiveError: If there is no number, or one that is no instance here, or ``fn`` cannot be called; within
+            another ``execute_on_instances``, if one is not listed there.
+        NotInitializedError: Before ``popdist.init()``.
+    """
+    job = current_job()
+    if not isinstance(instances, Iterable):
+        raise CollectiveError(
+            f"execute_on_instances({instances!r}, ...): expected a set of instances, such as {{0}}"
+        )
+    if not callable(fn):
+        raise CollectiveError(f"execute_on_instances(..., {fn!r}): expected a function to call")
+    given, members = list(instances), job.group.instances
+    if not given or any(it not in members for it in given):
+        asked = ", ".join(map(str, given))
+        raise CollectiveError(
+            f"execute_on_instances({{{asked}}}, ...): expected one or several of {name_instances(members)}"
+        )
+    listed, contract = tuple(sorted(set(given))), job.environment.contract
+    if contract.instance_index not in listed:
+        return None
+    with limited_to(Group(job.group.backend.subgroup(listed), contract.num_instances)):
+        return fn(*args, **kwargs)
+
+
+@contextmanager
+def first_on_host() -> Iterator[None]:
+    """Run the block on one instance of each host first, and on the others of the host when it has ended there.
+
+    For what a host needs once: ``with popdist.first_on_host(): dataset = download(folder)``. The first instance
+    fills the cache, and the others find it full. All instances of the job enter the block together; no collective
+    may be called in it. The others wait for it no longer than the ``timeout_seconds`` of ``popdist.init()``.
+
+    Raises:
+        CollectiveError: If the block failed on the first instance of any host: there its own exception goes on,
+            and every other instance raises this one and does not run the block. Or if they do other things.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    group = current_job().group
+    if local_instance_index():
+        _wait_for_first(group, _report(group, _DONE))
+        yield
+        return
+    try:
+        yield
+    except BaseException:
+        _report(group, _FAILED)
+        raise
+    _wait_for_first(group, _report(group, _DONE))
+
+
+def _report(group: Group, state: int) -> Exchange:
+    return group.start("first_on_host()", [state])
+
+
+def _wait_for_first(group: Group, report: Exchange) -> None:
+    states = report.wait()
+    failed = [i for i, (state,) in zip(group.instances, states, strict=True) if state == _FAILED]
+    if failed:
+        time.sleep(COURTESY_SECONDS)
+        raise CollectiveError(
+            f"the block of first_on_host() failed on {name_instances(failed)} (see the error there), so no other "
+            "instance ran it"
+        )

@@ -1,0 +1,59 @@
+"""Which replicas each instance owns.
+
+Pure arithmetic: no environment, no clock, no torch. Replicas are numbered so that an instance owns one
+contiguous block, and instances so that a host owns one contiguous block of them.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLayout:
+    """How ``num_replicas`` model replicas are dealt to ``num_instances`` processes.
+
+    Attributes:
+        num_instances: Processes in the job (torch's world size). At least 1.
+        num_replicas: Model replicas in the whole job. A multiple of ``num_instances``.
+
+    Raises:
+        ValueError: If a count is below 1, or the replicas do not divide evenly.
+    """
+
+    num_instances: int
+    num_replicas: int
+
+    def __post_init__(self) -> None:
+        if self.num_instances < 1 or self.num_replicas < 1:
+            raise ValueError(
+                f"num_instances={self.num_instances} and num_replicas={self.num_replicas} must both be at least 1"
+            )
+        if self.num_replicas % self.num_instances:
+            raise ValueError(
+                f"num_replicas={self.num_replicas} does not divide over num_instances={self.num_instances}"
+            )
+
+    @property
+    def num_local_replicas(self) -> int:
+        """Replicas that each instance owns; the same for every instance."""
+        return self.num_replicas // self.num_instances
+
+    def replicas_of(self, instance: int) -> range:
+        """Global indices of the replicas that ``instance`` owns, in local order.
+
+        Raises:
+            ValueError: If there is no such instance.
+        """
+        if not 0 <= instance < self.num_instances:
+            raise ValueError(f"instance {instance} is not one of 0 to {self.num_instances - 1}")
+        first = instance * self.num_local_replicas
+        return range(first, first + self.num_local_replicas)
+
+    def instance_of(self, replica: int) -> int:
+        """Index of the instance that owns ``replica``. Inverse of :meth:`replicas_of`.
+
+        Raises:
+            ValueError: If there is no such replica.
+        """
+        if not 0 <= replica < self.num_replicas:
+            raise ValueError(f"replica {replica} is not one of 0 to {self.num_replicas - 1}")
+        return replica // self.num_local_replicas

@@ -1,0 +1,233 @@
+"""Leaving when the machine is wanted back: all instances save after the same step, and end.
+
+A signal is only noted. The note travels with the headers that the instances exchange anyway, so that all of them
+know of it at the same place of the program (`popdist.groups`), and they act on it at the next boundary between two
+steps (`popdist.boundaries`).
+"""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from popdist import context
+from popdist.arguments import whole_number
+from popdist.boundaries import boundaries
+from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning
+from popdist.headers import name_instances
+from popdist.training import optimizers
+
+EXIT_CODE: Final = 128 + signal.SIGTERM
+"""What a shell shows of a program that SIGTERM has ended."""
+
+COURTESY_SECONDS: Final = 1.0
+"""How long the others wait after a failure: launchers report what comes first, the cause."""
+
+NUM_PATIENT_STEPS: Final = 10
+"""Optimizer steps that may follow a signal before the program is told that none of them was the last."""
+
+_LARGEST_EXIT_CODE: Final = 255
+_POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+_LEAVING: Final = "the end of on_preemption"
+_DONE, _FAILED = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is done at a preemption."""
+
+    fn: Callable[[], object]
+    exit_code: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """What this process waits for.
+
+    Attributes:
+        plan: What it will do, if anything.
+        previous: The handlers of the plan's signals that were there before.
+        num_steps_at_notice: Optimizer steps at the end of the first one after a signal.
+    """
+
+    plan: _Plan | None = None
+    previous: dict[int, Any] = field(default_factory=dict)
+    num_steps_at_notice: int | None = None
+
+
+_state = _State()
+
+
+def on_preemption(
+    fn: Callable[[], object],
+    *,
+    signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
+    exit_code: int = EXIT_CODE,
+) -> None:
+    """At a signal, have all instances call ``fn`` after the same step, and end.
+
+    All instances call this with the same arguments, at any time, from their main thread; a later call replaces the
+    one before. It is enough that one instance gets a signal. The step that is being made is finished, ``fn`` is
+    called, usually to save a checkpoint, and when it has returned on every instance each raises
+    ``SystemExit(exit_code)``, so that ``finally`` blocks run::
+
+        popdist.on_preemption(lambda: save("run1", model=model, optimizer=optimizer, loader=loader, epoch=epoch))
+
+    ``fn`` is called where the loop asks ``popdist.data_loader`` or a ``ReplicaSampler`` for its next batch, the
+    question after the last one included, if an optimizer has stepped since the batch before: so loops that only
+    evaluate are not interrupted, and what the loop has counted after the step is up to date. In loops without such
+    a loader it is called when a model begins its next step; where ``DistributedDataParallel`` or the program
+    itself reduces gradients, and elsewhere, in :func:`check_preemption` only.
+
+    Until then a signal changes nothing, and more of them change nothing either. One that comes before the first
+    step takes effect after it; one that comes after the last step has none, and the program ends as it would have.
+    Who sends it must give the program the time for one step and ``fn``: see ``--stop-timeout`` of poprun. A forked
+    child, such as a worker of a DataLoader, has the handlers that were there before this call.
+
+    Args:
+        fn: Takes no arguments. It may call collectives; it is called once.
+        signals: Each one that may be handled, such as ``signal.SIGTERM``. Their handlers are replaced.
+        exit_code: 0 to 255; poprun starts a job that ends with 143 not again, whatever its ``--max-restarts``.
+
+    Raises:
+        CollectiveError: If an argument is not possible, this is not the main thread, or the instances give
+            different arguments; the last is not found out before ``popdist.init()``. Later, in place of
+            ``SystemExit``, if ``fn`` raised on another instance.
+    """
+    asked = _check(fn, signals, exit_code)
+    if context.is_initialized():
+        names = ", ".join(signal.Signals(it).name for it in asked)
+        context.current_group().agree(f"on_preemption(signals=({names}), {exit_code=})")
+    _restore()
+    _prepare_process()
+    boundaries.on_reached = _leave_if_preempted
+    _state.plan = _Plan(fn=fn, exit_code=exit_code)
+    _state.num_steps_at_notice = None
+    for signum in asked:
+        _state.previous[signum] = signal.signal(signum, _note)
+
+
+def check_preemption() -> None:
+    """A place at which the program may leave: see :func:`on_preemption`. All instances call it.
+
+    For long evaluations and for loops of other kinds. It costs one exchange of headers, which waits for the
+    slowest instance. What ``fn`` saves must be whole here.
+
+    Raises:
+        SystemExit: If an instance was asked to leave and ``fn`` has returned on all of them.
+        MicroBatchError: In the middle of a step.
+        CollectiveError: If an instance makes another call, or ``fn`` raised there.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    if optimizers.is_stepping():
+        raise MicroBatchError("check_preemption() in the middle of a step: call it before or after one")
+    context.current_group().agree("check_preemption()")
+    boundaries.reach()
+
+
+def _check(fn: object, signals: object, exit_code: int) -> list[int]:
+    """The signals, each once, when all arguments are possible."""
+    if not callable(fn):
+        raise CollectiveError(f"on_preemption({fn!r}): expected a function without arguments")
+    if whole_number("exit_code", exit_code, CollectiveError, minimum=0) > _LARGEST_EXIT_CODE:
+        raise CollectiveError(f"exit_code={exit_code} must be 0 to {_LARGEST_EXIT_CODE}")
+    asked = list(dict.fromkeys(signals)) if isinstance(signals, Iterable) else []
+    if not asked or not set(asked) <= _POSSIBLE:
+        raise CollectiveError(f"signals={signals!r}: expected some that can be handled, such as (signal.SIGTERM,)")
+    if threading.current_thread() is not threading.main_thread():
+        raise CollectiveError(
+            "on_preemption() in a thread: Python handles signals in the main one, so call it there"
+        )
+    return asked
+
+
+def _note(_signum: int, _frame: object) -> None:
+    context.notice().is_given = True
+
+
+def _restore() -> None:
+    """Give every signal the handler that it had; one that Python has not seen has the system's own."""
+    for signum, handler in _state.previous.items():
+        signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+    _state.previous.clear()
+
+
+@cache
+def _prepare_process() -> None:
+    """What is done once: count optimizer steps, and see that children which are forked have no part in this."""
+    optimizers.watch()
+    register_optimizer_step_post_hook(_warn_if_deaf)
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    _state.plan, boundaries.on_reached = None, None
+    _restore()
+
+
+def _warn_if_deaf(*_: object) -> None:
+    """A loop without boundaries, or whose instances exchange nothing, would never act on a signal."""
+    if _state.plan is None or not context.notice().is_given:
+        return
+    if _state.num_steps_at_notice is None:
+        _state.num_steps_at_notice = boundaries.num_optimizer_steps
+    if boundaries.num_optimizer_steps - _state.num_steps_at_notice == NUM_PATIENT_STEPS:
+        warnings.warn(
+            f"a signal asked this program to leave, and {NUM_PATIENT_STEPS} optimizer steps later it has not come "
+            "to a place where it can: call popdist.check_preemption() between two steps",
+            PopdistWarning,
+            stacklevel=3,
+        )
+
+
+def _leave_if_preempted() -> None:
+    notice, plan = context.notice(), _state.plan
+    if plan is None or not (notice.is_given or notice.is_known) or not _is_for_all():
+        return
+    _state.plan = None
+    state = _FAILED
+    try:
+        plan.fn()
+        state = _DONE
+    finally:
+        notice.is_given = notice.is_known = False
+        _tell(state)
+    raise SystemExit(plan.exit_code)
+
+
+def _is_for_all() -> bool:
+    """Whether all instances are here and know of the notice."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    num_instances = context.environment().contract.num_instances
+    if num_instances == 1:
+        return True
+    is_whole = context.is_initialized() and len(context.current_group().instances) == num_instances
+    return is_whole and context.notice().is_known
+
+
+def _tell(state: int) -> None:
+    """Tell the others how ``fn`` has ended here; after a success wait until it has on all."""
+    if not context.is_initialized():
+        return
+    group = context.current_group()
+    if state == _FAILED:
+        with suppress(PopdistError):
+            group.start(_LEAVING, [state])
+        return
+    report = group.start(_LEAVING, [state])
+    failed = [i for i, (it,) in zip(group.instances, report.wait(), strict=True) if it == _FAILED]
+    if failed:
+        time.sleep(COURTESY_SECONDS)
+        raise CollectiveError(
+            f"the function given to on_preemption() failed on {name_instances(failed)} (see the error there)"
+        )

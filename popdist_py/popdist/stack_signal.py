@@ -1,0 +1,80 @@
+"""The signal at which a Python program writes the stacks of its threads behind its page of progress.
+
+`popdist` registers it, and for programs that never import popdist the start-up hook does
+(``startup/sitecustomize.py``). The hook loads this file by its path, into whatever Python the program runs, so it
+is written for Python 3.8 and imports next to nothing. The handler is faulthandler's: it is C, and answers although
+the program is stuck in C itself.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+
+PAGE_NAME = "poprun-progress"
+"""Name of the page's file: a descriptor that was used again for something else leads elsewhere."""
+
+_PID_AT, _PID_BYTES = 8, 8
+_SIGNAL_AT, _SIGNAL_BYTES = 16, 4
+"""Where the page names its process and the signal, as `popdist.progress` has it."""
+
+_FIRST, _LAST = 40, 63
+"""Real-time signals (signal(7)) that no C library keeps for itself."""
+
+
+def is_page(descriptor: int) -> bool:
+    """Whether ``descriptor`` leads to a page of progress."""
+    try:
+        return PAGE_NAME in os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return False
+
+
+def announced_pid(descriptor: int) -> int:
+    """The process that the page names; 0 when nobody has written yet."""
+    return int.from_bytes(os.pread(descriptor, _PID_BYTES, _PID_AT), sys.byteorder)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process ``pid``."""
+    return os.path.exists(f"/proc/{pid}")
+
+
+def announce(descriptor: int, signum: int) -> None:
+    """Take the page for this process, and wipe out what another one has written."""
+    os.pwrite(descriptor, bytes(os.sysconf("SC_PAGE_SIZE")), 0)
+    os.pwrite(descriptor, signum.to_bytes(_SIGNAL_BYTES, sys.byteorder), _SIGNAL_AT)
+    os.pwrite(descriptor, os.getpid().to_bytes(_PID_BYTES, sys.byteorder), _PID_AT)
+
+
+def register(descriptor: int) -> int:
+    """Write the stacks to ``descriptor`` at a signal that this process does not use; the signal, or 0 for none.
+
+    It is a real-time signal that is neither handled nor ignored nor blocked. The agent sets the offset of the
+    page's file before it sends the signal.
+    """
+    signum = _free_signal()
+    if signum:
+        faulthandler.register(signum, file=descriptor, all_threads=True, chain=False)
+    return signum
+
+
+def catches(signum: int) -> bool:
+    """Whether this process has a handler for ``signum``; none of its has 0."""
+    return bool(signum) and bool(_masks(b"SigCgt:") >> (signum - 1) & 1)
+
+
+def _free_signal() -> int:
+    used = _masks(b"SigBlk:", b"SigIgn:", b"SigCgt:")
+    return next((signum for signum in range(_LAST, _FIRST, -1) if not used >> (signum - 1) & 1), 0)
+
+
+def _masks(*names: bytes) -> int:
+    """The union of some of this process's sets of signals (proc_pid_status(5))."""
+    found = 0
+    with open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(names):
+                found |= int(line.split()[1], 16)
+    return found

@@ -1,0 +1,36 @@
+"""One instance of a test world: finds the function, calls it, writes down what came of it."""
+
+import pickle
+import sys
+import traceback
+from pathlib import Path
+
+from popdist.queries import instance_index
+from popdist.testing.functions import FunctionReference
+from popdist.testing.outcomes import JOB_FILE, Outcome, outcome_path
+
+
+def main(directory: Path) -> int:
+    """Make this instance's call; the exit code."""
+    failure = None
+    try:
+        reference, arguments = _load(directory / JOB_FILE)
+        fn = reference.load()
+        data = pickle.dumps(Outcome(value=fn(*pickle.loads(arguments))))  # noqa: S301 - written by run_world, read only by us
+    except BaseException:  # noqa: BLE001 - whatever ends the call is its outcome
+        failure = traceback.format_exc()
+        data = pickle.dumps(Outcome(failure=failure))
+        sys.stderr.write(failure)
+    path = outcome_path(directory, instance_index())
+    path.with_suffix(".part").write_bytes(data)
+    path.with_suffix(".part").replace(path)
+    return 0 if failure is None else 1
+
+
+def _load(path: Path) -> tuple[FunctionReference, bytes]:
+    reference, arguments = pickle.loads(path.read_bytes())  # noqa: S301 - written by run_world in a directory of its own
+    return reference, arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,217 @@
+"""One step's gradient, micro batch by micro batch: weights, accumulation, and what happens when it is abandoned.
+
+The instances speak once or twice in a step. When a loop over a whole batch starts, each says what its heaviest
+micro batch weighs, without waiting for an answer: a micro batch's share of the heaviest one of the job is needed
+only after the first backward pass. When the step ends, each says that it has all its gradients, and only then are
+they exchanged (`popdist.training.closing`).
+"""
+
+import operator
+from contextlib import suppress
+from functools import cached_property
+from typing import Final
+
+from popdist.errors import BatchError, PopdistError
+from popdist.groups import Exchange, Group
+from popdist.headers import as_floats, as_words
+from popdist.layout import ReplicaLayout
+from popdist.training.buffers import ReplicaBuffers
+from popdist.training.closing import NotFinite, Reduction, ReplicaSum, check_whole_job, lost_step
+from popdist.training.flat_gradients import FlatGradients
+from popdist.training.rows import Rows, add_rows, scale_rows
+from popdist.tree import TreeSum, finish
+
+FAREWELL_SECONDS: Final = 3.0
+"""How long an instance that abandons a step waits for the others to hear of it."""
+
+_CANNOT_SPLIT: Final = -1.0
+"""Said in place of the heaviest weight."""
+
+
+class GradientStep:
+    """The gradient of one step: made when it starts, fed after each backward pass, finished or abandoned.
+
+    Args:
+        group: All instances of the job.
+        layout: Which replicas each of them owns.
+        gradients: Of the model's parameters. The ``.grad`` of those that are trained is set to None.
+        buffers: Of the model.
+        accumulation: Micro batches of each local replica.
+        checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        layout: ReplicaLayout,
+        *,
+        gradients: FlatGradients,
+        buffers: ReplicaBuffers,
+        accumulation: int,
+        checks_finite: bool,
+    ) -> None:
+        if accumulation < 1:
+            raise BatchError(f"accumulation={accumulation} must be at least 1")
+        self.accumulation = accumulation
+        self._group = group
+        self._layout = layout
+        self._gradients = gradients
+        self._buffers = buffers
+        self._checks_finite = checks_finite
+        check_whole_job(group, layout)
+        self._gradients.clear()
+        self._announced: Exchange | None = None
+        self._scales = False
+        self._unit: float | None = 1.0
+        self._position = 0
+        self._not_finite: NotFinite | None = None
+        self._is_open = True
+        self._begin_replica()
+        if layout.num_replicas > 1:
+            buffers.begin_step()
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches of this instance in this step, those without samples included."""
+        return self._layout.num_local_replicas * self.accumulation
+
+    @cached_property
+    def _sum(self) -> ReplicaSum:
+        return ReplicaSum(self._group, self._layout, self._gradients, self._buffers)
+
+    def announce(self, heaviest: float, reduction: Reduction) -> None:
+        """Tell the others this instance's heaviest weight; for a mean, all are divided by the job's."""
+        self._scales = reduction == "mean"
+        if self._layout.num_instances == 1:
+            self._group.raise_failure()
+            self._set_unit([heaviest])
+        else:
+            self._announced = _announce(self._group, self.accumulation, heaviest)
+            self._unit = None
+
+    def begin(self, index: int) -> int:
+        """Get ready for micro batch ``index``; those that were left out before it have no samples.
+
+        Returns:
+            The job-wide number of its replica.
+
+        Raises:
+            BatchError: If there is no such micro batch, or it or a later one is done.
+        """
+        if not self._position <= index < self.num_micro_batches:
+            raise out_of_order(index, self._position, self._layout.num_local_replicas, self.accumulation)
+        self._skip_to(index)
+        return self._replica
+
+    def collect(self, weight: float) -> None:
+        """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``.
+
+        Raises:
+            BatchError: If the whole job has no sample in this step.
+            MicroBatchError: If an instance could not split its batch.
+            CollectiveError, BackendError: If the instances disagree, or one was lost.
+        """
+        unit = self._agree_on_unit()
+        if self._checks_finite and weight and self._not_finite is None:
+            parameter = self._gradients.not_finite()
+            self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
+        if weight:
+            self._used |= self._gradients.used()
+            rows = scale_rows(self._gradients.take(), times=weight / unit)
+        else:
+            rows = self._gradients.zeros()
+        self._gradients.clear()
+        self._has_run = True
+        self._push(rows, weight)
+
+    def finish(self, reduction: Reduction) -> None:
+        """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step.
+
+        Raises:
+            BatchError: If the weights of the whole job add up to 0.
+            GradientError: If gradients are checked and one is not finite.
+            MicroBatchError: If an instance has abandoned the step or could not split its batch.
+            CollectiveError, BackendError: If the instances disagree, or one was lost.
+        """
+        unit = self._agree_on_unit()
+        self._skip_to(self.num_micro_batches)
+        self._is_open = False
+        self._sum.finish(reduction, unit=unit, not_finite=self._not_finite)
+
+    def abandon(self) -> None:
+        """Leave without a gradient, and tell the others, unless all know already. Never raises."""
+        self._gradients.clear()
+        self._buffers.undo()
+        if not self._is_open:
+            return
+        with suppress(PopdistError):
+            if self._announced is not None:
+                self._announced.wait(FAREWELL_SECONDS)
+                self._agree_on_unit()
+            self._sum.abandon().wait(FAREWELL_SECONDS)
+        self._is_open = False
+
+    @property
+    def _replica(self) -> int:
+        """Job-wide number of the replica whose micro batch is next."""
+        first = self._layout.replicas_of(self._group.backend.instance_index).start
+        return first + self._position // self.accumulation
+
+    def _begin_replica(self) -> None:
+        self._rows: TreeSum[Rows] = TreeSum(self.accumulation, add_rows)
+        self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
+        self._used = 0
+        self._has_run = False
+
+    def _skip_to(self, index: int) -> None:
+        while self._position < index:
+            self._push(self._gradients.zeros(), 0.0)
+
+    def _push(self, rows: Rows, weight: float) -> None:
+        """Add the next micro batch to its replica, and a finished replica to the job."""
+        self._rows.push(rows)
+        self._weights.push(weight)
+        self._position += 1
+        if self._rows.position == self.accumulation:
+            replica_sum = finish(self._rows.nodes, self.accumulation, add_rows)
+            weights = finish(self._weights.nodes, self.accumulation, operator.add)
+            self._sum.push(replica_sum, weights, self._used)
+            self._buffers.end_replica(has_run=self._has_run)
+            self._begin_replica()
+
+    def _agree_on_unit(self) -> float:
+        """What weights are divided by before they scale a gradient; waits for the others once, if at all."""
+        if self._unit is None and self._announced is not None:
+            try:
+                heaviest = [weight for words in self._announced.wait() for weight in as_floats(words)]
+                self._set_unit(heaviest)
+            except PopdistError:
+                self._is_open = False
+                raise
+        return self._unit or 1.0
+
+    def _set_unit(self, heaviest: list[float]) -> None:
+        if refused := [instance for instance, weight in enumerate(heaviest) if weight == _CANNOT_SPLIT]:
+            raise lost_step(refused, "could not split the batch into micro batches (see the error there)")
+        if not any(heaviest):
+            raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
+        self._unit = max(heaviest) if self._scales else 1.0
+
+
+def out_of_order(index: int, position: int, num_local_replicas: int, accumulation: int) -> BatchError:
+    """The error of a micro batch that is not at or after ``position``, the next one of this instance."""
+    return BatchError(
+        f"micro_batch({index}), where {position} is the next of this instance's "
+        f"{num_local_replicas * accumulation} micro batches ({num_local_replicas} local replicas x "
+        f"accumulation {accumulation}): take them in order, then call reduce_gradients()"
+    )
+
+
+def refuse_step(group: Group, accumulation: int) -> None:
+    """Tell the others, in place of a step, that this instance could not split its batch. Never raises."""
+    with suppress(PopdistError):
+        _announce(group, accumulation, _CANNOT_SPLIT).wait(FAREWELL_SECONDS)
+
+
+def _announce(group: Group, accumulation: int, heaviest: float) -> Exchange:
+    return group.start(f"micro_batches(accumulation={accumulation})", as_words([heaviest]))

@@ -1,0 +1,152 @@
+"""Making the weights of all instances equal, and proving that they are."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import zip_longest
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from popdist.context import current_group
+from popdist.errors import CollectiveError, WeightsError
+from popdist.groups import Group
+from popdist.headers import name_instances
+
+Weights: TypeAlias = nn.Module | Mapping[str, object]
+"""A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""
+
+_DIGEST_BYTES = 16
+
+
+def broadcast_weights(weights: Weights, root: int = 0) -> None:
+    """Give all instances the weights of instance ``root``, in place: parameters and buffers, non-persistent too.
+
+    One message for each dtype and device. Then all instances compare checksums.
+
+    Args:
+        weights: A module, or a state dict, of the same names, shapes and dtypes on every instance.
+        root: Job-wide number of the instance whose weights all get.
+
+    Raises:
+        WeightsError: If names, shapes or dtypes differ between instances (then no weight has changed), or the
+            checksums do afterwards; the message names the instances that differ from ``root``.
+        CollectiveError: If the instances do other things, or there is no instance ``root``.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or did not come in time.
+    """
+    group = current_group()
+    text = f"broadcast_weights(root={root})"
+    if fault := _fault(weights):
+        with suppress(CollectiveError):
+            group.agree(f"{text}, refused")
+        raise WeightsError(f"{text}: {fault}")
+    tensors = dict(_named_tensors(weights))
+    if root not in group.instances:
+        raise WeightsError(f"{text}: there is no such instance, only {name_instances(group.instances)}")
+    if different := _different(group, root, f"{text}, names, shapes and dtypes", _digest(tensors, _describe)):
+        raise WeightsError(
+            f"{text}: names, shapes or dtypes of {name_instances(different)} differ from those of instance "
+            f"{root}: {_first_difference(group, root, different[0], tensors)}; every instance must make the same "
+            "model"
+        )
+    if len(group.instances) > 1:
+        broadcast_tensors(group, root, [tensor.detach() for tensor in tensors.values()])
+    if different := _different(group, root, f"{text}, checksums", _digest(tensors, _describe, _bytes)):
+        raise WeightsError(
+            f"{text}: the weights of {name_instances(different)} differ from those of instance {root} although "
+            "they were just sent: nothing may change them while they are broadcast"
+        )
+
+
+def broadcast_tensors(group: Group, root: int, tensors: Iterable[Tensor]) -> None:
+    """Overwrite ``tensors``, alike on all instances, with those of instance ``root``: a message for each kind."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for same_kind in kinds.values():
+        _broadcast_together(group, root, same_kind)
+
+
+def checksum(weights: Weights) -> str:
+    """A digest of all parameters and buffers: 32 hexadecimal digits.
+
+    Equal digests mean equal names, shapes, dtypes and bits. Devices, strides, order and training mode play no
+    part, and a tied parameter counts once, under its first name. The same on every machine and in every version.
+
+    Raises:
+        WeightsError: If ``weights`` is neither a module nor a state dict.
+    """
+    if fault := _fault(weights):
+        raise WeightsError(f"checksum: {fault}")
+    return _digest(dict(_named_tensors(weights)), _describe, _bytes).hex()
+
+
+def _fault(weights: object) -> str | None:
+    """Why these are no weights, or None."""
+    if isinstance(weights, nn.Module | Mapping):
+        return None
+    return f"expected a module or a state dict, not a {type(weights).__name__}"
+
+
+def _named_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor once, under the first of its names."""
+    if isinstance(weights, nn.Module):
+        named: list[tuple[str, object]] = [*weights.named_parameters(), *weights.named_buffers()]
+    else:
+        named = list(weights.items())
+    seen: set[int] = set()
+    for name, value in named:
+        if isinstance(value, Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
+
+
+def _digest(tensors: Mapping[str, Tensor], *parts: Callable[[str, Tensor], bytes]) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in sorted(tensors):
+        for part in parts:
+            digest.update(part(name, tensors[name]))
+    return digest.digest()
+
+
+def _describe(name: str, tensor: Tensor) -> bytes:
+    return f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode()
+
+
+def _bytes(_name: str, tensor: Tensor) -> bytes:
+    return _flat_bytes(tensor.detach()).cpu().numpy().tobytes()
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _broadcast_together(group: Group, root: int, tensors: list[Tensor]) -> None:
+    """Overwrite tensors of one dtype and device with the root's, in one message."""
+    message = torch.cat([_flat_bytes(tensor) for tensor in tensors])
+    group.backend.broadcast(message, root)
+    values = message.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors])
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value.view(tensor.shape))
+
+
+def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
+    """The instances whose digest is not the root's; the same list on every instance."""
+    words = [int.from_bytes(digest[start : start + 8], "little", signed=True) for start in (0, 8)]
+    received = dict(zip(group.instances, group.start(text, words).wait(), strict=True))
+    return [instance for instance, found in received.items() if found != received[root]]
+
+
+def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
+    """Where ``other`` departs from the root, in words; every instance asks for it."""
+    own = b"".join(_describe(name, tensors[name]) for name in sorted(tensors))
+    sizes = [size for (size,) in group.start("describe the weights", [len(own)]).wait()]
+    message = torch.zeros(max(sizes), dtype=torch.uint8)
+    message[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    rows = zip(group.instances, group.backend.all_gather(message), sizes, strict=True)
+    lines = {instance: row[:size].numpy().tobytes().decode().splitlines() for instance, row, size in rows}
+    pairs = zip_longest(lines[other], lines[root], fillvalue="nothing more")
+    theirs, roots = next((theirs, roots) for theirs, roots in pairs if theirs != roots)
+    return f"instance {other} has {theirs}, instance {root} has {roots}"

@@ -1,0 +1,157 @@
+"""The one order in which popdist adds: a binary tree over positions, the same for every split.
+
+Floating-point addition is not associative, so a sum has the same bits everywhere only if everyone adds in the
+same order. Here the order belongs to the items' positions 0 to n - 1 and to nothing else: level 0 holds the
+items, each next level holds the sums of the pairs (2i, 2i + 1) below it, and an odd one out passes up unchanged.
+No addition starts from zero, so a single item keeps its bits (0.0 + -0.0 is 0.0, not -0.0).
+
+A process that owns the block ``[start, stop)`` can add up whole subtrees of it and nothing more: the maximal
+*aligned nodes*. Exchanging those and finishing the same tree gives every process the same bits for every split.
+
+Pure, and generic over what is added: numbers, tensors, lists of tensors.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Node:
+    """One sum of the tree over n items: it covers ``[index * 2**level, (index + 1) * 2**level)``, cut at n.
+
+    Attributes:
+        level: 0 for an item itself, ``height(n)`` for the sum of everything.
+        index: Position among the nodes of its level.
+    """
+
+    level: int
+    index: int
+
+
+def height(n: int) -> int:
+    """Level of the root of the tree over ``n`` items: ``ceil(log2(n))``.
+
+    Raises:
+        ValueError: If ``n`` is below 1.
+    """
+    if n < 1:
+        raise ValueError(f"a tree needs at least one item, not {n}")
+    return (n - 1).bit_length()
+
+
+def span(node: Node, n: int) -> range:
+    """Positions of the items that ``node`` covers in the tree over ``n`` items; empty when it lies past them."""
+    return range(min(node.index << node.level, n), min((node.index + 1) << node.level, n))
+
+
+def aligned_nodes(start: int, stop: int, n: int) -> list[Node]:
+    """The fewest nodes that together cover items ``[start, stop)`` of ``n`` and nothing else, left to right.
+
+    At most ``2 * ceil(log2(n))`` of them; none for an empty block.
+
+    Raises:
+        ValueError: If the block does not lie within ``[0, n)``.
+    """
+    top = height(n)
+    if not 0 <= start <= stop <= n:
+        raise ValueError(f"the block [{start}, {stop}) does not lie within the {n} items")
+    nodes = []
+    while start < stop:
+        level = 0
+        while level < top and start % (2 << level) == 0 and min(start + (2 << level), n) <= stop:
+            level += 1
+        nodes.append(Node(level, start >> level))
+        start += 1 << level
+    return nodes
+
+
+class TreeSum(Generic[T]):
+    """Adds items as they come, in tree order, and holds only the sums that cannot be added further yet.
+
+    A pass over all ``n`` items holds at most ``ceil(log2(n)) + 1`` values at any time. ``add(left, right)`` gives
+    the sum; it may change and return ``left``, which then was passed to :meth:`push` and belongs to this object.
+
+    Args:
+        n: Items in the whole tree.
+        add: Adds two values, the one of the lower positions first.
+        start: Position of the first item that will be pushed.
+
+    Raises:
+        ValueError: If there is no such position.
+    """
+
+    def __init__(self, n: int, add: Callable[[T, T], T], *, start: int = 0) -> None:
+        self._height = height(n)
+        if not 0 <= start <= n:
+            raise ValueError(f"position {start} does not lie within the {n} items")
+        self._n = n
+        self._add = add
+        self._position = start
+        self._held: list[tuple[Node, T]] = []
+
+    @property
+    def position(self) -> int:
+        """Position of the next item; ``n`` when all have come."""
+        return self._position
+
+    @property
+    def nodes(self) -> dict[Node, T]:
+        """The sums held, left to right: the values of :func:`aligned_nodes` of what was pushed so far."""
+        return dict(self._held)
+
+    def push(self, value: T) -> None:
+        """Take the item at :attr:`position`.
+
+        Raises:
+            ValueError: If all ``n`` items have come already.
+        """
+        self.push_node(Node(0, self._position), value)
+
+    def push_node(self, node: Node, value: T) -> None:
+        """Take the finished sum of a whole subtree, whose first item must be the one at :attr:`position`.
+
+        Raises:
+            ValueError: If the subtree starts elsewhere, or all ``n`` items have come already.
+        """
+        covered = span(node, self._n)
+        if not covered or covered.start != self._position:
+            raise ValueError(f"expected the item at position {self._position} of {self._n}, got {node}")
+        self._position = covered.stop
+        while node.level < self._height:
+            left = self._held[-1][0] if self._held else None
+            if left == Node(node.level, node.index - 1) and node.index % 2:
+                value = self._add(self._held.pop()[1], value)
+            elif node.index % 2 or (node.index + 1) << node.level < self._n:
+                break
+            node = Node(node.level + 1, node.index // 2)
+        self._held.append((node, value))
+
+
+def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:
+    """The sum of ``items`` in tree order; a single item comes back as it is.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    values = list(items)
+    total = TreeSum(len(values), add)
+    for value in values:
+        total.push(value)
+    return total.nodes[Node(height(len(values)), 0)]
+
+
+def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
+    """The sum of all ``n`` items from sums that cover each of them once, such as every process's aligned nodes.
+
+    Raises:
+        ValueError: If the nodes leave out an item or cover one twice.
+    """
+    total = TreeSum(n, add)
+    for node in sorted(nodes, key=lambda node: node.index << node.level):
+        total.push_node(node, nodes[node])
+    if total.position != n:
+        raise ValueError(f"the sum of the item at position {total.position} of {n} is missing")
+    return total.nodes[Node(height(n), 0)]
