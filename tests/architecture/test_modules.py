@@ -1,0 +1,127 @@
+"""The form that every module keeps: its size, its name, and its hands off the environment."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from tests.architecture.source_tree import ROOT, Module, all_modules
+
+MOST_LINES_OF_A_MODULE = 300
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_A_SCRIPT = 20
+
+VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager", "misc"})
+
+READERS = {
+    "popdist": ("__init__.py", "context.py", "presence.py", "startup", "testing"),
+    "poprun": ("cli", "probe", "agent"),
+}
+"""Where each package may read ``os.environ``: everybody else is handed what they need."""
+
+_WRITING_METHODS = frozenset({"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"})
+_ENVIRONMENT_CALLS = frozenset({"getenv", "getenvb", "putenv", "unsetenv", "environb"})
+
+
+def test_a_module_holds_one_idea() -> None:
+    """A module that grows past the limit holds a second idea."""
+    long = {module.name for module in all_modules() if len(_lines(module)) > MOST_LINES_OF_A_MODULE}
+
+    assert long == set()
+
+
+def _lines(module: Module) -> list[str]:
+    return module.path.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_function_is_seen_at_one_look() -> None:
+    """So does a function that does not fit on a screen."""
+    long = {
+        f"{module.name}.{node.name}"
+        for module in all_modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_FUNCTION
+    }
+
+    assert long == set()
+
+
+def test_a_script_only_says_what_to_run() -> None:
+    """What needs more than that belongs to a program that is tested."""
+    scripts = [*(ROOT / "scripts").iterdir(), *(ROOT / ".ci").iterdir()]
+    long = {
+        path.name
+        for path in scripts
+        if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES_OF_A_SCRIPT
+    }
+
+    assert scripts
+    assert long == set()
+
+
+def test_a_name_says_what_is_inside() -> None:
+    """No file and no folder has a name under which everything would fit."""
+    folders = (ROOT / "poprun_py", ROOT / "popdist_py", ROOT / "tests", ROOT / "examples", ROOT / "benchmarks")
+    parts = {part for folder in folders for path in folder.rglob("*.py") for part in _own_parts(path)}
+
+    assert parts & VAGUE_NAMES == set()
+
+
+def _own_parts(path: PurePath) -> tuple[str, ...]:
+    return path.relative_to(ROOT).with_suffix("").parts
+
+
+def test_every_module_says_why_it_is_there() -> None:
+    """Each begins with a docstring."""
+    assert {module.name for module in all_modules() if not ast.get_docstring(module.tree)} == set()
+
+
+def test_the_environment_is_read_at_the_edges_only() -> None:
+    """Everything between gets what it needs as an argument, and can be tested with a dictionary."""
+    readers = {
+        module.name
+        for module in all_modules()
+        if next(_touches(module), None) is not None and not _may_read(module)
+    }
+
+    assert readers == set()
+
+
+def _may_read(module: Module) -> bool:
+    first = PurePath(module.place).parts[0]
+    return first in READERS[module.name.partition(".")[0]]
+
+
+def _touches(module: Module) -> Iterator[ast.AST]:
+    for node in ast.walk(module.tree):
+        if _is_environ(node) or (isinstance(node, ast.Attribute) and node.attr in _ENVIRONMENT_CALLS):
+            yield node
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            names = {alias.name for alias in node.names}
+            if names & (_ENVIRONMENT_CALLS | {"environ"}):
+                yield node
+
+
+def _is_environ(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "environ"
+
+
+def test_nothing_writes_the_environment() -> None:
+    """A program finds its environment as its launcher made it, and a test cannot leak into the next one."""
+    writers = {module.name for module in all_modules() if any(_writes(node) for node in ast.walk(module.tree))}
+
+    assert writers == set()
+
+
+def _writes(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(value=value, ctx=ast.Store() | ast.Del()):
+            return _is_environ(value)
+        case ast.AugAssign(target=target):
+            return _is_environ(target)
+        case ast.Attribute(value=value, attr=method) if method in _WRITING_METHODS:
+            return _is_environ(value)
+        case ast.Attribute(attr="putenv" | "unsetenv"):
+            return True
+        case _:
+            return False

@@ -1,0 +1,144 @@
+"""What every test may use, and what every test must leave behind: nothing."""
+
+import faulthandler
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from tests import leftovers
+from tests.running import MpiEnvironment, Poprun
+
+_ROOT = Path(__file__).parent.parent
+
+_OPEN_MPI_VARIABLE = "POPRUN_TEST_OPENMPI"
+
+_CALLERS = (
+    "OMP_NUM_THREADS",
+    "PYTHONUNBUFFERED",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_CALLERS_PREFIXES = ("POPDIST_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "MPIEXEC_")
+
+_DEADLINE_SECONDS = 60.0
+_LONGEST_DEADLINE_SECONDS = 270.0
+
+_environment = pytest.MonkeyPatch()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take from the caller's environment what would tell a program of another job; torch reads some on import.
+
+    A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP, and the tests' programs
+    would inherit that.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.addinivalue_line("markers", "deadline(seconds): how long a test may take, when 60 s are too few")
+    for name in list(os.environ):
+        if name in _CALLERS or name.startswith(_CALLERS_PREFIXES):
+            _environment.delenv(name)
+
+
+def pytest_unconfigure() -> None:
+    """Give the caller's environment back."""
+    _environment.undo()
+
+
+@pytest.fixture(autouse=True)
+def _deadline(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that takes too long fails with every thread's stack; one that hangs in C is ended by the config."""
+    marker = request.node.get_closest_marker("deadline")
+    seconds = _DEADLINE_SECONDS if marker is None else float(marker.args[0])
+    assert seconds <= _LONGEST_DEADLINE_SECONDS
+
+    def fail(_signum: int, _frame: FrameType | None) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+        pytest.fail(f"the test took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_environment(_deadline: None) -> Iterator[None]:
+    """A test leaves ``os.environ`` as it was."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed <= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it with the first optimizer
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(_leaves_environment: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test leaves no process, no thread and no file in shared memory."""
+    token = uuid.uuid4().hex
+    monkeypatch.setenv(leftovers.TOKEN_VARIABLE, token)
+    children, threads, files = leftovers.living_children(), leftovers.threads(), leftovers.shared_memory_files()
+    yield
+    processes = leftovers.wait_until_none(
+        lambda: {*leftovers.processes_of(token), *(leftovers.living_children() - children)}
+    )
+    described = [leftovers.describe(process) for process in processes]
+    leftovers.kill(processes)
+    assert described == []
+    assert leftovers.wait_until_none(lambda: leftovers.threads() - threads) == []
+    assert leftovers.wait_until_none(lambda: _abandoned(files)) == []
+
+
+def _abandoned(before: set[Path]) -> list[Path]:
+    """New files that nobody else uses: the test's own processes have all ended by now."""
+    return [file for file in leftovers.shared_memory_files() - before if not leftovers.is_held_by_others(file)]
+
+
+@pytest.fixture
+def poprun() -> Poprun:
+    """The command as a user of this environment calls it."""
+    return Poprun()
+
+
+@pytest.fixture(scope="session")
+def mpi_environments() -> dict[str, MpiEnvironment]:
+    """The environments that hold an MPI runtime, by the name of its extra; those that are absent are left out."""
+    openmpi = Path(os.environ.get(_OPEN_MPI_VARIABLE, _ROOT / ".venv-openmpi")).absolute() / "bin" / "python"
+    environments = (
+        MpiEnvironment(name="mpich", python=Path(sys.executable)),
+        MpiEnvironment(name="openmpi", python=openmpi),
+    )
+    return {found.name: found for found in environments if found.mpiexec.exists()}
+
+
+@pytest.fixture(params=["mpich", "openmpi"])
+def mpi(request: pytest.FixtureRequest, mpi_environments: dict[str, MpiEnvironment]) -> MpiEnvironment:
+    """Each of the two MPI runtimes in turn."""
+    return _environment_with(request.param, mpi_environments)
+
+
+@pytest.fixture(params=["local", "mpich", "openmpi"])
+def launcher(request: pytest.FixtureRequest, mpi_environments: dict[str, MpiEnvironment]) -> Poprun:
+    """The command with each launcher in turn: none but ourselves, and the two MPI runtimes."""
+    if request.param == "local":
+        return Poprun(options=("--launcher", "local"), name="local")
+    environment = _environment_with(request.param, mpi_environments)
+    return Poprun(python=environment.python, options=("--launcher", "mpi"), name=environment.name)
+
+
+def _environment_with(name: str, environments: dict[str, MpiEnvironment]) -> MpiEnvironment:
+    if name not in environments:
+        pytest.skip(f"no environment with the {name} wheel: scripts/test makes it")
+    return environments[name]

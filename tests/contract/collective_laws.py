@@ -1,0 +1,345 @@
+"""The laws of the collectives, written once over the number of instances; every instance runs all of them.
+
+The values that an instance brings depend on its index, so that each instance can work out what all others bring.
+Nothing here imports pytest: the instances start faster.
+"""
+
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import Tensor
+
+import popdist
+from popdist.collectives import DTYPES, FLOATS, exchange
+from popdist.tree import tree_sum
+
+TIMEOUT_SECONDS = 60.0
+
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.mean(0),
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+}
+
+
+def run_all() -> int:
+    """Every law, in the order of this file; how many there were."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    for law in laws:
+        popdist.barrier()
+        law()
+    return len(laws)
+
+
+@contextmanager
+def refused(error: type[Exception], pattern: str) -> Iterator[None]:
+    """The block raises ``error`` with a message that has ``pattern`` in it."""
+    try:
+        yield
+    except error as raised:
+        message = str(raised)
+    else:
+        raise AssertionError(f"{error.__name__} with {pattern!r} was not raised")
+    assert re.search(pattern, message, re.DOTALL), f"{pattern!r} is not in: {message}"
+
+
+def brought(instance: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> Tensor:
+    """What an instance brings: small whole numbers, so that every dtype adds them exactly."""
+    numbers = random.Random(instance).choices(range(10), k=torch.Size(shape).numel())  # noqa: S311 - test values
+    return torch.tensor(numbers).reshape(shape).to(dtype)
+
+
+def all_brought(dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> Tensor:
+    """What all instances bring, stacked."""
+    return torch.stack([brought(instance, dtype, shape) for instance in range(popdist.num_instances())])
+
+
+def mine(dtype: torch.dtype, shape: tuple[int, ...] = (3, 2)) -> Tensor:
+    """What this instance brings."""
+    return brought(popdist.instance_index(), dtype, shape)
+
+
+def law_all_reduce_combines_every_dtype() -> None:
+    """Sum, mean, min and max of what all bring, in place and with the dtype kept."""
+    for dtype in DTYPES:
+        for op, reference in OPS.items():
+            if (op == "mean" and dtype not in FLOATS) or (op == "sum" and dtype == torch.bool):
+                continue
+            tensor = mine(dtype)
+            wide = torch.float64 if dtype in FLOATS else torch.int64
+            expected = reference(all_brought(dtype).to(wide)).to(dtype)
+
+            assert popdist.all_reduce(tensor, op) is tensor  # type: ignore[arg-type] # the names are in the table
+            assert tensor.dtype == dtype
+            assert tensor.tolist() == expected.tolist(), (dtype, op)
+
+
+def law_all_gather_stacks_every_dtype_and_shape() -> None:
+    """One row for each instance, whatever the dtype, the number of dimensions and the number of elements."""
+    for dtype in DTYPES:
+        assert torch.equal(popdist.all_gather(mine(dtype)), all_brought(dtype))
+    for shape in ((), (0,), (2, 0, 3), (1,) * 8, (1, 2) * 5):
+        gathered = popdist.all_gather(mine(torch.float32, shape))
+        assert gathered.shape == (popdist.num_instances(), *shape)
+        assert torch.equal(gathered, all_brought(torch.float32, shape))
+
+
+def law_broadcast_gives_the_roots_values() -> None:
+    """Everyone has the root's values, in place, for every root and dtype."""
+    for root in range(popdist.num_instances()):
+        for dtype in DTYPES:
+            tensor = mine(dtype)
+            assert popdist.broadcast(tensor, root) is tensor
+            assert torch.equal(tensor, brought(root, dtype))
+
+
+def law_scalars_and_empty_tensors_take_part() -> None:
+    """A tensor without dimensions and one without elements go the same way."""
+    count = torch.tensor(1)
+    assert popdist.all_reduce(count).item() == popdist.num_instances()
+    assert popdist.all_reduce(torch.empty(0, 3)).shape == (0, 3)
+    assert popdist.broadcast(torch.empty(0)).shape == (0,)
+
+
+def law_strides_play_no_part() -> None:
+    """Views with holes, transposed or lazily negated, are combined, and nothing beside them changes."""
+    whole = torch.full((4, 6), 7.0)
+    popdist.all_reduce(whole[:, ::2])
+    assert torch.equal(whole[:, 1::2], torch.full((4, 3), 7.0))
+    assert torch.equal(whole[:, ::2], torch.full((4, 3), 7.0 * popdist.num_instances()))
+
+    turned = mine(torch.int64).T
+    assert torch.equal(popdist.all_reduce(turned), all_brought(torch.int64).sum(0).T)
+
+    negated = torch.complex(torch.ones(2), torch.ones(2)).conj().imag
+    assert torch.equal(popdist.all_gather(negated), -torch.ones(popdist.num_instances(), 2))
+    assert torch.equal(popdist.broadcast(negated), -torch.ones(2))
+    assert torch.equal(popdist.all_reduce(negated), torch.full((2,), -1.0 * popdist.num_instances()))
+
+
+def law_a_leaf_that_requires_grad_stays_one() -> None:
+    """A parameter can be combined in place; a result of autograd is refused."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    popdist.all_reduce(parameter)
+    assert parameter.tolist() == [popdist.num_instances()] * 2
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    with refused(popdist.CollectiveError, "detach"):
+        popdist.all_reduce(parameter * 2)
+
+
+def law_sums_have_the_bits_of_the_tree() -> None:
+    """Floats are added in the order of the tree, in float32 (float64 for float64), so all have the same bits."""
+    for dtype in FLOATS:
+        rows = [
+            torch.randn(500, generator=torch.Generator().manual_seed(i)).to(dtype)
+            for i in range(popdist.num_instances())
+        ]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        expected = tree_sum([row.to(wide) for row in rows], operator.add)
+        for op, divisor in (("sum", 1), ("mean", len(rows))):
+            tensor = popdist.all_reduce(rows[popdist.instance_index()].clone(), op)  # type: ignore[arg-type] # as above
+            assert torch.equal(tensor, (expected / divisor).to(dtype))
+    assert popdist.all_reduce(torch.tensor(-0.0)).signbit()
+
+
+def law_nan_wins() -> None:
+    """A NaN of one instance is seen by all, in every operation."""
+    for op in OPS:
+        last = popdist.instance_index() == popdist.num_instances() - 1
+        tensor = torch.tensor([float("nan") if last else 1.0])
+        assert popdist.all_reduce(tensor, op).isnan().all()  # type: ignore[arg-type] # as above
+
+
+def law_large_tensors_are_reduced_in_pieces() -> None:
+    """A tensor of more than one piece is combined whole."""
+    tensor = torch.arange(5_000_000, dtype=torch.float64) + popdist.instance_index()
+    expected = torch.arange(5_000_000, dtype=torch.float64) + (popdist.num_instances() - 1) / 2
+    assert torch.equal(popdist.all_reduce(tensor, "mean"), expected)
+
+
+def law_what_no_collective_takes_is_refused() -> None:
+    """Each refusal names the call and says what to do; the job goes on."""
+    refusals: list[tuple[Callable[[], object], str]] = [
+        (lambda: popdist.all_reduce(torch.zeros(1, dtype=torch.complex64)), r"complex64.*dtypes are"),
+        (lambda: popdist.all_gather(torch.zeros(2).to_sparse()), "to_dense"),
+        (lambda: popdist.all_reduce(3.0), "float.*expected a torch.Tensor"),  # type: ignore[type-var] # bad on purpose
+        (lambda: popdist.all_reduce(torch.ones(1), "prod"), r"'prod'.*'sum', 'mean', 'min', 'max'"),  # type: ignore[arg-type] # bad on purpose
+        (lambda: popdist.all_reduce(torch.ones(1, dtype=torch.int32), "mean"), "mean of torch.int32.*convert"),
+        (lambda: popdist.all_reduce(torch.ones(1, dtype=torch.bool)), "bools.*'max'"),
+        (lambda: popdist.broadcast(torch.ones(1), root=popdist.num_instances()), "root=.* not one of instance"),
+        (lambda: popdist.broadcast(torch.ones(1), root=-1), "root=-1 is not one of instance"),
+        (lambda: popdist.all_reduce(torch.ones(1, device="meta")), "on cpu and cuda only"),
+    ]
+    for call, pattern in refusals:
+        with refused(popdist.CollectiveError, pattern):
+            call()
+
+
+def law_differences_are_errors_on_every_instance() -> None:
+    """Another shape, dtype, operation, root or call on the last instance: all raise, all say who brought what."""
+    if popdist.num_instances() == 1:
+        return
+    last = popdist.num_instances() - 1
+    is_last = popdist.instance_index() == last
+    long = (1,) * 100
+    differences: list[tuple[Callable[[], object], Callable[[], object], str, str]] = [
+        (lambda: popdist.all_reduce(torch.ones(2)), lambda: popdist.all_reduce(torch.ones(3)), r"\[2\]", r"\[3\]"),
+        (
+            lambda: popdist.all_gather(torch.ones(1)),
+            lambda: popdist.all_gather(torch.ones(1).half()),
+            "float32",
+            "float16",
+        ),
+        (
+            lambda: popdist.all_reduce(torch.ones(1)),
+            lambda: popdist.all_reduce(torch.ones(1), "max"),
+            "sum",
+            "max",
+        ),
+        (
+            lambda: popdist.broadcast(torch.ones(1), 0),
+            lambda: popdist.broadcast(torch.ones(1), 1),
+            "root=0",
+            "root=1",
+        ),
+        (popdist.barrier, lambda: popdist.weighted_mean(1, 1), "barrier", "weighted_mean"),
+        (
+            popdist.barrier,
+            lambda: popdist.all_reduce(torch.ones(1, dtype=torch.complex64)),
+            "barrier",
+            "complex64",
+        ),
+        (
+            lambda: popdist.all_gather(torch.ones(*long, 2, 3)),
+            lambda: popdist.all_gather(torch.ones(*long, 3, 2)),
+            r"\.\.\. [0-9a-f]{32}",
+            r"\.\.\. [0-9a-f]{32}",
+        ),
+    ]
+    others = "instance 0" if last == 1 else rf"instances 0 (to|and) {last - 1}"
+    for usual, different, of_others, of_last in differences:
+        pattern = (
+            "complex64"
+            if "complex" in of_last and is_last
+            else rf"{others}: .*{of_others}.*instance {last}: .*{of_last}"
+        )
+        with refused(popdist.CollectiveError, pattern):
+            (different if is_last else usual)()
+        assert popdist.all_reduce(torch.ones(1)).item() == popdist.num_instances()
+
+
+def law_exchanges_are_asynchronous_and_ordered() -> None:
+    """Numbers arrive from every instance, whether or not it waits; the next collective comes after them."""
+    index, instances = popdist.instance_index(), range(popdist.num_instances())
+    first, second = exchange([index] * (index + 1), "first"), exchange([-index, 2**63 - 1, -(2**63)], "second")
+    assert second.wait() == [[-i, 2**63 - 1, -(2**63)] for i in instances]
+    assert popdist.all_reduce(torch.ones(1)).item() == len(instances)
+    assert first.wait() == first.wait() == [[i] * (i + 1) for i in instances]
+    assert exchange([]).wait() == [[] for _ in instances]
+
+
+def law_an_exchange_that_differs_is_found_later() -> None:
+    """An exchange against another call: the other call fails at once, the exchange when it is waited for."""
+    if popdist.num_instances() == 1:
+        return
+    if popdist.is_main():
+        handle = exchange([1], "a promise")
+        with refused(popdist.CollectiveError, r"instance 0: a promise.*: barrier\(\)"):
+            handle.wait()
+    else:
+        with refused(popdist.CollectiveError, r"instance 0: a promise.*: barrier\(\)"):
+            popdist.barrier()
+
+
+def law_weighted_mean_is_exact() -> None:
+    """The sum of the totals over the sum of the counts, to the last bit, and never a mean of means."""
+    index, size = popdist.instance_index(), popdist.num_instances()
+    assert popdist.weighted_mean(index * 10, index + 1) == sum(range(size)) * 10 / sum(range(1, size + 1))
+    assert popdist.weighted_mean(0.1 if index == 0 else 0, 1 if index == 0 else 0) == 0.1
+    assert popdist.weighted_mean(1e300 if index == 0 else 1.0, 1) == (1e300 + (size - 1)) / size
+    with refused(popdist.CollectiveError, "add up to 0"):
+        popdist.weighted_mean(0, 0)
+    with refused(popdist.CollectiveError, "expected two numbers"):
+        popdist.weighted_mean("a", 1)  # type: ignore[arg-type]  # the mistake that is tested
+    with refused(popdist.CollectiveError, "a finite count of at least 0"):
+        popdist.weighted_mean(1.0, -2)
+
+
+def law_some_instances_work_alone() -> None:
+    """Every set of instances has collectives of its own while the others go on."""
+    size, index = popdist.num_instances(), popdist.instance_index()
+    for bits in range(1, 2**size):
+        listed = {instance for instance in range(size) if bits >> instance & 1}
+        result = popdist.execute_on_instances(listed, work_together, min(listed), scale=2)
+        expected = [2 * instance for instance in sorted(listed)]
+        assert result == ((expected, sum(expected), 2 * min(listed)) if index in listed else None)
+
+
+def work_together(root: int, *, scale: int) -> tuple[list[int], int, int]:
+    """Each collective once, among whoever takes part."""
+    own = torch.tensor(popdist.instance_index() * scale)
+    popdist.barrier()
+    gathered = popdist.all_gather(own).tolist()
+    return gathered, int(popdist.all_reduce(own.clone())), int(popdist.broadcast(own, root))
+
+
+def law_only_instances_that_are_there_can_be_listed() -> None:
+    """Unknown numbers, none at all, and numbers outside an enclosing call are refused; an error passes through."""
+    size = popdist.num_instances()
+    with refused(popdist.CollectiveError, "a set of instances, such as {0}"):
+        popdist.execute_on_instances(0, popdist.barrier)  # type: ignore[arg-type]  # the mistake that is tested
+    for listed in ({size}, {-1}, set[int]()):
+        with refused(popdist.CollectiveError, "expected one or several of instance"):
+            popdist.execute_on_instances(listed, popdist.barrier)
+    if popdist.is_main():
+        with refused(popdist.CollectiveError, "expected one or several of instance 0$"):
+            popdist.execute_on_instances({0}, popdist.execute_on_instances, {0, 1}, popdist.barrier)
+        with refused(ZeroDivisionError, "zero"):
+            popdist.execute_on_instances({0}, operator.truediv, 1, 0)
+
+
+def law_nothing_listens_off_loopback() -> None:
+    """In a one-host job every listening socket of this process is on loopback."""
+    connections = psutil.Process().net_connections(kind="inet")
+    listening = [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1"}
+    assert listening or popdist.num_instances() == 1
+
+
+def law_init_is_once_and_again_after_finalize() -> None:
+    """The same init() again does nothing; other arguments are refused; after finalize() it connects anew."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    with refused(popdist.BackendError, r"finalize\(\)"):
+        popdist.init("gloo", timeout_seconds=TIMEOUT_SECONDS)
+    popdist.barrier()
+    popdist.finalize()
+    popdist.finalize()
+    assert not popdist.is_initialized()
+    for call in (
+        popdist.barrier,
+        lambda: popdist.weighted_mean(1, 1),
+        lambda: popdist.execute_on_instances({0}, print),
+    ):
+        with refused(popdist.NotInitializedError, r"popdist\.init\(\)"):
+            call()
+    popdist.init("gloo", timeout_seconds=TIMEOUT_SECONDS)
+    assert popdist.all_reduce(torch.ones(1)).item() == popdist.num_instances()
+
+
+def law_an_instance_that_left_is_named() -> None:
+    """Who waits for an instance that has left gets an error that names it, and so does every later call."""
+    last = popdist.num_instances() - 1
+    if popdist.instance_index() == last:
+        popdist.finalize()
+        return
+    for _ in range(2):
+        with refused(popdist.BackendError, rf"in barrier\(\): .* instance.* {last}.* was closed"):
+            popdist.barrier()

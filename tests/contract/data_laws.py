@@ -1,0 +1,270 @@
+"""The laws of data in a job, written once over instances and replicas; every instance runs all of them."""
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import popdist
+from popdist.data.batch import Batch
+from popdist.data.replica_loader import ReplicaLoader
+from tests.contract.collective_laws import refused
+
+TIMEOUT_SECONDS = 60.0
+
+
+def run_all(directory: Path) -> int:
+    """Every law, in the order of this file; how many there were."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    for number, law in enumerate(laws):
+        popdist.barrier()
+        law(directory / str(number))
+    return len(laws)
+
+
+def is_last() -> bool:
+    """Whether this is the instance that does what the others do not; false in a job of one."""
+    return 0 < popdist.instance_index() == popdist.num_instances() - 1
+
+
+def law_evaluation_is_that_of_one_process(_directory: Path) -> None:
+    """Predictions in the order of the dataset without duplicates, and the exact metric, on every instance."""
+    samples = torch.arange(53, dtype=torch.float64)
+    for micro, shuffle in ((1, False), (3, False), (9, True)):
+        rows, order, right, count = [], [], 0, 0
+        for batch in popdist.data_loader(samples, micro, shuffle=shuffle):
+            outputs = [(x * 3 + 1).unsqueeze(1) for x in batch]
+            rows.append(popdist.gather(outputs))
+            order.append(popdist.gather(torch.tensor(batch.indices, dtype=torch.int64)))
+            right += sum(int((x % 7 == 2).sum()) for x in batch)
+            count += batch.num_samples
+        found = torch.cat(rows)
+        assert shuffle or torch.equal(found, (samples * 3 + 1).unsqueeze(1))
+        assert torch.equal(found[torch.cat(order).argsort()], (samples * 3 + 1).unsqueeze(1))
+        assert popdist.weighted_mean(right, count) == sum(i % 7 == 2 for i in range(53)) / 53
+
+
+def law_gather_takes_any_number_of_rows(_directory: Path) -> None:
+    """Ragged, none on some instances, none anywhere; of every dtype."""
+    index, size = popdist.instance_index(), popdist.num_instances()
+    for dtype in (torch.int64, torch.bfloat16, torch.bool):
+        mine = torch.full((index, 2), index, dtype=dtype)
+        expected = torch.cat([torch.full((i, 2), i, dtype=dtype) for i in range(size)])
+        assert torch.equal(popdist.gather(mine), expected)
+    assert popdist.gather([torch.ones(3)] if index == size - 1 else []).tolist() == [1, 1, 1]
+    assert popdist.gather([]).shape == (0,)
+
+
+def law_rows_that_do_not_fit_are_refused(_directory: Path) -> None:
+    """On every instance, naming who brought what."""
+    with refused(popdist.CollectiveError, r"shape \(\) has no rows|refused its rows"):
+        popdist.gather(torch.tensor(1.0) if is_last() or popdist.num_instances() == 1 else torch.ones(1))
+    if popdist.num_instances() > 1:
+        with refused(popdist.CollectiveError, r"float32\[2\] on instance .*float32\[3\] on instance"):
+            popdist.gather(torch.ones(1, 3 if is_last() else 2))
+    popdist.barrier()
+
+
+def law_an_object_is_that_of_the_root(_directory: Path) -> None:
+    """Any JSON value, as JSON gives it back; what is none is refused everywhere."""
+    root = popdist.num_instances() - 1
+    for value in (None, 3, "näme", {"a": [1, 2.5, None], "b": {"c": True}}, "x" * 100_000, ""):
+        assert popdist.broadcast_object(value if popdist.instance_index() == root else "other", root) == value
+    assert popdist.broadcast_object((1, {2: 3})) == [1, {"2": 3}]
+    for wrong in (object(), float("nan")):
+        with refused(popdist.CollectiveError, r"what instance 0 brought is no JSON value"):
+            popdist.broadcast_object(wrong if popdist.is_main() else 1)
+    with refused(popdist.CollectiveError, "root is not one of"):
+        popdist.broadcast_object(1, popdist.num_instances())
+    popdist.barrier()
+
+
+def download(runs: list[int]) -> None:
+    """Fail, and tell that it was called."""
+    runs.append(1)
+    raise KeyError("no network")
+
+
+def law_the_first_of_a_host_goes_first(directory: Path) -> None:
+    """It does the work, the others find it done; its failure is an error everywhere and hangs nobody."""
+    with popdist.first_on_host():
+        is_there = directory.exists()
+        assert is_there == (popdist.local_instance_index() > 0)
+        directory.mkdir(exist_ok=True)
+    is_first = popdist.local_instance_index() == 0
+    runs: list[int] = []
+    expected = pytest.raises(KeyError) if is_first else refused(popdist.CollectiveError, "failed on instance 0")
+    with expected, popdist.first_on_host():
+        download(runs)
+    assert len(runs) == is_first
+    popdist.barrier()
+
+
+def law_the_job_has_a_name(_directory: Path) -> None:
+    """The same on all instances, and the launcher's."""
+    assert popdist.broadcast_object(popdist.job_id()) == popdist.job_id() == os.environ["POPDIST_JOB_ID"] != ""
+
+
+class Augmented(Dataset[Tensor]):
+    """Samples that hold their index and what was drawn for it."""
+
+    def __len__(self) -> int:
+        return 61
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = [random.random(), torch.rand(()).item(), np.random.rand()]  # noqa: NPY002, S311 - what programs use
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+def law_samplers_are_the_same_everywhere(_directory: Path) -> None:
+    """As loaders are; both, made before ``init()``, find out when they are first iterated over."""
+    if popdist.num_instances() == 1:
+        return
+    last = popdist.num_instances() - 1
+    with refused(popdist.CollectiveError, rf"instance {last}: ReplicaSampler of 61 samples.* seed=1"):
+        popdist.ReplicaSampler(61, 2, seed=int(is_last()))
+    popdist.finalize()
+    sampler, loader = popdist.ReplicaSampler(60 + is_last(), 2), popdist.data_loader(range(60 + is_last()), 2)
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    with refused(popdist.CollectiveError, rf"instance {last}: ReplicaSampler of 61 samples"):
+        iter(sampler)
+    with refused(popdist.CollectiveError, rf"instance {last}: data_loader of 61 samples"):
+        iter(loader)
+    assert sum(len(indices) for indices in sampler) > 0
+
+
+def law_loaders_are_the_same_everywhere(_directory: Path) -> None:
+    """Instances with other data, seeds or sizes would lose samples or see them twice; each hears who differs."""
+    if popdist.num_instances() == 1:
+        return
+    last = popdist.num_instances() - 1
+    with refused(popdist.CollectiveError, rf"instance {last}: data_loader of 61 samples.* seed=1"):
+        popdist.data_loader(Augmented(), 2, seed=int(is_last()))
+    with refused(popdist.CollectiveError, rf"instance {last}: data_loader of 61 samples.* accumulation=2"):
+        popdist.data_loader(Augmented(), 2, 1 + is_last())
+    with refused(
+        popdist.CollectiveError, rf"(?s)data_loader of 61 samples.*instance {last}: data_loader of 9 samp"
+    ):
+        popdist.data_loader(range(9) if is_last() else Augmented(), 1)
+    popdist.barrier()
+
+
+def law_the_state_is_that_of_the_loop(_directory: Path) -> None:
+    """Whatever workers have read ahead, persistent ones too; with any number of them the samples are the same."""
+    whole = received(list(popdist.data_loader(Augmented(), 2, shuffle=True)))
+    kinds: list[dict[str, Any]] = [{}, {"num_workers": 2, "prefetch_factor": 4, "persistent_workers": True}]
+    if popdist.num_instances() == 1:
+        kinds.append({"num_workers": 4, "prefetch_factor": 4})
+    for options in kinds:
+        loader = popdist.data_loader(Augmented(), 2, shuffle=True, **options)
+        first = list(itertools.islice(loader, 2))
+        rest = popdist.data_loader(Augmented(), 2, shuffle=True, **options)
+        rest.load_state_dict(loader.state_dict())
+        assert received(first) + received(list(rest)) == whole
+        assert received(list(loader)) == received(list(rest))
+        assert loader.state_dict() == rest.state_dict() == {**loader.state_dict(), "epoch": 2, "position": 0}
+
+
+class Stream:
+    """Items that hold their number and what was drawn for it; the last instance's may be cut off."""
+
+    def __init__(self, length: int, cut: int = 0) -> None:
+        self.length = length - cut * is_last()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in range(self.length):
+            drawn = random.random()  # noqa: S311 - what programs use
+            yield torch.tensor([index, drawn, torch.rand(()).item()], dtype=torch.float64)
+
+
+def received(batches: list[Batch]) -> list[float]:
+    """All rows of all instances, step by step and replica by replica."""
+    rows = [popdist.gather(list(batch)) for batch in batches]
+    return [value for step in rows for value in step.flatten().tolist()]
+
+
+def stream_loader(
+    length: int, cut: int = 0, num_workers: int = 0, *, drop_last: bool = False, persistent_workers: bool = False
+) -> ReplicaLoader:
+    """A loader over a stream."""
+    return popdist.data_loader(
+        popdist.shard_iterable(Stream(length, cut)),
+        2,
+        accumulation=2,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        persistent_workers=persistent_workers,
+    )
+
+
+def law_a_stream_is_dealt_item_by_item(_directory: Path) -> None:
+    """Item i goes to replica i mod n, each comes once, the epochs differ, workers or not."""
+    replicas = popdist.num_replicas()
+    for length in (0, 1, replicas + 1, 4 * replicas, 11 * replicas + 3):
+        loader = stream_loader(length)
+        batches = list(loader)
+        for batch in batches:
+            for micro in batch.micro_batches:
+                if micro.num_samples:
+                    assert {int(row[0]) % replicas for row in micro.content} == {micro.replica}
+                else:
+                    assert micro.content is None
+        found = received(batches)
+        assert sorted(found[::3]) == list(range(length))
+        assert sum(batch.num_samples_job for batch in batches) == length
+        assert not length or received(list(loader)) != found
+        if length == 11 * replicas + 3:
+            workers = stream_loader(length, num_workers=2, persistent_workers=True)
+            assert received(list(workers)) == found
+            loader.set_epoch(1)
+            assert received(list(workers)) == received(list(loader))
+
+
+def law_a_stream_is_resumed_where_the_loop_stood(_directory: Path) -> None:
+    """Nothing lost, nothing twice, the same random numbers."""
+    length = 11 * popdist.num_replicas() + 3
+    whole = received(list(stream_loader(length)))
+    loader = stream_loader(length, num_workers=2)
+    first = received(list(itertools.islice(loader, 2)))
+    rest = stream_loader(length)
+    rest.load_state_dict(loader.state_dict())
+
+    assert first + received(list(rest)) == whole
+    with refused(popdist.DatasetError, "the state was taken with {'seed': 0}"):
+        popdist.data_loader(popdist.shard_iterable(Stream(3)), 1, seed=1).load_state_dict(loader.state_dict())
+    with refused(popdist.DatasetError, "a stream has no indices to shuffle"):
+        popdist.data_loader(popdist.shard_iterable(Stream(3)), 1, shuffle=True)
+
+
+def law_the_epoch_of_a_stream_ends_together(_directory: Path) -> None:
+    """An instance whose stream was cut off gets empty batches, or with drop_last ends the epoch for all."""
+    replicas = popdist.num_replicas()
+    length = 12 * replicas
+    batches = list(stream_loader(length, cut=6 * replicas))
+    assert len(batches) == 3
+    if is_last():
+        assert [batch.num_samples > 0 for batch in batches] == [True, True, False]
+    dropped = list(stream_loader(length, cut=6 * replicas, drop_last=True))
+    assert len(dropped) == (3 if popdist.num_instances() == 1 else 1)
+    assert (
+        len({tuple(row) for row in popdist.all_gather(torch.tensor([len(batches), len(dropped)])).tolist()}) == 1
+    )
+
+
+def law_a_stream_alone_is_this_instances_items(_directory: Path) -> None:
+    """Without data_loader it gives the items of the local replicas; torch's own workers share them."""
+    items = popdist.shard_iterable(Stream(3 * popdist.num_replicas() + 1))
+    own = [int(item[0]) for item in items]
+    assert {number % popdist.num_replicas() for number in own} <= set(popdist.local_replicas())
+    assert popdist.weighted_mean(len(own), 1) * popdist.num_instances() == 3 * popdist.num_replicas() + 1
+    plain = torch.utils.data.DataLoader(items, batch_size=None, num_workers=2)
+    assert sorted(int(item[0]) for item in plain) == own

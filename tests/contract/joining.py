@@ -1,0 +1,73 @@
+"""A program that joins the job of whoever started it; the first argument says what it does. Run as a script."""
+
+import os
+import sys
+
+import psutil
+import torch
+from torch import distributed
+
+import popdist
+
+TIMEOUT_SECONDS = 60.0
+
+
+def tell(*words: object) -> None:
+    """Write one line in one piece: the instances share the stream."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def join() -> None:
+    """Every instance counts, and knows its place; nothing that init() opened listens off loopback."""
+    before = _listening()
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    addresses = {address for address, _ in _listening() - before}
+    ranks = popdist.all_gather(torch.tensor(popdist.instance_index())).tolist()
+    local = popdist.all_gather(torch.tensor(popdist.local_instance_index())).sort().values.tolist()
+    tell(popdist.num_replicas(), ranks, local, popdist.isPopdistEnvSet(), addresses)
+
+
+def join_mpi() -> None:
+    """The same in a program that uses MPI itself, so that MPI's own listeners are not counted."""
+    from mpi4py import MPI  # noqa: PLC0415 - the other cases need no MPI
+
+    assert MPI.Is_initialized()
+    join()
+
+
+def init_first() -> None:
+    """popdist.init() before the program's own default group; both work."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    distributed.init_process_group("gloo")
+    _use_both()
+
+
+def init_last() -> None:
+    """popdist.init() after the program's own default group; both work."""
+    distributed.init_process_group("gloo")
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    _use_both()
+
+
+def fail() -> None:
+    """Instance 1 raises; the others wait for it."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    if popdist.instance_index() == 1:
+        raise ValueError("this instance cannot go on")
+    popdist.barrier()
+
+
+def _use_both() -> None:
+    ones = torch.ones(1)
+    distributed.all_reduce(ones)
+    distributed.destroy_process_group()
+    tell(ones.item(), popdist.all_reduce(torch.ones(1)).item())
+
+
+def _listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections(kind="inet")
+    return {(it.laddr.ip, it.laddr.port) for it in connections if it.status == psutil.CONN_LISTEN}
+
+
+if __name__ == "__main__":
+    {it.__name__: it for it in (join, join_mpi, init_first, init_last, fail)}[sys.argv[1]]()

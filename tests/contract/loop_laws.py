@@ -1,0 +1,306 @@
+"""The laws of what belongs to a replica, and of loops as people write them; every instance runs all of them."""
+
+import random
+import sys
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import popdist
+from popdist.training.randomness import ReplicaRandomness
+from tests.contract import training_laws
+from tests.contract.collective_laws import refused
+from tests.contract.training_laws import (
+    Net,
+    check_gradient,
+    check_recovered,
+    is_last,
+    raise_error,
+    samples,
+    share,
+    step_lost,
+    train,
+)
+
+CPU = torch.device("cpu")
+
+
+def run_all() -> int:
+    """Every law of training_laws.py and of this file; how many there were."""
+    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+    laws = [*training_laws.laws_of(training_laws), *training_laws.laws_of(sys.modules[__name__])]
+    for law in laws:
+        popdist.barrier()
+        law()
+    return len(laws)
+
+
+def draw() -> tuple[float, float, float]:
+    """One number from each generator that programs draw from unasked."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: S311, NPY002 - they are the subject
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of all gradients."""
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
+    """Whether two lists of gradients are equal."""
+    return len(left) == len(right) > 0 and all(map(torch.equal, left, right))
+
+
+def law_random_numbers_belong_to_the_replica() -> None:
+    """Each replica draws the same ones in every split, step after step; the program's own go on untouched."""
+    model = popdist.ReplicatedModel(nn.Linear(4, 4), seed=3)
+    batch = share(samples(popdist.num_replicas()))
+    random.seed(1)
+    torch.manual_seed(1)
+    drawn, outside = [], []
+    for _ in range(2):
+        for x, _y in model.micro_batches(batch):
+            drawn.append(draw())
+            model(x).sum().backward()
+        outside += [random.random(), float(torch.rand(()))]  # noqa: S311 - the subject
+
+    alone = ReplicaRandomness(3, popdist.local_replicas())
+    expected = []
+    for _ in range(2):
+        for replica in popdist.local_replicas():
+            with alone.of(replica, CPU):
+                expected.append(draw())
+    assert drawn == expected
+    assert len(set(drawn)) == len(drawn)
+    random.seed(1)
+    torch.manual_seed(1)
+    assert outside == [value for _ in range(2) for value in (random.random(), float(torch.rand(())))]  # noqa: S311 - as above
+
+
+def law_random_states_can_be_dealt_anew() -> None:
+    """The union over all instances is a state that any replica finds its own in."""
+    model = popdist.ReplicatedModel(nn.Linear(4, 4), seed=4)
+    everyone = ReplicaRandomness(4, range(popdist.num_replicas()))
+    with model.micro_batch(0):
+        draw()
+    model.reduce_gradients()
+    with everyone.of(popdist.local_replicas()[0], CPU):
+        draw()
+
+    model.randomness.load_state_dict(everyone.state_dict())
+
+    with model.randomness.of(popdist.local_replicas()[-1], CPU):
+        found = draw()
+    with everyone.of(popdist.local_replicas()[-1], CPU):
+        assert draw() == found
+    with refused(popdist.WeightsError, "no random states"):
+        model.randomness.load_state_dict({popdist.local_replicas()[0]: {"torch": torch.zeros(1)}})
+
+
+def law_buffers_are_those_of_all_replicas() -> None:
+    """Floats become the mean over the replicas that had samples, others replica 0's, equal everywhere."""
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    module.register_buffer("constant", torch.randn(3))
+    model = popdist.ReplicatedModel(module)
+    for count in (2 * popdist.num_replicas(), 2 * popdist.num_replicas() + 1):
+        before = model.state_dict()["0.running_mean"].clone(), model.state_dict()["constant"].clone()
+        x, y = samples(count)
+        for part, labels in model.micro_batches(share((x, y))):
+            cross_entropy(model(part), labels).backward()
+        means = torch.stack(
+            [before[0] * 0.9 + part.mean(0) * 0.1 for part in x.tensor_split(popdist.num_replicas())]
+        )
+
+        state = model.state_dict()
+        torch.testing.assert_close(state["0.running_mean"], means.mean(0))
+        assert torch.equal(state["constant"], before[1])
+    assert int(model.state_dict()["0.num_batches_tracked"]) == 2
+    digest = popdist.checksum(model)
+    assert all(popdist.broadcast_object(digest, root) == digest for root in range(popdist.num_instances()))
+
+
+def law_a_lost_step_leaves_no_trace_in_the_buffers() -> None:
+    """When an instance raises within a micro batch of its own loop, all have the buffers of before again."""
+    if popdist.num_replicas() == 1:
+        return
+    model = popdist.ReplicatedModel(nn.BatchNorm1d(4))
+    before = popdist.checksum(model)
+    with step_lost(f"instance {popdist.num_instances() - 1} left the micro_batches loop"), suppress(KeyError):
+        for index in range(popdist.num_local_replicas()):
+            with model.micro_batch(index):
+                model(torch.randn(3, 4)).square().sum().backward()
+                if is_last():
+                    raise_error("enough")
+        model.reduce_gradients()
+    assert popdist.checksum(model) == before
+    if is_last():
+        with refused(popdist.MicroBatchError, "this instance left"):
+            popdist.barrier()
+    check_recovered(popdist.ReplicatedModel(Net()))
+
+
+def law_a_step_by_hand_has_the_bits_of_the_loop() -> None:
+    """micro_batch and reduce_gradients, with several backward passes in one; what is left out is empty."""
+    model = popdist.ReplicatedModel(Net())
+    x, y = share(samples(4 * popdist.num_replicas()))
+    train(model, (x, y), 2)
+    expected = gradients(model)
+
+    num_parts = 2 * popdist.num_local_replicas()
+    pieces = zip(x.tensor_split(num_parts), y.tensor_split(num_parts), strict=True)
+    for index, (part, labels) in enumerate(pieces):
+        with model.micro_batch(index, accumulation=2):
+            loss = cross_entropy(model(part), labels)
+            (loss / 2).backward(retain_graph=True)
+            (loss / 2).backward()
+    model.reduce_gradients()
+    assert same_bits(gradients(model), expected)
+
+    if popdist.instance_index() == 0:
+        with model.micro_batch(0):
+            cross_entropy(model(x[:2]), y[:2]).backward()
+    model.reduce_gradients()
+    check_gradient(model, first_of_all(2))
+
+
+def first_of_all(count: int) -> tuple[Tensor, Tensor]:
+    """The first samples of the job's step."""
+    x, y = samples(4 * popdist.num_replicas())
+    return x[:count], y[:count]
+
+
+def law_weights_make_the_mean_right() -> None:
+    """Of sequences in a list, the mean over tokens is that of one process; a 0 drops a gradient."""
+    model = popdist.ReplicatedModel(nn.Linear(4, 4))
+    lengths = [1 + replica % 3 for replica in range(popdist.num_replicas())]
+    x, y = samples(sum(lengths))
+    sequences = list(zip(x.split(lengths), y.split(lengths), strict=True))
+    own = [sequences[replica] for replica in popdist.local_replicas()]
+    for part, labels in model.micro_batches(own, split=list, weights=[len(labels) for _, labels in own]):
+        cross_entropy(model(part), labels).backward()
+    check_gradient(model, (x, y))
+
+    for part, labels in model.micro_batches(own, split=list, reduction="sum"):
+        cross_entropy(model(part), labels, reduction="sum").backward()
+    model.weight.grad /= len(x)
+    model.bias.grad /= len(x)
+    check_gradient(model, (x, y))
+
+    only_the_first = [float(replica == 0) for replica in popdist.local_replicas()]
+    for part, labels in model.micro_batches(own, split=list, weights=only_the_first):
+        cross_entropy(model(part), labels).backward()
+    check_gradient(model, sequences[0])
+
+
+def law_a_loaders_batch_brings_its_micro_batches() -> None:
+    """With their numbers of samples, their accumulation, and None where there is nothing."""
+    model = popdist.ReplicatedModel(Net())
+    x, y = samples(2 * popdist.num_replicas())
+    found = []
+    for replica in popdist.local_replicas():
+        rows = slice(2 * replica, 2 * replica + 2)
+        found += [(replica, 0, 2, (x[rows], y[rows])), (replica, 1, 0, None)]
+    for part, labels in model.micro_batches(SimpleNamespace(micro_batches=tuple(found))):
+        cross_entropy(model(part), labels).backward()
+    check_gradient(model, (x, y))
+
+
+def law_what_does_not_fit_is_an_error_on_every_instance() -> None:
+    """A negative weight, a missing micro batch: its own error where it is, MicroBatchError elsewhere."""
+    model = popdist.ReplicatedModel(Net())
+    x, y = share(samples(popdist.num_replicas()))
+    parts = [(x[i : i + 1], y[i : i + 1]) for i in range(len(x))]
+    weights = [1.0] * len(parts)
+    wrong: list[tuple[str, list[tuple[Tensor, Tensor]], list[float]]] = [
+        ("weight -1.0 is not possible", parts, [*weights[1:], -1.0]),
+        ("split gave", [*parts, parts[0]], weights),
+    ]
+    for words, own_parts, own_weights in wrong:
+        error = popdist.BatchError if is_last() else popdist.MicroBatchError
+        with refused(error, words if is_last() else f"instance {popdist.num_instances() - 1} could not split"):
+            chosen = (own_parts, own_weights) if is_last() else (parts, weights)
+            for part, labels in model.micro_batches(chosen[0], split=list, weights=chosen[1]):
+                cross_entropy(model(part), labels).backward()
+    with refused(popdist.BatchError, r"micro_batch\(99\), where 0 is the next"):
+        model.micro_batch(99)
+    model._replication.abandon() if popdist.num_instances() == 1 else None
+    check_recovered(popdist.ReplicatedModel(Net()))
+
+
+def law_backward_outside_the_loop_reduces_or_is_refused() -> None:
+    """With one local replica the bits are those of the loop; with several the error shows it."""
+    module = Net()
+    model = popdist.ReplicatedModel(module)
+    x, y = share(samples(2 * popdist.num_replicas()))
+    if popdist.num_local_replicas() > 1:
+        with refused(popdist.BatchError, r"outside micro_batches.*for x, y in model\.micro_batches\(batch\)"):
+            cross_entropy(model(x), y).backward()
+        with model.no_sync():
+            cross_entropy(model(x), y).backward()
+        return
+    train(model, (x, y))
+    expected = gradients(model)
+
+    model.zero_grad()
+    with model.no_sync():
+        cross_entropy(model(x), y).backward()
+    own = gradients(model)
+    model.zero_grad()
+    cross_entropy(model(x), y).backward()
+
+    assert same_bits(gradients(model), expected)
+    assert popdist.num_instances() == 1 or not same_bits(own, expected)
+    model.zero_grad()
+    model.frozen.requires_grad_(True)  # noqa: FBT003 - torch's own signature
+    cross_entropy(module(x), y).backward()
+    assert module.frozen.grad is not None
+    assert torch.equal(popdist.all_reduce(module.frozen.grad.clone(), "mean"), module.frozen.grad)
+
+
+def law_gradients_that_are_not_finite_are_named() -> None:
+    """Parameter and replica, on every instance; then all is well."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), check_finite=True)
+    x, y = share(samples(2 * popdist.num_replicas()))
+    last = popdist.num_replicas() - 1
+    replicas = iter(popdist.local_replicas())
+    with refused(popdist.GradientError, f"the gradient of 0.weight on replica {last} holds NaN"):
+        for part, labels in model.micro_batches((x, y)):
+            scale = float("nan") if next(replicas) == last else 1.0
+            (cross_entropy(model(part), labels) * scale).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    train(model, (x, y))
+
+
+def law_arguments_are_the_same_everywhere() -> None:
+    """A seed that differs is an error that says who has which."""
+    if popdist.num_instances() == 1:
+        return
+    with refused(popdist.CollectiveError, rf"instance {popdist.num_instances() - 1}: ReplicatedModel\(seed=1,"):
+        popdist.ReplicatedModel(nn.Linear(1, 1), seed=int(is_last()))
+
+
+def law_strict_bits_is_about_powers_of_two() -> None:
+    """Other numbers of local replicas are refused."""
+    num_local = popdist.num_local_replicas()
+    if num_local in (1, 2, 4):
+        popdist.ReplicatedModel(nn.Linear(1, 1), strict_bits=True)
+        return
+    with refused(popdist.BatchError, f"{num_local} local replicas are no power of two"):
+        popdist.ReplicatedModel(nn.Linear(1, 1), strict_bits=True)
+
+
+def law_an_optimizer_waits_for_the_gradients() -> None:
+    """A step in the middle of the loop is refused, for the optimizer of that model only."""
+    model = popdist.ReplicatedModel(Net())
+    other = nn.Linear(1, 1)
+    with refused(popdist.MicroBatchError, r"before the gradients of all replicas are there"):
+        for x, y in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            cross_entropy(model(x), y).backward()
+            torch.optim.SGD(other.parameters()).step()
+            torch.optim.SGD(model.parameters()).step()
+    with refused(popdist.MicroBatchError, "this instance left"):
+        popdist.barrier()
+    check_recovered(model)

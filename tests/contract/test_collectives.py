@@ -1,0 +1,44 @@
+"""Collectives obey the same laws in jobs of every size, the job of one included."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+import popdist
+from popdist.collectives import exchange
+from popdist.testing import run_world
+from tests.contract import collective_laws
+
+DEADLINE_SECONDS = 150.0
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize("num_instances", [1, 2, 3, 4])
+def test_laws(num_instances: int) -> None:
+    """Every law of collective_laws.py, on every instance."""
+    counts = run_world(collective_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    assert counts == [len([name for name in vars(collective_laws) if name.startswith("law_")])] * num_instances
+
+
+def meet_late(signal: Path) -> list[list[int]]:
+    """Instance 1 comes only when instance 0 has given up waiting once; what each gets in the end."""
+    popdist.init(timeout_seconds=30)
+    if popdist.is_main():
+        handle = exchange([7])
+        with collective_laws.refused(
+            popdist.BackendError, r"in exchange: instance 1 did not come within 0\.2 seconds"
+        ):
+            handle.wait(timeout_seconds=0.2)
+        signal.touch()
+        return handle.wait()
+    while not signal.exists():
+        time.sleep(0.01)
+    return exchange([8]).wait()
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_a_late_instance_is_named_and_can_still_come(tmp_path: Path) -> None:
+    """A wait that was too short says for whom it waited, and can be taken up again."""
+    received = run_world(meet_late, tmp_path / "signal", num_instances=2, timeout_seconds=DEADLINE_SECONDS)
+    assert received == [[[7], [8]], [[7], [8]]]

@@ -1,0 +1,115 @@
+"""Popdist joins the job it finds itself in: poprun's, torchrun's, Open MPI's or Hydra's, or one of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import Finished, MpiEnvironment, Poprun, run
+
+PROGRAM = Path(__file__).parent / "joining.py"
+
+DEADLINE_SECONDS = 100.0
+
+NAMES = ("mpich", "openmpi")
+
+JOINED = "3 [0, 1, 2] [0, 1, 2] False {'127.0.0.1'}"
+
+slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
+"""Each process imports torch, for a second and a half on a free core."""
+
+
+def torchrun(what: str, *, num_instances: int = 2) -> Finished:
+    """The program under torchrun."""
+    options = ["--standalone", "--nproc-per-node", str(num_instances)]
+    return run(
+        [sys.executable, "-m", "torch.distributed.run", *options, str(PROGRAM), what],
+        env={"OMP_NUM_THREADS": "1"},
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+
+
+def mpiexec(mpi: MpiEnvironment, what: str, *, num_instances: int = 2, python: Path | None = None) -> Finished:
+    """The program under an MPI's own launcher, run by that environment's Python or another one."""
+    options = ["--oversubscribe"] if mpi.name == "openmpi" else []
+    return run(
+        [str(mpi.mpiexec), *options, "-n", str(num_instances), str(python or mpi.python), str(PROGRAM), what],
+        env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+
+
+@slow
+def test_ranks_of_torchrun_are_instances() -> None:
+    """`torchrun train.py` is one job with one replica for each rank, connected over loopback."""
+    assert torchrun("join", num_instances=3).succeeded().lines == [JOINED] * 3
+
+
+@slow
+def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment) -> None:
+    """`mpiexec -n 3 python train.py` is one job with one replica for each rank, connected over loopback."""
+    assert mpiexec(mpi, "join_mpi", num_instances=3).succeeded().lines == [JOINED] * 3
+
+
+@slow
+def test_an_mpi_that_is_not_mpi4pys_is_named(
+    mpi_environments: dict[str, MpiEnvironment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One MPI's mpiexec and another MPI's mpi4py: the error names that MPI and says what to do."""
+    if len(mpi_environments) < len(NAMES):
+        pytest.skip("one of the two MPI environments is absent: scripts/test makes it")
+    monkeypatch.setenv("OMPI_MCA_btl", "self")  # Hydra kills the ranks before Open MPI can remove shared memory
+    mixed = mpiexec(mpi_environments["mpich"], "join", python=mpi_environments["openmpi"].python)
+    assert mixed.code != 0
+    assert "of 2, but mpi4py sees rank 0 of 1: it uses another MPI (Open MPI" in mixed.err
+
+
+@slow
+def test_an_exception_ends_a_job_under_mpiexec(mpi: MpiEnvironment) -> None:
+    """One instance raises: the one that waits for it is told, and MPI's own end does not hang."""
+    finished = mpiexec(mpi, "fail")
+    assert finished.code != 0
+    assert "ValueError: this instance cannot go on" in finished.err
+    assert "BackendError: instance 0, in barrier(): the connection to instance 1 was closed" in finished.err
+
+
+@slow
+@pytest.mark.parametrize("order", ["init_first", "init_last"])
+def test_a_program_keeps_its_default_group(poprun: Poprun, order: str) -> None:
+    """popdist.init() and init_process_group() work together, in both orders."""
+    options = ["--launcher", "local", "--tag-output=no", "-n", "2"]
+    finished = poprun(*options, sys.executable, str(PROGRAM), order, deadline_seconds=DEADLINE_SECONDS)
+    assert finished.succeeded().lines == ["2.0 2.0"] * 2
+
+
+@slow
+def test_a_program_keeps_its_default_group_under_torchrun() -> None:
+    """Both meet at torchrun's store without disturbing each other."""
+    assert torchrun("init_last").succeeded().lines == ["2.0 2.0"] * 2
+
+
+@slow
+def test_four_variables_are_enough() -> None:
+    """Without any launcher, ranks that were told where to meet are a job."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(PROGRAM), "init_first"]
+    with subprocess.Popen(command, env={**os.environ, **env, "RANK": "1"}) as other:
+        first = run(command, env={**env, "RANK": "0"}, deadline_seconds=DEADLINE_SECONDS)
+        assert other.wait(DEADLINE_SECONDS) == 0
+    assert first.succeeded().out == "2.0 2.0\n"
+
+
+@slow
+def test_a_lost_store_socket_is_named(poprun: Poprun) -> None:
+    """A program between poprun and Python that closes inherited descriptors is found out at once."""
+    closes = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+    program = [sys.executable, "-c", closes, sys.executable, str(PROGRAM), "join"]
+    finished = poprun("--launcher", "local", "-n", "2", *program, deadline_seconds=DEADLINE_SECONDS)
+    assert finished.code == 1
+    assert "BackendError: instance 0 should serve POPDIST_STORE=127.0.0.1:" in finished.err
+    assert "keep inherited descriptors open" in finished.err

@@ -1,0 +1,66 @@
+"""A notebook: cells that run one after the other in ``__main__`` without a file, again and again."""
+
+import sys
+
+import pytest
+
+from tests.running import run
+
+SETUP = """
+import os, signal, torch, popdist
+popdist.init()
+_ = torch.manual_seed(0)
+points = torch.randn(64, 8)
+dataset = torch.utils.data.TensorDataset(points, points.sum(1, keepdim=True))
+loader = popdist.data_loader(dataset, 16, shuffle=True, num_workers=1)
+model = popdist.ReplicatedModel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+
+TRAIN = """
+for batch in loader:
+    for x, y in model.micro_batches(batch):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+print(popdist.num_replicas(), popdist.checksum(model))
+"""
+
+INTERRUPTED_INSIDE = """
+for batch in loader:
+    for x, y in model.micro_batches(batch):
+        os.kill(os.getpid(), signal.SIGINT)
+
+"""
+
+INTERRUPTED_BETWEEN = """
+for batch in loader:
+    os.kill(os.getpid(), signal.SIGINT)
+
+"""
+
+
+@pytest.mark.deadline(90)
+def test_cells_may_be_interrupted_and_run_again() -> None:
+    """The same cells give the same weights again. Who left a step is told once, in words, and goes on."""
+    cells = [
+        SETUP,
+        TRAIN,
+        SETUP,
+        TRAIN,
+        INTERRUPTED_BETWEEN,
+        SETUP,
+        TRAIN,
+        INTERRUPTED_INSIDE,
+        TRAIN,
+        SETUP,
+        TRAIN,
+    ]
+
+    notebook = run([sys.executable, "-i", "-q"], stdin="".join(cells), deadline_seconds=80).succeeded()
+
+    first, *others = notebook.out.splitlines()
+    assert first.startswith("1 ")
+    assert others[:2] + others[-1:] == [first] * 3
+    assert notebook.err.count("KeyboardInterrupt") == 2
+    assert notebook.err.count("MicroBatchError: this instance left a micro_batches loop before its end") == 1

@@ -1,0 +1,98 @@
+"""Gradients and weights obey the same laws in jobs of every size and split, the job of one included."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import popdist
+from popdist import context
+from popdist.testing import run_world
+from tests.contract import loop_laws, recipes, training_laws
+
+DEADLINE_SECONDS = 150.0
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 3), (2, 6), (3, 3), (4, 8)])
+def test_laws(num_instances: int, num_replicas: int) -> None:
+    """Every law of training_laws.py and loop_laws.py, on every instance."""
+    counts = run_world(
+        loop_laws.run_all,
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    laws = [*training_laws.laws_of(training_laws), *training_laws.laws_of(loop_laws)]
+    assert counts == [len(laws)] * num_instances
+
+
+def crash() -> None:
+    """Instance 1 has an error of its own in the loop, and nobody catches anything."""
+    popdist.init(timeout_seconds=60)
+    model = popdist.ReplicatedModel(training_laws.Net())
+    for x, _ in model.micro_batches(training_laws.share(training_laws.samples(8))):
+        if popdist.instance_index() == 1:
+            raise ValueError("too many cooks")
+        model(x).sum().backward()
+
+
+def test_the_cause_is_reported_first() -> None:
+    """The others give way to the instance that knows why the step was lost."""
+    with pytest.raises(popdist.WorldError, match=r"(?s)instance 1 of 2 raised.*ValueError: too many cooks"):
+        run_world(crash, num_instances=2)
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_recipes_have_the_same_bits_in_every_split() -> None:
+    """What recipes.py trains on three replicas is the same with one instance and with three."""
+    ((alone,), shared) = (
+        run_world(recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS / 2)
+        for number in (1, 3)
+    )
+
+    assert shared == [alone] * 3
+    assert len(set(alone.values())) > 1
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler to make kernels for a CPU"
+)
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_compiled_kernels_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``dynamic=False``, also where the micro batches of a step differ in size."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    alone, *shared = (
+        end
+        for number in (1, 2)
+        for end in run_world(
+            recipes.run_inductor,
+            num_instances=number,
+            num_replicas=2,
+            timeout_seconds=DEADLINE_SECONDS / 2,
+        )
+    )
+
+    assert shared == [alone] * 2
+
+
+def disagree() -> str:
+    """Instance 1 was told of other threads and has another version; what every instance hears of it."""
+    if popdist.instance_index() == 1:
+        os.environ["OMP_NUM_THREADS"] = "7"
+        context.VERSION = "9.9"  # type: ignore[attr-defined] # as if it were installed there
+    with pytest.raises(popdist.CollectiveError) as raised:
+        popdist.init(timeout_seconds=60)
+    return str(raised.value)
+
+
+def test_instances_must_compute_alike() -> None:
+    """Threads and versions that differ are refused when the job starts; the error says who has which."""
+    first, second = run_world(disagree, num_instances=2)
+
+    assert first == second
+    assert re.search(r"instance 0: init.* popdist 0\S*, 1 threads", first)
+    assert re.search(r"instance 1: init.* popdist 9\.9, 7 threads", first)

@@ -1,0 +1,381 @@
+"""The laws of the training library, written once over instances and replicas; every instance runs all of them.
+
+What each instance brings depends on its index, so each can work out the gradient that one process would have had.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding
+
+import popdist
+from popdist.dealing import parts
+from tests.contract.collective_laws import refused
+
+TIMEOUT_SECONDS = 60.0
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def laws_of(module: object) -> list[Callable[[], None]]:
+    """Every law that ``module`` states, in its order."""
+    return [law for name, law in vars(module).items() if name.startswith("law_")]
+
+
+class Net(nn.Module):
+    """A little of everything: shared, frozen, partly used and unused parameters, and buffers."""
+
+    statistics: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.sometimes = nn.Parameter(torch.randn(4))
+        self.never = nn.Parameter(torch.randn(4))
+        self.register_buffer("statistics", torch.randn(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use ``sometimes`` only for samples that say so in their first number, and only if there is one."""
+        out = torch.as_tensor(self.second(torch.relu(self.first(x))) + self.frozen)
+        marked = x[:, :1] > MARK
+        return out + self.sometimes * marked if marked.any() else out
+
+
+MARK = 2.5
+
+
+def samples(count: int) -> tuple[Tensor, Tensor]:
+    """The job's samples of a step, the same on every instance; the first one is marked."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, 4, generator=generator).clamp(-2, 2)
+    if count:
+        x[0, 0] = MARK + 1
+    return x, torch.randint(0, 4, (count,), generator=generator)
+
+
+def share(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """This instance's part of the samples, as the sampler deals them."""
+    rows = parts(range(len(batch[0])), popdist.local_replicas(), popdist.num_replicas())
+    return batch[0][rows.start : rows.stop], batch[1][rows.start : rows.stop]
+
+
+def is_last() -> bool:
+    """Whether this is the instance that misbehaves."""
+    return popdist.instance_index() == popdist.num_instances() - 1
+
+
+def train(model: popdist.ReplicatedModel, batch: tuple[Tensor, Tensor], accumulation: int = 1) -> None:
+    """One step's gradient."""
+    for x, y in model.micro_batches(batch, accumulation):
+        assert all(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
+        assert len(x) == len(y) > 0
+        cross_entropy(model(x), y).backward()
+
+
+def check_equal_everywhere(model: nn.Module) -> None:
+    """All instances hold the same bits of gradients, and none where another has none."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    digest = popdist.checksum(found)
+    numbers = torch.tensor([int(digest[start : start + 8], 16) for start in range(0, 32, 8)])
+    assert (popdist.all_gather(numbers) == numbers).all()
+
+
+def check_gradient(model: popdist.ReplicatedModel, batch: tuple[Tensor, Tensor]) -> None:
+    """The gradient is the one that a single process has for the mean over all samples."""
+    plain = copy.deepcopy(model.module)
+    plain.zero_grad()
+    cross_entropy(plain(batch[0]), batch[1]).backward()
+    check_equal_everywhere(model)
+    for (name, found), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        if expected.grad is None:
+            assert found.grad is None, name
+        else:
+            assert found.grad is not None, name
+            torch.testing.assert_close(found.grad, expected.grad)
+
+
+def law_gradient_is_the_mean_over_all_samples() -> None:
+    """Whatever the number of samples: full, ragged, one a replica, and one in the whole job."""
+    model = popdist.ReplicatedModel(Net())
+    for accumulation in (1, 3):
+        full = popdist.num_replicas() * accumulation * 2
+        for count in (full, full - 1, full // 2 + 1, popdist.num_replicas(), 1):
+            train(model, share(samples(count)), accumulation)
+            check_gradient(model, samples(count))
+
+
+def law_instances_may_have_any_number_of_samples() -> None:
+    """Batches that no sampler would have dealt are weighted by their samples all the same; one may be empty."""
+    model = popdist.ReplicatedModel(Net())
+    sizes = [5 * instance for instance in range(popdist.num_instances())] or [0]
+    sizes[-1] += 3
+    starts = [sum(sizes[:instance]) for instance in range(len(sizes) + 1)]
+    x, y = samples(starts[-1])
+    mine = slice(starts[popdist.instance_index()], starts[popdist.instance_index() + 1])
+
+    train(model, (x[mine], y[mine]), 2)
+
+    check_gradient(model, (x, y))
+
+
+def law_one_replica_has_the_gradient_of_torch() -> None:
+    """Bit for bit; half precision too."""
+    if popdist.num_replicas() > 1:
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        model = popdist.ReplicatedModel(Net().to(dtype))
+        x, y = samples(7)
+        plain = copy.deepcopy(model.module)
+        train(model, (x.to(dtype), y))
+        cross_entropy(plain(x.to(dtype)), y).backward()
+        for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (found.grad is None) == (expected.grad is None)
+            assert found.grad is None or expected.grad is None or torch.equal(found.grad, expected.grad)
+
+
+def law_unused_somewhere_is_zero_there() -> None:
+    """``sometimes`` has its one micro batch's gradient over the whole job, weighted; ``never`` has none."""
+    model = popdist.ReplicatedModel(Net())
+    batch = samples(2 * popdist.num_replicas())
+    train(model, share(batch))
+    plain = copy.deepcopy(model.module)
+    plain.zero_grad()
+    cross_entropy(plain(batch[0][:2]), batch[1][:2]).backward()
+
+    expected = plain.get_parameter("sometimes").grad
+    assert model.sometimes.grad is not None
+    assert expected is not None
+    torch.testing.assert_close(model.sometimes.grad, expected / popdist.num_replicas())
+    assert model.never.grad is None
+    assert model.frozen.grad is None
+
+
+def law_old_gradients_are_dropped() -> None:
+    """A step starts from nothing; a gradient of a parameter that it does not use is no longer there."""
+    model = popdist.ReplicatedModel(Net())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1000.0)
+    batch = samples(3 * popdist.num_replicas())
+
+    train(model, share(batch))
+
+    model.frozen.grad = None
+    check_gradient(model, batch)
+
+
+def law_gradients_are_added_wide() -> None:
+    """Half precision is added in float32 and rounded once; double precision stays double; strides are kept."""
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        plain = nn.Conv2d(2, 3, 3).to(dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack this form
+        model = popdist.ReplicatedModel(copy.deepcopy(plain))
+        replicas = range(popdist.num_replicas())
+        data = torch.randn(len(replicas), 2, 5, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+        rows = popdist.local_replicas()
+        for x in model.micro_batches(data[rows.start : rows.stop]):
+            model(x).square().mean().backward()
+
+        plain.load_state_dict(model.state_dict())
+        total = torch.zeros(3, 2, 3, 3, dtype=wide)
+        for replica in replicas:
+            loss = plain(data[replica : replica + 1]).square().mean()
+            total += torch.autograd.grad(loss, plain.weight)[0].to(wide)
+        assert model.weight.grad.dtype == dtype
+        assert model.weight.grad.stride() == model.weight.stride()
+        torch.testing.assert_close(model.weight.grad, (total / len(replicas)).to(dtype))
+
+
+def law_no_sample_at_all_is_an_error() -> None:
+    """There is no mean over nothing, on any instance."""
+    model = popdist.ReplicatedModel(Net())
+    with refused(popdist.BatchError, "all instances have 0 samples"):
+        train(model, samples(0))
+
+
+@contextmanager
+def step_lost(pattern: str) -> Iterator[None]:
+    """On the instances that did nothing wrong the block raises MicroBatchError; on the last one it must not."""
+    if is_last():
+        yield
+    else:
+        with refused(popdist.MicroBatchError, pattern):
+            yield
+
+
+def raise_error(what: str) -> None:
+    """What a user's own code may do in the loop."""
+    raise KeyError(what)
+
+
+def leave(model: popdist.ReplicatedModel, *, by: str) -> None:
+    """Start a step that the last instance leaves before its end."""
+    batch = share(samples(2 * popdist.num_replicas()))
+    with step_lost(f"instance {popdist.num_instances() - 1} left the micro_batches loop"):
+        try:
+            for x, y in model.micro_batches(batch):
+                cross_entropy(model(x), y).backward()
+                if is_last():
+                    if by == "break":
+                        break
+                    raise_error(by)
+        except KeyError:
+            assert by != "break"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def check_recovered(model: popdist.ReplicatedModel) -> None:
+    """The next step is in order again on every instance."""
+    batch = samples(2 * popdist.num_replicas())
+    train(model, share(batch))
+    check_gradient(model, batch)
+
+
+def law_leaving_the_loop_is_an_error_on_every_instance() -> None:
+    """By break or exception: the others hear of it, the optimizer here refuses its step; then all is well."""
+    model = popdist.ReplicatedModel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for by in ("break", "exception"):
+        leave(model, by=by)
+        if is_last():
+            with refused(popdist.MicroBatchError, "this instance left a micro_batches loop"):
+                optimizer.step()
+        optimizer.step()
+        check_recovered(model)
+
+
+def law_the_next_collective_refuses_too() -> None:
+    """When no optimizer comes first, the next call that needs the others raises on the instance that left."""
+    model = popdist.ReplicatedModel(Net())
+    leave(model, by="break")
+    if is_last():
+        with refused(popdist.MicroBatchError, "this instance left"):
+            popdist.barrier()
+    check_recovered(model)
+
+
+def law_a_batch_that_does_not_split_is_an_error_on_every_instance() -> None:
+    """Its own error where it is, naming the place; MicroBatchError elsewhere; then all is well."""
+    model = popdist.ReplicatedModel(Net())
+    x, y = share(samples(2 * popdist.num_replicas()))
+    if is_last():
+        with refused(popdist.BatchError, r"batch\[1\] holds 1 samples"):
+            train(model, (x, y[:1]))
+    else:
+        with refused(popdist.MicroBatchError, f"instance {popdist.num_instances() - 1} could not split"):
+            train(model, (x, y))
+    check_recovered(model)
+
+
+def law_accumulation_is_the_same_everywhere() -> None:
+    """Else every instance raises and says who has which."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(Net())
+    with refused(popdist.CollectiveError, r"accumulation=1\).*accumulation=2\)"):
+        train(model, share(samples(8 * popdist.num_replicas())), 1 + is_last())
+    check_recovered(model)
+
+
+def law_trained_parameters_are_the_same_everywhere() -> None:
+    """Also where what is frozen has the size of what is trained elsewhere."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model.module.get_submodule(str(int(is_last()))).requires_grad_(requires_grad=False)
+    with refused(popdist.CollectiveError, "names .* names "):
+        train(model, share(samples(popdist.num_replicas())))
+    popdist.barrier()
+
+
+def law_sparse_gradients_are_refused() -> None:
+    """Replicas add dense ones; the message names the parameter."""
+    if popdist.num_replicas() == 1:
+        return
+    model = popdist.ReplicatedModel(nn.Embedding(3, 2, sparse=True))
+    with refused(popdist.CollectiveError, "the gradient of weight is sparse"):
+        for ids in model.micro_batches(torch.zeros(popdist.num_local_replicas(), dtype=torch.int64)):
+            embedding(ids, model.weight, sparse=True).sum().backward()
+    popdist.barrier()
+
+
+def law_weights_become_those_of_the_root() -> None:
+    """Parameters and buffers of every dtype, tied ones staying tied, of a module or of a state dict."""
+    root = popdist.num_instances() - 1
+    torch.manual_seed(popdist.instance_index())
+    net = Net()
+    net.register_buffer("flags", torch.rand(5) > 0.5)
+    net.register_buffer("low", torch.randn(3, 2, dtype=torch.bfloat16).t())
+    net.register_buffer("phase", torch.randn(2, dtype=torch.complex64))
+    expected = popdist.checksum(net)
+
+    popdist.broadcast_weights(net, root)
+
+    assert net.second.weight is net.first.weight
+    torch.manual_seed(root)
+    own = Net()
+    assert torch.equal(own.first.weight, net.first.weight)
+    assert torch.equal(own.statistics, net.statistics)
+    assert (popdist.checksum(net) == expected) == is_last()
+    state = {"x": torch.full((2,), float(popdist.instance_index())), "step": 3}
+    popdist.broadcast_weights(state, root)
+    assert state["x"].tolist() == [root, root]  # type: ignore[attr-defined] # a tensor by its name
+
+
+def law_different_models_are_refused() -> None:
+    """Before any weight changes; the message names who differs."""
+    if popdist.num_instances() == 1:
+        return
+    net = nn.Linear(3, 4 if is_last() else 2)
+    before = popdist.checksum(net)
+    with refused(
+        popdist.WeightsError, f"of instance {popdist.num_instances() - 1} differ from those of instance 0"
+    ):
+        popdist.ReplicatedModel(net)
+    assert popdist.checksum(net) == before
+    with refused(popdist.WeightsError, "no such instance"):
+        popdist.broadcast_weights(net, popdist.num_instances())
+
+
+def law_plain_loops_reduce_after_backward() -> None:
+    """all_reduce_gradients gives the bits of ReplicatedModel; with several local replicas it shows that loop."""
+    model = popdist.ReplicatedModel(Net())
+    plain = copy.deepcopy(model.module)
+    batch = samples(2 * popdist.num_replicas())
+    x, y = share(batch)
+    cross_entropy(plain(x), y).backward()
+    if popdist.num_local_replicas() > 1:
+        with refused(popdist.BatchError, r"for x, y in model\.micro_batches\(batch\)"):
+            popdist.all_reduce_gradients(plain)
+        return
+    single = copy.deepcopy(plain)
+
+    popdist.all_reduce_gradients(plain)
+    popdist.all_reduce_gradients(single, op="sum")
+
+    train(model, (x, y))
+    check_equal_everywhere(plain)
+    for mean, total, replicated in zip(plain.parameters(), single.parameters(), model.parameters(), strict=True):
+        assert (mean.grad is None) == (replicated.grad is None)
+        if mean.grad is not None and total.grad is not None and replicated.grad is not None:
+            assert torch.equal(mean.grad, replicated.grad)
+            assert torch.equal(mean.grad, total.grad / popdist.num_instances())
+
+
+def law_a_part_of_the_job_has_no_gradient() -> None:
+    """Within execute_on_instances the other replicas are missing."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(Net())
+
+    def alone() -> None:
+        with refused(popdist.CollectiveError, "on instance 0 only"):
+            train(model, samples(4))
+
+    popdist.execute_on_instances({0}, alone)
+    check_recovered(model)

@@ -1,0 +1,110 @@
+"""The page for those who come from elsewhere tells the truth: its scripts run, with as many samples as it says."""
+
+import os
+import re
+import socket
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, blocks
+from tests.running import Poprun, run
+
+PAGE = ROOT / "docs" / "from-ddp.md"
+IN_TURN = ROOT / "tests" / "docs" / "in_turn.py"
+STAND_INS = ROOT / "tests" / "docs" / "stand_ins"
+
+DEADLINE_SECONDS = 100.0
+
+SCRIPTS = ("plain", "DDP", "accelerate", "Fabric", "Horovod", "PopDist")
+"""In their order on the page; the others' names are those of its last table."""
+
+ON_THE_CPU = (('"cuda"', '"cpu"'), ("Accelerator()", "Accelerator(cpu=True)"))
+"""What is written otherwise on a machine without a GPU."""
+
+COUNT = '\nprint("{}", sum(len(batch[0]) for batch in loader))\n'
+
+
+def scripts() -> list[str]:
+    """The Python blocks of the page, for the CPU."""
+    texts = [block.text for block in blocks(PAGE) if block.language == "python"]
+    for there, here in ON_THE_CPU:
+        texts = [text.replace(there, here) for text in texts]
+    return texts
+
+
+def diff() -> list[str]:
+    """The lines of the page's diff."""
+    (block,) = (block for block in blocks(PAGE) if block.language == "diff")
+    return [line or " " for line in block.text.splitlines()]
+
+
+def told() -> dict[str, int]:
+    """How many samples an epoch has, as the page's last table tells."""
+    rows = re.findall(r"^\| (\w+) \| (\d+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: int(number) for name, number in rows}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where ``task.py`` is."""
+    (tmp_path / "task.py").write_text(scripts()[0], encoding="utf-8")
+    return tmp_path
+
+
+def test_four_lines_are_changed() -> None:
+    """The diff is one of the script that stands before it, and no longer than it says."""
+    before = "\n".join(line[1:] for line in diff() if line[0] != "+").replace('"cuda"', '"cpu"')
+
+    assert before.strip() == scripts()[1].strip()
+    assert Counter(line[0] for line in diff() if line[0] != " ") == {"-": 3, "+": 5}
+
+
+@pytest.mark.deadline(2 * DEADLINE_SECONDS)
+def test_the_changed_script_runs_as_the_page_says(folder: Path) -> None:
+    """Alone and in two jobs with the same replicas, which end with the same bits; nobody sees a sample twice."""
+    after = "\n".join(line[1:] for line in diff() if line[0] != "-")
+    count = "\nprint(popdist.checksum(model), sum(batch.num_samples_job for batch in loader))\n"
+    (folder / "train.py").write_text(after + count, encoding="utf-8")
+    (block,) = (block for block in blocks(PAGE) if block.language == "bash")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    finished = run(["bash", "-euc", block.text], env={"PATH": path}, cwd=folder, deadline_seconds=DEADLINE_SECONDS)
+    ends = [line.rpartition(":")[2].split() for line in finished.succeeded().out.splitlines()]
+
+    assert len(ends) == 4
+    assert {int(count) for _, count in ends} == {told()["popdist"]}
+    assert len({checksum for checksum, _ in ends[1:]}) == 1
+
+
+@pytest.mark.deadline(2 * DEADLINE_SECONDS)
+def test_the_other_scripts_run_under_poprun(poprun: Poprun, folder: Path) -> None:
+    """As they are, in two processes, and they see as many samples as the page says.
+
+    Horovod and PopTorch are stand-ins, because neither can be installed here: of those two the test shows that the
+    scripts are programs, and not what Horovod and PopTorch make of them.
+    """
+    with ExitStack() as held:
+        words = []
+        for name, text in zip(SCRIPTS, scripts()[1:], strict=True):
+            (folder / f"{name}.py").write_text(text + COUNT.format(name), encoding="utf-8")
+            port = held.enter_context(socket.socket())
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            port.bind(("127.0.0.1", 0))
+            words.append(f"{folder / name}.py:{port.getsockname()[1]}")
+        search = os.pathsep.join([str(STAND_INS), *(path or "." for path in sys.path)])
+        finished = poprun(
+            *("-n", "2", "--launcher", "local", "--tag-output=no"),
+            *(sys.executable, "-W", "ignore", str(IN_TURN), *words),
+            env={"PYTHONPATH": search},
+            deadline_seconds=DEADLINE_SECONDS,
+        )
+    seen = dict.fromkeys(SCRIPTS, 0)
+    for line in finished.succeeded().lines:
+        seen[line.split()[0]] += int(line.split()[1])
+
+    assert seen.pop("plain") == 2 * told()["popdist"]
+    assert seen.pop("PopDist") < told()["popdist"]
+    assert {**seen, "popdist": 1001} == told()

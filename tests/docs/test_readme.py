@@ -1,0 +1,122 @@
+"""The README tells the truth: each of its blocks runs, and what it shows is printed."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.markdown import ROOT, Block, blocks
+from tests.running import Finished, run
+
+README = ROOT / "README.md"
+MOST_LINES = 130
+
+TRAINING_SECONDS = 120.0
+
+CHANGING = (
+    (r"\d+\.\d+%", "N%"),
+    (r"weights [0-9a-f]{32}", "weights CHECKSUM"),
+    (r"cores? [\d,-]+", "cores N"),
+    (r"\d+ per replica", "N per replica"),
+    (r"\d+\.\d+\.\d+\w*", "VERSION"),
+    (r"folder +\S+", "folder HERE"),
+    (r"\S*/bin/", "BIN/"),
+    (r"[ ─]+", " "),
+)
+"""What differs from machine to machine in what is printed, and what stands for it in a comparison."""
+
+in_the_scripts_environment = pytest.mark.skipif(
+    Path(sys.prefix) != ROOT / ".venv", reason="makes .venv when there is none: scripts/test runs this test in it"
+)
+
+
+def of_language(language: str) -> list[Block]:
+    """The README's blocks in ``language``."""
+    return [block for block in blocks(README) if block.language == language]
+
+
+def shell(commands: str, cwd: Path = ROOT) -> Finished:
+    """Run ``commands`` as a reader who has activated the environment does."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        env={"PATH": path},
+        cwd=cwd,
+        deadline_seconds=TRAINING_SECONDS,
+    )
+
+
+def normalised(text: str) -> list[str]:
+    """The lines of ``text`` without what changes from machine to machine."""
+    for pattern, name in CHANGING:
+        text = re.sub(pattern, name, text)
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def test_the_readme_is_short() -> None:
+    """Who wants to know more follows its links."""
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_no_block_escapes_the_tests() -> None:
+    """Each block is in a language that a test below runs."""
+    assert {block.language for block in blocks(README)} == {"bash", "console", "diff"}
+
+
+@pytest.mark.deadline(TRAINING_SECONDS + 20)
+@pytest.mark.parametrize("block", of_language("console"), ids=lambda block: f"line {block.line}")
+def test_a_command_prints_what_is_shown(block: Block) -> None:
+    """The numbers may differ from machine to machine, nothing else."""
+    command, _, shown = block.text.partition("\n")
+
+    assert normalised(shell(command.removeprefix("$ ")).succeeded().out) == normalised(shown)
+
+
+@pytest.mark.deadline(2 * TRAINING_SECONDS)
+def test_the_weights_are_the_same_for_every_split() -> None:
+    """The last line of the training, checksum included, does not depend on the number of instances."""
+    command = of_language("console")[0].text.splitlines()[0].removeprefix("$ ") + " --epochs 2"
+    ends = [
+        shell(command.replace("--num-instances 2", f"--num-instances {number}")).succeeded().out.splitlines()[-1]
+        for number in (1, 4)
+    ]
+
+    assert ends[0] == ends[1].removeprefix("[1,0]<stdout>:")
+
+
+@pytest.mark.deadline(TRAINING_SECONDS + 20)
+@in_the_scripts_environment
+def test_the_first_command_trains_the_model() -> None:
+    """``scripts/demo`` ends with a model that reads handwritten digits, from a checkout as it is."""
+    scripts = of_language("bash")[0].text.splitlines()
+    demo, test = (shlex.split(line, comments=True) for line in scripts)
+    finished = shell(shlex.join(demo)).succeeded()
+    accuracies = re.findall(r"test accuracy (\d+\.\d+)%", finished.out)
+
+    assert float(accuracies[-1]) >= 97
+    assert shell(shlex.join([*test, "--collect-only", "--quiet", "tests/unit"])).succeeded().out
+
+
+@pytest.mark.parametrize("block", of_language("bash")[1:], ids=lambda block: f"line {block.line}")
+def test_a_shell_block_runs(block: Block, tmp_path: Path) -> None:
+    """Every further command ends well, in the order in which they stand there."""
+    shell(block.text, cwd=tmp_path).succeeded()
+
+
+@pytest.mark.deadline(TRAINING_SECONDS)
+def test_the_diff_is_between_two_scripts_that_run(tmp_path: Path) -> None:
+    """Without the plus lines it is a plain PyTorch script; with them it runs with and without poprun."""
+    (block,) = of_language("diff")
+    lines = block.text.splitlines()
+    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+    (tmp_path / "before.py").write_text(before, encoding="utf-8")
+    (tmp_path / "after.py").write_text(after, encoding="utf-8")
+
+    assert "popdist" not in before
+    shell("python before.py", cwd=tmp_path).succeeded()
+    shell("python after.py", cwd=tmp_path).succeeded()
+    shell("poprun -n 2 --num-replicas 4 python after.py", cwd=tmp_path).succeeded()

@@ -1,0 +1,72 @@
+"""Find the processes of a running job of poprun's, to do something to one of them."""
+
+import random
+
+import psutil
+
+from tests.faults.catalogue import Target
+
+VICTIM = 1
+"""The instance whose shim or agent is hit."""
+
+_RANKS = ("POPRUN_INSTANCE", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def find_target(root: int, target: Target, chance: random.Random) -> psutil.Process | None:
+    """The process of poprun's job that ``target`` means, or None while there is none."""
+    if target is Target.SHIM:
+        found = [process for process in bare_interpreters(root) if not _is_agent(process) and _is_victim(process)]
+    elif target is Target.AGENT:
+        found = [process for process in bare_interpreters(root) if _is_agent(process) and _is_victim(process)]
+    elif target is Target.PROXY:
+        found = named_processes(root, "hydra_pmi_proxy")
+    elif target is Target.RUNTIME:
+        found = named_processes(root, "shim.py")[:1]
+    else:
+        found = [*named_processes(root, "shim.py"), *named_processes(root, "hydra"), *_programs(root)]
+    return chance.choice(found) if found else None
+
+
+def named_processes(root: int, name: str) -> list[psutil.Process]:
+    """Living descendants of ``root`` whose command line holds ``name``, parents before children."""
+    try:
+        family = psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process for process in family if any(name in word for word in _words(process))]
+
+
+def bare_interpreters(root: int) -> list[psutil.Process]:
+    """The shims and the agents below poprun; the MPI runtime has their words in its command line, too."""
+    return [process for process in named_processes(root, "shim.py") if _words(process)[1:2] == ["-I"]]
+
+
+def _programs(root: int) -> list[psutil.Process]:
+    """The interpreters of the programs; poprun's own command line names the program, too."""
+    return [
+        process for process in named_processes(root, "program.py") if "program.py" in "".join(_words(process)[1:2])
+    ]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    """An agent's parent is a shim; a shim's is the runtime or poprun."""
+    try:
+        parent = process.parent()
+    except psutil.Error:
+        return False
+    return parent is not None and _words(parent)[1:2] == ["-I"]
+
+
+def _is_victim(process: psutil.Process) -> bool:
+    try:
+        environment = process.environ()
+    except psutil.Error:
+        return False
+    return any(environment.get(name) == str(VICTIM) for name in _RANKS)

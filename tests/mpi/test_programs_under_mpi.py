@@ -1,0 +1,80 @@
+"""Programs that do not know us, under both MPI runtimes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.running import MpiEnvironment, Poprun, run
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+LIBRARY = {"mpich": "MPICH", "openmpi": "Open MPI"}
+
+WHICH_LIBRARY = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+print(MPI.Get_library_version())
+"""
+
+
+@pytest.fixture
+def under_mpi(mpi: MpiEnvironment) -> Poprun:
+    """The command with each MPI runtime in turn."""
+    return Poprun(python=mpi.python, options=("--launcher", "mpi", "--tag-output=no"), name=mpi.name)
+
+
+@pytest.mark.skipif(
+    "CI" not in os.environ, reason="CI must not skip; elsewhere scripts/test makes both environments"
+)
+def test_ci_has_both_runtimes(mpi_environments: dict[str, MpiEnvironment]) -> None:
+    """Where it counts, no test of MPI is skipped."""
+    assert set(mpi_environments) == set(LIBRARY)
+
+
+def test_an_environment_holds_the_runtime_of_its_name(mpi: MpiEnvironment) -> None:
+    """What the environments are called is what mpi4py finds in them."""
+    assert run([str(mpi.python), "-c", WHICH_LIBRARY]).succeeded().out.startswith(LIBRARY[mpi.name])
+
+
+def test_poprun_takes_the_runtime_of_its_own_environment(mpi: MpiEnvironment) -> None:
+    """In each environment poprun starts the programs with the launcher that belongs to their library."""
+    finished = Poprun(python=mpi.python)("-n", "2", "--launcher", "mpi", "-v", "--dry-run", "true")
+
+    assert str(mpi.mpiexec.parent) in finished.succeeded().out + finished.err
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 3, 4])
+def test_mpi_programs_see_the_whole_world(under_mpi: Poprun, num_instances: int) -> None:
+    """``COMM_WORLD`` has one rank an instance, and its collectives work."""
+    finished = under_mpi("-n", str(num_instances), str(under_mpi.python), str(EXAMPLES / "mpi_sum.py"))
+    total = sum(range(num_instances))
+
+    assert finished.succeeded().lines == [
+        f"rank {rank} of {num_instances}: the ranks add up to {total}" for rank in range(num_instances)
+    ]
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 3])
+def test_any_executable_runs_under_mpi(under_mpi: Poprun, num_instances: int) -> None:
+    """A program that never calls MPI ends the job as it ends itself."""
+    assert under_mpi("-n", str(num_instances), "echo", "Hello").succeeded().lines == ["Hello"] * num_instances
+
+
+def test_the_variables_of_open_mpi_are_there_whatever_mpi_is(under_mpi: Poprun) -> None:
+    """A program that reads Open MPI's variables finds its place under MPICH too."""
+    finished = under_mpi("-n", "3", str(under_mpi.python), str(EXAMPLES / "open_mpi_variables.py"))
+
+    assert finished.succeeded().lines == [
+        f"rank {rank} of 3, local rank {rank}: items {list(range(10))[rank::3]}" for rank in range(3)
+    ]
+
+
+def test_distributed_data_parallel_runs_unmodified_under_mpi(under_mpi: Poprun) -> None:
+    """The process group of torch forms although the processes came from an MPI runtime."""
+    finished = under_mpi("-n", "2", str(under_mpi.python), str(EXAMPLES / "plain_ddp.py"))
+    ranks, weights = zip(*(line.split(": ") for line in finished.succeeded_but_for_torch().lines), strict=True)
+
+    assert ranks == ("rank 0 of 2", "rank 1 of 2")
+    assert weights[0] == weights[1]

@@ -1,0 +1,107 @@
+"""Machines and plans for tests, so that a test names only what it is about."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+from hypothesis import strategies as st
+
+from poprun.plan import LaunchPlan
+from poprun.planner import make_plan
+from poprun.request import LauncherChoice, LaunchRequest
+from poprun.settings import EndingSettings, OutputSettings
+from poprun.topology import Gpu, MachineFacts, MpiKind, MpiRuntime
+
+MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")
+
+LAPTOP: Final = MachineFacts(
+    hostname="box.example.org",
+    host_aliases=frozenset({"localhost", "127.0.0.1", "box", "box.example.org"}),
+    cores=(0, 1, 2, 3),
+)
+
+CLUSTER_NODE: Final = replace(LAPTOP, mpi=MPICH, cores=tuple(range(64)))
+
+
+def with_gpus(free: str, machine: MachineFacts = LAPTOP) -> MachineFacts:
+    """``machine`` with a GPU for each letter of ``free``: ``f`` is a free one, ``b`` a busy one."""
+    return replace(machine, gpus=tuple(Gpu(name=str(i), is_free=letter == "f") for i, letter in enumerate(free)))
+
+
+def planned(machine: MachineFacts = LAPTOP, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a LaunchRequest
+    """The plan for a request with ``asked``; its program and folder are there if they are not named."""
+    words = {"program": ("/bin/train", "--epochs", "3"), "working_directory": "/home/me", **asked}
+    return make_plan(LaunchRequest(**words), machine)
+
+
+def output_settings(num_instances: int) -> st.SearchStrategy[OutputSettings]:
+    """Any settings for the output of ``num_instances``."""
+    instances = st.sets(st.integers(0, num_instances - 1), min_size=1)
+    settings = st.builds(
+        OutputSettings,
+        shown_instances=st.none() | instances.map(lambda numbers: tuple(sorted(numbers))),
+        is_tagged=st.none() | st.booleans(),
+        is_folded=st.booleans(),
+        log_dir=st.none() | st.just("logs"),
+        has_monitor=st.booleans(),
+    )
+    return settings | settings.map(lambda some: replace(some, is_tagged=None, tag_format="{instance}: "))
+
+
+def ending_settings() -> st.SearchStrategy[EndingSettings]:
+    """Any settings for the end of a job."""
+    seconds = st.floats(1e-3, 1e6)
+    return st.builds(
+        EndingSettings,
+        stop_timeout_seconds=st.floats(0, 1e6),
+        start_timeout_seconds=seconds,
+        timeout_seconds=st.none() | seconds,
+        max_restarts=st.integers(0, 99),
+        hang_report_seconds=st.none() | seconds,
+        hang_timeout_seconds=st.none() | seconds,
+        report_file=st.none() | st.just("report.json"),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> LaunchPlan:
+    """Any plan that the planner can make."""
+    word = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=6)
+    num_hosts = draw(st.integers(1, 6))
+    num_instances = num_hosts * draw(st.integers(1, 5))
+    machine = replace(
+        LAPTOP,
+        cores=tuple(sorted(draw(st.sets(st.integers(0, 300), min_size=1, max_size=12)))),
+        gpus=tuple(Gpu(name=name) for name in draw(st.sets(word, max_size=9))),
+        mpi=draw(
+            st.none()
+            | st.builds(
+                MpiRuntime, kind=st.sampled_from(MpiKind), path=word, version=word, forker=st.none() | word
+            )
+        ),
+    )
+    return planned(
+        machine,
+        program=tuple(draw(st.lists(word, max_size=3))),
+        working_directory="/" + draw(word),
+        hosts=tuple(draw(host_lists(num_hosts))),
+        num_instances=num_instances,
+        num_replicas=num_instances * draw(st.integers(1, 5)),
+        ipus_per_replica=draw(st.integers(1, 3)),
+        launcher=draw(st.sampled_from([LauncherChoice.AUTO, LauncherChoice.LOCAL])),
+        mpi_global_args=tuple(draw(st.lists(word, max_size=2))),
+        mpi_local_args=tuple(draw(st.lists(word, max_size=2))),
+        threads_per_replica=draw(st.none() | st.integers(1, 99)),
+        output=draw(output_settings(num_instances)),
+        ending=draw(ending_settings()),
+        is_deterministic=draw(st.booleans()),
+    )
+
+
+def host_lists(num_hosts: int) -> st.SearchStrategy[list[str]]:
+    """Lists of ``num_hosts`` different host names, many of which differ in a number only."""
+    number = st.integers(0, 12).map(str) | st.integers(0, 12).map(lambda n: f"{n:02}") | st.just("")
+    name = st.builds(
+        "".join,
+        st.tuples(st.sampled_from(["n", "node-", "0x", "A_"]), number, st.sampled_from(["", "-ib", ".a"]), number),
+    )
+    return st.lists(name, min_size=num_hosts, max_size=num_hosts, unique=True)

@@ -1,0 +1,160 @@
+"""Strangers at the control socket of a running job, and agents that come over the network."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from poprun.authentication import NONCE_BYTES, PROOF_BYTES
+from poprun.control import MAX_MESSAGE_BYTES, abstract_address
+from tests.process.endings import has_met, write_program
+from tests.process.test_endings import wait_until
+from tests.running import Finished, Poprun, run
+
+PATIENCE_SECONDS = 20.0
+HELLO = {"event": "hello", "instance": 0, "pid": 1, "shim": 1, "runtime": 1, "ports": []}
+HOSTILE = [
+    b"nonsense\n",
+    b"\0" * 1000 + b"\n",
+    b"[]\n",
+    json.dumps({"event": "ended"}).encode() + b"\n",
+    json.dumps(HELLO).encode() + b"\n",
+    json.dumps(HELLO | {"instance": 99}).encode() + b"\n",
+    json.dumps(HELLO | {"instance": "0"}).encode() + b"\n",
+    json.dumps({"event": "stream", "instance": 0, "stream": 1}).encode() + b"\n",
+]
+
+
+def control_socket(pid: int) -> str:
+    """The name of the control socket of a running poprun."""
+    text = Path("/proc/net/unix").read_text(encoding="utf-8")
+    names = {line.split("@", 1)[1] for line in text.splitlines() if f"@poprun-{pid}-" in line}
+    assert len(names) == 1
+    return names.pop()
+
+
+def say(address: str, data: bytes) -> None:
+    """Connect, say something, and wait until poprun has hung up or a moment has passed in silence."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(0.2)
+        stranger.connect(abstract_address(address))
+        try:
+            stranger.sendall(data)
+            while stranger.recv(4096):
+                pass
+        except (TimeoutError, ConnectionError, BrokenPipeError):
+            return
+
+
+def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Path) -> None:
+    """Whatever a process of the same user says to the control socket."""
+    words = write_program(tmp_path, "ready()\nsys.stdin.read()")
+    with poprun.started("--launcher", "local", "-n", "2", *words) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        address = control_socket(process.pid)
+
+        @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(st.lists(st.sampled_from(HOSTILE) | st.binary(max_size=50), max_size=3))
+        def fuzz(pieces: list[bytes]) -> None:
+            say(address, b"".join(pieces))
+            assert process.poll() is None
+
+        for piece in HOSTILE:
+            say(address, piece)
+        say(address, b"x" * (MAX_MESSAGE_BYTES + 10) + b"\n")
+        fuzz()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+            silent.connect(abstract_address(address))
+            _, err = process.communicate("", timeout=PATIENCE_SECONDS)
+
+    assert process.returncode == 0
+    assert "refused: a control message is no JSON" in err
+    assert "refused: the event hello of 0 at a time that is not its" in err
+    assert err.count("refused") == 10
+
+
+OVER_TCP = """
+import os, sys
+from poprun.plan_file import read_plan
+from poprun.supervisor.attempts import run_attempts
+sys.exit(run_attempts(read_plan(open(sys.argv[1]).read(), "plan"), os.environ, 2, control_host=sys.argv[2]))
+"""
+
+
+def over_tcp(poprun: Poprun, folder: Path, host: str, *words: str) -> Finished:
+    """Run a job whose agents come over the network, as those of other hosts do."""
+    plan = poprun(*words[:-3], "--dry-run", "--topology-format", "json", *words[-3:]).succeeded().out
+    (folder / "plan.json").write_text(plan)
+    return run([str(poprun.python), "-c", OVER_TCP, str(folder / "plan.json"), host])
+
+
+def has_ipv6() -> bool:
+    """Whether there is an IPv6 loopback address."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_agents_come_over_the_network(poprun: Poprun, tmp_path: Path, host: str) -> None:
+    """Their programs' output arrives, and the key of the job is nowhere but in the shims' environment."""
+    text = "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr); print(*os.environ)"
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6 loopback address")
+    finished = over_tcp(poprun, tmp_path, host, "--launcher", "local", "-n", "3", sys.executable, "-c", text)
+
+    out = [line for line in finished.succeeded().lines if ":out" in line]
+    assert out == [f"[1,{n}]<stdout>:out {n}" for n in range(3)]
+    assert finished.err.count("<stderr>:err") == 3
+    assert "POPRUN_CONTROL" not in finished.out
+
+
+def test_a_failure_over_the_network_is_one(poprun: Poprun, tmp_path: Path) -> None:
+    """The same end, and the same report, as on one machine."""
+    text = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('bad'); time.sleep(600)"
+    finished = over_tcp(
+        poprun, tmp_path, "127.0.0.1", "--launcher", "local", "-n", "2", sys.executable, "-c", text
+    )
+
+    assert finished.code == 1
+    assert "bad" in finished.err
+
+
+def test_who_does_not_know_the_key_is_refused_at_the_network(poprun: Poprun, tmp_path: Path) -> None:
+    """A stranger learns nothing and disturbs nothing, whether it lies, is silent, or goes away."""
+    words = write_program(tmp_path, "ready()\nsys.stdin.read()\nopen(sys.argv[1] + '/go').read()")
+    (tmp_path / "meeting" / "go").touch()
+    plan = poprun("--launcher=local", "-n", "2", "--dry-run", "--topology-format", "json", *words).succeeded().out
+    (tmp_path / "plan.json").write_text(plan)
+    text = OVER_TCP.replace("import os, sys\n", STRANGERS)
+
+    finished = run([str(poprun.python), "-c", text, str(tmp_path / "plan.json"), "127.0.0.1"])
+
+    assert finished.code == 0
+    assert "refused: the other side does not know the key of this job" in finished.err
+    assert f"a stranger got {NONCE_BYTES} bytes" in finished.out
+
+
+STRANGERS = f"""
+import os, socket, sys, threading
+from poprun.supervisor import remote_door
+created = socket.create_server
+def create_server(*args, **kwargs):
+    listener = created(*args, **kwargs)
+    def knock():
+        liar, silent, gone = (socket.create_connection(listener.getsockname()[:2]) for _ in range(3))
+        gone.close()
+        liar.sendall(b"x" * {NONCE_BYTES + PROOF_BYTES})
+        got = b""
+        while data := liar.recv(100): got += data
+        print("a stranger got", len(got), "bytes", flush=True)
+    threading.Thread(target=knock, daemon=True).start()
+    return listener
+socket.create_server = create_server
+"""

@@ -1,0 +1,205 @@
+"""The command from its words to its exit code, as a real process that starts no other."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from poprun.plan_file import read_plan
+from poprun.render import TopologyFormat
+from tests.running import Poprun, run
+
+WITHOUT_LIBRARIES = """\
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "mpi4py", "numpy"}:
+            raise ImportError(f"{name} is not installed here")
+
+sys.meta_path.insert(0, Blocked())
+from poprun.__main__ import main
+main()
+"""
+
+WITHOUT_MPI = """\
+import os, sys
+sys.executable = "/nowhere/python"
+from poprun.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("topology_format", list(TopologyFormat))
+def test_a_dry_run_needs_no_library(topology_format: TopologyFormat) -> None:
+    """Without torch, mpi4py and numpy every format is printed; a look at a layout needs no program."""
+    words = ["-n", "2", "--num-replicas", "4", "--dry-run", "--topology-format", topology_format]
+    answer = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARIES, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert answer.returncode == 0, answer.stderr
+    assert "localhost" in answer.stdout
+
+
+@pytest.mark.parametrize("topology_format", ["json", "yaml"])
+def test_a_printed_plan_starts_as_it_is(poprun: Poprun, tmp_path: Path, topology_format: str) -> None:
+    """Plan on one command line, start on another: the same instances, replicas and program, in its own folder."""
+    code = "import os; print(os.getcwd(), os.environ['RANK'], os.environ['POPDIST_NUM_TOTAL_REPLICAS'])"
+    layout = ("--launcher", "local", "-n", "2", "--num-replicas", "6", "--no-tag-output")
+    format_words = ("--dry-run", "--topology-format", topology_format)
+    plan = poprun(*layout, *format_words, sys.executable, "-c", code, cwd=tmp_path).succeeded()
+    file = tmp_path / "plan"
+    file.write_text(plan.out)
+
+    assert poprun("--plan", str(file), "--dry-run", "--topology-format", topology_format).out == plan.out
+    assert poprun("--plan", str(file)).succeeded().lines == [f"{tmp_path} {rank} 6" for rank in range(2)]
+    assert poprun("--plan", "-", stdin=plan.out).succeeded().lines == [f"{tmp_path} {rank} 6" for rank in range(2)]
+
+
+def test_a_plan_without_a_program_takes_one(poprun: Poprun, tmp_path: Path) -> None:
+    """One layout for several programs; a plan that names its program takes no other."""
+    file = tmp_path / "plan"
+    dry_run = ("--launcher", "local", "--dry-run", "--topology-format", "json")
+    file.write_text(poprun(*dry_run).succeeded().out)
+
+    assert poprun("--plan", str(file), "echo", "hello").succeeded().out == "hello\n"
+    assert poprun("--plan", str(file)).code == 2
+
+    file.write_text(poprun(*dry_run, "echo", "hello").succeeded().out)
+    assert "names its program: leave out true" in poprun("--plan", str(file), "true").err
+
+
+def test_the_topology_before_the_start(poprun: Poprun) -> None:
+    """``--print-topology`` prints the plan, then the program runs."""
+    words = ("--launcher", "local", "--print-topology=yes", "--topology-format", "text", "echo", "hello")
+    lines = poprun(*words).succeeded().out.splitlines()
+
+    assert lines[1].strip("| ") == "poprun topology"
+    assert lines[-1] == "hello"
+
+
+def test_advice_is_no_output(poprun: Poprun) -> None:
+    """What a person should know goes to stderr; stdout is a plan that a program reads."""
+    plan = poprun("--launcher", "local", "-n", "1000", "--dry-run", "--topology-format", "json").succeeded()
+
+    assert read_plan(plan.out, "stdout").num_instances == 1000
+    assert plan.err.startswith("poprun: warning: 1,000 instances share")
+    assert plan.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--num-instnces", "2", "true"], 2, "did you mean --num-instances?"),
+        (["-n", "4", "--num-replicas", "6", "true"], 2, "nearest: 4 or 8 replicas, or 2, 3 or 6 instances"),
+        (["--num-replicas", "two", "true"], 2, "--num-replicas two: give a whole number"),
+        (["--host", "n[2-1]", "true"], 2, "runs backwards"),
+        (["--host", "192.0.2.7", "true"], 2, "--host 192.0.2.7 is not this machine"),
+        (["--plan", "/nowhere/plan.json"], 2, "--plan /nowhere/plan.json: No such file or directory"),
+        (["--plan", "/"], 2, "--plan /: Is a directory"),
+        ([], 2, "there is no PROGRAM to start"),
+        (["--print-topology", "true"], 2, "there is no PROGRAM to start"),
+        (["no-such-program"], 127, "there is no program no-such-program"),
+        (["/"], 126, "/ is a directory"),
+    ],
+)
+def test_mistakes(poprun: Poprun, words: list[str], code: int, message: str) -> None:
+    """One message on stderr, no traceback, and the exit code of its kind."""
+    finished = poprun(*words)
+
+    assert finished.code == code
+    assert finished.err.startswith("poprun: error: ")
+    assert message in finished.err
+    assert finished.err.count("\n") == 1
+
+
+def test_mpi_asked_for_and_absent() -> None:
+    """The exit code of a service that is unavailable, and the ways to get one; ``auto`` does without."""
+    command = [sys.executable, "-c", WITHOUT_MPI, "--dry-run"]
+    environment = os.environ | {"PATH": "/nowhere"}
+    asked, auto = (
+        subprocess.run(
+            [*command, *words], capture_output=True, text=True, timeout=60, check=False, env=environment
+        )
+        for words in (["--launcher", "mpi"], [])
+    )
+
+    assert (asked.returncode, asked.stdout) == (69, "")
+    assert "pip install 'poprun[mpich]'" in asked.stderr
+    assert (auto.returncode, auto.stderr) == (0, "")
+
+
+def test_the_launcher_is_told_with_its_reason(poprun: Poprun) -> None:
+    """``-v`` says which launcher is taken and why, and shows the exact command."""
+    finished = poprun("-v", "--launcher", "local", "-n", "2", "--dry-run", "true").succeeded()
+
+    assert "poprun: launcher local: asked for\n" in finished.err
+    assert "shim.py" in finished.out
+    assert "POPDIST_NUM_TOTAL_REPLICAS=2" in finished.out
+
+
+def test_nobody_reads_what_is_printed(poprun: Poprun) -> None:
+    """A reader that goes away ends poprun quietly, as it ends any other program of a pipe."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        answer = subprocess.run(
+            poprun.command("--dry-run"), stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+
+    assert (answer.returncode, answer.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_full_disk(poprun: Poprun) -> None:
+    """A plan that cannot be written is an error with its reason, not half a plan and a traceback."""
+    with Path("/dev/full").open("w") as full:
+        answer = subprocess.run(
+            poprun.command("--dry-run"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+
+    assert answer.returncode == 2
+    assert answer.stderr == "poprun: error: standard output cannot be written: No space left on device\n"
+
+
+def test_a_working_directory_that_is_gone(poprun: Poprun, tmp_path: Path) -> None:
+    """One message and no traceback."""
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$@"'
+    finished = run(["sh", "-c", script, "sh", *poprun.command("--dry-run")], cwd=tmp_path)
+
+    assert (finished.code, finished.out) == (2, "")
+    assert finished.err == "poprun: error: the working directory is gone: change to one that exists\n"
+
+
+def test_ctrl_c_before_anything_is_started(poprun: Poprun) -> None:
+    """While poprun waits for a plan, Ctrl-C ends it as any command: 130 in a shell, and no traceback."""
+    with subprocess.Popen(
+        poprun.command("-v", "--plan", "-"), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "poprun: reading the plan from standard input\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+
+    assert (process.returncode, err) == (-signal.SIGINT, "")
+
+
+def test_words_of_any_bytes(poprun: Poprun, tmp_path: Path) -> None:
+    """A file name that is no text travels through a plan unharmed."""
+    word = os.fsdecode(b"\xff\xc3\xbc")
+    plan = poprun("--launcher", "local", "--dry-run", "--topology-format", "json", "ls", word, cwd=tmp_path)
+
+    assert json.loads(plan.succeeded().out)["program"][1] == word
+    assert poprun("--dry-run", "ls", word).succeeded().err == ""
+
+
+def test_a_plan_for_other_machines_may_name_their_program(poprun: Poprun) -> None:
+    """A dry run says that the program is not here, and plans it all the same."""
+    answer = poprun("--dry-run", "-H", "node[0-1]", "-n", "2", "no-such-program", "--epochs", "3").succeeded()
+
+    assert "no-such-program --epochs 3" in answer.out
+    assert "warning: there is no program no-such-program" in answer.err

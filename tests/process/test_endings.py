@@ -1,0 +1,232 @@
+"""The laws of endings beside those of `tests.faults`: what is told, what may still be done, and odd starts.
+
+Each program leaves a grandchild in a session of its own; the suite's fixtures prove after each test that nothing
+of it is left.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.faults.targets import bare_interpreters, named_processes
+from tests.process.endings import has_met, num_notes, write_program
+from tests.running import MpiEnvironment, Poprun, run
+
+if TYPE_CHECKING:
+    import subprocess
+
+PATIENCE_SECONDS = 20.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until ``condition`` holds; fail when it does not in time."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_report_shows_the_users_own_traceback(launcher: Poprun, tmp_path: Path) -> None:
+    """Without anything in the program, in at most 15 lines."""
+    words = write_program(tmp_path, "ready()\nif rank == 2: raise ValueError('bad batch')\ntime.sleep(600)")
+
+    finished = launcher("-n", "4", *words)
+
+    told = finished.err.splitlines()
+    report = told[next(number for number, line in enumerate(told) if "failed first" in line) :]
+    assert finished.code == 1
+    assert report[0] == "poprun: instance 2 failed first: exit code 1 (host localhost, replica 2)"
+    assert report[1] == "  | Traceback (most recent call last):"
+    assert len(report) <= 15
+    assert report[-2:] == [
+        "  | ValueError: bad batch",
+        "  instances 0-1, 3   stopped by poprun: SIGTERM",
+    ]
+
+
+def test_one_failing_instance_does_not_hide_the_end_of_the_good_ones(launcher: Poprun, tmp_path: Path) -> None:
+    """An instance that ended well before is told of as such."""
+    text = """
+note("ready")
+if rank == 0: sys.exit(0)
+wait_for("ready", size)
+if rank == 1:
+    first = int(open(os.path.join(meeting, "ready-0")).read().split()[1])
+    while os.path.exists(f"/proc/{first}"): time.sleep(0.01)
+    sys.exit(9)
+time.sleep(600)
+"""
+    finished = launcher("-n", "3", *write_program(tmp_path, text))
+
+    assert finished.code == 9
+    assert "ended with 0" in finished.err
+
+
+def test_a_program_may_save_its_work_on_sigterm(launcher: Poprun, tmp_path: Path) -> None:
+    """A program that is being stopped keeps its own children until it has ended."""
+    text = """
+def save(*_):
+    child = subprocess.run([sys.executable, "-I", "-S", "-c", f"open('{meeting}/saved-{rank}', 'w')"])
+    sys.exit(child.returncode)
+signal.signal(signal.SIGTERM, save)
+ready()
+if rank == 1: sys.exit(4)
+time.sleep(600)
+"""
+    finished = launcher("-n", "3", *write_program(tmp_path, text))
+
+    assert finished.code == 4
+    assert {file.name for file in (tmp_path / "meeting").glob("saved-*")} == {"saved-0", "saved-2"}
+
+
+def test_what_a_program_leaves_behind_ends_with_the_job(launcher: Poprun, tmp_path: Path) -> None:
+    """A good end leaves nothing running either; the suite's fixtures look."""
+    assert launcher("-n", "2", *write_program(tmp_path, "print(rank)")).succeeded().out
+
+
+def interrupt(process: "subprocess.Popen[str]", signum: int) -> None:
+    """Send a signal to poprun alone, as a terminal or a job scheduler does."""
+    os.kill(process.pid, signum)
+
+
+def test_ctrl_c_reaches_the_programs_as_sigint(launcher: Poprun, tmp_path: Path) -> None:
+    """A program may handle KeyboardInterrupt; it gets SIGTERM only when it takes longer than the grace."""
+    text = """
+try:
+    ready()
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    with launcher.started("-n", "2", *write_program(tmp_path, text)) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        interrupt(process, signal.SIGINT)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+
+    assert process.returncode == 130
+    assert out.count("interrupted") == 2
+
+
+def test_the_tracebacks_of_ctrl_c_are_one_line(launcher: Poprun, tmp_path: Path) -> None:
+    """The logs keep them, and what a program says at Ctrl-C is shown."""
+    text = """
+try:
+    ready()
+    time.sleep(600)
+finally:
+    print("saved", file=sys.stderr)
+"""
+    words = ("--log-dir", "logs", "-n", "3", *write_program(tmp_path, text))
+    with launcher.started(*words, cwd=tmp_path) as process:
+        wait_until(lambda: has_met(tmp_path, 3))
+        interrupt(process, signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+
+    logs = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file())
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "poprun: instances 0-2: KeyboardInterrupt"
+    assert sorted(line[-6:] for line in err.splitlines() if line.startswith("[1,")) == [":saved"] * 3
+    assert logs.count("Traceback (most recent call last):") == 3
+
+
+def test_a_second_ctrl_c_kills_at_once(launcher: Poprun, tmp_path: Path) -> None:
+    """Programs that ignore SIGINT and SIGTERM are gone long before their grace of ten minutes is over."""
+    text = "signal.signal(signal.SIGINT, lambda *_: note('told'))\n"
+    text += "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nwhile True: time.sleep(600)"
+
+    with launcher.started("--stop-timeout", "600", "-n", "2", *write_program(tmp_path, text)) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        interrupt(process, signal.SIGINT)
+        wait_until(lambda: num_notes(tmp_path, "told") == 2)
+        interrupt(process, signal.SIGINT)
+        process.communicate(timeout=PATIENCE_SECONDS)
+
+    assert process.returncode == 130
+
+
+def test_a_missing_interpreter_is_told_as_the_shell_would(launcher: Poprun, tmp_path: Path) -> None:
+    """A script whose first line names nothing that exists: 127, and the path."""
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+
+    finished = launcher("-n", "2", str(script))
+
+    assert finished.code == 127
+    assert f"{script} is a script for /no/such/interpreter, which is not there" in finished.err
+
+
+def test_a_file_that_is_no_program(launcher: Poprun, tmp_path: Path) -> None:
+    """What execve(2) calls a format error: 126, and what such a file lacks."""
+    file = tmp_path / "file"
+    file.write_text("echo hello\n")
+    file.chmod(0o755)
+
+    finished = launcher(str(file))
+
+    assert finished.code == 126
+    assert f"cannot run {file}: it is neither a program for this machine nor a script" in finished.err
+
+
+def test_a_job_that_needs_too_many_descriptors_is_refused_and_ended() -> None:
+    """What had been started by then is ended, and the user is told what to raise."""
+    command = Poprun().command("--launcher", "local", "-n", "40", "sleep", "600")
+    finished = run(["sh", "-c", 'ulimit -n 60 && exec "$@"', "sh", *command])
+
+    assert finished.code == 70
+    assert "ulimit -n" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_words_that_the_mpi_runtime_refuses_are_shown_with_its_complaint(mpi: MpiEnvironment) -> None:
+    """The job never started: 70, and the runtime's own words."""
+    finished = Poprun(python=mpi.python)("--mpi-global-args", "--no-such-option", "-n", "2", "true")
+
+    assert finished.code == 70
+    assert "ended before the program" in finished.err
+    assert "no-such-option" in finished.err
+
+
+def youngest_of_ours(root: int, num_processes: int) -> psutil.Process:
+    """The newest shim, agent or program below ``root``, as soon as there are that many."""
+    family: list[psutil.Process] = []
+
+    def has_grown() -> bool:
+        sleeping = [process for process in named_processes(root, "600") if process.name() == "sleep"]
+        family[:] = bare_interpreters(root) + sleeping
+        return len(family) >= num_processes
+
+    wait_until(has_grown)
+    return max(family, key=lambda process: process.pid)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 6, 8])
+def test_whatever_is_killed_while_a_job_starts_it_ends(launcher: Poprun, num_processes: int) -> None:
+    """A shim, an agent or a program, whichever came last: no waiting for it, nothing left, and no exit code 0."""
+    with launcher.started("-n", "3", "sleep", "600") as process:
+        youngest_of_ours(process.pid, num_processes).kill()
+        process.communicate(timeout=PATIENCE_SECONDS)
+
+    assert process.returncode > 0
+
+
+def test_ctrl_z_stops_the_programs_too(launcher: Poprun, tmp_path: Path) -> None:
+    """A suspended job neither computes nor reads the terminal; ``fg`` continues all of it."""
+    with launcher.started("-n", "2", *write_program(tmp_path, "ready()\ntime.sleep(600)")) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        programs = named_processes(process.pid, "program.py")
+        everyone = [psutil.Process(process.pid), *programs]
+        interrupt(process, signal.SIGTSTP)
+        wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in everyone))
+        interrupt(process, signal.SIGCONT)
+        wait_until(lambda: all(one.status() != psutil.STATUS_STOPPED for one in everyone))
+        interrupt(process, signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_SECONDS)
+
+    assert process.returncode == 143

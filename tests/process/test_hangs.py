@@ -1,0 +1,172 @@
+"""Jobs that hang, and users who want to know where their jobs stand."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from poprun.agent.stacks import Announcement, StackQuestion
+from tests.process.endings import has_met
+from tests.process.test_endings import interrupt, wait_until
+from tests.running import Poprun
+
+LATE = """
+import time
+import popdist
+import torch
+
+popdist.init()
+popdist.report(step=17)
+if popdist.instance_index() == 1:
+    time.sleep(600)
+popdist.all_reduce(torch.ones(3))
+"""
+
+PAUSE = """
+import os
+import time
+import popdist
+from popdist.presence import presence
+
+rank = popdist.instance_index()
+if os.environ["POPDIST_RESTART_COUNT"] == "0":
+    if rank == 0:
+        presence.wait("barrier()")
+    time.sleep(600)
+print("done")
+"""
+"""Says that it waits, as a collective does, and needs no torch for it."""
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> str:
+    """What poprun says until a line of it holds ``text``."""
+    assert process.stderr is not None
+    said = ""
+    while text not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    return said
+
+
+def test_an_instance_that_keeps_the_others_waiting_is_named(poprun: Poprun, tmp_path: Path) -> None:
+    """With the line it stands at, before any other; the job ends with a code of its own."""
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+
+    finished = poprun(
+        *("--launcher", "local", "--hang-report", "1", "--hang-timeout", "2.5", "-n", "3", str(program))
+    )
+
+    assert finished.code == 75
+    assert "instances 0, 2 wait in all_reduce(float32[3] on cpu, op='sum')" in finished.err
+    assert "instance 1 did not arrive: it reported step 17" in finished.err
+    told = finished.err.partition("instance 1:\n")[2].splitlines()
+    assert told[:2] == [f'    | File "{program}", line 9, in <module>', "    |   time.sleep(600)"]
+    assert "popdist.all_reduce(torch.ones(3))" in finished.err.partition("instances 0, 2:\n")[2]
+    assert finished.err.count("did not arrive") == 1
+    assert "no progress for --hang-timeout 2.5 s" in finished.err
+
+
+def test_a_hang_is_a_failure_that_is_started_again(poprun: Poprun) -> None:
+    """An attempt that hangs is not the last one."""
+    words = ("--hang-timeout=1", "--max-restarts=1", "-n2", "--no-tag-output", sys.executable, "-c", PAUSE)
+
+    finished = poprun(*words)
+
+    assert finished.succeeded().lines == ["done", "done"]
+    assert "attempt 0: no progress for --hang-timeout 1 s" in finished.err
+
+
+def test_a_report_alone_leaves_the_job_running(poprun: Poprun) -> None:
+    """It says so, once."""
+    with poprun.started("--hang-report", "1", "-n2", "-v", sys.executable, "-c", PAUSE) as process:
+        said = read_until(process, "the job goes on")
+        interrupt(process, signal.SIGTERM)
+        _, rest = process.communicate(timeout=20)
+
+    assert re.search(r"no progress for \d+ s: instance 0 waits in barrier\(\)", said)
+    assert "instance 1 did not arrive: it has not called popdist.init() yet" in said
+    assert (process.returncode, "did not arrive" in rest) == (143, False)
+
+
+KINDS = """
+case $RANK in
+2) touch "$1/ready-2"; exec sleep 603 ;;
+4) exec "$PYTHON" -I stand.py "$1" ;;
+*) exec "$PYTHON" stand.py "$1" ;;
+esac
+"""
+STAND = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    import popdist
+    popdist.num_instances()
+open(f"{sys.argv[1]}/ready-{rank}", "w").close()
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(600)
+"""
+
+
+def test_ctrl_backslash_shows_where_every_program_stands(launcher: Poprun, tmp_path: Path) -> None:
+    """Python with popdist and without, another program, a stopped one, an isolated one: none is disturbed."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    (tmp_path / "stand.py").write_text(STAND)
+    words, env = ("sh", "-c", KINDS, "sh", str(meeting)), {"PYTHON": sys.executable}
+
+    with launcher.started("-n", "5", *words, env=env, cwd=tmp_path) as process:
+        wait_until(lambda: has_met(tmp_path, 5))
+        wait_until(lambda: len(stopped_processes(process.pid)) == 1)
+        said = []
+        for _ in range(2):
+            interrupt(process, signal.SIGQUIT)
+            said.append(read_until(process, "-I stand.py"))
+        interrupt(process, signal.SIGTERM)
+        process.communicate(timeout=20)
+
+    for text in said:
+        assert text.count("    |   time.sleep(600)") == 1
+        assert "  instances 0-1:\n" in text
+        assert re.search(r"process \d+: sleeping in clock_nanosleep, .*\(sleep 603\)", text)
+        assert re.search(r"process \d+: stopped by a signal, SIGCONT continues it \(.*stand\.py", text)
+    assert process.returncode == 143
+
+
+def stopped_processes(root: int) -> list[psutil.Process]:
+    """The descendants of ``root`` that a signal has stopped."""
+    return [one for one in psutil.Process(root).children(recursive=True) if one.status() == psutil.STATUS_STOPPED]
+
+
+def test_a_single_program_keeps_the_terminal(poprun: Poprun) -> None:
+    """It is asked twice, and reads its input afterwards as if nothing had been."""
+    program = "print('ready', flush=True); print(input())"
+    with poprun.started("--launcher", "local", sys.executable, "-c", program) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for _ in range(2):
+            interrupt(process, signal.SIGQUIT)
+            read_until(process, 'File "<string>", line 1, in <module>')
+        out, _ = process.communicate("goes on\n", timeout=20)
+
+    assert (process.returncode, out) == (0, "goes on\n")
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: bool) -> None:
+    """Whatever a page announces: the signal would end the process."""
+    with (tmp_path / "page").open("w+b") as page, subprocess.Popen(["sleep", "600"]) as process:
+        pid = process.pid if is_child else psutil.Process().ppid()
+        answer = StackQuestion(page.fileno(), 4096, Announcement(pid, 63)).answer()
+        is_alive = process.poll() is None
+        process.kill()
+
+    assert is_alive
+    assert answer is not None
+    assert (answer["text"], "sleep 600" in str(answer["processes"])) == ("", True)

@@ -1,0 +1,98 @@
+"""Looking at running jobs, from outside and with ``--monitor``."""
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from poprun.control import abstract_address, encode
+from tests.process.endings import has_met, write_program
+from tests.process.test_control_socket import control_socket
+from tests.process.test_endings import wait_until
+from tests.running import Finished, Poprun, run
+
+TOP = [sys.executable, "-c", "from poprun.monitor.top import main; main()"]
+
+
+def look(*words: str) -> Finished:
+    """What ``poprun-top`` shows, on a wide screen."""
+    return run([*TOP, *words], env={"COLUMNS": "120"})
+
+
+def test_a_running_job_is_shown(poprun: Poprun, tmp_path: Path) -> None:
+    """By its process id or its name; who looks leaves it as it is."""
+    words = write_program(tmp_path, "print('warming up', file=sys.stderr)\nready()\ntime.sleep(600)")
+    with poprun.started("-n", "2", *words, env={"POPDIST_JOB_ID": "mine"}) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        wait_until(lambda: "warming up" in look(str(process.pid)).out)
+        by_name = look("mine").succeeded().out
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+
+    assert f"poprun {process.pid}  job mine" in by_name
+    assert "running for" in by_name
+    assert [line.split()[:2] for line in by_name.splitlines() if "warming up" in line] == [
+        ["0", "running"],
+        ["1", "running"],
+    ]
+    assert process.returncode == 143
+
+
+def test_a_job_that_is_not_there() -> None:
+    """One sentence, and no traceback."""
+    finished = look("no-such-job")
+
+    assert (finished.code, finished.err) == (1, "Error: no job no-such-job is running here\n")
+
+
+def test_a_monitor_that_does_not_read_is_let_go(poprun: Poprun, tmp_path: Path) -> None:
+    """The job is not held up by it."""
+    words = write_program(tmp_path, "ready()\nsys.stdin.read()")
+    with poprun.started("-n", "2", *words) as process, socket.socket(socket.AF_UNIX) as deaf:
+        wait_until(lambda: has_met(tmp_path, 2))
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        deaf.connect(abstract_address(control_socket(process.pid)))
+        deaf.sendall(encode({"event": "view"}))
+        process.communicate("", timeout=20)
+
+    assert process.returncode == 0
+
+
+def test_monitor_needs_a_terminal(poprun: Poprun) -> None:
+    """A file or a pipe cannot be drawn on."""
+    finished = poprun("--monitor", "--", "true")
+
+    assert finished.code == 2
+    assert "--monitor draws on a terminal" in finished.err
+
+
+def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun) -> None:
+    """What remains on the terminal is the report of a failure."""
+    text = "import os, sys, time; print('a line', file=sys.stderr); time.sleep(2); sys.exit(3)"
+    ours, theirs = pty.openpty()
+    command = poprun.command("--monitor", "--launcher=local", "-n", "2", sys.executable, "-c", text)
+    with subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"},
+    ) as process:
+        os.close(theirs)
+        seen = b""
+        try:
+            while chunk := os.read(ours, 4096):
+                seen += chunk
+        except OSError:  # the last process has closed the terminal
+            pass
+        process.wait(20)
+    os.close(ours)
+    screen = seen.decode(errors="replace")
+
+    assert process.returncode == 3
+    assert "2 instances" in screen
+    assert "[0] a line" not in screen.partition("failed first")[0]
+    assert screen.rindex("\x1b[?25h") < screen.index("failed first")

@@ -1,0 +1,47 @@
+"""Programs that do not know us, started without MPI."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import Poprun
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.fixture
+def local() -> Poprun:
+    """The command with the launcher that needs no MPI."""
+    return Poprun(options=("--launcher", "local"))
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 3, 4])
+def test_any_executable_runs(local: Poprun, num_instances: int) -> None:
+    """``poprun echo Hello`` says Hello once an instance, and needs nothing of the program."""
+    finished = local("-n", str(num_instances), "--tag-output=no", "echo", "Hello")
+
+    assert finished.succeeded().lines == ["Hello"] * num_instances
+
+
+@pytest.mark.parametrize("num_instances", [1, 3])
+def test_the_variables_of_open_mpi_are_there(local: Poprun, num_instances: int) -> None:
+    """A program that reads Open MPI's variables finds its place although there is no MPI."""
+    finished = local(
+        "-n", str(num_instances), "--tag-output=no", sys.executable, str(EXAMPLES / "open_mpi_variables.py")
+    )
+
+    assert finished.succeeded().lines == [
+        f"rank {rank} of {num_instances}, local rank {rank}: items {list(range(10))[rank::num_instances]}"
+        for rank in range(num_instances)
+    ]
+
+
+@pytest.mark.parametrize("num_instances", [1, 2])
+def test_distributed_data_parallel_runs_unmodified(local: Poprun, num_instances: int) -> None:
+    """A script with torch's own process group and DistributedDataParallel trains, and its ranks agree."""
+    finished = local("-n", str(num_instances), "--tag-output=no", sys.executable, str(EXAMPLES / "plain_ddp.py"))
+    ranks, weights = zip(*(line.split(": ") for line in finished.succeeded_but_for_torch().lines), strict=True)
+
+    assert ranks == tuple(f"rank {rank} of {num_instances}" for rank in range(num_instances))
+    assert len(set(weights)) == 1

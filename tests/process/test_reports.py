@@ -1,0 +1,58 @@
+"""The report of a job as a file, from real jobs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import Poprun, run
+
+FAIL_ONCE = """
+import os, sys
+held = bytearray(2 ** 26)
+if os.environ["RANK"] == "1" and os.environ["POPDIST_RESTART_COUNT"] == "0":
+    raise ValueError("bad batch")
+"""
+
+
+def test_a_job_and_its_restart_are_in_the_report(launcher: Poprun, tmp_path: Path) -> None:
+    """Both attempts, with the last words of the first one's failure; the file starts at the working directory."""
+    words = ("--max-restarts", "1", "--report", "report.json", "-n", "2", sys.executable, "-c", FAIL_ONCE)
+    launcher(*words, cwd=tmp_path).succeeded()
+
+    job = json.loads((tmp_path / "report.json").read_text())
+    first, second = job["attempts"]
+    assert (job["exit_code"], job["error"]) == (0, "")
+    assert (first["exit_code"], first["first_failure"]) == (1, 1)
+    assert first["instances"][1]["excerpt"][-1] == "ValueError: bad batch"
+    assert (second["exit_code"], second["first_failure"]) == (0, None)
+    assert [instance["exit_code"] for instance in second["instances"]] == [0, 0]
+    assert all(instance["peak_memory_bytes"] > 2**26 for instance in second["instances"])
+    assert second["instances"][0]["duration_seconds"] > 0
+    assert first["ended_at"] <= second["started_at"]
+
+
+@pytest.mark.parametrize("file", ["missing/report.json", ".", "/dev/null"])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(
+    poprun: Poprun, tmp_path: Path, file: str
+) -> None:
+    """With the name that was given."""
+    finished = poprun("--launcher", "local", "--report", file, "touch", "started", cwd=tmp_path)
+
+    assert finished.code == 2
+    assert f"--report {file} cannot be written: " in finished.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_cannot_be_written_in_the_end_is_a_warning(poprun: Poprun, tmp_path: Path) -> None:
+    """The folder is gone; the job's exit code is its own."""
+    command = poprun.command(
+        "--launcher", "local", "--report", "gone/report.json", "sh", "-c", "rmdir gone; exit 3"
+    )
+    (tmp_path / "gone").mkdir()
+
+    finished = run(command, cwd=tmp_path)
+
+    assert finished.code == 3
+    assert finished.err.count("warning: --report ") == 1

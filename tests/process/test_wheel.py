@@ -1,0 +1,97 @@
+"""The distribution: what is built from a checkout runs where there is nothing else of it, not even torch."""
+
+import importlib.metadata
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from popdist.contract import VERSION
+from tests.running import run
+
+ROOT = Path(__file__).parent.parent.parent
+
+NEEDED_BY_THE_LAUNCHER = ("click", "pyyaml", "psutil", "rich", "markdown-it-py", "mdurl", "pygments")
+"""What `poprun` needs, and what that needs in turn; no torch, no numpy, no MPI."""
+
+WHERE = "import poprun, popdist; print(poprun.__file__); print(popdist.__file__)"
+
+pytestmark = pytest.mark.deadline(120)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the source distribution, and the wheel built from that."""
+    directory = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(directory), str(ROOT)]
+    run(command, deadline_seconds=100).succeeded()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of a fresh environment that holds the wheel, and links to the launcher's requirements."""
+    environment = tmp_path_factory.mktemp("fresh")
+    python = environment / "bin" / "python"
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)]).succeeded()
+    wheel = next(built.glob("*.whl"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    run([*pip, "install", "--no-deps", "--no-index", str(wheel)]).succeeded()
+    _link_requirements(next(environment.glob("lib/python3*/site-packages")))
+    return python.parent
+
+
+def _link_requirements(site_packages: Path) -> None:
+    for requirement in NEEDED_BY_THE_LAUNCHER:
+        distribution = importlib.metadata.distribution(requirement)
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            (site_packages / top).symlink_to(str(distribution.locate_file(top)))
+
+
+def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
+    """It is the whole repository, and no environment or build output that lies in the checkout."""
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {Path(name).relative_to(f"poprun-{VERSION}").parts for name in archive.getnames()}
+
+    assert {"tests", "examples", "benchmarks", "docs", "scripts", "LICENSE", "constraints.txt"} <= {
+        parts[0] for parts in names
+    }
+    assert not [parts for parts in names if "__pycache__" in parts or parts[0].startswith(".venv")]
+
+
+def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
+    """Two packages with their type marker, and the licence."""
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
+        names = set(archive.namelist())
+
+    information = f"poprun-{VERSION}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"poprun", "popdist", information}
+    assert {"poprun/py.typed", "popdist/py.typed", f"{information}/licenses/LICENSE"} <= names
+
+
+def test_both_packages_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """What is imported elsewhere is the installed copy, and it needs no torch."""
+    finished = run([str(installed / "python"), "-c", WHERE], cwd=tmp_path).succeeded()
+
+    assert [Path(line).is_relative_to(installed.parent) for line in finished.out.splitlines()] == [True, True]
+    assert run([str(installed / "python"), "-c", "import torch"], cwd=tmp_path).code == 1
+
+
+def test_the_installed_command_plans(installed: Path, tmp_path: Path) -> None:
+    """``poprun --dry-run`` works where there is neither torch nor MPI."""
+    words = ["--launcher", "local", "--num-instances", "2", "--num-replicas", "4", "--dry-run", "true"]
+    finished = run([str(installed / "poprun"), *words], cwd=tmp_path).succeeded()
+
+    assert finished.out
+    assert run([str(installed / "poprun"), "--version"], cwd=tmp_path).out.split()[-1] == VERSION
+
+
+@pytest.mark.parametrize("how", [("poprun",), ("python", "-m", "poprun")], ids=["script", "module"])
+def test_the_installed_command_runs_a_job(installed: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
+    """The script and ``python -m poprun`` start a job, agents included."""
+    command = [str(installed / how[0]), *how[1:], "-n", "2", "--launcher", "local", "echo", "Hello"]
+    finished = run(command, cwd=tmp_path).succeeded()
+
+    assert [line.endswith("Hello") for line in finished.lines] == [True, True]

@@ -1,0 +1,43 @@
+"""An aborted job names the instance that called MPI_Abort."""
+
+from poprun.supervisor.aborts import blame_aborter
+from poprun.supervisor.state import SHIM_KILLED, InstanceState, InstanceStatus
+
+WORDS = "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 9) - process 1"
+
+
+def stopped(index: int, at_seconds: float = 1.0) -> InstanceStatus:
+    """An instance that the MPI runtime and then its agent ended."""
+    return InstanceStatus(
+        index=index,
+        state=InstanceState.ENDED,
+        exit_code=-15,
+        exited_at_seconds=at_seconds,
+        was_stopped=True,
+        problem=SHIM_KILLED,
+    )
+
+
+def test_the_instance_that_says_so_has_failed() -> None:
+    """With the launcher's code, which is the one that the program gave."""
+    first, second = blame_aborter([stopped(0), stopped(1)], {0: ["hello"], 1: ["", WORDS]}, 9)
+
+    assert first == stopped(0)
+    assert (second.has_failed, second.exit_code, second.problem) == (True, 9, "")
+
+
+def test_the_first_of_several_is_blamed() -> None:
+    """An error that all instances meet aborts the job once."""
+    statuses = [stopped(0, 3.0), stopped(1, 2.0)]
+
+    assert [one.was_stopped for one in blame_aborter(statuses, {0: [WORDS], 1: [WORDS]}, 9)] == [True, False]
+
+
+def test_nobody_is_blamed_without_words_or_code() -> None:
+    """A program may print what it likes; without an aborted launcher it means nothing."""
+    statuses = [stopped(0)]
+
+    assert blame_aborter(statuses, {0: [WORDS]}, 0) == statuses
+    assert blame_aborter(statuses, {0: [WORDS]}, None) == statuses
+    assert blame_aborter(statuses, {0: [WORDS]}, -9) == statuses
+    assert blame_aborter(statuses, {0: ["an Abort(9) on node 1 "]}, 9) == statuses

@@ -1,0 +1,96 @@
+"""What a user is told of a plan that is legal and may not be what they want."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from poprun.advice import advise
+from poprun.topology import MachineFacts
+from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
+
+CROWD = "{} instances with {} threads each share 4 cores: they slow each other down; --threads-per-replica {} fits"
+TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "lines"),
+    [
+        (LAPTOP, {}, ()),
+        (LAPTOP, {"num_instances": 4}, ()),
+        (with_gpus("ff"), {"num_instances": 2}, ()),
+        (LAPTOP, {"num_instances": 8}, ("8 instances share 4 cores: they slow each other down",)),
+        (
+            LAPTOP,
+            {"num_instances": 8, "threads_per_replica": 2},
+            (CROWD.format(8, 2, 1),),
+        ),
+        (
+            replace(LAPTOP, user_num_threads="64"),
+            {"num_instances": 2},
+            (CROWD.format(2, 64, 2),),
+        ),
+        (LAPTOP, {"num_replicas": 4}, (TURNS.format(4, "1 of 4 cores", "4 uses all of them"),)),
+        (LAPTOP, {"num_replicas": 2}, (TURNS.format(2, "2 of 4 cores", "2 uses all of them"),)),
+        (
+            LAPTOP,
+            {"num_instances": 2, "num_replicas": 6},
+            (TURNS.format(3, "2 of 4 cores", "6 uses all of them"),),
+        ),
+        (LAPTOP, {"num_replicas": 3}, (TURNS.format(3, "1 of 4 cores", "3 uses 3"),)),
+        (LAPTOP, {"num_replicas": 4, "threads_per_replica": 4}, ()),
+        (replace(LAPTOP, user_num_threads="4"), {"num_replicas": 4}, ()),
+        (
+            replace(LAPTOP, user_num_threads="2"),
+            {"num_replicas": 4},
+            (TURNS.format(4, "2 of 4 cores", "2 uses all of them"),),
+        ),
+        (replace(LAPTOP, user_num_threads="2,1"), {"num_replicas": 4}, ()),
+        (with_gpus("ffff"), {"num_replicas": 4}, (TURNS.format(4, "1 of 4 GPUs", "4 uses all of them"),)),
+        (with_gpus("fffb"), {"num_replicas": 4}, (TURNS.format(4, "1 of 3 GPUs", "2 uses 2"),)),
+        (with_gpus("fbb"), {"num_replicas": 4}, ()),
+        (
+            with_gpus("ff"),
+            {"num_instances": 4},
+            (
+                (
+                    "4 virtual IPUs need as many GPUs, and there are 2 GPUs: computing on the CPU; "
+                    "--num-instances 2 fits the GPUs"
+                ),
+            ),
+        ),
+        (
+            with_gpus("f"),
+            {"ipus_per_replica": 2},
+            ("2 virtual IPUs need as many GPUs, and there is 1 GPU: computing on the CPU",),
+        ),
+        (with_gpus("b"), {}, ("another process holds memory on GPU 0, and the job needs it all the same",)),
+        (
+            LAPTOP,
+            {"mpi_global_args": ("--tag-output",)},
+            ("without MPI, --mpi-global-args and --mpi-local-args have no effect",),
+        ),
+        (CLUSTER_NODE, {"mpi_global_args": ("--tag-output",)}, ()),
+        (
+            LAPTOP,
+            {"hosts": ("a", "b"), "num_instances": 2},
+            ("planned as if each of the 2 hosts had what this machine has: cores 0-3",),
+        ),
+    ],
+)
+def test_advice(machine: MachineFacts, asked: dict[str, Any], lines: tuple[str, ...]) -> None:
+    """One line for each thing worth knowing, none for a plan that uses what there is."""
+    assert advise(planned(machine, **asked), machine) == lines
+
+
+@pytest.mark.parametrize("gpus", ["", "ffff"])
+@pytest.mark.parametrize("replicas", [2, 3, 4, 6, 8, 12])
+def test_advice_followed_is_no_longer_given(gpus: str, replicas: int) -> None:
+    """The number of instances that a line names leaves nothing more to name."""
+    machine = with_gpus(gpus)
+    (line,) = advise(planned(machine, num_replicas=replicas), machine)
+    better = int(line.partition("--num-instances ")[2].partition(" ")[0])
+
+    assert "take turns" not in " ".join(
+        advise(planned(machine, num_instances=better, num_replicas=replicas), machine)
+    )

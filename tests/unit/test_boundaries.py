@@ -1,0 +1,77 @@
+"""Where steps end: what a training loop does, in signs, and how many boundaries it had before each of them."""
+
+import pytest
+
+from popdist.boundaries import Boundaries
+
+
+class Model:
+    """Anything that has steps."""
+
+
+def boundaries_of(loop: str) -> list[int]:
+    """Boundaries so far after each sign of ``loop``.
+
+    ``a`` and ``b``: the step of a model begins. ``.``: an optimizer steps. ``[`` and ``]``: a loop over a loader
+    begins and ends. ``,``: it asks for its next batch.
+    """
+    boundaries, models, open_loops, found = Boundaries(), {"a": Model(), "b": Model()}, [], []
+    for sign in loop:
+        if sign in models:
+            boundaries.begin_step(models[sign])
+        elif sign == ".":
+            boundaries.num_optimizer_steps += 1
+        elif sign == "[":
+            open_loops.append(boundaries.loop().__enter__())
+        elif sign == ",":
+            open_loops[-1].ask()
+        else:
+            open_loops.pop().__exit__()
+        found.append(boundaries.num_reached)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loop", "numbers"),
+    [
+        ("[a.,a.,]a", "000111222"),
+        ("[,,,]", "00000"),
+        ("[a.[,,],a.,]", "000000011122"),
+        ("[a.b.,a.b.,]", "000001111122"),
+        ("[a.,a.", "000111"),
+        ("a.a.a.", "001122"),
+        ("aaa.aaa.", "00001111"),
+        ("a.b.a.b.a.", "0000111122"),
+        ("a.a.b.b.", "00111122"),
+        ("a.[,,]a.", "00000011"),
+        ("a[.a.]a", "0000001"),
+    ],
+    ids=[
+        "a loader's loop, its last question included",
+        "a loop that only evaluates",
+        "an evaluation between two batches",
+        "two models for each batch",
+        "a loop that was left",
+        "no loader",
+        "a closure's steps",
+        "two models in turn",
+        "one model after the other",
+        "an evaluation between two steps",
+        "no step of the loader's own",
+    ],
+)
+def test_boundaries(loop: str, numbers: str) -> None:
+    """Between two steps of a loop, and nowhere else."""
+    assert boundaries_of(loop) == [int(number) for number in numbers]
+
+
+def test_reaching_one_calls_who_waits() -> None:
+    """If somebody does."""
+    boundaries = Boundaries()
+    boundaries.reach()
+    waiting = [1]
+    boundaries.on_reached = waiting.clear
+    boundaries.reach()
+
+    assert waiting == []
+    assert boundaries.num_reached == 2

@@ -1,0 +1,112 @@
+"""The words of the command line as values of poprun's own."""
+
+from typing import Any
+
+import click
+import pytest
+
+from poprun.cli.command_line import CommandLine, read_command_line
+from poprun.errors import PoprunError
+from poprun.render import TopologyFormat
+from poprun.request import LauncherChoice, LaunchRequest
+from poprun.settings import EndingSettings, OutputSettings
+
+
+def read(*words: str) -> CommandLine:
+    """The command line of ``words``."""
+    return read_command_line(words)
+
+
+def test_nothing_given_leaves_every_default_to_the_request() -> None:
+    """The command line has no defaults of its own."""
+    line = read("train", "-n", "3")
+
+    assert (line.given, line.output, line.ending) == ({}, {}, {})
+    assert line.program == ("train", "-n", "3")
+    assert line.request(("train",), "/w") == LaunchRequest(program=("train",), working_directory="/w")
+    assert (line.plan_file, line.is_dry_run, line.prints_topology, line.verbosity) == (None, False, False, 0)
+    assert line.topology_format is TopologyFormat.TABLE
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["-n", "4"], {"num_instances": 4}),
+        (["-n", "auto"], {"num_instances": None}),
+        (["--num-replicas=8", "--ipus-per-replica", "2"], {"num_replicas": 8, "ipus_per_replica": 2}),
+        (["-H", "a,n[1-2]"], {"hosts": ("a", "n1", "n2")}),
+        (["--host", "a", "--host", "b"], {"hosts": ("a", "b")}),
+        (["--launcher", "local"], {"launcher": LauncherChoice.LOCAL}),
+        (
+            ["--mpi-global-args= --mca a 'b c'", "--mpi-global-args", "-x D"],
+            {"mpi_global_args": ("--mca", "a", "b c", "-x", "D")},
+        ),
+        (["--mpi-local-args", "-x A=1"], {"mpi_local_args": ("-x", "A=1")}),
+        (["--threads-per-replica", "3"], {"threads_per_replica": 3}),
+        (["--deterministic"], {"is_deterministic": True}),
+        (["--only-output-from-instance", "0,4-6"], {"output": OutputSettings(shown_instances=(0, 4, 5, 6))}),
+        (["--tag-output"], {"output": OutputSettings(is_tagged=True)}),
+        (["--no-tag-output"], {"output": OutputSettings(is_tagged=False)}),
+        (["--tag-output=on", "--tag-output", "off"], {"output": OutputSettings(is_tagged=False)}),
+        (["--stop-timeout", "0.5"], {"ending": EndingSettings(stop_timeout_seconds=0.5)}),
+        (
+            ["--start-timeout=9", "--timeout", "3600", "--max-restarts", "3", "--report", "r.json"],
+            {
+                "ending": EndingSettings(
+                    start_timeout_seconds=9, timeout_seconds=3600, max_restarts=3, report_file="r.json"
+                )
+            },
+        ),
+        (
+            ["--hang-report", "off", "--hang-timeout", "2.5"],
+            {"ending": EndingSettings(hang_report_seconds=None, hang_timeout_seconds=2.5)},
+        ),
+        (
+            ["--tag-format", "{instance}: ", "--fold-output", "--log-dir", "logs", "--monitor"],
+            {
+                "output": OutputSettings(
+                    tag_format="{instance}: ", is_folded=True, log_dir="logs", has_monitor=True
+                )
+            },
+        ),
+    ],
+)
+def test_options(words: list[str], given: dict[str, Any]) -> None:
+    """Each option becomes a field of the request, with its type; the last of several counts."""
+    line = read(*words, "train")
+
+    assert line.program == ("train",)
+    assert line.request((), "/") == LaunchRequest(working_directory="/", **given)
+
+
+def test_options_that_the_request_does_not_know() -> None:
+    """How to look at the plan is the command line's own business."""
+    line = read("-vv", "--dry-run", "--print-topology=yes", "--topology-format", "yaml", "--plan", "-")
+
+    assert (line.verbosity, line.is_dry_run, line.prints_topology) == (2, True, True)
+    assert (line.topology_format, line.plan_file) == (TopologyFormat.YAML, "-")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["-n", "two", "x"], "--num-instances two: give a whole number, or auto"),
+        (["--num-replicas", "x", "x"], "--num-replicas x: give a whole number"),
+        (["--launcher", "slurm", "x"], "--launcher slurm: give one of auto, mpi, local"),
+        (["--topology-format", "xml"], "--topology-format xml: give one of table, text, json, yaml"),
+        (["--host", "a[", "x"], "unbalanced bracket"),
+        (["--mpi-global-args", "'x", "x"], '--mpi-global-args "\'x": no closing quotation'),
+        (["--plan", "p", "-n", "2", "--host", "a"], "--plan says it all: leave out --num-instances, --host"),
+        (["--plan", "p", "--no-tag-output"], "leave out --tag-output"),
+        (["--only-output-from-instance", "3-1", "x"], "--only-output-from-instance 3-1: the numbers"),
+        (["--only-output-from-instance", "", "x"], "--only-output-from-instance names no instance"),
+        (["--timeout", "", "x"], "--timeout '': give a number of seconds, such as 90"),
+        (["--hang-report", "soon", "x"], "--hang-report soon: give a number of seconds, or off"),
+    ],
+)
+def test_what_is_refused(words: list[str], what: str) -> None:
+    """Values of the wrong type, and options beside --plan that would change it."""
+    with pytest.raises((PoprunError, click.ClickException)) as caught:
+        read(*words)
+    error = caught.value
+    assert what in (error.format_message() if isinstance(error, click.ClickException) else str(error))

@@ -1,0 +1,152 @@
+"""Who waits, who did not come, and since when nobody has got on: from values alone."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from popdist.headers import name_instances
+from popdist.progress import Progress
+from poprun.supervisor.hang_words import describe_hang
+from poprun.supervisor.hangs import Hang, HangWatch, find_hang
+from poprun.supervisor.state import InstanceState, InstanceStatus, Usage
+
+NOW = 1000.0
+
+
+def status(index: int, progress: Progress | None = None, *, idle_seconds: float = 10.0) -> InstanceStatus:
+    """An instance that runs, was looked at just now, and got on so long ago."""
+    return InstanceStatus(
+        index=index,
+        state=InstanceState.RUNNING,
+        usage=Usage(at_seconds=NOW, memory_bytes=1, cpu_seconds=0.0, num_processes=1),
+        progress=progress or Progress(has_joined=True, num_waits=3, collective="barrier()"),
+        progressed_at_seconds=NOW - idle_seconds,
+    )
+
+
+def waiting(index: int, collective: str = "barrier()", *, idle_seconds: float = 10.0) -> InstanceStatus:
+    """An instance that waits."""
+    progress = Progress(has_joined=True, collective=collective, waiting_since_seconds=1.0)
+    return status(index, progress, idle_seconds=idle_seconds)
+
+
+ENDED = replace(status(3), state=InstanceState.ENDED)
+UNSEEN = replace(status(1), usage=None, progress=None, progressed_at_seconds=None)
+PAIR = "barrier() among instances 0 and 1"
+MANY = "all_gather(int64[2] on cpu) among instances 0 to 2 and 5"
+
+TABLE = [
+    ([status(0), status(1)], None),
+    ([waiting(0), UNSEEN], None),
+    ([waiting(0), status(1)], Hang(idle_seconds=10.0, waiting={"barrier()": (0,)}, absent=(1,))),
+    (
+        [waiting(0, idle_seconds=30), status(1, idle_seconds=2.5)],
+        Hang(idle_seconds=2.5, waiting={"barrier()": (0,)}, absent=(1,)),
+    ),
+    ([waiting(0), waiting(1)], Hang(idle_seconds=10.0, waiting={"barrier()": (0, 1)})),
+    (
+        [waiting(0), waiting(1), status(2), ENDED],
+        Hang(idle_seconds=10.0, waiting={"barrier()": (0, 1)}, absent=(2,), ended=(3,)),
+    ),
+    (
+        [waiting(0, PAIR), status(1), status(2)],
+        Hang(idle_seconds=10.0, waiting={PAIR: (0,)}, absent=(1,)),
+    ),
+    (
+        [waiting(0, PAIR), waiting(1, "init()"), status(2)],
+        Hang(idle_seconds=10.0, waiting={PAIR: (0,), "init()": (1,)}, absent=(2,)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("statuses", "hang"), TABLE)
+def test_who_waits_and_who_does_not(statuses: list[InstanceStatus], hang: Hang | None) -> None:
+    """One row, one hang; whoever is not waited for is not absent."""
+    assert find_hang(statuses) == hang
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_members_are_read_as_they_are_named(members: set[int]) -> None:
+    """The words with which a group of some instances names them are understood."""
+    collective = f"barrier() among {name_instances(members)}"
+    statuses = [waiting(41, collective), *(status(index) for index in range(41))]
+
+    hang = find_hang(sorted(statuses, key=lambda it: it.index))
+
+    assert hang is not None
+    assert set(hang.absent) == members
+
+
+def test_a_suspended_job_does_not_hang() -> None:
+    """The time before it was continued does not count."""
+    hang = find_hang([waiting(0, idle_seconds=500), status(1, idle_seconds=400)], since_seconds=NOW - 3)
+
+    assert hang is not None
+    assert hang.idle_seconds == 3
+
+
+def test_one_hang_is_told_once_and_the_next_one_again() -> None:
+    """It is another one when somebody has got on in between."""
+    watch = HangWatch()
+    watch.look([waiting(0), status(1)], now_seconds=1)
+    watch.is_told = True
+    watch.look([waiting(0, idle_seconds=12), status(1, idle_seconds=12)], now_seconds=2)
+    assert (watch.is_told, watch.idle_seconds) == (True, 12)
+
+    watch.look([waiting(0, idle_seconds=1), status(1, idle_seconds=13)], now_seconds=3)
+    assert (watch.is_told, watch.idle_seconds) == (False, 1)
+
+    watch.look([status(0), status(1)], now_seconds=4)
+    assert watch.idle_seconds == 0
+
+
+def test_a_watch_begins_anew_when_a_suspended_job_is_continued() -> None:
+    """What hung before is no hang yet."""
+    watch, statuses = HangWatch(), [waiting(0, idle_seconds=500), status(1, idle_seconds=500)]
+    watch.look(statuses, now_seconds=NOW - 5)
+    assert watch.idle_seconds == 500
+    watch.is_told = True
+
+    watch.begin_anew(NOW - 3)
+    watch.look(statuses, now_seconds=NOW)
+
+    assert (watch.is_told, watch.idle_seconds) == (False, 3)
+
+
+def words(statuses: list[InstanceStatus]) -> list[str]:
+    """The hang of these instances, in words."""
+    hang = find_hang(statuses)
+    assert hang is not None
+    return describe_hang(hang, statuses)
+
+
+def test_the_words_of_a_hang() -> None:
+    """Who waits, since when, who did not arrive and what is known of them."""
+    statuses = [
+        waiting(0),
+        status(1, Progress(has_joined=True, step=17, num_steps=18, collective="all_gather()")),
+        waiting(2),
+        status(3, Progress(pid=5)),
+        status(4, Progress(has_joined=True, num_steps=1)),
+        status(5, Progress(has_joined=True)),
+        status(6, Progress(has_joined=True, collective="init(backend=None, " + "x" * 80)),
+    ]
+    assert words(statuses) == [
+        "no progress for 10 s: instances 0, 2 wait in barrier()",
+        "instance 1 did not arrive: it reported step 17; its last call was all_gather()",
+        "instance 3 did not arrive: it has not called popdist yet",
+        "instance 4 did not arrive: it has done 1 step",
+        "instance 5 did not arrive: it has not called popdist.init() yet",
+        "instance 6 did not arrive: its last call was init(…)",
+    ]
+
+
+def test_the_words_when_all_have_arrived_or_some_have_ended() -> None:
+    """It is nobody's fault that can be seen, or that of one who has gone."""
+    together = [waiting(0), waiting(1)]
+    left = [waiting(0), replace(status(1), state=InstanceState.EXITED)]
+
+    assert words(together)[1:] == ["all have arrived: the network between them, or a GPU, may be stuck"]
+    assert words(left)[1:] == ["instance 1 has ended"]

@@ -1,0 +1,66 @@
+"""A header says in a fixed number of integers what an instance is about to do."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from popdist.headers import (
+    MAX_NUMBERS,
+    NUM_WORDS,
+    TEXT_BYTES,
+    disagreement,
+    is_preempted,
+    name_instances,
+    pack,
+    unpack,
+)
+
+TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=MAX_NUMBERS)
+
+
+@given(TEXTS, NUMBERS, st.booleans())
+def test_what_is_packed_is_unpacked(text: str, numbers: list[int], preempted: bool) -> None:  # noqa: FBT001 - drawn
+    """Every header has the same length; numbers, and a text that fits, come back as they were."""
+    words = pack(text, numbers, is_preempted=preempted)
+    assert len(words) == NUM_WORDS
+    assert is_preempted(words) == preempted
+    unpacked, same_numbers = unpack(words)
+    assert same_numbers == numbers
+    assert unpacked == text or len(text.encode()) > TEXT_BYTES
+
+
+@given(st.text("ab", min_size=200, max_size=300), st.text("ab", min_size=200, max_size=300))
+def test_equal_headers_mean_equal_texts(first: str, second: str) -> None:
+    """A text that was cut still differs from every other one."""
+    assert (pack(first) == pack(second)) == (first == second)
+
+
+@pytest.mark.parametrize("numbers", [[0] * (MAX_NUMBERS + 1), [2**63], [1.5]])
+def test_numbers_that_do_not_fit_are_refused(numbers: list[int]) -> None:
+    """Too many numbers, too large ones and fractions are errors where they are sent."""
+    with pytest.raises(ValueError, match="a header carries"):
+        pack("exchange", numbers)
+
+
+def test_a_disagreement_names_who_brought_what() -> None:
+    """One line for each text, none when all are equal."""
+    assert disagreement({0: "barrier()", 1: "barrier()"}) is None
+    assert disagreement({0: "a", 1: "b", 2: "a", 3: "a"}) == (
+        "the instances are not in the same collective:\n  instances 0, 2 and 3: a\n  instance 1: b"
+    )
+
+
+@pytest.mark.parametrize(
+    ("instances", "words"),
+    [
+        ([3], "instance 3"),
+        ([1, 0], "instances 0 and 1"),
+        ([0, 1, 2], "instances 0 to 2"),
+        ([0, 2], "instances 0 and 2"),
+        ([5, 0, 1, 2, 7], "instances 0 to 2, 5 and 7"),
+    ],
+)
+def test_instances_in_words(instances: list[int], words: str) -> None:
+    """Runs are folded, so that a thousand instances stay one line."""
+    assert name_instances(instances) == words

@@ -1,0 +1,120 @@
+"""What is said of a program that could not say itself why it ended."""
+
+import signal
+
+import pytest
+
+from poprun.probe.kills import KillCounts
+from poprun.probe.memory import Evidence, MemoryLimits
+from poprun.supervisor.excerpt import LastWords
+from poprun.supervisor.hints import hint, in_bytes
+from poprun.supervisor.memory_curve import MemoryCurve
+from poprun.supervisor.state import AGENT_KILLED, InstanceStatus
+
+GIBIBYTE = 2**30
+NOTHING_SAID = LastWords()
+UNKNOWN = Evidence()
+COUNTED = Evidence(before=KillCounts(in_group=3, on_machine=7), after=KillCounts(in_group=3, on_machine=7))
+KILLED_IN_GROUP = Evidence(
+    before=COUNTED.before,
+    after=KillCounts(in_group=4, on_machine=8),
+    limits=MemoryLimits(group_bytes=12 * GIBIBYTE, machine_bytes=64 * GIBIBYTE),
+)
+KILLED_ELSEWHERE = Evidence(before=COUNTED.before, after=KillCounts(in_group=3, on_machine=9))
+THE_KERNEL_KILLED = "the kernel killed a process of this control group, which may use 12.0 GiB"
+LARGE = MemoryCurve().after(1.0, 12_670_000_000)
+
+
+def ended(code: int, memory: MemoryCurve = LARGE, problem: str = "") -> InstanceStatus:
+    """An instance that ended with ``code``."""
+    return InstanceStatus(index=0, exit_code=code, memory=memory, problem=problem)
+
+
+def limited(**limits: int) -> Evidence:
+    """A machine of which the limits are known, too."""
+    return Evidence(before=COUNTED.before, after=COUNTED.after, limits=MemoryLimits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("status", "evidence", "said"),
+    [
+        (
+            ended(-9),
+            KILLED_IN_GROUP,
+            f"probably out of memory: {THE_KERNEL_KILLED}; it held up to 11.8 GiB",
+        ),
+        (
+            ended(-9, problem=AGENT_KILLED),
+            KILLED_ELSEWHERE,
+            "probably out of memory: the kernel killed 2 processes for want of memory; it held up to 11.8 GiB",
+        ),
+        (
+            ended(137),
+            limited(group_bytes=12 * GIBIBYTE),
+            "probably out of memory: it held up to 11.8 GiB of 12.0 GiB",
+        ),
+        (
+            ended(-9),
+            COUNTED,
+            "by somebody other than poprun, and not by the kernel for want of memory; it held up to 11.8 GiB",
+        ),
+        (
+            ended(-9, memory=MemoryCurve()),
+            UNKNOWN,
+            "by somebody other than poprun, or by the kernel for want of memory",
+        ),
+        (
+            ended(-9, memory=MemoryCurve()),
+            limited(cpu_seconds=60),
+            "perhaps its processor time was over: ulimit -t is 60 s",
+        ),
+        (ended(-signal.SIGXCPU), limited(cpu_seconds=60), "its processor time was over: ulimit -t is 60 s"),
+        (
+            ended(-signal.SIGBUS),
+            limited(shared_bytes=64 * 2**20, shared_free_bytes=0),
+            "probably no space left in /dev/shm, which has 64.0 MiB",
+        ),
+        (
+            ended(-signal.SIGBUS),
+            limited(shared_bytes=64 * 2**20, shared_free_bytes=2**25),
+            "perhaps /dev/shm, which has 64.0 MiB, was full, or a file that it had mapped became shorter",
+        ),
+        (ended(-signal.SIGBUS), UNKNOWN, "perhaps a file that it had mapped became shorter"),
+        (ended(-signal.SIGILL), UNKNOWN, "probably built for another CPU: this one lacks an instruction"),
+        (ended(-signal.SIGTERM), UNKNOWN, "sent by somebody other than poprun, such as a batch system"),
+        (ended(-signal.SIGSEGV), UNKNOWN, "PYTHONFAULTHANDLER=1 makes Python tell where"),
+        (
+            ended(1),
+            KILLED_IN_GROUP,
+            f"perhaps out of memory: {THE_KERNEL_KILLED}",
+        ),
+        (ended(1), KILLED_ELSEWHERE, ""),
+        (ended(-signal.SIGABRT), COUNTED, ""),
+    ],
+)
+def test_a_signal_is_explained(status: InstanceStatus, evidence: Evidence, said: str) -> None:
+    """By what the kernel has counted and what the instance held; never more certain than that."""
+    assert hint(status, NOTHING_SAID, evidence) == said
+
+
+def test_an_allocation_that_was_refused_is_explained() -> None:
+    """With the limit, if there is one."""
+    words = LastWords(summary="MemoryError")
+
+    assert hint(ended(1), words, limited(address_space_bytes=4 * GIBIBYTE)) == (
+        "out of memory: ulimit -v lets a process have 4.0 GiB, and held up to 11.8 GiB"
+    )
+    assert hint(ended(-signal.SIGABRT, memory=MemoryCurve()), LastWords(lines=("std::bad_alloc",)), COUNTED) == (
+        "out of memory: it asked for more than there is"
+    )
+
+
+def test_a_crash_that_told_where_needs_no_hint() -> None:
+    """Python's own report of a crash is there."""
+    assert hint(ended(-11), LastWords(summary="Fatal Python error: Segmentation fault"), COUNTED) == ""
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, "0 bytes"), (1536, "1.5 KiB"), (2**50, "1024.0 TiB")])
+def test_bytes_are_told_in_units(number: int, told: str) -> None:
+    """With one digit after the point."""
+    assert in_bytes(number) == told

@@ -1,0 +1,63 @@
+"""The tracebacks that Ctrl-C makes programs print, and nothing else, are taken out of what is shown."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poprun.supervisor.interrupts import MAX_HELD_LINES, InterruptFilter
+
+HEADER = b"Traceback (most recent call last):\n"
+CALL = b'  File "/home/me/train.py", line 3, in <module>\n    time.sleep(600)\n'
+INTERRUPT = HEADER + CALL + b"KeyboardInterrupt\n"
+ERROR = HEADER + CALL + b"ValueError: x\n"
+WORKER = b"Process SpawnProcess-1:\n" + INTERRUPT
+RANKED = b"".join(b"[rank3]: " + line for line in INTERRUPT.splitlines(keepends=True))
+BLANK = HEADER + CALL + b"    \nKeyboardInterrupt\n"
+COLOURED = HEADER + CALL + b"\x1b[1;35mKeyboardInterrupt\x1b[0m\n"
+OTHERS = (b"step 1\n", b"saving\n", ERROR, HEADER, CALL, b"\xff\n", b"Process SpawnProcess-2:\n")
+
+
+def sift(*chunks: bytes) -> tuple[bytes, tuple[int, ...]]:
+    """What is shown of what instance 5 writes, and who was interrupted."""
+    interrupts = InterruptFilter()
+    shown = b"".join(interrupts.feed(5, chunk) for chunk in chunks)
+    return shown + interrupts.finish(5), interrupts.interrupted
+
+
+def test_a_traceback_of_ctrl_c_is_taken_out() -> None:
+    """Also a worker's, one with torch.distributed's rank, one in colours, and one with a line of blanks."""
+    for traceback in (INTERRUPT, WORKER, RANKED, COLOURED, BLANK):
+        assert sift(b"step 1\n", traceback, b"saved\n") == (b"step 1\nsaved\n", (5,))
+
+
+def test_another_traceback_is_shown() -> None:
+    """A program may fail on its way out."""
+    assert sift(ERROR, INTERRUPT, ERROR) == (ERROR + ERROR, (5,))
+    assert sift(HEADER, CALL) == (HEADER + CALL, ())
+
+
+def test_instances_do_not_disturb_each_other() -> None:
+    """Each has tracebacks of its own, whatever the order in which they come."""
+    interrupts = InterruptFilter()
+    shown = [
+        interrupts.feed(instance, part) for part in (HEADER + CALL, b"KeyboardInterrupt\n") for instance in (1, 0)
+    ]
+
+    assert shown == [b""] * 4
+    assert interrupts.interrupted == (0, 1)
+
+
+@given(st.lists(st.sampled_from(OTHERS), max_size=30), st.data())
+def test_nothing_else_is_lost(parts: list[bytes], data: st.DataObject) -> None:
+    """However it is cut into chunks of whole lines."""
+    lines = b"".join(parts).splitlines(keepends=True)
+    cut = data.draw(st.integers(0, len(lines)))
+
+    assert sift(b"".join(lines[:cut]), b"".join(lines[cut:])) == (b"".join(lines), ())
+
+
+def test_what_is_held_back_is_bounded() -> None:
+    """A program that prints what looks like an endless traceback is shown."""
+    endless = HEADER + CALL * MAX_HELD_LINES
+
+    assert sift(endless) == (endless, ())
+    assert InterruptFilter().feed(0, endless) != b""

@@ -1,0 +1,61 @@
+"""The commands that start a plan, as golden words."""
+
+import sys
+from dataclasses import replace
+
+from poprun.launchers import launch_commands
+from poprun.request import LauncherChoice
+from poprun.topology import MpiKind, MpiRuntime
+from tests.planning import CLUSTER_NODE, MPICH, planned
+
+OPEN_MPI = MpiRuntime(kind=MpiKind.OPEN_MPI, path="/opt/openmpi/bin/mpirun", version="5.0.11")
+
+
+def test_mpich_speaks_hydra() -> None:
+    """The user's global words stand before the number of processes, the local ones after it."""
+    plan = planned(
+        CLUSTER_NODE, num_instances=2, mpi_global_args=("-iface", "lo"), mpi_local_args=("-env", "A", "1")
+    )
+    (command,) = launch_commands(plan)
+
+    assert command.words[:-4] == (
+        *("/opt/mpich/bin/mpiexec", "-launcher", "fork", "-rmk", "user", "-bind-to", "none"),
+        *("-iface", "lo", "-n", "2", "-env", "A", "1"),
+    )
+    assert command.words[-4:-1] == (sys.executable, "-I", "-S")
+    assert command.environment == {"POPRUN_RANK_VARIABLE": "PMI_RANK"}
+
+
+def test_mpich_forks_the_jobs_of_one_machine() -> None:
+    """Where it has a launcher for them; words of the user's and other hosts need Hydra."""
+    forker = replace(CLUSTER_NODE, mpi=replace(MPICH, forker="/opt/mpich/bin/mpiexec.gforker"))
+    (command,) = launch_commands(planned(forker, num_instances=2))
+    plans = [
+        planned(forker, num_instances=2, mpi_global_args=("-iface", "lo")),
+        planned(forker, num_instances=2, mpi_local_args=("-env", "A", "1")),
+        planned(forker, num_instances=2, hosts=("a", "b")),
+    ]
+
+    assert command.words[:-4] == ("/opt/mpich/bin/mpiexec.gforker", "-n", "2")
+    assert command.environment == {"POPRUN_RANK_VARIABLE": "PMI_RANK"}
+    assert [launch_commands(plan)[0].words[0] for plan in plans] == ["/opt/mpich/bin/mpiexec"] * 3
+
+
+def test_open_mpi_speaks_prrte() -> None:
+    """More processes than cores and root are allowed without a flag from the user."""
+    plan = planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), num_instances=3, mpi_local_args=("-x", "A=1"))
+    (command,) = launch_commands(plan)
+
+    assert command.words[:-4] == (
+        *("/opt/openmpi/bin/mpirun", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
+        *("-np", "3", "-x", "A=1"),
+    )
+    assert command.environment == {"POPRUN_RANK_VARIABLE": "OMPI_COMM_WORLD_RANK"}
+
+
+def test_without_mpi_each_instance_has_its_own_command() -> None:
+    """Each shim is told its rank by poprun itself."""
+    commands = launch_commands(planned(CLUSTER_NODE, num_instances=3, launcher=LauncherChoice.LOCAL))
+
+    assert [command.environment["POPRUN_INSTANCE"] for command in commands] == ["0", "1", "2"]
+    assert {command.words[1:3] for command in commands} == {("-I", "-S")}

@@ -1,0 +1,55 @@
+"""Replicas are dealt to instances in contiguous blocks of the same size."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from popdist.layout import ReplicaLayout
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ReplicaLayout:
+    """Any layout."""
+    num_instances = draw(st.integers(1, 50))
+    return ReplicaLayout(num_instances=num_instances, num_replicas=num_instances * draw(st.integers(1, 50)))
+
+
+@given(layouts())
+def test_every_replica_belongs_to_one_instance(layout: ReplicaLayout) -> None:
+    """The blocks of all instances, one after the other, are all replicas in order."""
+    blocks = [layout.replicas_of(instance) for instance in range(layout.num_instances)]
+    assert [replica for block in blocks for replica in block] == list(range(layout.num_replicas))
+    assert {len(block) for block in blocks} == {layout.num_local_replicas}
+
+
+@given(layouts())
+def test_instance_of_is_the_inverse_of_replicas_of(layout: ReplicaLayout) -> None:
+    """The owner of a replica is the instance whose block it is in."""
+    for instance in range(layout.num_instances):
+        assert {layout.instance_of(replica) for replica in layout.replicas_of(instance)} == {instance}
+
+
+@pytest.mark.parametrize(
+    ("num_instances", "num_replicas", "words"),
+    [
+        (0, 1, "at least 1"),
+        (1, 0, "at least 1"),
+        (-2, 4, "at least 1"),
+        (4, 6, "does not divide"),
+        (4, 2, "divide"),
+    ],
+)
+def test_what_is_no_layout_is_refused(num_instances: int, num_replicas: int, words: str) -> None:
+    """Counts below 1 and uneven splits are errors."""
+    with pytest.raises(ValueError, match=words):
+        ReplicaLayout(num_instances=num_instances, num_replicas=num_replicas)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_there_is_no_number_outside(number: int) -> None:
+    """An instance or replica that is not there is an error, not an empty block."""
+    layout = ReplicaLayout(num_instances=2, num_replicas=2)
+    with pytest.raises(ValueError, match="is not one of 0 to 1"):
+        layout.replicas_of(number)
+    with pytest.raises(ValueError, match="is not one of 0 to 1"):
+        layout.instance_of(number)

@@ -1,0 +1,250 @@
+"""What the probes make of what a machine shows: control groups, driver, MPI runtimes, programs."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
+from poprun.probe.cores import cpu_quota, usable_cores
+from poprun.probe.gpus import read_gpus
+from poprun.probe.kills import KillCounts, kill_counts
+from poprun.probe.machine import machine_facts, names_of_this_machine
+from poprun.probe.memory import memory_limits
+from poprun.probe.mpi import read_version
+from poprun.probe.program import resolve_program
+from poprun.topology import MpiKind
+
+INVENTORY = "0, GPU-aaaa-1\n1, GPU-aabb-2\n2, GPU-cccc-3\n"
+
+HYDRA = """\
+HYDRA build details:
+    Version:                                 5.0.2
+    Release Date:                            Fri Sep 25 20:45:26 UTC 2026
+    Launchers available:                     ssh rsh fork slurm
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "version"),
+    [
+        (HYDRA, MpiKind.MPICH, "5.0.2"),
+        ("mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/", MpiKind.OPEN_MPI, "5.0.11"),
+        ("mpiexec (OpenRTE) 4.1.2\n\nReport bugs to http://www.open-mpi.org/", MpiKind.OPEN_MPI, "4.1.2"),
+    ],
+)
+def test_mpi_runtimes_are_told_apart(output: str, kind: MpiKind, version: str) -> None:
+    """By what they print about their version; the path is the launcher's."""
+    runtime = read_version("/opt/mpiexec", output)
+
+    assert runtime is not None
+    assert (runtime.kind, runtime.version, runtime.path) == (kind, version, "/opt/mpiexec")
+
+
+@pytest.mark.parametrize(
+    "output", ["", "Intel(R) MPI Library for Linux* OS, Version 2021.8 Build 20221129", "LAM 7.1"]
+)
+def test_another_mpi_is_none_of_the_two(output: str) -> None:
+    """A runtime of another family is not taken for one whose flags poprun knows."""
+    assert read_version("/opt/mpiexec", output) is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["0", "1", "2"]),
+        ("", []),
+        ("2,0", ["2", "0"]),
+        ("1", ["1"]),
+        (" 0 , 1 ", ["0", "1"]),
+        ("0,7,1", ["0"]),
+        ("-1", []),
+        ("GPU-cccc-3,GPU-aaa", ["GPU-cccc-3", "GPU-aaa"]),
+        ("GPU-aa", []),
+        ("MIG-1234", ["MIG-1234"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_the_users_devices_are_the_inventory(visible: str | None, names: list[str]) -> None:
+    """CUDA_VISIBLE_DEVICES names what there is, in its order, up to the first entry that is no device."""
+    assert [gpu.name for gpu in read_gpus(INVENTORY, "", visible)] == names
+
+
+def test_a_device_with_a_process_is_busy() -> None:
+    """Whatever the device is called."""
+    processes = "GPU-aabb-2\nGPU-aabb-2\n"
+
+    assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, None)] == [True, False, True]
+    assert [gpu.is_free for gpu in read_gpus(INVENTORY, processes, "GPU-aab,2")] == [False, True]
+
+
+def test_a_driver_that_says_nothing_has_no_devices() -> None:
+    """Neither an empty answer nor an error message is a device."""
+    assert read_gpus("", "", None) == ()
+    assert read_gpus("No devices were found\n", "", "0") == ()
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/job\n", {}, None),
+        ("0::/job\n", {"job/cpu.max": "max 100000"}, None),
+        ("0::/job\n", {"job/cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "200000 100000"}, 2.0),
+        ("0::/a/b\n", {"a/b/cpu.max": "100000 100000", "a/cpu.max": "200000 100000"}, 1.0),
+        ("0::/gone\n", {"cpu.max": "400000 100000"}, 4.0),
+        ("4:cpu,cpuacct:/j\n", {"cpu/j/cpu.cfs_quota_us": "-1", "cpu/j/cpu.cfs_period_us": "100000"}, None),
+        ("4:cpu,cpuacct:/j\n", {"cpu/j/cpu.cfs_quota_us": "50000", "cpu/j/cpu.cfs_period_us": "100000"}, 0.5),
+        ("4:memory:/j\n", {"cpu/j/cpu.cfs_quota_us": "50000", "cpu/j/cpu.cfs_period_us": "100000"}, None),
+        ("0::/job\n", {"job/cpu.max": "nonsense"}, None),
+    ],
+)
+def test_the_quota_of_the_control_groups(
+    tmp_path: Path, membership: str, files: dict[str, str], quota: float | None
+) -> None:
+    """The least of all the groups around the process, as cgroups(7) has them in both versions."""
+    (tmp_path / "membership").write_text(membership)
+    for name, text in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    assert cpu_quota(str(tmp_path / "membership"), str(tmp_path / "groups")) == quota
+
+
+def test_no_control_groups() -> None:
+    """A machine without them sets no limit, and every process may use a core."""
+    assert cpu_quota("/nowhere/membership", "/nowhere") is None
+    assert usable_cores()
+    assert set(usable_cores()) <= os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "num_killed", "limit_bytes"),
+    [
+        (
+            "0::/j\n",
+            {"j/memory.events": "max 3\noom_kill 2", "j/memory.max": "max", "memory.max": "4096"},
+            2,
+            4096,
+        ),
+        ("0::/gone\n", {"memory.events": "oom_kill 1", "memory.max": "8192"}, 1, 8192),
+        ("4:memory:/j\n", {"memory/j/memory.oom_control": "under_oom 0\noom_kill 5"}, 5, None),
+        ("4:memory:/j\n", {"memory/j/memory.limit_in_bytes": "9223372036854771712"}, None, None),
+        ("0::/j\n", {"j/memory.events": "nonsense"}, None, None),
+    ],
+)
+def test_what_the_control_groups_say_of_memory(
+    tmp_path: Path, membership: str, files: dict[str, str], num_killed: int | None, limit_bytes: int | None
+) -> None:
+    """The count of the innermost group that has one, the least limit of all, in both versions."""
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / "vmstat").write_text("pgfault 9\noom_kill 7\n")
+    for name, text in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    names = str(tmp_path / "membership"), str(tmp_path / "groups")
+
+    assert kill_counts(*names, str(tmp_path / "vmstat")) == KillCounts(in_group=num_killed, on_machine=7)
+    assert memory_limits(*names).group_bytes == limit_bytes
+
+
+def test_a_kernel_that_says_nothing_of_memory() -> None:
+    """Nothing is known then, and that is no error."""
+    assert kill_counts("/nowhere", "/nowhere", "/nowhere") == KillCounts()
+    assert memory_limits("/nowhere", "/nowhere").group_bytes is None
+
+
+def test_facts_of_this_machine() -> None:
+    """Its names contain localhost and its own; what the user set is passed on."""
+    facts = machine_facts({"OMP_NUM_THREADS": "3"}, with_mpi=False)
+
+    assert {"localhost", facts.hostname} <= facts.host_aliases
+    assert (facts.mpi, facts.user_num_threads) == (None, "3")
+
+
+def test_a_name_that_resolves_to_here_is_this_machine() -> None:
+    """An address of this machine is one of its names; one of another machine, or no address, is not."""
+    assert "127.0.0.9" in names_of_this_machine(["127.0.0.9"])
+    assert "192.0.2.1" not in names_of_this_machine(["192.0.2.1"])
+    assert "x" * 300 not in names_of_this_machine(["x" * 300])
+    assert "127.0.0.9" not in names_of_this_machine(["127.0.0.9", "localhost"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with programs of every kind."""
+    for name, text, mode in [
+        ("train.py", "print()", 0o644),
+        ("bare.py", "print()", 0o755),
+        ("tool.py", "#!/usr/bin/env python\n", 0o755),
+        ("run", "#!/bin/sh\n", 0o755),
+        ("notes.txt", "", 0o644),
+        ("bin/prog", "#!/bin/sh\n", 0o755),
+        ("bin/notes", "", 0o644),
+        ("old", "#! /nowhere/python -u\n", 0o755),
+        ("windows", "#!/bin/sh\r\n", 0o755),
+    ]:
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(mode)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        ((), ()),
+        (("prog", "-x"), ("{}/bin/prog", "-x")),
+        (("./run", "a b"), ("{}/run", "a b")),
+        (("run",), ("{}/run",)),
+        (("bin/prog",), ("{}/bin/prog",)),
+        (("train.py", "--lr", "1"), (sys.executable, "train.py", "--lr", "1")),
+        (("./train.py",), (sys.executable, "./train.py")),
+        (("bare.py",), (sys.executable, "bare.py")),
+        (("tool.py",), ("{}/tool.py",)),
+    ],
+)
+def test_programs(folder: Path, words: tuple[str, ...], argv: tuple[str, ...]) -> None:
+    """A path is a path; a name is looked for on PATH, then here; Python files that cannot run alone are run."""
+    expected = tuple(word.format(folder) for word in argv)
+
+    assert resolve_program(words, str(folder), f"/nowhere:{folder}/bin") == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("porg", "there is no program porg on PATH and no file of that name in {}; nearest: prog"),
+        ("trian.py", "nearest: train.py"),
+        ("./trian.py", "there is no file ./trian.py; nearest: train.py"),
+        ("qqqqqqqq", "in {}"),
+        ("", "the name of the program is empty"),
+        ("/nowhere/at/all", "there is no file /nowhere/at/all"),
+        ("./old", "./old is a script for /nowhere/python, which is not there"),
+        ("./windows", "mend it with sed -i 's/\\r$//' ./windows"),
+    ],
+)
+def test_programs_that_are_not_there(folder: Path, program: str, what: str) -> None:
+    """The error names the nearest programs and files there are."""
+    with pytest.raises(ProgramNotFoundError) as caught:
+        resolve_program((program,), str(folder), f"{folder}/bin")
+    assert what.format(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "what"),
+    [
+        ("notes.txt", "notes.txt is not executable: make it so with chmod +x notes.txt, or name the program"),
+        ("bin", "bin is a directory: give the program inside it"),
+        ("notes", "there is no program"),
+    ],
+)
+def test_programs_that_cannot_run(folder: Path, program: str, what: str) -> None:
+    """What lacks the permission is no program on PATH, and an error in the working directory."""
+    with pytest.raises((ProgramNotExecutableError, ProgramNotFoundError)) as caught:
+        resolve_program((program,), str(folder), f"{folder}/bin")
+    assert what in str(caught.value)

@@ -1,0 +1,128 @@
+"""The table for a person: golden text, and a bound on its size."""
+
+import re
+from typing import Any
+
+import pytest
+
+from poprun.hosts import parse_hosts
+from poprun.render import TopologyFormat, render_plan
+from poprun.render.details import Details
+from poprun.topology import MachineFacts
+from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
+
+LAPTOP_TABLE = """\
+poprun     2 instances · 4 replicas · 2 virtual IPUs · 1 host
+
+host        instance   replicas   virtual IPUs   stands for
+───────────────────────────────────────────────────────────
+localhost   0          0-1        0              cores 0-1
+            1          2-3        1              cores 2-3
+
+launcher   local
+threads    1 per replica
+program    /bin/train --epochs 3
+folder     /home/me
+"""
+
+GPU_TABLE = """\
+poprun     2 instances · 2 replicas · 4 virtual IPUs · 2 hosts
+
+host   instance   replicas   virtual IPUs   stands for
+──────────────────────────────────────────────────────
+a      0          0          0-1            GPUs 1,3
+b      1          1          0-1            GPUs 1,3
+
+launcher   local
+threads    4 per replica
+program    /bin/train --epochs 3
+folder     /home/me
+"""
+
+CLUSTER_TABLE = """\
+poprun     8,192 instances · 65,536 replicas · 8,192 virtual IPUs · 1,024 hosts
+
+host           instance   replicas      virtual IPUs   stands for
+───────────────────────────────────────────────────────────────────────
+n0000          0          0-7           0              cores 0-7
+               1          8-15          1              cores 8-15
+               2          16-23         2              cores 16-23
+               3          24-31         3              cores 24-31
+               4          32-39         4              cores 32-39
+               5          40-47         5              cores 40-47
+               6          48-55         6              cores 48-55
+               7          56-63         7              cores 56-63
+n[0001-1022]   8-8183     64-65471      0-7            the same on each
+n1023          8184       65472-65479   0              cores 0-7
+"""
+
+MANY_INSTANCES_TABLE = """\
+host        instance   replicas   virtual IPUs   stands for
+──────────────────────────────────────────────────────────────────
+localhost   0          0          0              cores 0-3
+            1          1          1              cores 4-7
+            2          2          2              cores 8-11
+            3-14       3-14       3-14           one after another
+            15         15         15             cores 60-63
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "table"),
+    [
+        (LAPTOP, {"num_instances": 2, "num_replicas": 4}, LAPTOP_TABLE),
+        (with_gpus("bfbf"), {"hosts": ("a", "b"), "num_instances": 2, "ipus_per_replica": 2}, GPU_TABLE),
+        (
+            CLUSTER_NODE,
+            {"hosts": parse_hosts("n[0000-1023]"), "num_instances": 8192, "num_replicas": 65_536},
+            CLUSTER_TABLE,
+        ),
+        (CLUSTER_NODE, {"num_instances": 16}, MANY_INSTANCES_TABLE),
+    ],
+)
+def test_the_table(machine: MachineFacts, asked: dict[str, Any], table: str) -> None:
+    """Hosts, instances, replicas, virtual IPUs and what each stands for; equal hosts and many instances folded."""
+    assert table in render_plan(planned(machine, **asked), TopologyFormat.TABLE)
+
+
+def test_details() -> None:
+    """``-v`` adds the exact command, in one line that a shell takes, and the variables in order."""
+    details = Details(
+        command=("/opt/mpich/bin/mpiexec", "-n", "3", "a b"), num_commands=3, environment={"RANK": "0", "A": "x y"}
+    )
+    table = render_plan(planned(), TopologyFormat.TABLE, details=details, width=40)
+
+    assert table.endswith(
+        "command    /opt/mpich/bin/mpiexec -n 3 'a b'\n"
+        "           and 2 more like it\n"
+        "variables  of instance 0\n"
+        "           A=x y\n"
+        "           RANK=0\n"
+    )
+
+
+def test_colour_changes_no_character() -> None:
+    """Without its escape sequences the coloured table is the plain one."""
+    plan = planned(CLUSTER_NODE, num_instances=16)
+    coloured = render_plan(plan, TopologyFormat.TABLE, has_color=True)
+    plain = "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", coloured).splitlines()) + "\n"
+
+    assert "\x1b[" in coloured
+    assert plain == render_plan(plan, TopologyFormat.TABLE)
+
+
+@pytest.mark.parametrize("topology_format", list(TopologyFormat))
+@pytest.mark.parametrize("hosts", ["n[0000-1023]", "r[0-31]n[0-31]"])
+def test_the_largest_plans_fit_a_screen(topology_format: TopologyFormat, hosts: str) -> None:
+    """65,536 replicas on 1,024 hosts are at most 60 lines in every format."""
+    plan = planned(CLUSTER_NODE, hosts=parse_hosts(hosts), num_instances=65_536, num_replicas=65_536)
+
+    assert render_plan(plan, topology_format).count("\n") <= 60
+
+
+def test_a_narrow_terminal_does_not_take_the_cells_apart() -> None:
+    """Below the width of the headings the table stays as it is, and the terminal wraps its rows."""
+    narrow, least = (render_plan(planned(), TopologyFormat.TABLE, details=None, width=width) for width in (20, 60))
+
+    assert narrow == least
+    assert "stands for" in narrow

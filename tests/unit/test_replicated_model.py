@@ -1,0 +1,206 @@
+"""The wrapper is the module it wraps, in every way a program looks at it; here in a job of one."""
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import popdist
+
+
+@pytest.fixture(autouse=True)
+def _job_of_one() -> Iterator[None]:
+    popdist.init()
+    yield
+    popdist.finalize()
+
+
+class Named(nn.Module):
+    """A module with what programs reach for: attributes, methods, buffers, tied parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.decoder = nn.Linear(3, 3)
+        self.decoder.weight = self.encoder.weight
+        self.temperature = 0.5
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """Use everything."""
+        return torch.as_tensor(self.decoder(self.norm(self.encoder(x))) * scale)
+
+    def generate(self) -> str:
+        """A method of the module's own."""
+        return f"at {self.temperature}"
+
+
+def test_state_dicts_have_the_module_s_own_keys() -> None:
+    """Saved wrapped, loaded bare, and the other way round; metadata included."""
+    bare, wrapped = Named(), popdist.ReplicatedModel(Named())
+    assert list(wrapped.state_dict()) == list(bare.state_dict())
+    assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in bare.named_parameters()]
+    assert [name for name, _ in wrapped.named_buffers()] == [name for name, _ in bare.named_buffers()]
+
+    file = io.BytesIO()
+    torch.save(wrapped.state_dict(), file)
+    file.seek(0)
+    bare.load_state_dict(torch.load(file, weights_only=True))
+
+    assert popdist.checksum(bare) == popdist.checksum(wrapped)
+    other = popdist.ReplicatedModel(Named())
+    other.load_state_dict(bare.state_dict())
+    assert popdist.checksum(other) == popdist.checksum(bare)
+    with pytest.raises(RuntimeError, match=r"encoder\.bias"):
+        other.load_state_dict({})
+
+
+def test_a_module_may_hold_the_model() -> None:
+    """Its state dict has no trace of the wrapper, and loads again, into a copy too."""
+    outer = nn.ModuleDict({"net": popdist.ReplicatedModel(Named())})
+    plain = nn.ModuleDict({"net": Named()})
+    assert list(outer.state_dict()) == list(plain.state_dict())
+
+    for target in (outer, copy.deepcopy(outer)):
+        target.load_state_dict(plain.state_dict())
+        assert [tensor.tolist() for tensor in target.state_dict().values()] == [
+            tensor.tolist() for tensor in plain.state_dict().values()
+        ]
+
+
+def test_attributes_are_the_module_s() -> None:
+    """Methods, values and submodules are found; what is nowhere is an AttributeError of the module."""
+    model: Any = popdist.ReplicatedModel(Named())
+
+    assert model.generate() == "at 0.5"
+    assert model.encoder is model.module.encoder
+    assert not hasattr(model, "nothing")
+    with pytest.raises(AttributeError, match="'Named' object has no attribute 'nothing'"):
+        _ = model.nothing
+
+
+def test_it_computes_as_the_module_does() -> None:
+    """Arguments go through, and train, eval, to and zero_grad reach the module."""
+    model = popdist.ReplicatedModel(Named())
+    model.eval().to(torch.float64)
+    x = torch.randn(2, 3, dtype=torch.float64)
+
+    assert not model.module.training
+    assert torch.equal(model(x, scale=2.0), model.module(x, scale=2.0))
+
+
+def pickle_and_back(model: nn.Module) -> Any:  # noqa: ANN401 - as pickle has it
+    """What a spawned worker gets."""
+    return pickle.loads(pickle.dumps(model))  # noqa: S301 - our own bytes
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickle_and_back])
+def test_copies_are_whole(again: Any) -> None:  # noqa: ANN401 - any way to copy
+    """For moving averages and spawned workers; a half-made object has no attributes to recurse into."""
+    model = popdist.ReplicatedModel(Named())
+
+    other = again(model)
+
+    assert popdist.checksum(other) == popdist.checksum(model)
+    assert other.decoder.weight is other.encoder.weight
+    assert other.encoder is not model.encoder
+    empty = popdist.ReplicatedModel.__new__(popdist.ReplicatedModel)
+    with pytest.raises(AttributeError):
+        _ = empty.module
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_optimizer_sees_the_mean(accumulation: int) -> None:
+    """One replica's gradient is torch's for the whole batch; with accumulation, to rounding."""
+    model = popdist.ReplicatedModel(nn.Linear(3, 1))
+    plain = copy.deepcopy(model.module)
+    x = torch.randn(7, 3)
+    sizes = []
+    for part in model.micro_batches(x, accumulation):
+        sizes.append(len(part))
+        model(part).square().mean().backward()
+    plain(x).square().mean().backward()
+
+    assert sizes == [len(part) for part in x.tensor_split(accumulation)]
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=0 if accumulation == 1 else 1e-5, atol=1e-7)
+
+
+def test_two_models_may_take_their_steps_together() -> None:
+    """As a generator and its critic do."""
+    one, two = (popdist.ReplicatedModel(nn.Linear(3, 1)) for _ in range(2))
+    for x, y in zip(one.micro_batches(torch.ones(4, 3), 2), two.micro_batches(torch.ones(4, 3), 2), strict=True):
+        (one(x).sum() + two(y).sum()).backward()
+
+    assert all(parameter.grad is not None for model in (one, two) for parameter in model.parameters())
+
+
+def test_a_module_that_is_wrapped_again_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper before leaves the micro batches of the new one alone."""
+    module, reduced = nn.Linear(2, 1), list[str]()
+    before = popdist.ReplicatedModel(module, check_finite=True)
+    monkeypatch.setattr(before._replication.automatic, "_reduce", lambda: reduced.append("before"))
+    after = popdist.ReplicatedModel(module, check_finite=True)
+    for x in after.micro_batches(torch.ones(4, 2)):
+        after(x).mean().backward()
+    assert not reduced
+    assert module.weight.grad is not None
+
+
+def test_a_loop_that_a_traceback_keeps_open_leaves_later_steps_alone() -> None:
+    """As notebooks keep them: it is closed in the middle of another step."""
+    model = popdist.ReplicatedModel(nn.Linear(2, 1))
+    kept = model.micro_batches(torch.ones(4, 2))
+    next(kept)
+    with pytest.raises(popdist.MicroBatchError, match="began before"):
+        next(model.micro_batches(torch.ones(4, 2)))
+    for x in model.micro_batches(torch.ones(4, 2)):
+        kept.close()  # type: ignore[attr-defined]  # it is a generator
+        model(x).mean().backward()
+    assert model.module.weight.grad is not None
+
+
+def test_the_first_model_connects_the_instances() -> None:
+    """So a program needs no ``popdist.init()``; one that has called it keeps its own arguments."""
+    popdist.finalize()
+    popdist.ReplicatedModel(nn.Linear(1, 1))
+    assert popdist.is_initialized()
+
+    popdist.finalize()
+    popdist.init(timeout_seconds=5)
+    popdist.ReplicatedModel(nn.Linear(1, 1))
+    popdist.init(timeout_seconds=5)
+
+
+def test_a_checksum_is_of_names_shapes_dtypes_and_bits() -> None:
+    """Each of them counts, -0.0 and buffers too; strides, mode and the order of a state dict do not."""
+    weights = {"a": torch.zeros(2, 3), "b": torch.ones(2)}
+    expected = popdist.checksum(weights)
+    negative = weights["a"].clone()
+    negative[0, 0] = -0.0
+    others: list[dict[str, torch.Tensor]] = [
+        {"a": weights["a"], "c": weights["b"]},
+        weights | {"a": torch.zeros(3, 2)},
+        weights | {"a": torch.zeros(2, 3, dtype=torch.int32)},
+        weights | {"a": negative},
+        {"a": weights["a"]},
+    ]
+
+    assert expected == "ffaeb76c012262e6d73e82f10cecf5fe"
+    assert popdist.checksum(dict(reversed(weights.items()))) == expected
+    assert popdist.checksum(weights | {"a": torch.zeros(3, 2).t(), "extra": 3}) == expected
+    assert len({expected, *map(popdist.checksum, others)}) == 6
+
+
+def test_a_checksum_takes_any_dtype_and_ties() -> None:
+    """A tied parameter counts once, under its first name."""
+    kinds = (torch.bool, torch.bfloat16, torch.complex64, torch.float8_e5m2, torch.int64, torch.float64)
+    assert len({popdist.checksum({"x": torch.ones(3).to(dtype)}) for dtype in kinds}) == len(kinds)
+    assert popdist.checksum({"x": torch.zeros(())}) != popdist.checksum({"x": torch.zeros(0)})
+    tied = Named()
+    assert popdist.checksum(tied) == popdist.checksum(dict([*tied.named_parameters(), *tied.named_buffers()]))

@@ -1,0 +1,155 @@
+"""The report of a job as JSON: what stands in it, and that it is written wholly or not at all."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from poprun.plan_file import plan_to_dict
+from poprun.supervisor.excerpt import LastWords
+from poprun.supervisor.findings import Findings
+from poprun.supervisor.memory_curve import MemoryCurve
+from poprun.supervisor.outcome import JobEnd
+from poprun.supervisor.report_file import job_to_dict, render_job
+from poprun.supervisor.state import InstanceState, InstanceStatus
+from poprun.supervisor.whole_file import check_target, write_whole
+from tests.planning import planned
+
+PLAN = planned(num_instances=2, num_replicas=4)
+GOOD = InstanceStatus(
+    index=0,
+    state=InstanceState.ENDED,
+    exit_code=0,
+    started_at_seconds=10.0,
+    exited_at_seconds=12.25,
+    memory=MemoryCurve().after(10.5, 1000).after(11.5, 3000).after(12.0, 2000),
+)
+KILLED = replace(GOOD, index=1, exit_code=-15, exited_at_seconds=11.0)
+END = JobEnd(
+    statuses=[GOOD, KILLED],
+    started_at_epoch_seconds=1_700_000_000.5,
+    seconds=3.0,
+    launcher_code=0,
+    stop_reason="instance 1 failed",
+    findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}),
+)
+
+JOB = {
+    "version": 1,
+    "poprun_version": "0.1.0",
+    "job_id": "j",
+    "exit_code": 143,
+    "error": "",
+    "plan": plan_to_dict(PLAN),
+    "attempts": [
+        {
+            "started_at": "2023-11-14T22:13:20.500Z",
+            "ended_at": "2023-11-14T22:13:23.500Z",
+            "duration_seconds": 3.0,
+            "exit_code": 143,
+            "stop_reason": "instance 1 failed",
+            "first_failure": 1,
+            "launcher_exit_code": 0,
+            "launcher_excerpt": [],
+            "survivors": [],
+            "instances": [
+                {
+                    "index": 0,
+                    "host": "localhost",
+                    "replicas": "0-1",
+                    "exit_code": 0,
+                    "signal": "",
+                    "was_stopped": False,
+                    "problem": "",
+                    "hint": "",
+                    "excerpt": [],
+                    "duration_seconds": 2.25,
+                    "peak_memory_bytes": 3000,
+                    "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
+                },
+                {
+                    "index": 1,
+                    "host": "localhost",
+                    "replicas": "2-3",
+                    "exit_code": 143,
+                    "signal": "SIGTERM",
+                    "was_stopped": False,
+                    "problem": "",
+                    "hint": "sent by somebody other than poprun, such as a batch system",
+                    "excerpt": ["ValueError: x"],
+                    "duration_seconds": 1.0,
+                    "peak_memory_bytes": 3000,
+                    "memory": [[0.5, 1000], [1.5, 3000], [2.0, 2000]],
+                },
+            ],
+        }
+    ],
+}
+
+
+def test_every_key_of_the_report() -> None:
+    """Whoever reads the file counts on them; a change of one is a new version."""
+    assert job_to_dict(PLAN, "j", [END]) == JOB
+    assert json.loads(render_job(JOB)) == JOB
+    assert "[1.5, 3000],\n" in render_job(JOB)
+
+
+def test_a_job_that_could_not_be_started_has_a_report() -> None:
+    """With the error, and with what never happened left open."""
+    never = replace(END, statuses=[InstanceStatus(index=0), InstanceStatus(index=1)], launcher_code=None)
+    job = job_to_dict(PLAN, "j", [], error="cannot run mpiexec")
+    attempt = job_to_dict(PLAN, "j", [never])["attempts"]
+
+    assert (job["exit_code"], job["error"], job["attempts"]) == (None, "cannot run mpiexec", [])
+    assert isinstance(attempt, list)
+    assert [instance["exit_code"] for instance in attempt[0]["instances"]] == [None, None]
+    assert attempt[0]["instances"][0]["peak_memory_bytes"] is None
+
+
+def test_the_documents_name_every_key() -> None:
+    """The table of the report's keys is complete."""
+    table = (Path(__file__).parents[2] / "docs" / "poprun.md").read_text(encoding="utf-8")
+    keys = {*JOB, *END_KEYS, *INSTANCE_KEYS}
+
+    assert {key for key in keys if f"`{key}`" not in table} == set()
+
+
+END_KEYS = set(job_to_dict(PLAN, "j", [END])["attempts"][0])  # type: ignore[index]
+INSTANCE_KEYS = set(job_to_dict(PLAN, "j", [END])["attempts"][0]["instances"][0])  # type: ignore[index]
+
+
+def test_a_file_is_replaced_wholly(tmp_path: Path) -> None:
+    """Nothing else is left beside it, and what a link names is replaced, not the link."""
+    file, link = tmp_path / "report.json", tmp_path / "link"
+    link.symlink_to("report.json")
+    file.write_text("old")
+    for path in (link, link):
+        check_target(str(path))
+        write_whole(str(path), "néw\n")
+
+    assert file.read_text(encoding="utf-8") == "néw\n"
+    assert link.is_symlink()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["link", "report.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before(tmp_path: Path) -> None:
+    """A missing directory, a file in the place of one, a directory, a device, a pipe, a name that is too long."""
+    (tmp_path / "file").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    wrong = ("missing/report.json", "file/report.json", ".", "pipe", "/dev/null", "x" * 300)
+
+    for name in wrong:
+        with pytest.raises(OSError, match=r"\S"):
+            check_target(str(tmp_path / name))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "pipe"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """And no half of the new one."""
+    (tmp_path / "report.json").write_text("old")
+
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(str(tmp_path / "report.json"), "\udcff")
+    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [("report.json", "old")]

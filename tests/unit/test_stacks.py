@@ -1,0 +1,116 @@
+"""Where programs stand, as lines: from what faulthandler writes."""
+
+import faulthandler
+import os
+import tempfile
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import popdist
+from poprun.agent.process_view import describe_process
+from poprun.agent.system_calls import name_system_call
+from poprun.supervisor.stacks import Frame, Standing, read_standing, render_standings
+
+TEXT = """\
+Thread 0x00007f95c8b2a6c0 (most recent call first):
+  File "/usr/lib/threading.py", line 331 in wait
+  File "/usr/lib/threading.py", line 982 in run
+
+Current thread 0x00007f95d0a5b740 (most recent call first):
+  File "train.py", line 8 in load
+  File "train.py", line 13 in <module>
+"""
+SOURCES = {("train.py", 8): "    time.sleep(600)\n"}
+LIBRARY = os.path.dirname(popdist.__file__)  # noqa: PTH120 - as Python writes it
+
+
+def read_line(file: str, line: int) -> str:
+    """The source that these tests know."""
+    return SOURCES.get((file, line), "")
+
+
+def test_the_main_thread_comes_first_and_the_latest_call_last() -> None:
+    """With the source of a line where it is known."""
+    assert render_standings({1: read_standing(TEXT, [])}, read_line) == [
+        "instance 1:",
+        '  | File "train.py", line 13, in <module>',
+        '  | File "train.py", line 8, in load',
+        "  |   time.sleep(600)",
+        "  | thread 1:",
+        '  | File "/usr/lib/threading.py", line 982, in run',
+        '  | File "/usr/lib/threading.py", line 331, in wait',
+    ]
+
+
+def test_instances_that_stand_alike_are_shown_once() -> None:
+    """In the order in which they are given, and of many groups the first ones."""
+    waiting = Standing(threads=((Frame("train.py", 14, "<module>"),),))
+    sleeping = Standing(processes=("process 7: sleeping (sleep 600)",))
+    standings = {2: sleeping, 0: waiting, 1: waiting, 3: Standing()}
+
+    assert render_standings(standings, read_line) == [
+        "instance 2:",
+        "  | process 7: sleeping (sleep 600)",
+        "instances 0-1:",
+        '  | File "train.py", line 14, in <module>',
+        "instance 3:",
+        "  | it has no process",
+    ]
+    assert render_standings(standings, read_line, 2)[-1] == "and 1 more: Ctrl-\\ shows all"
+
+
+def test_the_way_inside_popdist_is_left_out() -> None:
+    """It is the same wherever popdist waits; the program's own calls within it are shown."""
+    inside = [Frame(f"{LIBRARY}/groups.py", line, "wait") for line in range(5)]
+    own = Frame("train.py", 8, "load")
+
+    waiting = render_standings({0: Standing(threads=((own, *inside),))}, read_line)
+    called = render_standings({0: Standing(threads=((*inside, own),))}, read_line)
+
+    assert waiting[-2:] == [f'  | File "{LIBRARY}/groups.py", line 0, in wait', "  | … 4 calls inside popdist …"]
+    assert len(called) == 1 + 5 + 2
+
+
+@given(st.integers(1, 300), st.integers(0, 20))
+def test_a_deep_stack_and_many_threads_keep_within_bounds(depth: int, num_helpers: int) -> None:
+    """Both ends of the main thread are kept."""
+    frames = tuple(Frame("train.py", line, "f") for line in range(1000, 1000 + depth))
+    lines = render_standings({0: Standing(threads=(frames, *[frames] * num_helpers))}, read_line)
+
+    assert len(lines) <= 1 + 25 + 4 * 6 + 1
+    assert lines[1] == '  | File "train.py", line 1000, in f'
+    assert any(f"line {999 + depth}," in line for line in lines[:26])
+
+
+@given(st.text() | st.text(alphabet='Thread 0x12\n File"", line in (most recent call first):'))
+def test_any_text_is_read(text: str) -> None:
+    """A program may write what it likes behind its page."""
+    render_standings({0: read_standing(text, [])}, read_line)
+
+
+def test_what_this_python_writes_is_understood() -> None:
+    """The form is no promise of faulthandler's, so it is looked at here."""
+    release = threading.Event()
+    helper = threading.Thread(target=release.wait)
+    helper.start()
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        release.set()
+        helper.join()
+        file.seek(0)
+        standing = read_standing(file.read(), [])
+
+    assert standing.threads[0][-1].function == "test_what_this_python_writes_is_understood"
+    assert any(frame.function == "wait" for frame in standing.threads[1])
+
+
+def test_a_process_in_words() -> None:
+    """This one runs; one that is gone has ended; an unknown call keeps its number."""
+    assert describe_process(os.getpid()).startswith(f"process {os.getpid()}: running")
+    assert describe_process(2**22 + 1) == f"process {2**22 + 1} has ended"
+    assert name_system_call("230", "x86_64") == "clock_nanosleep"
+    assert name_system_call("115", "aarch64") == "clock_nanosleep"
+    assert name_system_call("999", "x86_64") == "system call 999"
+    assert name_system_call("1", "riscv64") == "system call 1"
