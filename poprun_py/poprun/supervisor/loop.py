@@ -20,12 +20,14 @@ from poprun.supervisor.orders import JobIdentity, start_order
 from poprun.supervisor.outcome import JobEnd, exit_code
 from poprun.supervisor.policy import Action, Decision, decide
 from poprun.supervisor.record import Record
+from poprun.supervisor.session_folders import remove_abandoned_sessions, session_parent
 from poprun.supervisor.signals import SignalBox
 from poprun.supervisor.start_watch import StartWatch
 from poprun.supervisor.state import Limits, Phase
 from poprun.supervisor.streams import StreamPlan
 from poprun.supervisor.sweep import sweep
 from poprun.supervisor.voice import say
+from poprun.topology import MpiKind
 
 if TYPE_CHECKING:
     from poprun.process_tree import ProcessKey
@@ -98,6 +100,7 @@ class Job:
             from poprun.supervisor.monitor_process import MonitorProcess  # noqa: PLC0415 - most jobs have none
 
             self._monitor = MonitorProcess(self._environ)
+        self._remove_sessions()
         self._launcher.start(
             launch_commands(self._plan),
             {**self._environ, CONTROL_ADDRESS: self._links.door.address, CONTROL_KEY: self._links.door.key},
@@ -242,8 +245,13 @@ class Job:
             self._monitor.wait()
         self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
+        self._remove_sessions()
         if self._relay is not None:
             self._relay.finish(_DRAIN_SECONDS)
+
+    def _remove_sessions(self) -> None:
+        if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
+            remove_abandoned_sessions(session_parent(self._environ))
 
     def _await_launcher(self, signals: SignalBox) -> None:
         deadline = time.monotonic() + _LAUNCHER_SECONDS
