@@ -10,6 +10,7 @@ from poprun.planner import make_plan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.topology import Gpu, MachineFacts, MpiKind, MpiRuntime
+from poprun.vipu_settings import VipuSettings
 
 MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")
 
@@ -62,6 +63,27 @@ def ending_settings() -> st.SearchStrategy[EndingSettings]:
     )
 
 
+def vipu_settings(num_instances: int) -> st.SearchStrategy[VipuSettings]:
+    """Anything that a job of ``num_instances`` can ask of the pool."""
+    name = st.none() | st.sampled_from(["p", "POD16 test"])
+    return st.builds(
+        VipuSettings,
+        partition=name,
+        partition_attempts=st.integers(1, 9),
+        allocation=name,
+        cluster=name,
+        updates_partition=st.booleans(),
+        resets_partition=st.none() | st.booleans(),
+        removes_partition=st.booleans(),
+        num_ilds=st.none() | st.integers(1, num_instances),
+        ipus_per_host=st.none() | st.integers(1, 64),
+        waits_for_devices=st.booleans(),
+        shares_devices=st.booleans(),
+        is_offline=st.booleans(),
+        server_timeout_seconds=st.floats(1e-3, 1e6),
+    )
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> LaunchPlan:
     """Any plan that the planner can make."""
@@ -91,6 +113,8 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
         mpi_global_args=tuple(draw(st.lists(word, max_size=2))),
         mpi_local_args=tuple(draw(st.lists(word, max_size=2))),
         threads_per_replica=draw(st.none() | st.integers(1, 99)),
+        executable_cache_path=draw(st.none() | st.just("cache")),
+        vipu=draw(vipu_settings(num_instances)),
         output=draw(output_settings(num_instances)),
         ending=draw(ending_settings()),
         is_deterministic=draw(st.booleans()),

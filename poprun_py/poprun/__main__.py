@@ -66,16 +66,14 @@ def _open_closed_streams() -> None:
 
 
 def _run(words: Sequence[str]) -> int:
-    import click  # noqa: PLC0415 - Ctrl-C is heard before this import
+    from click.exceptions import Exit  # noqa: PLC0415 - Ctrl-C is heard before this import
 
     from poprun.cli.command_line import read_command_line  # noqa: PLC0415 - see above
 
     try:
         line = read_command_line(words)
-    except click.exceptions.Exit as end:
+    except Exit as end:
         return end.exit_code
-    except click.ClickException as error:
-        return _fail(error.format_message(), error.exit_code)
     from poprun.cli.run import run  # noqa: PLC0415 - --help and --version do without it
 
     return run(line)

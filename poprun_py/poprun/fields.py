@@ -1,14 +1,20 @@
 """Reads the fields of a mapping that came from a file, each as the type it must have."""
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from poprun.errors import PlanError
+from poprun.ranges import parse_numbers
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Value = TypeVar("Value")
 Choice = TypeVar("Choice", bound=Enum)
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +111,28 @@ class FieldReader:
     def is_null(self, key: str) -> bool:
         """Whether ``key`` is there and holds null."""
         return self._value(key) is None
+
+    def settings(self, kind: type[Settings]) -> Settings:
+        """The mapping as a value of the dataclass ``kind``, whose fields are its keys.
+
+        A field of numbers in ascending order stands in the file as ranges.
+        """
+        self.expect_keys([field.name for field in dataclasses.fields(kind)])
+        return kind(**{field.name: self._field(field.name, field.type) for field in dataclasses.fields(kind)})
+
+    def _field(self, key: str, kind: object) -> object:
+        """The value under ``key`` for a field of type ``kind``."""
+        read: dict[object, Callable[[str], object]] = {
+            bool: self.flag,
+            bool | None: self.optional_flag,
+            int: self.count,
+            int | None: self.optional_count,
+            float: self.number,
+            float | None: self.optional_number,
+            str | None: self.optional_text,
+            tuple[int, ...] | None: lambda key: None if self.is_null(key) else self.converted(key, parse_numbers),
+        }
+        return read[kind](key)
 
     def nested(self, key: str) -> "FieldReader":
         """The mapping under ``key``."""

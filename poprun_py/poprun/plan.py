@@ -5,6 +5,7 @@ A plan states counts and ranges, not items, so a plan for a thousand hosts is as
 `poprun.plan_file`; a plan that was written and read starts the same processes.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ from popdist.contract import Contract, Endpoint
 from popdist.layout import ReplicaLayout
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.topology import MpiRuntime
+from poprun.vipu_settings import VipuSettings
 
 
 class LauncherKind(StrEnum):
@@ -85,6 +87,9 @@ class LaunchPlan:
         mpi: The runtime that starts them, or None with the local launcher.
         mpi_global_args: Extra words for the MPI launcher, before its process count.
         mpi_local_args: Extra words for the MPI launcher, after its process count.
+        executable_cache_path: Directory for compiled programs, or None; a relative one starts at
+            ``working_directory``.
+        vipu: What is asked of the pool of virtual IPUs.
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
     """
@@ -103,6 +108,8 @@ class LaunchPlan:
     mpi: MpiRuntime | None
     mpi_global_args: tuple[str, ...]
     mpi_local_args: tuple[str, ...]
+    executable_cache_path: str | None
+    vipu: VipuSettings
     output: OutputSettings
     ending: EndingSettings
 
@@ -127,6 +134,12 @@ class LaunchPlan:
         if self.output.is_tagged is not None:
             return self.output.is_tagged
         return self.num_instances > 1 or self.output.tag_format is not None
+
+    @property
+    def cache_directory(self) -> str | None:
+        """Absolute path of the directory for compiled programs, or None."""
+        path = self.executable_cache_path
+        return None if path is None else os.path.join(self.working_directory, path)
 
     def instance(self, index: int) -> InstancePlan:
         """Where instance ``index`` runs and what it owns.
@@ -177,6 +190,7 @@ class LaunchPlan:
             restart_count=start.restart_count,
             master=start.master,
             store=start.store,
+            executable_cache_path=self.cache_directory,
             num_threads=self.threads_per_replica,
             is_deterministic=self.is_deterministic,
         )

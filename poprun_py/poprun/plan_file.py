@@ -16,19 +16,23 @@ from poprun.hosts import fold_hosts, parse_hosts
 from poprun.legality import check_count, check_counts
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.ranges import fold_numbers, parse_numbers
-from poprun.settings import EndingSettings, OutputSettings, check_ending, check_output
+from poprun.settings import EndingSettings, OutputSettings, check_ending, check_output, check_path
 from poprun.topology import MpiKind, MpiRuntime
+from poprun.vipu_settings import VipuSettings, check_vipu
 
 VERSION: Final = 1
 
 _KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
 _MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
-_OUTPUT_KEYS: Final = tuple(field.name for field in fields(OutputSettings))
-_ENDING_KEYS: Final = tuple(field.name for field in fields(EndingSettings))
+_SECTIONS: Final = {"output": OutputSettings, "ending": EndingSettings, "vipu": VipuSettings}
 _ALL_KEYS: Final = frozenset(
-    (*_KEYS, *(f"output.{key}" for key in _OUTPUT_KEYS), *(f"ending.{key}" for key in _ENDING_KEYS))
+    (*_KEYS, *(f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in fields(section)))
 )
-_RENAMED: Final = {"only_output_from_instance": "shown_instances", "report": "report_file"}
+_RENAMED: Final = {
+    "only_output_from_instance": "shown_instances",
+    "report": "report_file",
+    "vipu_server_timeout": "server_timeout",
+}
 _OPTION: Final = re.compile("--([a-z-]+)")
 
 
@@ -51,6 +55,8 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
         "mpi": mpi and {**asdict(mpi), "kind": mpi.kind.value},
         "mpi_global_args": list(plan.mpi_global_args),
         "mpi_local_args": list(plan.mpi_local_args),
+        "executable_cache_path": plan.executable_cache_path,
+        "vipu": asdict(plan.vipu),
         "output": {**asdict(plan.output), "shown_instances": _fold(plan.output.shown_instances)},
         "ending": asdict(plan.ending),
     }
@@ -86,8 +92,10 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         mpi=_read_mpi(read),
         mpi_global_args=read.texts("mpi_global_args"),
         mpi_local_args=read.texts("mpi_local_args"),
-        output=_read_output(read.nested("output")),
-        ending=_read_ending(read.nested("ending")),
+        executable_cache_path=read.optional_text("executable_cache_path"),
+        vipu=read.nested("vipu").settings(VipuSettings),
+        output=read.nested("output").settings(OutputSettings),
+        ending=read.nested("ending").settings(EndingSettings),
     )
     _check(plan, source)
     return plan
@@ -143,33 +151,6 @@ def _read_mpi(read: FieldReader) -> MpiRuntime | None:
     )
 
 
-def _read_output(read: FieldReader) -> OutputSettings:
-    read.expect_keys(_OUTPUT_KEYS)
-    return OutputSettings(
-        shown_instances=None
-        if read.is_null("shown_instances")
-        else read.converted("shown_instances", parse_numbers),
-        is_tagged=read.optional_flag("is_tagged"),
-        tag_format=read.optional_text("tag_format"),
-        is_folded=read.flag("is_folded"),
-        log_dir=read.optional_text("log_dir"),
-        has_monitor=read.flag("has_monitor"),
-    )
-
-
-def _read_ending(read: FieldReader) -> EndingSettings:
-    read.expect_keys(_ENDING_KEYS)
-    return EndingSettings(
-        stop_timeout_seconds=read.number("stop_timeout_seconds"),
-        start_timeout_seconds=read.number("start_timeout_seconds"),
-        timeout_seconds=read.optional_number("timeout_seconds"),
-        max_restarts=read.count("max_restarts"),
-        hang_report_seconds=read.optional_number("hang_report_seconds"),
-        hang_timeout_seconds=read.optional_number("hang_timeout_seconds"),
-        report_file=read.optional_text("report_file"),
-    )
-
-
 def _fold(numbers: tuple[int, ...] | None) -> str | None:
     return None if numbers is None else fold_numbers(numbers)
 
@@ -177,8 +158,8 @@ def _fold(numbers: tuple[int, ...] | None) -> str | None:
 def _key_of(option: re.Match[str]) -> str:
     """The key that stands in a plan for an option of the command line."""
     name = option[1].replace("-", "_")
-    name = _RENAMED.get(name, name)
-    keys = (name, f"output.{name}", f"ending.{name}", f"ending.{name}_seconds")
+    name = _RENAMED.get(name, name).removeprefix("vipu_")
+    keys = (name, *(f"{section}.{name}{unit}" for section in _SECTIONS for unit in ("", "_seconds")))
     return next((key for key in keys if key in _ALL_KEYS), option[0])
 
 
@@ -191,6 +172,8 @@ def _check(plan: LaunchPlan, source: str) -> None:
             check_count("--threads-per-replica", plan.threads_per_replica)
         check_output(plan.output, plan.num_instances)
         check_ending(plan.ending)
+        check_vipu(plan.vipu, plan.num_instances)
+        check_path("--executable-cache-path", plan.executable_cache_path)
     except PlanError as error:
         raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
     if not plan.cores:

@@ -13,8 +13,9 @@ from poprun.hosts import check_hosts, fold_hosts
 from poprun.legality import check_count, check_counts, legal_instances
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import check_ending, check_output
+from poprun.settings import check_ending, check_output, check_path
 from poprun.topology import MachineFacts, MpiRuntime
+from poprun.vipu_settings import check_vipu
 
 THIS_MACHINE: Final = "localhost"
 
@@ -41,6 +42,8 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         check_count("--threads-per-replica", request.threads_per_replica)
     check_output(request.output, num_instances)
     check_ending(request.ending)
+    check_vipu(request.vipu, num_instances)
+    check_path("--executable-cache-path", request.executable_cache_path)
     mpi = _choose_mpi(request, facts, is_one_host=len(hosts) == 1)
     return LaunchPlan(
         program=request.program,
@@ -57,6 +60,8 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         mpi=mpi,
         mpi_global_args=request.mpi_global_args,
         mpi_local_args=request.mpi_local_args,
+        executable_cache_path=request.executable_cache_path,
+        vipu=request.vipu,
         output=request.output,
         ending=request.ending,
     )

@@ -1,12 +1,13 @@
 """What the user asked for, before anything is known about the machine.
 
-The defaults of all options live here and in `poprun.settings`.
+The defaults of all options live here, in `poprun.settings` and in `poprun.vipu_settings`.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from poprun.settings import EndingSettings, OutputSettings
+from poprun.vipu_settings import VipuSettings
 
 
 class LauncherChoice(StrEnum):
@@ -15,6 +16,15 @@ class LauncherChoice(StrEnum):
     AUTO = "auto"
     MPI = "mpi"
     LOCAL = "local"
+
+
+class ProcessPlacement(StrEnum):
+    """Which cores the instances of a host get."""
+
+    SPREADNUMA = "spreadnuma"
+    COMPACT = "compact"
+    CORE = "core"
+    DISABLED = "disabled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +38,18 @@ class LaunchRequest:
         num_replicas: Model replicas in the whole job; None means one per instance.
         ipus_per_replica: Virtual IPUs that one replica uses.
         hosts: Names to run on, in order; empty means this machine.
+        host_subnet: The network between the hosts, such as ``10.1.0.0/16``, or None.
+        synchronises_python_venv: Whether the virtual environment is copied to the other hosts.
         launcher: How to start the processes.
         mpi_global_args: Extra words for the MPI launcher, before its process count.
         mpi_local_args: Extra words for the MPI launcher, after its process count.
+        instance_mpi_local_args: Pairs of an instance and its own extra words.
+        placement: Which cores the instances get.
         threads_per_replica: Threads for each replica's arithmetic; None shares out the cores.
         is_deterministic: Whether torch is to use deterministic algorithms only.
+        executable_cache_path: Directory for compiled programs, or None; a relative one starts at the job's working
+            directory.
+        vipu: What is asked of the pool of virtual IPUs.
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
     """
@@ -43,10 +60,16 @@ class LaunchRequest:
     num_replicas: int | None = None
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
+    host_subnet: str | None = None
+    synchronises_python_venv: bool = False
     launcher: LauncherChoice = LauncherChoice.AUTO
     mpi_global_args: tuple[str, ...] = ()
     mpi_local_args: tuple[str, ...] = ()
+    instance_mpi_local_args: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    placement: ProcessPlacement = ProcessPlacement.SPREADNUMA
     threads_per_replica: int | None = None
     is_deterministic: bool = False
+    executable_cache_path: str | None = None
+    vipu: VipuSettings = field(default_factory=VipuSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
     ending: EndingSettings = field(default_factory=EndingSettings)

@@ -76,7 +76,7 @@ def check_output(output: OutputSettings, num_instances: int) -> None:
         check_tag_format(output.tag_format)
         if output.is_tagged is False:
             raise PlanError("--tag-format is of no use with --no-tag-output: leave one of them out")
-    _check_path("--log-dir", output.log_dir)
+    check_path("--log-dir", output.log_dir)
 
 
 def check_ending(ending: EndingSettings) -> None:
@@ -95,7 +95,7 @@ def check_ending(ending: EndingSettings) -> None:
         if seconds is not None:
             _check_seconds(option, seconds, may_be_zero=False)
     check_count("--max-restarts", ending.max_restarts, minimum=0)
-    _check_path("--report", ending.report_file)
+    check_path("--report", ending.report_file)
 
 
 def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
@@ -104,6 +104,11 @@ def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
         raise PlanError(f"{option} {seconds} is not possible: it is a number of seconds {bound}")
 
 
-def _check_path(option: str, path: str | None) -> None:
+def check_path(option: str, path: str | None) -> None:
+    """See that the value of ``option`` can be a path, if there is one.
+
+    Raises:
+        PlanError: If not.
+    """
     if path is not None and (not path or "\0" in path):
         raise PlanError(f"{option} {path!r} is not possible: it is a path")

@@ -40,7 +40,7 @@ LAYERS = {
     "poprun": (
         ("errors", "ranges", "linux", "process_tree", "control"),
         ("topology", "legality", "fields", "tag_format", "processes", "authentication"),
-        ("settings", "hosts", "link", "view"),
+        ("settings", "vipu_settings", "hosts", "link", "view"),
         ("request", "plan"),
         ("planner", "environment"),
         ("plan_file", "advice"),

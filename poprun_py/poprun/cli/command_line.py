@@ -1,83 +1,58 @@
 """What the words of the command line ask for, as values of poprun's own."""
 
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any
 
-import click
-from click.core import ParameterSource
-
-from popdist.contract import VERSION
 from poprun.cli.command import PoprunCommand
-from poprun.cli.options import (
-    EXAMPLES,
-    ending_options,
-    layout_options,
-    output_options,
-    plan_options,
-    start_options,
-)
+from poprun.cli.option import LINE, Given, values_by_section
+from poprun.cli.options import EXAMPLES, OPTIONS
 from poprun.errors import UsageError
-from poprun.hosts import parse_hosts
 from poprun.render import TopologyFormat
-from poprun.request import LauncherChoice, LaunchRequest
+from poprun.request import LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
+from poprun.vipu_settings import VipuSettings
 
-_OUTPUT_FIELDS: Final = {
-    "only_output_from_instance": "shown_instances",
-    "tag_output": "is_tagged",
-    "tag_format": "tag_format",
-    "fold_output": "is_folded",
-    "log_dir": "log_dir",
-    "monitor": "has_monitor",
-}
-_ENDING_FIELDS: Final = {
-    "stop_timeout": "stop_timeout_seconds",
-    "start_timeout": "start_timeout_seconds",
-    "timeout": "timeout_seconds",
-    "max_restarts": "max_restarts",
-    "hang_report": "hang_report_seconds",
-    "hang_timeout": "hang_timeout_seconds",
-    "report": "report_file",
-}
-_WITH_PLAN: Final = {"plan", "dry_run", "print_topology", "topology_format", "verbose", "program"}
+_INTRO = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
     """One poprun command line.
 
+    The fields below ``program`` and ``given`` are the section ``line`` of the table of options.
+
     Attributes:
         program: The program and its arguments, as written; may be empty.
-        given: The other values of a :class:`LaunchRequest` that were given, by their names there.
-        output: Those of its :class:`OutputSettings`.
-        ending: Those of its :class:`EndingSettings`.
+        given: The options that were given.
+        values: The values of a :class:`LaunchRequest` that they set, by section and name there.
         plan_file: The file of the plan to start, ``-`` for standard input, or None.
         is_dry_run: Whether to print the plan and start nothing.
         prints_topology: Whether to print the plan before it is started.
+        prints_version: Whether to print the version and do nothing else.
         topology_format: How to print it.
         verbosity: How often ``-v`` was given.
     """
 
-    program: tuple[str, ...]
-    given: Mapping[str, Any]
-    output: Mapping[str, Any]
-    ending: Mapping[str, Any]
-    plan_file: str | None
-    is_dry_run: bool
-    prints_topology: bool
-    topology_format: TopologyFormat
-    verbosity: int
+    program: tuple[str, ...] = ()
+    given: tuple[Given, ...] = ()
+    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plan_file: str | None = None
+    is_dry_run: bool = False
+    prints_topology: bool = False
+    prints_version: bool = False
+    topology_format: TopologyFormat = TopologyFormat.TABLE
+    verbosity: int = 0
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
         """The request, for ``program`` as it was resolved in ``working_directory``."""
         return LaunchRequest(
             program=program,
             working_directory=working_directory,
-            output=OutputSettings(**self.output),
-            ending=EndingSettings(**self.ending),
-            **self.given,
+            output=OutputSettings(**self.values.get("output", {})),
+            ending=EndingSettings(**self.values.get("ending", {})),
+            vipu=VipuSettings(**self.values.get("vipu", {})),
+            **self.values.get("request", {}),
         )
 
 
@@ -85,100 +60,18 @@ def read_command_line(words: Sequence[str]) -> CommandLine:
     """What ``words``, without the name of poprun, ask for.
 
     Raises:
-        UsageError: If an option cannot be read, or two contradict each other.
-        click.ClickException: If an option's value has the wrong type.
-        click.exceptions.Exit: After ``--help`` and ``--version`` have printed theirs.
+        PoprunError: If an option cannot be read, or two contradict each other.
+        click.exceptions.Exit: After ``--help`` has printed its page.
     """
-    with _command().make_context("poprun", list(words)) as ctx:
-        given = {
-            name: value
-            for name, value in ctx.params.items()
-            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        }
-        return _typed(given)
-
-
-def _command() -> PoprunCommand:
-    return PoprunCommand(
-        name="poprun",
-        params=[
-            *layout_options(),
-            *start_options(),
-            *ending_options(),
-            *output_options(),
-            *plan_options(),
-            _version_option(),
-            click.Argument(
-                ["program"], nargs=-1, required=False, type=click.UNPROCESSED, metavar="PROGRAM [ARGS]..."
-            ),
-        ],
-        help="Start PROGRAM as many instances (processes) that train a number of model replicas together.",
-        epilog=EXAMPLES,
-        context_settings={
-            "allow_interspersed_args": False,
-            "help_option_names": ["-h", "--help"],
-            "max_content_width": 80,
-        },
-    )
-
-
-def _version_option() -> click.Option:
-    def show(ctx: click.Context, param: click.Parameter, is_given: bool) -> None:  # noqa: FBT001 - click's callback
-        del param
-        if is_given:
-            click.echo(f"poprun {VERSION}")
-            ctx.exit()
-
-    return click.Option(
-        ["--version"], is_flag=True, is_eager=True, expose_value=False, callback=show, help="Print the version."
-    )
-
-
-def _typed(given: dict[str, Any]) -> CommandLine:
-    if "plan" in given:
+    texts, program = PoprunCommand(OPTIONS, intro=_INTRO, examples=EXAMPLES).texts(words)
+    given = tuple(Given(option=option, texts=texts[option.name]) for option in OPTIONS if option.name in texts)
+    if "plan" in texts:
         _refuse_beside_plan(given)
-    return CommandLine(
-        program=given.pop("program", ()),
-        plan_file=given.pop("plan", None),
-        is_dry_run=given.pop("dry_run", False),
-        prints_topology=given.pop("print_topology", False),
-        topology_format=TopologyFormat(given.pop("topology_format", TopologyFormat.TABLE)),
-        verbosity=given.pop("verbose", 0),
-        output=_taken(given, _OUTPUT_FIELDS),
-        ending=_taken(given, _ENDING_FIELDS),
-        given=dict(_field(name, value) for name, value in given.items()),
-    )
+    values = values_by_section(given)
+    return CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
 
 
-def _taken(given: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The values of the options ``names``, taken out of ``given``, by the names of the fields that they set."""
-    return {field: given.pop(option) for option, field in names.items() if option in given}
-
-
-def _field(name: str, value: Any) -> tuple[str, Any]:  # noqa: ANN401 - whatever click made of the option
-    """The field of a request that option ``name`` sets, and its value there."""
-    match name:
-        case "host":
-            return "hosts", parse_hosts(",".join(value))
-        case "deterministic":
-            return "is_deterministic", value
-        case "launcher":
-            return name, LauncherChoice(value)
-        case "mpi_global_args" | "mpi_local_args":
-            return name, _words(name, value)
-        case _:
-            return name, value
-
-
-def _refuse_beside_plan(given: Mapping[str, Any]) -> None:
-    others = [f"--{name.replace('_', '-')}" for name in given if name not in _WITH_PLAN]
+def _refuse_beside_plan(given: Sequence[Given]) -> None:
+    others = [f"--{one.option.name}" for one in given if not one.option.goes_with_plan]
     if others:
         raise UsageError(f"--plan says it all: leave out {', '.join(others)}, or make a new plan with --dry-run")
-
-
-def _words(name: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """The words of each text, as a shell splits them."""
-    try:
-        return tuple(word for text in texts for word in shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"--{name.replace('_', '-')} {' '.join(texts)!r}: {str(error).lower()}") from None

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from popdist.contract import VERSION
 from poprun.advice import advise
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
@@ -29,6 +30,9 @@ def run(line: CommandLine) -> int:
     Raises:
         PoprunError: If there is no such plan or program, or the job cannot be started.
     """
+    if line.prints_version:
+        screen.show(f"poprun {VERSION}\n")
+        return 0
     plan = _plan(line) if line.plan_file is None else _read_plan(line, line.plan_file)
     if line.is_dry_run or line.prints_topology:
         screen.show(_render(plan, line))
@@ -59,6 +63,8 @@ def _plan(line: CommandLine) -> LaunchPlan:
     for advice in advise(plan, facts):
         screen.tell(f"warning: {advice}")
     if line.verbosity:
+        for option in (one.option for one in line.given if one.option.why_no_effect):
+            screen.tell(f"--{option.name} has no effect: {option.why_no_effect}")
         for found in facts.unknown_mpi:
             screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
         screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
