@@ -29,7 +29,7 @@ LAYERS = {
         ),
         ("layout", "arguments", "variables"),
         ("contract",),
-        ("environments", "presence"),
+        ("environments", "presence", "host_memory"),
         ("backends", "arithmetic"),
         ("groups",),
         ("context",),
@@ -67,6 +67,7 @@ TORCH_FACING = frozenset(
     {
         "arithmetic",
         "backends",
+        "host_memory",
         "groups",
         "collectives",
         "training",

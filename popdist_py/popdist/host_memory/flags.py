@@ -1,0 +1,230 @@
+"""The page on which a rank tells the others of its group how far it is: counters that only it writes.
+
+The ranks go through *meetings* that are counted from 1: a rank raises its counter when all it has to say before
+that meeting stands in memory, and goes on when every other rank's counter is there. What is said for a meeting
+stands in one of two places, by the meeting's parity: a rank that is at meeting n + 1 may already write there while
+a slow one still reads what was said for meeting n, and nobody is at n + 2 before all have read it.
+"""
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from popdist.errors import BackendError, CollectiveError
+from popdist.headers import name_instances
+from popdist.host_memory.fences import Fence
+from popdist.host_memory.waiting import Lives, num_spins, wait_until
+
+COUNTER: Final = 0
+PURPOSES: Final = 1
+"""And 2: what the rank is about to do at its meeting of even, and of odd number."""
+
+NUMBERS: Final = 4
+"""And 5: a number that it says there."""
+
+STATE: Final = 8
+TAKES_PART, HAS_LEFT, GAVE_UP = 0, 1, 2
+
+Words = memoryview  # of 64-bit numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What the ranks of a group are called outside.
+
+    Attributes:
+        members: The number of each, in rank order.
+        noun: What such a number counts: "rank", "instance".
+    """
+
+    members: tuple[int, ...]
+    noun: str = "rank"
+
+    def of(self, ranks: Iterable[int]) -> str:
+        """These ranks in words."""
+        return name_instances(self.members[rank] for rank in ranks).replace("instance", self.noun)
+
+
+class Flags:
+    """Meetings of the ranks of a group. One thread at a time; every rank has the same meetings in the same order.
+
+    Args:
+        pages: Every rank's page, in order, as 64-bit numbers.
+        rank: This one.
+        names: What the ranks are called.
+        lives: Watches the others' processes.
+        fence: What keeps memory in order on this machine; see `popdist.host_memory.fences`.
+        timeout_seconds: How long a rank is waited for.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[Words],
+        *,
+        rank: int,
+        names: Names,
+        lives: Lives,
+        fence: Fence | None,
+        timeout_seconds: float,
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.failure: str | None = None
+        self.rank = rank
+        self.size = len(pages)
+        self._mine = pages[rank]
+        self._others = tuple(page for other, page in enumerate(pages) if other != rank)
+        self._pages = tuple(pages)
+        self._names = names
+        self._lives = lives
+        self._fence = fence
+        self._spins = range(num_spins(len(pages)))
+        self._number = 0
+        _all_flags.add(self)
+
+    def meet(self, purpose: int, timeout_seconds: float | None = None) -> int:
+        """Wait until every rank is here; the meeting's number.
+
+        Args:
+            purpose: What this rank is about to do; below 2**63, and the same on every rank.
+            timeout_seconds: How long to wait; None means :attr:`timeout_seconds`.
+
+        Raises:
+            BackendError: If a rank was lost or is late, or has failed or left before. Nobody meets any more then.
+            CollectiveError: If a rank came for something else; every rank raises it, and they can meet again.
+        """
+        if self.failure is not None:
+            raise BackendError(self.failure)
+        number = self._number = self._number + 1
+        place = PURPOSES + (number & 1)
+        fence = self._fence
+        mine = self._mine
+        mine[place] = purpose
+        if fence is not None:
+            fence()
+        mine[COUNTER] = number
+        for words in self._others:
+            if words[COUNTER] < number:
+                self._wait(words, number, timeout_seconds)
+        if fence is not None:
+            fence()
+        for words in self._others:
+            if words[place] != purpose:
+                raise CollectiveError(self._disagreement(place))
+        return number
+
+    def say(self, number: int) -> None:
+        """Say a number below 2**64 at the next meeting."""
+        self._mine[NUMBERS + (self._number + 1 & 1)] = number
+
+    def said(self) -> list[int]:
+        """What every rank said at the last meeting."""
+        place = NUMBERS + (self._number & 1)
+        return [page[place] for page in self._pages]
+
+    def next_number(self) -> int:
+        """The next meeting's number."""
+        return self._number + 1
+
+    def name(self, ranks: Sequence[int]) -> str:
+        """These ranks in words, by their numbers outside."""
+        return self._names.of(ranks)
+
+    def fail(self, reason: str) -> None:
+        """Meet nobody any more, and let nobody wait for this rank."""
+        if self.failure is None:
+            self.failure = reason
+            self._mine[STATE] = GAVE_UP
+
+    def leave(self) -> None:
+        """Say that this rank comes to no further meeting."""
+        if self.failure is None:
+            self.failure = f"this {self._names.noun} has left the group"
+            self._mine[STATE] = HAS_LEFT
+        self._lives.close()
+
+    def forget(self) -> None:
+        """In a forked child: these are the parent's meetings."""
+        self.failure = f"this process was forked from a {self._names.noun} of the group, and is none itself"
+
+    def _wait(self, words: Words, number: int, timeout_seconds: float | None) -> None:
+        """Wait for one rank; for all others, too, where it takes long."""
+        for _ in self._spins:
+            if words[COUNTER] >= number:
+                return
+        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        try:
+            if not wait_until(lambda: words[COUNTER] >= number, lambda: self._look_after(number), timeout_seconds):
+                self._give_up(number, timeout_seconds)
+        except BaseException as error:
+            self.fail(str(error) if isinstance(error, BackendError) else f"a wait was broken off by {error!r}")
+            raise
+
+    def _give_up(self, number: int, timeout_seconds: float) -> None:
+        late = self.name(self._missing(number))
+        raise BackendError(f"{late} did not come within {timeout_seconds:g} seconds")
+
+    def _missing(self, number: int) -> list[int]:
+        return [rank for rank, page in enumerate(self._pages) if page[COUNTER] < number]
+
+    def _look_after(self, number: int) -> None:
+        """Raise if a rank that is waited for will not come."""
+        missing = self._missing(number)
+        gone = {*self._lives.ended(missing), *(it for it in missing if self._pages[it][STATE] == HAS_LEFT)}
+        if gone := gone.intersection(self._missing(number)):
+            raise BackendError(f"the connection to {self.name(sorted(gone))} was closed: it ended or was lost")
+        if given_up := [it for it in self._missing(number) if self._pages[it][STATE] == GAVE_UP]:
+            raise BackendError(f"{self.name(given_up)} had given up waiting, or failed, in a collective before")
+
+    def _disagreement(self, place: int) -> str:
+        by_purpose: Mapping[int, list[int]] = {page[place]: [] for page in self._pages}
+        for rank, page in enumerate(self._pages):
+            by_purpose[page[place]].append(rank)
+        lines = [f"  {self.name(ranks)}: {describe(purpose)}" for purpose, ranks in by_purpose.items()]
+        return f"the {self._names.noun}s are not in the same collective:\n" + "\n".join(lines)
+
+
+_OPERATIONS: list[str] = ["barrier"]
+_KINDS: list[str] = [""]
+
+
+def operation(name: str) -> int:
+    """The number of an operation, the same in every process that runs this version of popdist."""
+    _OPERATIONS.append(name)
+    return len(_OPERATIONS) - 1
+
+
+def purpose(operation_number: int, *, kind: int = 0, root: int = 0, count: int = 0) -> int:
+    """What is done to what, as one number: 8 bits of operation, 8 of kind, 12 of root, 35 of count."""
+    return operation_number | kind << 8 | (root & 0xFFF) << 16 | (count & 0x7FFFFFFFF) << 28
+
+
+def kind(name: str) -> int:
+    """The number of a kind of elements or of addition, as :func:`operation`."""
+    _KINDS.append(name)
+    return len(_KINDS) - 1
+
+
+def describe(number: int) -> str:
+    """A purpose in words."""
+    what, of, root, count = number & 0xFF, number >> 8 & 0xFF, number >> 16 & 0xFFF, number >> 28
+    words = [_OPERATIONS[what] if what < len(_OPERATIONS) else f"operation {what}"]
+    if of:
+        words.append(f"of {count} {_KINDS[of] if of < len(_KINDS) else f'elements of kind {of}'}")
+    if root:
+        words.append(f"with root {root - 1}")
+    return " ".join(words)
+
+
+_all_flags: "weakref.WeakSet[Flags]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for flags in list(_all_flags):
+        with suppress(Exception):
+            flags.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

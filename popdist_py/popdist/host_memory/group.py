@@ -1,0 +1,226 @@
+"""The processes of one host as a group that shares memory: what everything fast on a host is built from.
+
+::
+
+    group = HostGroup.connect(store, rank, size, timeout_seconds=60)   # None on every rank: not one host
+    block = group.allocate(num_bytes)                   # a row of shared memory for each rank, all mapped here
+    block.mine                                          # this rank's row: a flat tensor of bytes
+    block.of(rank)                                      # another's row, in place
+    total = group.reduction([row.view(torch.float32) for row in block.rows])
+    total.run()                                         # every row is now the sum of all rows
+    group.barrier()
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Final, Self
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from popdist.errors import BackendError
+from popdist.host_memory.fences import make_fence
+from popdist.host_memory.flags import Flags, Names, operation, purpose
+from popdist.host_memory.meeting import Found, Meeting
+from popdist.host_memory.reduction import Op, Reduction
+from popdist.host_memory.segments import PAGE_BYTES, Segment, as_tensor, map_window, whole_pages
+from popdist.host_memory.waiting import Lives
+
+_ALLOCATE: Final = operation("allocate")
+_BARRIER: Final = 0
+
+
+class SharedBlock:
+    """A row of memory of each rank, mapped by all of them; made by :meth:`HostGroup.allocate`.
+
+    Attributes:
+        rows: Every rank's row, in rank order: flat uint8 tensors that begin at a page. Any view of one keeps it
+            mapped. Nothing but :meth:`HostGroup.barrier` and the operations of the group tells a rank when another
+            has finished writing.
+        mine: This rank's row.
+    """
+
+    def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
+        self.rows = tuple(rows)
+        self.mine = rows[rank]
+        self._segment = segment
+        self._offset = offset
+
+    def of(self, rank: int) -> Tensor:
+        """The row of ``rank``."""
+        return self.rows[rank]
+
+    def release(self) -> None:
+        """Give this rank's memory back, when no rank reads it any more: it reads as zeros from now on.
+
+        A block that is never released goes when the group is closed and the last view of it is gone.
+        """
+        self._segment.release(self._offset, whole_pages(len(self.mine)))
+
+
+class HostGroup:
+    """Processes of one host that share memory; made by :meth:`connect`.
+
+    All calls but :meth:`close` and the attributes are collectives: every rank makes the same ones in the same
+    order, from one thread at a time. A rank that is lost or late is an error on all others that names it, and ends
+    the group: every later call raises the same. In a process that was forked from a rank every call raises.
+
+    Attributes:
+        rank: This process, from 0.
+        size: Processes in the group, at least 1.
+        flags: Their meetings, which every operation is made of.
+    """
+
+    def __init__(self, segment: Segment, found: dict[int, Found], flags: Flags, rank: int) -> None:
+        self.rank = rank
+        self.size = len(found) + 1
+        self.flags = flags
+        self._segment = segment
+        self._found = found
+
+    @classmethod
+    def connect(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        names: Names | None = None,
+    ) -> Self | None:
+        """Share memory with the other ranks, which all call this.
+
+        Args:
+            store: Where they find each other; used by nobody else under its prefix.
+            rank: This process.
+            size: Ranks in the group.
+            timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
+            names: What the ranks are called in errors; None means rank 0 and so on.
+
+        Returns:
+            The group; None on every rank where they do not all share a host, or may not share memory.
+
+        Raises:
+            BackendError: If a rank did not come in time, or there is no memory for the group.
+        """
+        names = names or Names(members=tuple(range(size)))
+        meeting = Meeting(store, rank, [names.of([it]) for it in range(size)], timeout_seconds)
+        fence, is_willing = None, True
+        try:
+            fence = make_fence()
+        except BackendError:
+            is_willing = False
+        segment = Segment()
+        try:
+            segment.grow(PAGE_BYTES)
+            window = map_window(segment.descriptor, 0, PAGE_BYTES)
+            found = meeting.hold(segment, memoryview(window), is_willing=is_willing)
+        except BaseException:
+            segment.close()
+            raise
+        if found is None:
+            segment.close()
+            return None
+        windows = {other: map_window(it.descriptor, 0, PAGE_BYTES) for other, it in found.items()} | {rank: window}
+        flags = Flags(
+            [memoryview(windows[it]).cast("Q") for it in range(size)],
+            rank=rank,
+            names=names,
+            lives=Lives({other: it.pid for other, it in found.items()}),
+            fence=fence,
+            timeout_seconds=timeout_seconds,
+        )
+        group = cls(segment, found, flags, rank)
+        group.barrier()  # so a process that is watched is one that was there after the watch had begun
+        return group
+
+    def allocate(self, num_bytes: int) -> SharedBlock:
+        """A row of ``num_bytes`` for each rank, all zero, mapped by all.
+
+        Args:
+            num_bytes: At least 1; the same on every rank.
+
+        Raises:
+            BackendError: If some rank has no room for its row: every rank raises it, and the group goes on.
+            CollectiveError: If the ranks are not in the same call.
+        """
+        trouble, rows = "", []
+        try:
+            offset = self._segment.grow(num_bytes)
+        except BackendError as error:
+            offset, trouble = -1, str(error)
+        self.flags.say(offset + 1)
+        self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
+        offsets = [it - 1 for it in self.flags.said()]
+        if not trouble and -1 not in offsets:
+            try:
+                rows = [self._map(rank, it, num_bytes) for rank, it in enumerate(offsets)]
+            except (OSError, ValueError) as error:
+                trouble = f"cannot map {num_bytes} bytes of each rank: {error}"
+        self.flags.say(1 if rows else 0)
+        self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
+        if not all(said := self.flags.said()):
+            if offset >= 0:
+                self._segment.release(offset, whole_pages(num_bytes))
+            without = self.flags.name([rank for rank, has_room in enumerate(said) if not has_room])
+            raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")
+        return SharedBlock(self._segment, offset, rows, self.rank)
+
+    def _map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+        descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
+        return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
+
+    def reduction(
+        self,
+        rows: Sequence[Tensor],
+        op: Op = "sum",
+        *,
+        outputs: Sequence[Tensor] | None = None,
+        pairs: Sequence[tuple[int, int]] | None = None,
+        then: Callable[[Tensor], object] | None = None,
+    ) -> Reduction:
+        """Prepare to combine rows of shared memory in place, each rank a share of the elements; no collective.
+
+        What is prepared can be run again and again: ``run()`` is the collective. It waits for all ranks, combines,
+        and waits again, so that afterwards the result stands in every output. What stood in ``rows`` is lost.
+
+        Args:
+            rows: Flat contiguous tensors of one dtype and length in memory of this group's blocks: the same ones
+                in the same order on every rank.
+            op: "sum", "mean" (floating dtypes only), "min", "max" or "product". NaN wins in "min" and "max". Half
+                dtypes are combined in float32.
+            outputs: Where the result goes, as ``rows``; may be of another floating dtype. None means ``rows``.
+            pairs: In which order: row ``left`` becomes the result of both, and row 0 ends as the result of all.
+                None means the tree of `popdist.tree` over the rows.
+            then: Done to each piece of the result before it goes out, in place: a division, a cast's rounding.
+
+        Raises:
+            ValueError: If the rows do not fit together.
+        """
+        return Reduction(
+            self.flags,
+            rows,
+            op,
+            outputs=rows if outputs is None else outputs,
+            pairs=pairs,
+            then=then,
+        )
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Wait until every rank is here; afterwards each sees what all wrote into shared memory before.
+
+        Args:
+            timeout_seconds: How long to wait; None means as long as the group was made to.
+
+        Raises:
+            BackendError: If a rank was lost or did not come in time; the message names it.
+            CollectiveError: If a rank is in another operation of this group.
+        """
+        self.flags.meet(_BARRIER, timeout_seconds)
+
+    def close(self) -> None:
+        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map."""
+        self.flags.leave()
+        self._segment.close()
+        while self._found:
+            os.close(self._found.popitem()[1].descriptor)

@@ -1,0 +1,83 @@
+"""Memory that several processes map: anonymous files, one for each process and group.
+
+A segment has no name anywhere: its owner holds a descriptor, the others open that very file, and the kernel frees
+it when the last of them has ended, however it ended. It lives in the kernel's own tmpfs, so the size of
+``/dev/shm`` plays no part. Space is reserved when a segment grows, so that a shortage is an error at once and not
+a SIGBUS later, and a seal keeps everybody from making it smaller.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from popdist.errors import BackendError
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+
+_PUNCH_HOLE_KEEP_SIZE: Final = 3
+"""``FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE`` of fallocate(2)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def whole_pages(num_bytes: int) -> int:
+    """``num_bytes``, rounded up to whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
+    """The bytes ``[offset, offset + num_bytes)`` of a segment; both are whole pages.
+
+    Raises:
+        OSError, ValueError: If the file is shorter, or the process may map no more.
+    """
+    return mmap.mmap(descriptor, num_bytes, offset=offset)
+
+
+def as_tensor(window: mmap.mmap) -> Tensor:
+    """The window as a flat tensor of bytes, which keeps it mapped as long as any view of it lives."""
+    return torch.frombuffer(window, dtype=torch.uint8)
+
+
+class Segment:
+    """The memory of this process that others map; it can only grow.
+
+    The descriptor is closed when a program is executed, and a forked child that ends takes nothing with it.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("popdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self._num_bytes = 0
+
+    def grow(self, num_bytes: int) -> int:
+        """Reserve whole pages for ``num_bytes`` more, all zero; the offset where they begin.
+
+        Raises:
+            BackendError: If the machine, or the group of processes this one is in, has no more.
+        """
+        offset, more = self._num_bytes, whole_pages(num_bytes)
+        try:
+            os.posix_fallocate(self.descriptor, offset, more)
+        except OSError as error:
+            self.release(offset, more)
+            raise BackendError(f"no room for {more >> 10} KiB more of shared memory: {error.strerror}") from error
+        self._num_bytes += more
+        return offset
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """Give the pages back to the machine; what still maps them reads zeros."""
+        _libc.fallocate(
+            self.descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(offset), ctypes.c_longlong(num_bytes)
+        )
+
+    def close(self) -> None:
+        """Close the descriptor, once; what is mapped stays until the last view of it has gone."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

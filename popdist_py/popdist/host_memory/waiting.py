@@ -1,0 +1,82 @@
+"""Waiting for other processes politely: a few looks, then the core for somebody else, then short naps.
+
+A flag that comes within microseconds is met by looking again. With more processes than cores the peer that is
+waited for may need this core, so from then on every look gives it away. Who waits longer than a millisecond sleeps
+between looks, longer and longer up to a bound, and asks now and then whether those who are missing still live.
+"""
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Final
+
+NUM_SPINS: Final = 400
+"""Looks in a row, about 20 microseconds, where every process of the group may have a core of its own."""
+
+YIELD_SECONDS: Final = 0.001
+FIRST_NAP_SECONDS: Final = 0.00002
+LONGEST_NAP_SECONDS: Final = 0.001
+NAP_GROWTH: Final = 1.3
+
+LOOK_SECONDS: Final = 0.02
+"""How often to ask whether the processes that are waited for still live."""
+
+
+def wait_until(is_done: Callable[[], bool], check: Callable[[], None], timeout_seconds: float) -> bool:
+    """Wait until ``is_done()``; False when the time is up.
+
+    Args:
+        is_done: Asked again and again; quick.
+        check: Asked now and then; raises where waiting has become useless.
+        timeout_seconds: How long to wait at most.
+    """
+    now = time.monotonic()
+    deadline, yield_until, next_look = now + timeout_seconds, now + YIELD_SECONDS, now + LOOK_SECONDS
+    nap = FIRST_NAP_SECONDS
+    while not is_done():
+        now = time.monotonic()
+        if now >= deadline:
+            return is_done()
+        if now < yield_until:
+            os.sched_yield()
+            continue
+        if now >= next_look:
+            check()
+            next_look = now + LOOK_SECONDS
+        time.sleep(nap)
+        nap = min(nap * NAP_GROWTH, LONGEST_NAP_SECONDS)
+    return True
+
+
+def num_spins(num_processes: int) -> int:
+    """How often to look before a core is given away."""
+    return NUM_SPINS if num_processes <= len(os.sched_getaffinity(0)) else 1
+
+
+class Lives:
+    """Whether processes still live: known by descriptors of theirs, so a number used again deceives nobody.
+
+    Args:
+        pids: The processes to watch, by any keys. One that the kernel does not let us watch counts as living.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self._descriptors: dict[int, int] = {}
+        for key, pid in pids.items():
+            with suppress(OSError):
+                self._descriptors[key] = os.pidfd_open(pid)
+
+    def ended(self, keys: Iterable[int]) -> list[int]:
+        """Those of ``keys`` whose processes have ended."""
+        by_descriptor = {self._descriptors[key]: key for key in keys if key in self._descriptors}
+        poll = select.poll()
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
+
+    def close(self) -> None:
+        """Watch nobody any more."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
