@@ -14,7 +14,7 @@ from poprun.vipu_settings import VipuSettings
 
 def read(*words: str) -> CommandLine:
     """The command line of ``words``."""
-    return read_command_line(words)
+    return read_command_line(words, {})
 
 
 def test_nothing_given_leaves_every_default_to_the_request() -> None:

@@ -22,6 +22,9 @@ SECTIONS: Final = {
 
 POPRUN_OPTIONS: Final = {
     "version": "--version",
+    "import-config": "--import-config=/dev/null",
+    "export-config": "--export-config=job.yaml",
+    "overwrite-config": "--overwrite-config=1",
     "host": "--host=host[0-2,4]",
     "num-replicas": "--num-replicas=8",
     "ipus-per-replica": "--ipus-per-replica=2",
@@ -60,7 +63,7 @@ POPRUN_OPTIONS: Final = {
 @pytest.mark.parametrize(("name", "word"), POPRUN_OPTIONS.items())
 def test_every_option_of_popruns(name: str, word: str) -> None:
     """It is read, and has an effect or says why it has none."""
-    line = read_command_line([word, "program"])
+    line = read_command_line([word, "program"], {})
     (given,) = line.given
 
     assert given.option.name == name

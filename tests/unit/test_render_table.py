@@ -86,13 +86,18 @@ def test_the_table(machine: MachineFacts, asked: dict[str, Any], table: str) -> 
 
 
 def test_details() -> None:
-    """``-v`` adds the exact command, in one line that a shell takes, and the variables in order."""
+    """``-v`` adds origins of options, the exact command, in one line that a shell takes, and variables."""
     details = Details(
-        command=("/opt/mpich/bin/mpiexec", "-n", "3", "a b"), num_commands=3, environment={"RANK": "0", "A": "x y"}
+        command=("/opt/mpich/bin/mpiexec", "-n", "3", "a b"),
+        num_commands=3,
+        origins=(("host", "a,b", "POPRUN_HOST"), ("mpi-local-args", "-x " * 12, "job.yaml:3")),
+        environment={"RANK": "0", "A": "x y"},
     )
     table = render_plan(planned(), TopologyFormat.TABLE, details=details, width=40)
 
     assert table.endswith(
+        "options    host            a,b                       POPRUN_HOST\n"
+        f"           mpi-local-args  {'-x ' * 12}  job.yaml:3\n"
         "command    /opt/mpich/bin/mpiexec -n 3 'a b'\n"
         "           and 2 more like it\n"
         "variables  of instance 0\n"

@@ -1,19 +1,23 @@
 """What the words of the command line ask for, as values of poprun's own."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from poprun.cli.command import PoprunCommand
 from poprun.cli.option import LINE, Given, values_by_section
 from poprun.cli.options import EXAMPLES, OPTIONS
+from poprun.cli.origins import from_variables, from_words, layered, read_config_file
 from poprun.errors import UsageError
 from poprun.render import TopologyFormat
 from poprun.request import LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.vipu_settings import VipuSettings
 
-_INTRO = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
+_PLAN: Final = "plan"
+_IMPORT: Final = "import-config"
+_INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,9 @@ class CommandLine:
         program: The program and its arguments, as written; may be empty.
         given: The options that were given.
         values: The values of a :class:`LaunchRequest` that they set, by section and name there.
+        config_file: The file of options that was read, or None.
+        exported_file: The file that the options are to be written to, or None.
+        may_overwrite: Whether that file may be there already.
         plan_file: The file of the plan to start, ``-`` for standard input, or None.
         is_dry_run: Whether to print the plan and start nothing.
         prints_topology: Whether to print the plan before it is started.
@@ -37,6 +44,9 @@ class CommandLine:
     program: tuple[str, ...] = ()
     given: tuple[Given, ...] = ()
     values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    config_file: str | None = None
+    exported_file: str | None = None
+    may_overwrite: bool = False
     plan_file: str | None = None
     is_dry_run: bool = False
     prints_topology: bool = False
@@ -56,17 +66,21 @@ class CommandLine:
         )
 
 
-def read_command_line(words: Sequence[str]) -> CommandLine:
-    """What ``words``, without the name of poprun, ask for.
+def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
+    """What ``words``, without the name of poprun, ask for; under them lie the variables of ``environ`` and a file.
 
     Raises:
         PoprunError: If an option cannot be read, or two contradict each other.
         click.exceptions.Exit: After ``--help`` has printed its page.
     """
     texts, program = PoprunCommand(OPTIONS, intro=_INTRO, examples=EXAMPLES).texts(words)
-    given = tuple(Given(option=option, texts=texts[option.name]) for option in OPTIONS if option.name in texts)
-    if "plan" in texts:
-        _refuse_beside_plan(given)
+    flags = tuple(from_words(texts))
+    if _PLAN in texts:
+        _refuse_beside_plan(flags)
+        given = layered((one for one in from_variables(environ) if one.option.goes_with_plan), flags)
+    else:
+        file = read_config_file(texts[_IMPORT][-1]) if _IMPORT in texts else ()
+        given = layered(file, from_variables(environ), flags)
     values = values_by_section(given)
     return CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
 

@@ -15,6 +15,9 @@ from poprun.errors import PoprunError, UsageError
 LINE: Final = "line"
 """The section of the values that stay on the command line: what is printed, and what is read from files."""
 
+REQUEST: Final = "request"
+"""The section of the fields of a :class:`LaunchRequest` itself."""
+
 VARIABLE_PREFIX: Final = "POPRUN_"
 
 

@@ -9,6 +9,7 @@ from popdist.contract import VERSION
 from poprun.advice import advise
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
+from poprun.cli.origins import misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan import LaunchPlan
 from poprun.planner import make_plan, refuse_remote_hosts
@@ -58,8 +59,12 @@ def _plan(line: CommandLine) -> LaunchPlan:
     working_directory = _working_directory()
     program = _program(line, working_directory)
     request = line.request(program, working_directory)
+    for misspelled in misspelled_variables(os.environ):
+        screen.tell(f"warning: {misspelled}")
     facts = machine_facts(os.environ, with_mpi=request.launcher is not LauncherChoice.LOCAL)
     plan = make_plan(request, facts)
+    if line.exported_file is not None:
+        _export(line, line.exported_file)
     for advice in advise(plan, facts):
         screen.tell(f"warning: {advice}")
     if line.verbosity:
@@ -69,6 +74,13 @@ def _plan(line: CommandLine) -> LaunchPlan:
             screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
         screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
     return plan
+
+
+def _export(line: CommandLine, file: str) -> None:
+    from poprun.cli.config_file import export_config  # noqa: PLC0415 - yaml is expensive
+
+    kept = (one for one in line.given if not one.option.is_local)
+    export_config(kept, file, may_overwrite=line.may_overwrite)
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
@@ -126,11 +138,11 @@ def _render(plan: LaunchPlan, line: CommandLine) -> str:
         line.topology_format,
         width=screen.width(),
         has_color=screen.has_color(),
-        details=_details(plan) if line.verbosity else None,
+        details=_details(plan, line) if line.verbosity else None,
     )
 
 
-def _details(plan: LaunchPlan) -> "Details":
+def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
     from poprun.environment import program_environment  # noqa: PLC0415 - only -v asks for it
     from poprun.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
     from poprun.render.details import Details  # noqa: PLC0415 - only -v asks for it
@@ -139,5 +151,6 @@ def _details(plan: LaunchPlan) -> "Details":
     return Details(
         command=commands[0].words,
         num_commands=len(commands),
+        origins=origins(line.given, with_defaults=line.verbosity > 1),
         environment=program_environment(plan, 0, os.environ),
     )

@@ -25,6 +25,9 @@ NUM_SHOWN: Final = 3
 
 MAX_HOSTS_LENGTH: Final = 30
 
+MAX_VALUE_LENGTH: Final = 24
+"""A longer value pushes its origin to the right."""
+
 MIN_WIDTH: Final = 60
 """Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
 
@@ -134,11 +137,19 @@ def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str
         yield "program", shlex.join(plan.program)
     yield "folder", plan.working_directory
     if details is not None:
+        yield from _origins(details)
         yield "command", shlex.join(details.command)
         if details.num_commands > 1:
             yield "", f"and {details.num_commands - 1:,} more like it"
         yield "variables", "of instance 0"
         yield from (("", f"{name}={value}") for name, value in sorted(details.environment.items()))
+
+
+def _origins(details: Details) -> Iterator[tuple[str, str]]:
+    """A line for each option, its value and where it comes from, in columns."""
+    names, values = (max((len(row[column]) for row in details.origins), default=0) for column in (0, 1))
+    for index, (name, value, origin) in enumerate(details.origins):
+        yield "" if index else "options", f"{name:<{names}}  {value:<{min(values, MAX_VALUE_LENGTH)}}  {origin}"
 
 
 def _launcher(plan: LaunchPlan) -> str:

@@ -4,6 +4,7 @@ from typing import Final
 
 from poprun.cli.kinds import (
     COUNTED,
+    FILE,
     FLAG,
     FOLDER,
     HOSTS,
@@ -34,6 +35,15 @@ GENERIC: Final = grouped(
 
 CONFIGURATION: Final = grouped(
     Group.CONFIGURATION,
+    Option("import-config", "line.config_file", FILE, "Read options from FILE; flags win over it.", is_local=True),
+    Option(
+        "export-config",
+        "line.exported_file",
+        FILE,
+        "Write the options of this call to FILE as YAML.",
+        is_local=True,
+    ),
+    Option("overwrite-config", "line.may_overwrite", SWITCH, "Let --export-config replace a file.", is_local=True),
     Option(
         "num-instances",
         "request.num_instances",

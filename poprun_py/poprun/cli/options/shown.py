@@ -77,7 +77,14 @@ OUTPUT: Final = grouped(
 
 DEBUG: Final = grouped(
     Group.DEBUG,
-    Option("dry-run", "line.is_dry_run", SWITCH, "Print the plan and start nothing.", goes_with_plan=True),
+    Option(
+        "dry-run",
+        "line.is_dry_run",
+        SWITCH,
+        "Print the plan and start nothing.",
+        is_local=True,
+        goes_with_plan=True,
+    ),
     Option(
         "plan",
         "line.plan_file",

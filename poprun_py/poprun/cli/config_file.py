@@ -1,0 +1,134 @@
+"""A file of options: YAML that has options for keys, and for values what their flags would be given.
+
+    num-instances: 4
+    host: node[0-3]
+    mpi-local-args: [-x DATA, -x SEED=1]
+
+:func:`read_config` and :func:`config_text` are inverse to each other. Errors name the line.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from io import StringIO
+from typing import Final
+
+import yaml
+
+from poprun.cli.option import Given, Option
+from poprun.errors import UsageError
+from poprun.supervisor.whole_file import check_target, write_whole
+
+_NULL: Final = "tag:yaml.org,2002:null"
+_TEXT: Final = "tag:yaml.org,2002:str"
+_MAPPING: Final = "tag:yaml.org,2002:map"
+_SEQUENCE: Final = "tag:yaml.org,2002:seq"
+
+
+def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[Given, ...]:
+    """The options that ``text``, the file ``source``, gives; an empty file gives none.
+
+    Args:
+        text: YAML.
+        source: Name of the file, for messages.
+        options: Every option that a file may hold, by its name.
+
+    Raises:
+        UsageError: If it is no YAML or no mapping, a key is unknown or comes twice, or its value is none. What a
+            value stands for is not looked at here.
+    """
+    root = _compose(text, source)
+    if root is None:
+        return ()
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(f"{_place(source, root)}: a file of options has lines such as num-instances: 4")
+    given: dict[str, Given] = {}
+    for key, value in root.value:
+        place = _place(source, key)
+        option = _option(key, place, options)
+        if option.name in given:
+            raise UsageError(f"{place}: {option.name} comes twice: {given[option.name].place} has it, too")
+        given[option.name] = Given(option=option, texts=_texts(option, value, place), place=place)
+    return tuple(given.values())
+
+
+def export_config(given: Iterable[Given], path: str, *, may_overwrite: bool) -> None:
+    """Write ``given`` as a file of options to ``path``.
+
+    Raises:
+        UsageError: If there is a file and ``may_overwrite`` is false, or it cannot be written.
+    """
+    if not may_overwrite and os.path.lexists(path):
+        raise UsageError(f"--export-config {path}: there is such a file: give another name, or --overwrite-config")
+    try:
+        check_target(path)
+        write_whole(path, config_text(given))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--export-config {path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def config_text(given: Iterable[Given]) -> str:
+    """``given`` as a file of options, in ASCII."""
+    writer = yaml.SafeDumper(StringIO())
+    pairs = [
+        (_scalar(one.option.name, writer), _value(one.texts, writer, is_list=one.option.kind.read_all is not None))
+        for one in given
+    ]
+    text: str = yaml.serialize(yaml.MappingNode(_MAPPING, pairs, flow_style=False), Dumper=yaml.SafeDumper)
+    return text if pairs else ""
+
+
+def _compose(text: str, source: str) -> yaml.Node | None:
+    try:
+        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UsageError(f"{source}{line}: this is no YAML: {error.problem}") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise UsageError(f"{source}: this is no YAML: {' '.join(str(error).split())}") from None
+    return node
+
+
+def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option:
+    name = key.value if isinstance(key, yaml.ScalarNode) else ""
+    if name in options:
+        return options[name]
+    from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
+
+    nearest = get_close_matches(name.replace("_", "-").lstrip("-"), options, n=1, cutoff=0.6)
+    cure = (
+        f"did you mean {nearest[0]}?" if nearest else "poprun --help lists the options, here without their dashes"
+    )
+    raise UsageError(f"{place}: there is no option {name or 'of this form'} for a file: {cure}")
+
+
+def _texts(option: Option, value: yaml.Node, place: str) -> tuple[str, ...]:
+    """What the flags would be given: the text as it stands in the file, or several for a repeated option."""
+    if isinstance(value, yaml.SequenceNode) and option.kind.read_all is not None and value.value:
+        return tuple(_text(option, item, place) for item in value.value)
+    return (_text(option, value, place),)
+
+
+def _text(option: Option, value: yaml.Node, place: str) -> str:
+    if isinstance(value, yaml.SequenceNode):
+        raise UsageError(f"{place}: {option.name} takes one value, and here is a list")
+    if not isinstance(value, yaml.ScalarNode):
+        raise UsageError(f"{place}: {option.name} takes one value, and here is a mapping")
+    if value.tag == _NULL:
+        raise UsageError(f"{place}: {option.name} has no value: give it one, or leave the line out")
+    return str(value.value)
+
+
+def _value(texts: tuple[str, ...], writer: yaml.SafeDumper, *, is_list: bool) -> yaml.Node:
+    if not is_list:
+        return _scalar(texts[-1], writer)
+    return yaml.SequenceNode(_SEQUENCE, [_scalar(text, writer) for text in texts], flow_style=False)
+
+
+def _scalar(text: str, writer: yaml.SafeDumper) -> yaml.ScalarNode:
+    """``text`` with quotes where it would be no text otherwise; numbers and yes stay bare."""
+    tag = writer.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]  # the stubs' gap
+    return yaml.ScalarNode(_TEXT if tag == _NULL else tag, text)
+
+
+def _place(source: str, node: yaml.Node) -> str:
+    return f"{source}:{node.start_mark.line + 1}"
