@@ -2,7 +2,8 @@
 
 Under poprun instance 0 serves it on a socket that its agent passed on, so the port was never free for others.
 Under torchrun, and wherever torch's own variables are set, it is torch's ``env://`` store under a name of our
-own. Under ``mpiexec`` instance 0 opens a socket and tells the others its address through MPI.
+own. Under ``mpiexec`` instance 0 opens a socket and tells the others its address through MPI; under ``srun`` they
+try the same few ports.
 """
 
 import os
@@ -39,6 +40,10 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
             return _join(contract, contract.store, _passed_descriptor(contract), timeout)
         if environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
             return _join_through_mpi(environment, timeout)
+        if environment.launcher is Launcher.SLURM and contract.master is None:
+            from popdist.backends.slurm_meeting import meet  # noqa: PLC0415 - only tasks of srun need it
+
+            return meet(contract, None if is_one_host(contract) else environment.first_node, timeout_seconds)
         rank, size = contract.instance_index, contract.num_instances
         store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError, OSError) as error:

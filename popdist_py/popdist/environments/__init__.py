@@ -1,7 +1,7 @@
 """Which job a program is in when poprun did not start it, from what other launchers leave in the environment.
 
-torchrun, Open MPI's mpirun and MPICH's mpiexec (Hydra) each tell a process its rank and the number of ranks.
-Such a process is one instance with one replica, so ``torchrun train.py`` and ``mpiexec -n 4 python train.py``
+torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra) and Slurm's srun each tell a process its rank and the number
+of ranks. Such a process is one instance with one replica, so ``torchrun train.py`` and ``srun python train.py``
 are real jobs, and not several serial ones that overwrite each other's files. Pure: takes the environment, never
 writes it.
 """
@@ -13,6 +13,7 @@ from typing import Final
 
 from popdist import contract as names
 from popdist.contract import Contract, read_master
+from popdist.environments.slurm import NODES, first_node, read_slurm
 from popdist.errors import ContractError
 from popdist.variables import read_count
 
@@ -26,6 +27,7 @@ class Launcher(StrEnum):
     TORCHRUN = "torchrun"
     OPEN_MPI = "Open MPI"
     HYDRA = "MPICH (Hydra)"
+    SLURM = "Slurm (srun)"
     NONE = "no launcher"
 
 
@@ -36,14 +38,18 @@ class Environment:
     Attributes:
         launcher: Whose variables told so.
         contract: The job; one instance with one replica when there is no launcher.
+        first_node: Under Slurm, the name of the node on which instance 0 is looked for; else empty.
     """
 
     launcher: Launcher
     contract: Contract
+    first_node: str = ""
 
 
 def detect(env: Mapping[str, str]) -> Environment:
     """The job that ``env`` describes: poprun's contract, else another launcher's ranks, else a job of one.
+
+    Slurm comes last: torchrun and the MPI runtimes are themselves started as its tasks.
 
     Raises:
         ContractError: If the environment promises a job of several processes and does not describe it completely,
@@ -58,7 +64,11 @@ def detect(env: Mapping[str, str]) -> Environment:
     if len(jobs) > 1:
         told = "; ".join(f"{it.launcher} tells of rank {rank} of {size}" for (rank, size), it in jobs.items())
         raise ContractError(f"{told}: start the program with one launcher, not with two inside each other")
-    return found[0] if found else Environment(launcher=Launcher.NONE, contract=Contract())
+    if found:
+        return found[0]
+    if (job := read_slurm(env)) is not None:
+        return Environment(launcher=Launcher.SLURM, contract=job, first_node=first_node(env.get(NODES, "")))
+    return Environment(launcher=Launcher.NONE, contract=Contract())
 
 
 def _read_torchrun(env: Mapping[str, str]) -> Contract | None:

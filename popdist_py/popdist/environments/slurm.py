@@ -1,0 +1,92 @@
+"""The job that ``srun`` describes to each of its tasks: one task is one instance with one replica.
+
+Only a task of a step is one: a batch script, or the shell of ``salloc``, is told of the tasks that there may be
+and is none of them; it has no ``SLURM_STEP_NUM_TASKS``. Variables: srun(1), "OUTPUT ENVIRONMENT VARIABLES". Pure:
+takes the environment, never writes it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from popdist.contract import Contract, read_master
+from popdist.errors import ContractError
+from popdist.variables import read_count
+
+SIZE: Final = "SLURM_STEP_NUM_TASKS"
+RANK: Final = "SLURM_PROCID"
+LOCAL_RANK: Final = "SLURM_LOCALID"
+NODE: Final = "SLURM_NODEID"
+TASKS_PER_NODE: Final = "SLURM_STEP_TASKS_PER_NODE"
+NODES: Final = "SLURM_STEP_NODELIST"
+JOB: Final = "SLURM_JOB_ID"
+STEP: Final = "SLURM_STEP_ID"
+
+_NUM_PORTS: Final = 8
+_FIRST_PORT: Final = 20_000
+_LAST_PORT: Final = 32_000  # below those that Linux gives to outgoing connections
+
+
+def read_slurm(env: Mapping[str, str]) -> Contract | None:
+    """The instance that a task of ``srun`` is; None in every other process.
+
+    Raises:
+        ContractError: If the variables of a task are incomplete or contradict each other.
+    """
+    if SIZE not in env or RANK not in env:
+        return None
+    rank, size = read_count(env, RANK, minimum=0), read_count(env, SIZE)
+    if rank >= size:
+        raise ContractError(f"{RANK}={rank} is not below {SIZE}={size}")
+    node = read_count(env, NODE, minimum=0, default=0)
+    per_node = tasks_per_node(env.get(TASKS_PER_NODE, str(size)))
+    if node >= len(per_node):
+        raise ContractError(f"{NODE}={node}, but {TASKS_PER_NODE}={env.get(TASKS_PER_NODE)} has no such node")
+    return Contract(
+        num_instances=size,
+        instance_index=rank,
+        num_local_instances=per_node[node],
+        local_instance_index=read_count(env, LOCAL_RANK, minimum=0, default=rank % per_node[node]),
+        host_index=node,
+        num_replicas=size,
+        job_id=step_name(env),
+        master=read_master(env),
+    )
+
+
+def tasks_per_node(text: str) -> tuple[int, ...]:
+    """The tasks of each node, from Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        ContractError: If ``text`` is not of that form.
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", item.strip())
+        if match is None:
+            raise ContractError(f"{TASKS_PER_NODE}={text!r} is not of Slurm's form, such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def first_node(nodes: str) -> str:
+    """The name of the first node of a list such as ``n[01-04,7],gpu2``: ``n01``."""
+    match = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[0] if match else "")
+
+
+def step_name(env: Mapping[str, str]) -> str:
+    """What names a step: the number of its job and its own; empty when Slurm tells neither."""
+    return f"{env[JOB]}.{env[STEP]}" if JOB in env and STEP in env else ""
+
+
+def meeting_ports(step: str) -> tuple[int, ...]:
+    """Ports at which the tasks of ``step`` may meet, the same for all of them, in the order to be tried.
+
+    Slurm gives a step no port of its own. Neighbouring steps begin far from each other.
+    """
+    span = _LAST_PORT - _FIRST_PORT
+    start = sum(
+        int(number) * factor for number, factor in zip(re.findall(r"[0-9]+", step), (7919, 104729), strict=False)
+    )
+    return tuple(_FIRST_PORT + (start + 1201 * attempt) % span for attempt in range(_NUM_PORTS))
