@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         GradientError,
         MicroBatchError,
         NotInitializedError,
+        OptimizerError,
         PopdistError,
         PopdistWarning,
         WeightsError,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     )
     from popdist.training.gradients import all_reduce_gradients
     from popdist.training.replicated import ReplicatedModel
+    from popdist.training.sharded_optimizer import ShardedOptimizer
     from popdist.training.weights import broadcast_weights, checksum
 
 _NAMES = {
@@ -81,7 +83,7 @@ _NAMES = {
     "data.streams": "shard_iterable",
     "errors": (
         "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError "
-        "MicroBatchError NotInitializedError PopdistError PopdistWarning WeightsError WorldError"
+        "MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError"
     ),
     "instances": "execute_on_instances first_on_host is_main",
     "metrics": "gather weighted_mean",
@@ -94,6 +96,7 @@ _NAMES = {
     ),
     "training.gradients": "all_reduce_gradients",
     "training.replicated": "ReplicatedModel",
+    "training.sharded_optimizer": "ShardedOptimizer",
     "training.weights": "broadcast_weights checksum",
 }
 _MODULES = frozenset({"checkpoint"})
@@ -112,10 +115,12 @@ __all__ = [
     "GradientError",
     "MicroBatchError",
     "NotInitializedError",
+    "OptimizerError",
     "PopdistError",
     "PopdistWarning",
     "ReplicaSampler",
     "ReplicatedModel",
+    "ShardedOptimizer",
     "WeightsError",
     "WorldError",
     "__version__",

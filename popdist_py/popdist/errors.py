@@ -10,6 +10,7 @@
     ├── GradientError         a gradient that is not finite
     ├── DatasetError          a dataset that cannot be dealt to the replicas
     ├── WeightsError          weights that differ between instances after they were made equal
+    ├── OptimizerError        an optimizer that cannot be sharded, or no longer fits its parameters
     ├── CheckpointError       a checkpoint cannot be written, or fits nothing that it is loaded into
     └── WorldError            a function run by ``popdist.testing.run_world`` failed
 
@@ -56,6 +57,10 @@ class DatasetError(PopdistError):
 
 class WeightsError(PopdistError):
     """The weights of some instances differ although they were just made equal."""
+
+
+class OptimizerError(PopdistError):
+    """An optimizer cannot be sharded, or its parameters are no longer where it has put them."""
 
 
 class CheckpointError(PopdistError):

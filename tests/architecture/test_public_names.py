@@ -10,9 +10,9 @@ import popdist
 
 PUBLIC = """
 BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError MicroBatchError
-NotInitializedError PopdistError PopdistWarning WeightsError WorldError
+NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError
 checkpoint check_preemption on_preemption
-ReplicaSampler ReplicatedModel
+ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable
 all_gather all_reduce all_reduce_gradients barrier broadcast broadcast_weights checksum device execute_on_instances
 finalize init instance_index ipus_per_replica is_initialized is_main local_instance_index local_replicas

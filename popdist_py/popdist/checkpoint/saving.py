@@ -15,7 +15,7 @@ from popdist.checkpoint import folder, manifest
 from popdist.checkpoint.conditions import current_conditions
 from popdist.checkpoint.encoding import Json, TensorForm, decode, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest
-from popdist.checkpoint.states import Stateful, replica_states_of, stateful_of
+from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_of, stateful_of
 from popdist.checkpoint.together import gather_bytes, is_writer, together, whole_job
 from popdist.errors import CheckpointError
 from popdist.groups import Group
@@ -54,10 +54,14 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
     call = f"checkpoint.save({folder.name_of(path)!r}, keep={keep}, step={step}, {', '.join(named)})"
     group = whole_job(call)
     tensors: dict[str, Tensor] = {}
+    gathered = gather_sharded(named, keep=is_writer(group))
     with together(group, call):
         _check(keep, step, named)
         things = stateful_of(named)
-        states = {name: encode(thing.state_dict(), name, tensors) for name, thing in things.items()}
+        states = {
+            name: encode(gathered[name] if name in gathered else thing.state_dict(), name, tensors)
+            for name, thing in things.items()
+        }
         values = {name: encode(it, name, tensors) for name, it in named.items() if name not in things}
     for name, thing in replica_states_of(named).items():
         states[name] = encode(_of_all_instances(group, name, thing), name, tensors)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from popdist.checkpoint.encoding import TensorForm
 from popdist.errors import CheckpointError
 from popdist.training.replicated import ReplicatedModel
+from popdist.training.sharded_optimizer import ShardedOptimizer
 
 MOST_NAMES = 8
 """How many names a message lists before it counts the rest."""
@@ -42,6 +43,12 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
     return {f"{name}.randomness": model.randomness for name, model in models.items()}
 
 
+def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
+    """The states of sharded optimizers, to which all instances bring their parts; whole on those that ``keep``."""
+    sharded = {name: it for name, it in named.items() if isinstance(it, ShardedOptimizer)}
+    return {name: it.gather_state_dict(keep=keep) for name, it in sharded.items()}
+
+
 def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where: str) -> None:
     """Refuse states of other modules and optimizers than these, before anything is changed.
 
@@ -68,23 +75,31 @@ def give(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[
     Raises:
         Exception: Whatever an object says about its state; then the others have their own again.
     """
-    before: dict[str, Any] = {}
+    before: list[Callable[[], object]] = []
 
     def undo() -> None:
-        for name, state in before.items():
+        for give_back in before:
             with suppress(Exception):
-                things[name].load_state_dict(state)
+                give_back()
 
     try:
         for name in sorted(things, key=lambda name: isinstance(things[name], nn.Module)):
             if not isinstance(things[name], nn.Module):
-                before[name] = things[name].state_dict()
+                before.append(_remember(things[name]))
             things[name].load_state_dict(states[name])
     except Exception as error:
         undo()
         error.add_note(f"while popdist.checkpoint loaded {name}")
         raise
     return undo
+
+
+def _remember(thing: Stateful) -> Callable[[], object]:
+    """What gives ``thing`` its state back; waits for nobody."""
+    if isinstance(thing, ShardedOptimizer):
+        return thing.remember()
+    state = thing.state_dict()
+    return lambda: thing.load_state_dict(state)
 
 
 def _differing_keys(saved: Mapping[str, object], own: Mapping[str, object]) -> list[str]:

@@ -61,6 +61,7 @@ def scale_rows(rows: Rows, *, times: float = 1.0, over: float = 1.0) -> Rows:
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     if like.is_complex():
+        flat = flat.clone() if flat.storage_offset() % 2 else flat  # torch pairs up numbers at even places only
         flat = torch.view_as_complex(flat.view(-1, 2))
     shaped = flat.to(like.dtype).view(like.shape)
     if like.is_contiguous():

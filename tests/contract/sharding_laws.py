@@ -1,0 +1,311 @@
+"""The laws of the sharded optimizer, the same for any number of instances; each runs all of them."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+import popdist
+from popdist.checkpoint import load_latest, save
+from tests.contract.collective_laws import refused
+from tests.contract.training_laws import Net, is_last, samples, share, train
+
+TIMEOUT_SECONDS = 60.0
+
+OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.AdamW, {"weight_decay": 0.1}),
+    (optim.NAdam, {}),
+    (optim.RAdam, {}),
+    (optim.Adamax, {}),
+    (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    (optim.Rprop, {}),
+    (optim.Adagrad, {}),
+    (optim.Adadelta, {}),
+    (optim.ASGD, {}),
+]
+
+
+def run_all(folder: Path) -> int:
+    """Every law of this file; how many there were."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    for law in laws:
+        popdist.barrier()
+        law(folder) if law.__code__.co_argcount else law()
+    return len(laws)
+
+
+class Wide(nn.Module):
+    """Parameters of several shapes, memory orders and dtypes; none divides evenly, one has a single element."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv2d(3, 7, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload] # torch's stubs lack this form
+        self.hidden = nn.Linear(7 * 36, 61)
+        self.last = nn.Linear(61, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.phases = nn.Parameter(torch.randn(5, dtype=torch.complex64), requires_grad=dtype == torch.float32)
+        self.wide = nn.Parameter(torch.randn(301, dtype=torch.float64))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.never = nn.Parameter(torch.randn(40))
+        if dtype != torch.float32:
+            self.hidden.to(dtype)
+            self.last.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        rows = self.convolution(x).flatten(1).to(self.hidden.weight.dtype)
+        out = self.last(torch.relu(self.hidden(rows))).float() * self.scale + self.frozen
+        loss: Tensor = out.square().mean() + (self.phases * out).abs().mean() + self.wide.square().mean()
+        return loss
+
+
+def step(*models: popdist.ReplicatedModel, number: int = 0) -> None:
+    """Gradients of the same samples for each model."""
+    x = torch.randn(popdist.num_replicas(), 3, 8, 8, generator=torch.Generator().manual_seed(number))
+    rows = popdist.local_replicas()
+    for model in models:
+        for part in model.micro_batches(x[rows.start : rows.stop]):
+            model(part).backward()
+
+
+def loss_of(model: popdist.ReplicatedModel, number: int) -> float:
+    """A closure, once ``model`` and ``number`` are given."""
+    step(model, number=number)
+    return float(number)
+
+
+def pair(
+    optimizer_class: type[Optimizer],
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,  # noqa: ANN401 - whatever the optimizer takes
+) -> tuple[popdist.ReplicatedModel, Optimizer, popdist.ReplicatedModel, popdist.ShardedOptimizer]:
+    """A model with the optimizer itself, and another one with the sharded one."""
+    model, other = popdist.ReplicatedModel(Wide(dtype)), popdist.ReplicatedModel(Wide(dtype))
+    plain = optimizer_class(model.parameters(), **settings)
+    return model, plain, other, popdist.ShardedOptimizer(other, optimizer_class, **settings)
+
+
+def check_same(left: popdist.ReplicatedModel, right: popdist.ReplicatedModel) -> None:
+    """Equal bits, here and on every other instance."""
+    assert popdist.checksum(left) == popdist.checksum(right)
+    digest = torch.tensor([int(popdist.checksum(right)[:15], 16)])
+    assert (popdist.all_gather(digest) == digest).all()
+
+
+def check_same_state(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Equal settings, and state of equal bits, dtypes and strides."""
+    assert left["param_groups"] == right["param_groups"]
+    assert list(left["state"]) == list(right["state"])
+    for index, state in left["state"].items():
+        assert state.keys() == right["state"][index].keys()
+        for name, value in state.items():
+            other = right["state"][index][name]
+            if isinstance(value, Tensor):
+                assert torch.equal(value, other), (index, name)
+                assert (value.dtype, value.stride()) == (other.dtype, other.stride()), (index, name)
+            else:
+                assert value == other
+
+
+def law_bits_are_those_without_it() -> None:
+    """Of weights and of the state, for every optimizer of torch that treats each element by itself."""
+    for optimizer_class, settings in OPTIMIZERS:
+        model, plain, other, sharded = pair(optimizer_class, **settings)
+        for number in range(3):
+            step(model, other, number=number)
+            plain.step()
+            sharded.step()
+        check_same(model, other)
+        check_same_state(plain.state_dict(), sharded.state_dict())
+        assert other.never.grad is None
+        assert popdist.checksum(Wide()) != popdist.checksum(other)
+
+
+def law_half_precision_has_the_same_bits() -> None:
+    """Where instructions for many elements round otherwise than those for one, and fused kernels."""
+    kinds: list[tuple[type[Optimizer], dict[str, Any]]] = [
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        (optim.AdamW, {"fused": True}),
+    ]
+    for kind, settings in kinds:
+        model, plain, other, sharded = pair(kind, torch.bfloat16, **settings)
+        for number in range(4):
+            step(model, other, number=number)
+            plain.step()
+            sharded.step()
+        check_same(model, other)
+
+
+def law_each_instance_holds_its_part_of_the_state() -> None:
+    """All hold it once, and nobody much more than the others."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)))
+    optimizer = popdist.ShardedOptimizer(model, optim.AdamW)
+    rows = popdist.num_local_replicas()
+    for x in model.micro_batches(torch.randn(rows, 100)):
+        model(x).sum().backward()
+    optimizer.step()
+    held = sum(
+        it.numel() for state in optimizer.own_state.values() for name, it in state.items() if name != "step"
+    )
+    total = 2 * 2 * 10_100
+    everybody = popdist.all_gather(torch.tensor(held))
+    assert everybody.sum() == total
+    assert abs(held - total / popdist.num_instances()) <= 4 * 128
+
+
+def law_groups_schedules_and_closures_are_torchs() -> None:
+    """Each group has its settings, a schedule changes them, a group may come later, a closure gives the loss."""
+    model, other = popdist.ReplicatedModel(Wide()), popdist.ReplicatedModel(Wide())
+
+    def groups(net: popdist.ReplicatedModel) -> list[dict[str, Any]]:
+        return [
+            {"params": [net.hidden.weight, net.scale], "weight_decay": 0.3, "name": "decayed"},
+            {"params": list(net.convolution.parameters()), "lr": 0.05},
+        ]
+
+    plain = optim.SGD(groups(model), lr=0.1, momentum=0.9)
+    sharded = popdist.ShardedOptimizer(other, optim.SGD, groups(other), lr=0.1, momentum=0.9)
+    schedules = [optim.lr_scheduler.ExponentialLR(it, 0.7) for it in (plain, sharded)]
+    for number in range(4):
+        for net, it, schedule in zip((model, other), (plain, sharded), schedules, strict=True):
+            if number == 2:
+                it.add_param_group({"params": list(net.last.parameters()), "momentum": 0.5})
+            assert it.step(partial(loss_of, net, number)) == number
+            schedule.step()
+    check_same(model, other)
+    check_same_state(plain.state_dict(), sharded.state_dict())
+
+
+def law_a_scaler_skips_the_same_steps() -> None:
+    """One replica's infinity keeps every instance from stepping, and scales shrink alike."""
+    model, plain, other, sharded = pair(optim.AdamW)
+    for net in (model, other):
+        net.phases.requires_grad_(requires_grad=False)  # torch's scaler knows no complex numbers
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+    for number in range(4):
+        for net, optimizer, scaler in ((model, plain, scalers[0]), (other, sharded, scalers[1])):
+            x = torch.ones(popdist.num_local_replicas(), 3, 8, 8)
+            for part in net.micro_batches(x):
+                bad = float("inf") if number == 2 and is_last() else 1.0
+                scaler.scale(net(part) * bad).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    check_same(model, other)
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert plain.state_dict()["state"][0]["step"] == sharded.state_dict()["state"][0]["step"] == 3
+
+
+def law_states_load_either_way_round() -> None:
+    """The sharded optimizer goes on from the state of one that is not, and that one from its."""
+    model, plain, other, sharded = pair(optim.AdamW, lr=0.01)
+    for number in range(2):
+        step(model, other, number=number)
+        plain.step()
+        sharded.step()
+    whole, gathered = copy.deepcopy(plain.state_dict()), sharded.state_dict()
+    plain, sharded = optim.AdamW(model.parameters()), popdist.ShardedOptimizer(other, optim.AdamW)
+    plain.load_state_dict(gathered)
+    sharded.load_state_dict(whole)
+    assert sharded.param_groups[0]["lr"] == 0.01
+    step(model, other, number=2)
+    plain.step()
+    sharded.step()
+    check_same(model, other)
+    check_same_state(plain.state_dict(), sharded.state_dict())
+
+
+def law_checkpoints_hold_the_whole_state(folder: Path) -> None:
+    """One that the sharded optimizer saved is loaded by one that is not, and the other way round."""
+    model, plain, other, sharded = pair(optim.AdamW, lr=0.01)
+    step(model, other)
+    plain.step()
+    sharded.step()
+    save(folder / "sharded", model=other, optimizer=sharded)
+    save(folder / "plain", model=model, optimizer=plain)
+    new_model, new_plain, new_other, new_sharded = pair(optim.AdamW)
+    load_latest(folder / "sharded", model=new_model, optimizer=new_plain)
+    load_latest(folder / "plain", model=new_other, optimizer=new_sharded)
+    step(new_model, new_other, number=1)
+    new_plain.step()
+    new_sharded.step()
+    check_same(new_model, new_other)
+    with refused(popdist.CheckpointError, "its settings are"):
+        load_latest(folder / "plain", model=other, optimizer=popdist.ShardedOptimizer(other, optim.SGD, lr=0.1))
+
+
+class Scaled(Optimizer):
+    """Steps by the norm of the whole parameter, under a name that nobody knows."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override] # torch's has two overloads
+        """Scale by the norm."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * group["lr"] * parameter.norm())
+
+
+class Lamb(Scaled):
+    """The same under a name that is known."""
+
+
+def law_optimizers_that_look_at_whole_parameters_are_refused() -> None:
+    """With the reason, whether the name is known or the bits tell."""
+    model = popdist.ReplicatedModel(Net())
+    for kind, reason in {
+        optim.LBFGS: "inner products",
+        optim.Adafactor: "rows and columns",
+        optim.Muon: "orthogonal",
+        optim.SparseAdam: "sparse",
+        Lamb: "norms of the whole parameter",
+    }.items():
+        with refused(popdist.OptimizerError, rf"cannot shard {kind.__name__}: it .*{reason}"):
+            popdist.ShardedOptimizer(model, kind)
+    with refused(popdist.OptimizerError, "updates a half of a parameter to other bits than the whole"):
+        popdist.ShardedOptimizer(model, Scaled)
+
+
+def law_what_does_not_fit_is_refused() -> None:
+    """Another model's parameter, no class, no model, gaps in memory, a parameter that was moved."""
+    model = popdist.ReplicatedModel(Net())
+    with refused(popdist.OptimizerError, r"shape \(3, 3\) is none of the model's"):
+        popdist.ShardedOptimizer(model, optim.SGD, [nn.Parameter(torch.zeros(3, 3))])
+    with refused(popdist.OptimizerError, "takes a class of optimizers"):
+        popdist.ShardedOptimizer(model, optim.SGD(model.parameters()))  # type: ignore[arg-type] # the subject
+    with refused(popdist.OptimizerError, "takes a popdist.ReplicatedModel, not a Net"):
+        popdist.ShardedOptimizer(Net(), optim.SGD)  # type: ignore[arg-type] # the subject
+    optimizer = popdist.ShardedOptimizer(model, optim.SGD)
+    model.first.weight.data = model.first.weight.data.clone()
+    with refused(popdist.OptimizerError, "first.weight was given other memory"):
+        optimizer.step()
+
+
+def law_instances_must_do_the_same() -> None:
+    """Other optimizers or other calls on one instance are an error on all of them."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(Net())
+    with refused(popdist.CollectiveError, r"ShardedOptimizer\(Adam.*ShardedOptimizer\(SGD"):
+        popdist.ShardedOptimizer(model, optim.SGD if is_last() else optim.Adam)
+    optimizer = popdist.ShardedOptimizer(model, optim.SGD)
+    train(model, share(samples(popdist.num_replicas())))
+    with refused(popdist.CollectiveError, r"ShardedOptimizer.state_dict.*ShardedOptimizer.step|step.*state_dict"):
+        optimizer.state_dict() if is_last() else optimizer.step()
+    optimizer.step()
