@@ -5,11 +5,12 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
+from poprun.binding import ProcessPlacement
 from poprun.plan import LaunchPlan
 from poprun.planner import make_plan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
-from poprun.topology import Gpu, MachineFacts, MpiKind, MpiRuntime
+from poprun.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime
 from poprun.vipu_settings import VipuSettings
 
 MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")
@@ -90,9 +91,16 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
     word = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=6)
     num_hosts = draw(st.integers(1, 6))
     num_instances = num_hosts * draw(st.integers(1, 5))
+    cores = tuple(sorted(draw(st.sets(st.integers(0, 300), min_size=1, max_size=12))))
+    num_nodes = draw(st.integers(1, 3))
+    own_cores = [ProcessPlacement.COMPACT, ProcessPlacement.CORE]
+    threads = draw(st.none() | st.integers(1, 99))
+    has_own_cores = num_instances // num_hosts * (threads or 1) <= len(cores)
     machine = replace(
         LAPTOP,
-        cores=tuple(sorted(draw(st.sets(st.integers(0, 300), min_size=1, max_size=12)))),
+        cores=cores,
+        cpus=tuple(Cpu(number=core, core=core, cache=core % 5, node=core % num_nodes, socket=0) for core in cores),
+        memory_nodes=tuple(range(num_nodes)),
         gpus=tuple(Gpu(name=name) for name in draw(st.sets(word, max_size=9))),
         mpi=draw(
             st.none()
@@ -112,7 +120,11 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
         launcher=draw(st.sampled_from([LauncherChoice.AUTO, LauncherChoice.LOCAL])),
         mpi_global_args=tuple(draw(st.lists(word, max_size=2))),
         mpi_local_args=tuple(draw(st.lists(word, max_size=2))),
-        threads_per_replica=draw(st.none() | st.integers(1, 99)),
+        placement=draw(
+            st.sampled_from([ProcessPlacement.SPREADNUMA, *(own_cores if has_own_cores else [])])
+            | st.just(ProcessPlacement.DISABLED)
+        ),
+        threads_per_replica=threads,
         executable_cache_path=draw(st.none() | st.just("cache")),
         vipu=draw(vipu_settings(num_instances)),
         output=draw(output_settings(num_instances)),

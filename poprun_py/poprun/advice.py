@@ -24,6 +24,8 @@ def _lines(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
         yield f"another process holds memory on {_gpus(busy)}, and the job needs it all the same"
     if not plan.devices and plan.num_instances_per_host * max(1, _threads(plan, facts)) > len(plan.cores):
         yield _too_many_threads(plan, _threads(plan, facts))
+    else:
+        yield from _crowded(plan, _threads(plan, facts))
     yield from _idle_devices(plan, facts) if plan.devices else _idle_cores(plan, facts)
     if len(plan.hosts) > 1:
         yield _assumed_hosts(plan)
@@ -47,6 +49,20 @@ def _too_many_threads(plan: LaunchPlan, threads: int) -> str:
     fitting = max(1, len(plan.cores) // plan.num_instances_per_host)
     cure = f"; --threads-per-replica {fitting} fits" if threads > fitting else ""
     return f"{instances}{threads_each} share {_count(len(plan.cores), 'core')}: they slow each other down{cure}"
+
+
+def _crowded(plan: LaunchPlan, threads: int) -> Iterator[str]:
+    """Say so when instances that are bound to the same cores have more threads than those."""
+    for binding in plan.bindings:
+        count, num_cores = len(binding.instances), len(binding.cores)
+        if count * threads > num_cores:
+            instances = f"{_count(count, 'instance')}{_per_host(plan)} with {_count(threads, 'thread')} each"
+            yield (
+                f"{instances} {'is' if count == 1 else 'are'} bound to the {_count(num_cores, 'core')} near "
+                f"{'its' if count == 1 else 'their'} GPUs: --process-placement disabled lets them use all "
+                f"{len(plan.cores)}, --threads-per-replica {max(1, num_cores // count)} fits"
+            )
+            return
 
 
 def _idle_devices(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:

@@ -5,7 +5,8 @@ An agent sends *events*, poprun sends *orders*:
 | event             | says                                                | further keys                     |
 |-------------------|-----------------------------------------------------|----------------------------------|
 | `hello`           | the agent lives                                     | instance, pid, shim, runtime, …  |
-| `started`         | the program runs                                    | pid                              |
+| `started`         | the program runs                                    | pid, memory_not_bound if it is not|
+| `failed_to_bind`  | its cores are not to be had                         | errno, cores                     |
 | `failed_to_start` | the program could not be executed                   | errno, place                     |
 | `stats`           | what the program's tree uses and how far it is      | memory_bytes, progress, …        |
 | `signal_unhandled`| no process of the program handles a signal          | signal                           |
@@ -75,6 +76,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "stillborn": {"instance": int},
     VIEW_EVENT: {},
     "started": {"pid": int},
+    "failed_to_bind": {"errno": int, "cores": list},
     "failed_to_start": {"errno": int, "place": str},
     "stats": {"progress": str},
     "signal_unhandled": {"signal": int},

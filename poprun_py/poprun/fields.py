@@ -1,7 +1,7 @@
 """Reads the fields of a mapping that came from a file, each as the type it must have."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
@@ -137,6 +137,12 @@ class FieldReader:
     def nested(self, key: str) -> "FieldReader":
         """The mapping under ``key``."""
         return FieldReader(source=self.source, values=self._value(key), path=f"{self.path}{key}.")
+
+    def items(self, key: str) -> Iterator["FieldReader"]:
+        """The mappings in the list under ``key``."""
+        values: list[object] = self._typed(key, list, "a list of mappings")
+        for position, value in enumerate(values):
+            yield FieldReader(source=self.source, values=value, path=f"{self.path}{key}[{position}].")
 
     def _mapping(self) -> Mapping[object, object]:
         if not isinstance(self.values, dict):

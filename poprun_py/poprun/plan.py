@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from popdist.contract import Contract, Endpoint
 from popdist.layout import ReplicaLayout
+from poprun.binding import Binding, ProcessPlacement
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.topology import MpiRuntime
 from poprun.vipu_settings import VipuSettings
@@ -54,6 +55,7 @@ class InstancePlan:
         slots: Its virtual IPUs, numbered from 0 on its host. Local replicas take turns on them.
         devices: Names of its CUDA devices on that host; empty on the CPU.
         cores: Cores that its virtual IPUs stand for; empty with CUDA devices.
+        binding: What its process is bound to, or None.
     """
 
     index: int
@@ -64,6 +66,7 @@ class InstancePlan:
     slots: range
     devices: tuple[str, ...]
     cores: tuple[int, ...]
+    binding: Binding | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class LaunchPlan:
         ipus_per_replica: Virtual IPUs that one replica uses.
         cores: Cores of each host, ascending.
         devices: CUDA devices that the job uses on each host, in slot order; empty when it computes on the CPU.
+        placement: How the instances were placed on the cores.
+        bindings: What the instances of each host are bound to; each of them is in one, or there is none at all.
         threads_per_replica: Value of ``OMP_NUM_THREADS``; None leaves the one that the user set.
         is_deterministic: Whether torch is to use deterministic algorithms only.
         launcher: How the processes are started.
@@ -102,6 +107,8 @@ class LaunchPlan:
     ipus_per_replica: int
     cores: tuple[int, ...]
     devices: tuple[str, ...]
+    placement: ProcessPlacement
+    bindings: tuple[Binding, ...]
     threads_per_replica: int | None
     is_deterministic: bool
     launcher: LauncherKind
@@ -151,6 +158,8 @@ class LaunchPlan:
         host_index, local_index = divmod(index, self.num_instances_per_host)
         first_slot = local_index * self.ipus_per_replica
         slots = range(first_slot, first_slot + self.ipus_per_replica)
+        binding = next((binding for binding in self.bindings if local_index in binding.instances), None)
+        cores = self.cores_of(slots) if binding is None else binding.share_of(local_index)
         return InstancePlan(
             index=index,
             host=self.hosts[host_index],
@@ -159,7 +168,8 @@ class LaunchPlan:
             replicas=replicas,
             slots=slots,
             devices=self.devices[slots.start : slots.stop],
-            cores=() if self.devices else self.cores_of(slots),
+            cores=() if self.devices else cores,
+            binding=binding,
         )
 
     def instances(self) -> Iterator[InstancePlan]:

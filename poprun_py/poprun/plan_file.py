@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import asdict, fields
 from typing import Final
 
+from poprun.binding import Binding, ProcessPlacement
 from poprun.errors import PlanError
 from poprun.fields import FieldReader
 from poprun.hosts import fold_hosts, parse_hosts
@@ -25,6 +26,7 @@ VERSION: Final = 1
 _KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
 _MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
 _SECTIONS: Final = {"output": OutputSettings, "ending": EndingSettings, "vipu": VipuSettings}
+_BINDING_KEYS: Final = tuple(field.name for field in fields(Binding))
 _ALL_KEYS: Final = frozenset(
     (*_KEYS, *(f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in fields(section)))
 )
@@ -49,6 +51,8 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
         "ipus_per_replica": plan.ipus_per_replica,
         "cores": fold_numbers(plan.cores),
         "devices": list(plan.devices),
+        "placement": plan.placement.value,
+        "bindings": [_binding_to_dict(binding) for binding in plan.bindings],
         "threads_per_replica": plan.threads_per_replica,
         "is_deterministic": plan.is_deterministic,
         "launcher": plan.launcher.value,
@@ -86,6 +90,8 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         ipus_per_replica=read.count("ipus_per_replica"),
         cores=read.converted("cores", parse_numbers),
         devices=read.texts("devices"),
+        placement=read.choice("placement", ProcessPlacement),
+        bindings=tuple(map(_read_binding, read.items("bindings"))),
         threads_per_replica=read.optional_count("threads_per_replica"),
         is_deterministic=read.flag("is_deterministic"),
         launcher=read.choice("launcher", LauncherKind),
@@ -151,6 +157,15 @@ def _read_mpi(read: FieldReader) -> MpiRuntime | None:
     )
 
 
+def _binding_to_dict(binding: Binding) -> dict[str, str]:
+    return {key: fold_numbers(getattr(binding, key)) for key in _BINDING_KEYS}
+
+
+def _read_binding(read: FieldReader) -> Binding:
+    read.expect_keys(_BINDING_KEYS)
+    return Binding(**{key: read.converted(key, parse_numbers) for key in _BINDING_KEYS})
+
+
 def _fold(numbers: tuple[int, ...] | None) -> str | None:
     return None if numbers is None else fold_numbers(numbers)
 
@@ -178,6 +193,7 @@ def _check(plan: LaunchPlan, source: str) -> None:
         raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
     if not plan.cores:
         raise PlanError(f"{source}: cores is empty: a host has at least one")
+    _check_bindings(plan, source)
     if plan.devices and len(plan.devices) != plan.num_slots_per_host:
         raise PlanError(
             f"{source}: devices names {len(plan.devices)} for the {plan.num_slots_per_host} virtual IPUs of a "
@@ -190,3 +206,19 @@ def _check(plan: LaunchPlan, source: str) -> None:
         )
     if not plan.working_directory.startswith("/"):
         raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")
+
+
+def _check_bindings(plan: LaunchPlan, source: str) -> None:
+    if not plan.bindings:
+        return
+    if plan.placement is ProcessPlacement.DISABLED:
+        raise PlanError(f"{source}: placement is {plan.placement} and there are bindings: leave out one of them")
+    if not all(binding.cores for binding in plan.bindings):
+        raise PlanError(f"{source}: bindings: cores is empty: name the cores that an instance is bound to")
+    bound = sorted(instance for binding in plan.bindings for instance in binding.instances)
+    if bound != list(range(plan.num_instances_per_host)):
+        raise PlanError(
+            f"{source}: bindings names the instances {fold_numbers(bound) or 'of nobody'} of a host, and "
+            f"it has {fold_numbers(range(plan.num_instances_per_host))}: name each of them once, or leave "
+            "bindings empty to bind none"
+        )

@@ -8,9 +8,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
+from poprun.binding import Binding
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.hosts import check_hosts, fold_hosts
 from poprun.legality import check_count, check_counts, legal_instances
+from poprun.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import check_ending, check_output, check_path
@@ -45,6 +47,8 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
     check_vipu(request.vipu, num_instances)
     check_path("--executable-cache-path", request.executable_cache_path)
     mpi = _choose_mpi(request, facts, is_one_host=len(hosts) == 1)
+    devices = _choose_devices(facts, num_instances // len(hosts) * request.ipus_per_replica)
+    threads = _choose_threads(request, facts, len(facts.cores) * len(hosts) // num_replicas)
     return LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
@@ -53,8 +57,10 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         num_replicas=num_replicas,
         ipus_per_replica=request.ipus_per_replica,
         cores=facts.cores,
-        devices=_choose_devices(facts, num_instances // len(hosts) * request.ipus_per_replica),
-        threads_per_replica=_choose_threads(request, facts, len(facts.cores) * len(hosts) // num_replicas),
+        devices=devices,
+        placement=request.placement,
+        bindings=_choose_bindings(request, facts, num_instances // len(hosts), devices, threads),
+        threads_per_replica=threads,
         is_deterministic=request.is_deterministic,
         launcher=LauncherKind.LOCAL if mpi is None else LauncherKind.MPI,
         mpi=mpi,
@@ -138,3 +144,27 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, share: int) -> 
     if request.threads_per_replica is not None:
         return request.threads_per_replica
     return None if facts.user_num_threads else max(1, share)
+
+
+def _choose_bindings(
+    request: LaunchRequest, facts: MachineFacts, num_local: int, devices: tuple[str, ...], threads: int | None
+) -> tuple[Binding, ...]:
+    """What the ``num_local`` instances of a host are bound to, each near its own of the host's ``devices``."""
+    user = facts.user_num_threads or ""
+    node_of = {gpu.name: gpu.node for gpu in facts.gpus}
+    nodes = [node_of[name] for name in devices]
+    size = request.ipus_per_replica
+    return place_instances(
+        request.placement,
+        HostMap(
+            cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=len(facts.cores)
+        ),
+        Demand(
+            num_instances=num_local,
+            num_threads=threads or (int(user) if user.isdecimal() else 0) or max(1, len(facts.cores) // num_local),
+            near=tuple(
+                frozenset(node for node in nodes[first : first + size] if node is not None)
+                for first in range(0, len(nodes), size)
+            ),
+        ),
+    )

@@ -6,6 +6,7 @@ The defaults of all options live here, in `poprun.settings` and in `poprun.vipu_
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from poprun.binding import ProcessPlacement
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.vipu_settings import VipuSettings
 
@@ -16,15 +17,6 @@ class LauncherChoice(StrEnum):
     AUTO = "auto"
     MPI = "mpi"
     LOCAL = "local"
-
-
-class ProcessPlacement(StrEnum):
-    """Which cores the instances of a host get."""
-
-    SPREADNUMA = "spreadnuma"
-    COMPACT = "compact"
-    CORE = "core"
-    DISABLED = "disabled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

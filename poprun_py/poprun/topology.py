@@ -48,10 +48,31 @@ class Gpu:
     Attributes:
         name: What ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID.
         is_free: False when a process holds memory on it.
+        node: NUMA node that it is attached to, or None where the machine does not say.
     """
 
     name: str
     is_free: bool = True
+    node: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cpu:
+    """One hardware thread of a machine, which Linux calls a CPU and poprun a core, and where it sits.
+
+    Attributes:
+        number: Its number.
+        core: Number of the first hardware thread of its physical core: equal for those that share one.
+        cache: Number of the first hardware thread that shares its last-level cache.
+        node: Its NUMA node.
+        socket: Its processor package.
+    """
+
+    number: int
+    core: int
+    cache: int
+    node: int
+    socket: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +83,9 @@ class MachineFacts:
         hostname: The machine's own name.
         host_aliases: Every name and address that means this machine, ``localhost`` among them.
         cores: Numbers of the CPU cores that this process may use, ascending; never empty.
+        cpus: Where each core sits, for all that the process's affinity allows; more than ``cores`` when a control
+            group grants less time than they have. Empty when it was not looked at.
+        memory_nodes: NUMA nodes whose memory the process may use, ascending.
         gpus: The CUDA devices that it may use, in slot order.
         mpi: The MPI runtime found, or None.
         unknown_mpi: Paths of MPI launchers that are of neither family.
@@ -71,6 +95,8 @@ class MachineFacts:
     hostname: str
     host_aliases: frozenset[str]
     cores: tuple[int, ...]
+    cpus: tuple[Cpu, ...] = ()
+    memory_nodes: tuple[int, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     mpi: MpiRuntime | None = None
     unknown_mpi: tuple[str, ...] = ()

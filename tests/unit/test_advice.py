@@ -7,6 +7,7 @@ import pytest
 
 from poprun.advice import advise
 from poprun.topology import MachineFacts
+from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 
 CROWD = "{} instances with {} threads each share 4 cores: they slow each other down; --threads-per-replica {} fits"
@@ -71,6 +72,18 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
             ("without MPI, --mpi-global-args and --mpi-local-args have no effect",),
         ),
         (CLUSTER_NODE, {"mpi_global_args": ("--tag-output",)}, ()),
+        (facts_of(TWO_SOCKETS), {"num_instances": 4}, ()),
+        (facts_of(TWO_SOCKETS, 0, 1), {"num_instances": 2}, ()),
+        (
+            facts_of(TWO_SOCKETS, 1, 1),
+            {"num_instances": 2},
+            (
+                (
+                    "2 instances with 8 threads each are bound to the 8 cores near their GPUs: "
+                    "--process-placement disabled lets them use all 16, --threads-per-replica 4 fits"
+                ),
+            ),
+        ),
         (
             LAPTOP,
             {"hosts": ("a", "b"), "num_instances": 2},

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from poprun.binding import ProcessPlacement
 from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.errors import PoprunError
 from poprun.render import TopologyFormat
-from poprun.request import LauncherChoice, LaunchRequest, ProcessPlacement
+from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.vipu_settings import VipuSettings
 

@@ -38,6 +38,8 @@ def test_a_file_states_ranges() -> None:
         "ipus_per_replica": 1,
         "cores": "0-63",
         "devices": [],
+        "placement": "spreadnuma",
+        "bindings": [],
         "threads_per_replica": 1,
         "is_deterministic": False,
         "launcher": "mpi",
@@ -96,6 +98,12 @@ def nested(key: str, **values: object) -> Callable[[Values], Values]:
     return change
 
 
+def bound(*pairs: tuple[str, str]) -> Callable[[Values], Values]:
+    """A change of the bindings, to these instances and their cores."""
+    bindings = [{"instances": instances, "cores": cores, "memory_nodes": ""} for instances, cores in pairs]
+    return changed(bindings=bindings)
+
+
 def without(key: str) -> Callable[[Values], Values]:
     """A plan file that lacks ``key``."""
     return lambda plan: {name: value for name, value in plan.items() if name != key}
@@ -138,6 +146,18 @@ def without(key: str) -> Callable[[Values], Values]:
         (changed(cores="0-"), "cores: '0-' is no list of numbers and ranges"),
         (changed(cores=""), "cores is empty"),
         (changed(devices=["0"]), "devices names 1 for the 2 virtual IPUs of a host"),
+        (changed(placement="core2"), "placement must be spreadnuma or compact or core or disabled, not 'core2'"),
+        (changed(bindings=None), "bindings must be a list of mappings, not null"),
+        (changed(bindings=[3]), "bindings[0] must be a mapping of names to values, not 3"),
+        (changed(bindings=[{"instances": "0-1"}]), "bindings[0].cores, bindings[0].memory_nodes are missing"),
+        (bound(("0", "0")), "bindings names the instances 0 of a host, and it has 0-1: name each of them once"),
+        (bound(("0-1", "0"), ("1", "1")), "bindings names the instances 0-1,1 of a host, and it has 0-1"),
+        (bound(("0-1", "")), "bindings: cores is empty"),
+        (bound(("0-1", "0-")), "bindings[0].cores: '0-' is no list of numbers"),
+        (
+            lambda plan: bound(("0-1", "0"))(plan) | {"placement": "disabled"},
+            "placement is disabled and there are bindings",
+        ),
         (changed(launcher="slurm"), "launcher must be mpi or local, not 'slurm'"),
         (changed(launcher="local"), "launcher is local and mpi is /opt/mpich/bin/mpiexec"),
         (changed(mpi=None), "launcher is mpi and mpi is null"),

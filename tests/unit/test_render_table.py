@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from poprun.binding import ProcessPlacement
 from poprun.hosts import parse_hosts
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.details import Details
 from poprun.topology import MachineFacts
+from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 
 LAPTOP_TABLE = """\
@@ -67,6 +69,24 @@ localhost   0          0          0              cores 0-3
 """
 
 
+PLACED_TABLE = """\
+threads    4 per replica
+placement  spreadnuma
+           instances 0-1: cores 0,2,4,6,8,10,12,14, memory of node 0
+           instances 2-3: cores 1,3,5,7,9,11,13,15, memory of node 1
+program    /bin/train --epochs 3
+"""
+
+PLACED_HOSTS_TABLE = """\
+placement  core, on each host
+           local instance 0: cores 0-3, memory of node 0
+           local instance 1: cores 4-7, memory of node 0
+           local instance 2: cores 8-11, memory of node 1
+           12 more like these
+           local instance 15: cores 60-63, memory of node 7
+"""
+
+
 @pytest.mark.parametrize(
     ("machine", "asked", "table"),
     [
@@ -78,6 +98,12 @@ localhost   0          0          0              cores 0-3
             CLUSTER_TABLE,
         ),
         (CLUSTER_NODE, {"num_instances": 16}, MANY_INSTANCES_TABLE),
+        (facts_of(TWO_SOCKETS), {"num_instances": 4}, PLACED_TABLE),
+        (
+            facts_of(EIGHT_NODES),
+            {"hosts": ("a", "b"), "num_instances": 32, "placement": ProcessPlacement.CORE},
+            PLACED_HOSTS_TABLE,
+        ),
     ],
 )
 def test_the_table(machine: MachineFacts, asked: dict[str, Any], table: str) -> None:
@@ -119,10 +145,11 @@ def test_colour_changes_no_character() -> None:
 @pytest.mark.parametrize("topology_format", list(TopologyFormat))
 @pytest.mark.parametrize("hosts", ["n[0000-1023]", "r[0-31]n[0-31]"])
 def test_the_largest_plans_fit_a_screen(topology_format: TopologyFormat, hosts: str) -> None:
-    """65,536 replicas on 1,024 hosts are at most 60 lines in every format."""
-    plan = planned(CLUSTER_NODE, hosts=parse_hosts(hosts), num_instances=65_536, num_replicas=65_536)
+    """65,536 replicas on 1,024 hosts are at most 70 lines in every format, placed on two sockets or not."""
+    for machine in (CLUSTER_NODE, facts_of(TWO_SOCKETS)):
+        plan = planned(machine, hosts=parse_hosts(hosts), num_instances=65_536, num_replicas=65_536)
 
-    assert render_plan(plan, topology_format).count("\n") <= 60
+        assert render_plan(plan, topology_format).count("\n") <= 70
 
 
 def test_a_narrow_terminal_does_not_take_the_cells_apart() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.text import MAX_WIDTH
-from tests.planning import planned
+from tests.machines import TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, facts_of
+from tests.planning import LAPTOP, planned
 
 ONE_HOST = """\
  ===========================
@@ -48,6 +49,22 @@ NARROW = """\
 |-----------|-----|
 | replicas  | 0   |
  -----------------
+"""
+
+PLACED = """\
+ =======================================
+|            poprun topology            |
+|=======================================|
+| hosts     |         localhost         |
+|-----------|---------------------------|
+| ILDs      |             0             |
+|-----------|---------------------------|
+| instances |      0      |      1      |
+|-----------|---------------------------|
+| cores     |  0-7,16-23  | 8-15,24-31  |
+|-----------|---------------------------|
+| replicas  | 0    | 1    | 2    | 3    |
+ ---------------------------------------
 """
 
 TWO_DIGITS = """\
@@ -126,14 +143,23 @@ def test_the_table(asked: dict[str, Any], table: str) -> None:
     assert render_plan(planned(**asked), TopologyFormat.TEXT) == table
 
 
+def test_the_cores_that_instances_are_bound_to() -> None:
+    """They have a row of their own, below the instances."""
+    plan = planned(facts_of(TWO_SOCKETS_WITH_SMT), num_instances=2, num_replicas=4)
+
+    assert render_plan(plan, TopologyFormat.TEXT) == PLACED
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 7, 40, 300])
 @pytest.mark.parametrize("per_host", [1, 3, 16, 200])
 @pytest.mark.parametrize("local", [1, 4, 100])
 def test_every_table_is_a_rectangle_of_bounded_width(hosts: int, per_host: int, local: int) -> None:
     """All lines between the rules are equally wide, at any counts, and never wider than MAX_WIDTH allows."""
     names = tuple(f"host-{index * index}.example.org" for index in range(hosts))
-    plan = planned(hosts=names, num_instances=hosts * per_host, num_replicas=hosts * per_host * local)
-    first, *lines, last = render_plan(plan, TopologyFormat.TEXT).splitlines()
+    num_instances = hosts * per_host
+    for machine in (LAPTOP, facts_of(TWO_SOCKETS)):
+        plan = planned(machine, hosts=names, num_instances=num_instances, num_replicas=num_instances * local)
+        first, *lines, last = render_plan(plan, TopologyFormat.TEXT).splitlines()
 
-    assert {len(line) for line in lines} == {len(first) + 1}
-    assert len(last) == len(first) <= MAX_WIDTH + 14
+        assert {len(line) for line in lines} == {len(first) + 1}
+        assert len(last) == len(first) <= MAX_WIDTH + 14

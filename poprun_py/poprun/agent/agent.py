@@ -12,6 +12,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+from poprun.agent.binding import bind
 from poprun.agent.ports import hold_master_port, open_store_listener
 from poprun.agent.shared_memory import remove_abandoned
 from poprun.agent.watch import Watch
@@ -186,6 +187,16 @@ class Agent:
         if self._ports:
             environment[order["store_variable"]] = str(self._ports[1].fileno())
         environment[order["progress_variable"]] = str(self._watch.open_page(order))
+        try:
+            to_tell = bind(order["cores"], order["memory_nodes"])
+        except OSError as error:
+            self._tell({"event": "failed_to_bind", "errno": error.errno, "cores": order["cores"]})
+            self._is_over = True
+        else:
+            self._run(order, environment, to_tell)
+        self._let_go()
+
+    def _run(self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str]) -> None:
         kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
         try:
             self._program = start_process(
@@ -198,8 +209,7 @@ class Agent:
             self._is_over = True
         else:
             self._watch.begin()
-            self._tell({"event": "started", "pid": self._program})
-        self._let_go()
+            self._tell({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
         """Close what is the program's now: an end of a pipe that is held here would never close."""

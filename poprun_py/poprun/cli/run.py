@@ -49,6 +49,8 @@ def run(line: CommandLine) -> int:
             "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
         )
     refuse_remote_hosts(plan, names_of_this_machine(plan.hosts))
+    if line.plan_file is not None:
+        _check_fitness(plan, line.plan_file)
     from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
 
     return run_job(plan, environ=os.environ, verbosity=line.verbosity)
@@ -125,6 +127,15 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
         raise UsageError(f"--plan: {source} names its program: leave out {line.program[0]}")
     path = os.environ.get("PATH", os.defpath)
     return replace(plan, program=resolve_program(line.program, plan.working_directory, path))
+
+
+def _check_fitness(plan: LaunchPlan, file: str) -> None:
+    """See that the machine has what a plan of another time or place counts on."""
+    from poprun.fitness import check_fitness  # noqa: PLC0415 - most jobs have no plan file
+
+    source = "standard input" if file == "-" else file
+    for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), source):
+        screen.tell(f"warning: {difference}")
 
 
 def _read(file: str) -> str:

@@ -10,12 +10,15 @@ from typing import Final
 
 from poprun.environment import VISIBLE_DEVICES
 from poprun.probe.answers import answer_of
+from poprun.probe.control_groups import read_text
 from poprun.topology import Gpu
 
 TIMEOUT_SECONDS: Final = 10.0
 
+PCI: Final = "/sys/bus/pci/devices"
+
 _DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
-_INVENTORY: Final = "--query-gpu=index,uuid"
+_INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id"
 _PROCESSES: Final = "--query-compute-apps=gpu_uuid"
 
 
@@ -26,26 +29,30 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
 
 
-def read_gpus(inventory: str, processes: str, visible: str | None) -> tuple[Gpu, ...]:
+def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
     """The devices that the driver and the user tell of.
 
     Args:
-        inventory: ``index, uuid`` of each device of the machine, one a line.
+        inventory: ``index, uuid, address on the PCI bus`` of each device of the machine, one a line.
         processes: The uuid of a device for each process that computes on one, one a line.
         visible: ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that is
             no device of the machine, and so does this; an entry may be the beginning of one uuid.
+        pci: Where the kernel tells of the devices on the PCI bus.
     """
-    rows = [tuple(map(str.strip, line.split(",", 1))) for line in inventory.splitlines() if "," in line]
-    uuids = {row[0]: row[1] for row in rows}
+    rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
+    uuids = {index: uuid for index, uuid, *_ in rows}
+    nodes = {uuid: _node_of(address, pci) for _, uuid, *rest in rows for address in rest}
     busy = {line.strip() for line in processes.splitlines()}
     if visible is None:
-        return tuple(Gpu(name=index, is_free=uuid not in busy) for index, uuid in uuids.items())
+        return tuple(
+            Gpu(name=index, is_free=uuid not in busy, node=nodes.get(uuid)) for index, uuid in uuids.items()
+        )
     gpus = []
     for name in map(str.strip, visible.split(",")):
         uuid = _uuid_of(name, uuids)
         if uuid is None:
             break
-        gpus.append(Gpu(name=name, is_free=uuid not in busy))
+        gpus.append(Gpu(name=name, is_free=uuid not in busy, node=nodes.get(uuid)))
     return tuple(gpus)
 
 
@@ -57,6 +64,16 @@ def _uuid_of(name: str, uuids: Mapping[str, str]) -> str | None:
         return name
     matches = [uuid for uuid in uuids.values() if name.startswith("GPU-") and uuid.startswith(name)]
     return matches[0] if len(matches) == 1 else None
+
+
+def _node_of(address: str, pci: str) -> int | None:
+    """The NUMA node of a device, or None where the kernel does not know; the driver writes longer addresses."""
+    domain, _, rest = address.lower().partition(":")
+    try:
+        node = int(read_text(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _ask(query: str, command: Sequence[str] = ("nvidia-smi", "--format=csv,noheader")) -> str:

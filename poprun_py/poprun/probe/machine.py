@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from popdist.contract import NUM_THREADS
 from poprun.probe.cores import usable_cores
+from poprun.probe.cpu_map import read_cpus, read_memory_nodes
 from poprun.probe.gpus import find_gpus
 from poprun.probe.mpi import find_mpi
 from poprun.topology import MachineFacts
@@ -27,6 +28,8 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
         hostname=hostname,
         host_aliases=own_names(hostname),
         cores=usable_cores(),
+        cpus=read_cpus(os.sched_getaffinity(0)),
+        memory_nodes=read_memory_nodes(),
         gpus=find_gpus(environment),
         mpi=mpi.runtime if mpi else None,
         unknown_mpi=mpi.unknown if mpi else (),

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from poprun.binding import Binding
 from poprun.hosts import fold_hosts
 from poprun.plan import InstancePlan, LaunchPlan
 from poprun.ranges import fold_numbers
@@ -131,6 +132,7 @@ def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str
     """What holds for every instance, and what ``-v`` adds. The terminal wraps long lines: they copy whole."""
     yield "launcher", _launcher(plan)
     yield "threads", _threads(plan)
+    yield from _bindings(plan)
     if plan.is_deterministic:
         yield "algorithms", "deterministic"
     if plan.program:
@@ -160,6 +162,27 @@ def _threads(plan: LaunchPlan) -> str:
     if plan.threads_per_replica is None:
         return "as OMP_NUM_THREADS says"
     return f"{plan.threads_per_replica} per replica"
+
+
+def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
+    """What the instances of a host are bound to, those in the middle left out when they are many."""
+    bindings = plan.bindings
+    if not bindings:
+        return
+    where, local = ("", "") if len(plan.hosts) == 1 else (", on each host", "local ")
+    yield "placement", f"{plan.placement}{where}"
+    for binding in bindings if len(bindings) <= MAX_INSTANCES else bindings[:NUM_SHOWN]:
+        yield "", local + _binding(binding)
+    if len(bindings) > MAX_INSTANCES:
+        yield "", f"{len(bindings) - NUM_SHOWN - 1:,} more like these"
+        yield "", local + _binding(bindings[-1])
+
+
+def _binding(binding: Binding) -> str:
+    instances = f"instance{'s' if len(binding.instances) > 1 else ''} {fold_numbers(binding.instances)}"
+    nodes = binding.memory_nodes
+    memory = f", memory of node{'s' if len(nodes) > 1 else ''} {fold_numbers(nodes)}" if nodes else ""
+    return f"{instances}: {_cores(binding.cores)}{memory}"
 
 
 def _devices(names: Sequence[str]) -> str:

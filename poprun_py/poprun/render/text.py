@@ -1,8 +1,9 @@
 """A plan as PopRun's own ASCII table.
 
-Four rows: hosts, ILDs (IPU-Link domains; the virtual IPUs of a job are one), instances, replicas. A cell spans
-what belongs to it in the rows below. A table that would be wider than ``MAX_WIDTH`` is folded from the bottom up:
-the replicas of an instance into one range, then the instances of a host, then the hosts.
+Four rows: hosts, ILDs (IPU-Link domains; the virtual IPUs of a job are one), instances, replicas; and one of the
+cores that the instances are bound to, if they are. A cell spans what belongs to it in the rows below. A table that
+would be wider than ``MAX_WIDTH`` is folded from the bottom up: the replicas of an instance into one range, then
+the instances of a host, then the hosts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from poprun.ranges import fold_numbers
 MAX_WIDTH: Final = 118
 
 _TITLE: Final = "poprun topology"
-_LABELS: Final = ("hosts", "ILDs", "instances", "replicas")
+_LABELS: Final = ("hosts", "ILDs", "instances", "cores", "replicas")
 _LABEL_WIDTH: Final = max(map(len, _LABELS))
 _TITLE_WIDTH: Final = len(_TITLE) + 2 - (_LABEL_WIDTH + 3)
 """Columns of the title that do not stand above the labels."""
@@ -26,22 +27,25 @@ _MAX_HOSTS_LENGTH: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The four rows of a table; in each, all cells span equally many of the last row's."""
+    """The rows of a table, one of them may be missing; in each, all cells span equally many of the last row's."""
 
     hosts: Sequence[str]
     instances: Sequence[str]
     replicas: Sequence[str]
+    cores: Sequence[str] = ()
 
     @property
-    def rows(self) -> tuple[Sequence[str], ...]:
-        return (self.hosts, ("0",), self.instances, self.replicas)
+    def labelled_rows(self) -> Sequence[tuple[str, Sequence[str]]]:
+        """The rows that are shown."""
+        rows = (self.hosts, ("0",), self.instances, self.cores, self.replicas)
+        return [(label, row) for label, row in zip(_LABELS, rows, strict=True) if row]
 
     @property
     def leaf_width(self) -> int:
         """Width of a cell of the last row such that every text above fits its span."""
         num_leaves = len(self.replicas)
         widest = max(map(len, self.replicas))
-        for row in self.rows:
+        for _, row in self.labelled_rows:
             needed = max(_TITLE_WIDTH // len(row), *(len(text) + 2 for text in row))
             span = num_leaves // len(row)
             widest = max(widest, -(-(needed + 1) // span) - 3)
@@ -59,7 +63,7 @@ def render_text(plan: LaunchPlan) -> str:
     label_rule = "-" * (_LABEL_WIDTH + 2)
     inner = len(label_rule) + 1 + cells.width
     lines = [" " + "=" * inner, f"|{_TITLE:^{inner}}|", f"|{'=' * inner}|"]
-    for index, (label, row) in enumerate(zip(_LABELS, cells.rows, strict=True)):
+    for index, (label, row) in enumerate(cells.labelled_rows):
         if index:
             lines.append(f"|{label_rule}|{'-' * cells.width}|")
         lines.append(f"| {label:<{_LABEL_WIDTH}} |{'|'.join(_row(row, cells))}|")
@@ -77,9 +81,9 @@ def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:
     """The tables from the fullest to the second narrowest; those with too many cells to fit are left out."""
     num_hosts, num_instances, num_replicas = len(plan.hosts), plan.num_instances, plan.num_replicas
     if num_replicas <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _items(num_instances), _items(num_replicas))
+        yield _Cells(plan.hosts, _items(num_instances), _items(num_replicas), _bound_cores(plan))
     if num_instances <= MAX_WIDTH:
-        yield _Cells(plan.hosts, _items(num_instances), _shares(num_replicas, num_instances))
+        yield _Cells(plan.hosts, _items(num_instances), _shares(num_replicas, num_instances), _bound_cores(plan))
     if num_hosts <= MAX_WIDTH:
         yield _Cells(plan.hosts, _shares(num_instances, num_hosts), _shares(num_replicas, num_hosts))
 
@@ -99,3 +103,9 @@ def _shares(count: int, num_parts: int) -> list[str]:
     """``count`` things dealt to ``num_parts`` parts, each part as a range."""
     size = count // num_parts
     return [fold_numbers(range(part * size, (part + 1) * size)) for part in range(num_parts)]
+
+
+def _bound_cores(plan: LaunchPlan) -> list[str]:
+    """The cores that each instance is bound to; nothing when none is."""
+    bindings = (instance.binding for instance in plan.instances()) if plan.bindings else ()
+    return [fold_numbers(binding.cores) for binding in bindings if binding is not None]

@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from popdist.progress import Progress
+from poprun.ranges import fold_numbers
 from poprun.supervisor.agents import LOST
 from poprun.supervisor.state import (
     AGENT_KILLED,
+    NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
     SHIM_KILLED,
@@ -42,6 +44,8 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
         return _after_exit(status, event, phase)
     if kind == "failed_to_start":
         return _after_failed_start(status, event, now_seconds)
+    if kind == "failed_to_bind":
+        return _after_failed_binding(status, event, now_seconds)
     if kind == "shim_lost" and phase < Phase.INTERRUPTED and not is_over:
         return _with_problem(status, SHIM_KILLED, now_seconds)
     if kind == "ended":
@@ -86,6 +90,18 @@ def _after_failed_start(status: InstanceStatus, event: dict[str, Any], now_secon
         exit_code=NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE,
         exited_at_seconds=now_seconds,
         problem=f"cannot run {event['place']}: {_NO_PROGRAM if number == errno.ENOEXEC else os.strerror(number)}",
+    )
+
+
+def _after_failed_binding(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
+    wanted = fold_numbers(sorted(event["cores"]))
+    return replace(
+        status,
+        state=InstanceState.EXITED,
+        exit_code=NOT_BOUND,
+        exited_at_seconds=now_seconds,
+        problem=f"cannot be bound to cores {wanted}, not all of which are to be had here: "
+        f"{os.strerror(event['errno'])}",
     )
 
 

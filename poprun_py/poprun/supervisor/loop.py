@@ -148,7 +148,7 @@ class Job:
 
     def _hear(self, instance: int, event: dict[str, Any], signals: SignalBox) -> None:
         if event["event"] not in ("stats", "stacks"):
-            self._log(2, f"instance {instance}: {event}")
+            self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._note(instance, event)
         if event["event"] == "hello":
             self._welcome(instance, event)

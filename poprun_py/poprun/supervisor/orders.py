@@ -43,12 +43,15 @@ def start_order(
         ports: Where torch's own store and popdist's will listen, on instance 0's host.
     """
     master, store = (Endpoint(host=_LOOPBACK, port=port) for port in ports)
+    binding = plan.instance(index).binding
     start = StartFacts(job_id=identity.job_id, restart_count=identity.restart_count, master=master, store=store)
     return {
         "order": "start",
         "words": plan.program,
         "working_directory": plan.working_directory,
         "environment": program_environment(plan, index, environ, start),
+        "cores": binding.cores if binding else (),
+        "memory_nodes": binding.memory_nodes if binding else (),
         "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR],
         "store_variable": STORE_DESCRIPTOR,
         "progress_variable": PROGRESS_DESCRIPTOR,

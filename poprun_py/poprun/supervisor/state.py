@@ -18,6 +18,8 @@ NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 """What a shell says of a program that it cannot execute, and of one that is not there."""
 
+NOT_BOUND: Final = 70
+"""EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life."""
 
 _NO_MEMORY: Final = MemoryCurve()
 
@@ -92,7 +94,7 @@ class InstanceStatus:
     @property
     def cannot_run(self) -> bool:
         """Whether the program could not even be executed."""
-        return bool(self.problem) and self.exit_code in (NOT_EXECUTABLE, NOT_FOUND)
+        return bool(self.problem) and self.exit_code in (NOT_BOUND, NOT_EXECUTABLE, NOT_FOUND)
 
     @property
     def has_failed(self) -> bool:

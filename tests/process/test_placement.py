@@ -1,0 +1,121 @@
+"""Programs run on the cores that their plan binds them to, whatever starts them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import Poprun, run
+
+WHERE = """\
+import json, os, subprocess, sys
+ask = "import os; print(sorted(os.sched_getaffinity(0)))"
+child = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+with open("/proc/self/numa_maps") as maps:
+    policies = {line.split()[1] for line in maps}
+own = sorted(os.sched_getaffinity(0))
+print(json.dumps([int(os.environ["RANK"]), own, json.loads(child.stdout), [*policies]]))
+"""
+
+CORES = sorted(os.sched_getaffinity(0))
+SOME_CORES = CORES[:2]
+
+
+def where(poprun: Poprun, *words: str, cwd: Path | None = None) -> list[tuple[set[int], set[int], set[str]]]:
+    """What each instance tells: its cores, those of a child of its own, and the policies of its memory."""
+    finished = poprun(*words, cwd=cwd).succeeded()
+    told = sorted(json.loads(line) for line in finished.lines)
+    return [(set(own), set(child), set(policies)) for _, own, child, policies in told]
+
+
+@pytest.mark.skipif(len(CORES) == 1, reason="two instances cannot have a core each: there is one")
+@pytest.mark.parametrize("placement", ["core", "compact"])
+def test_each_instance_has_cores_of_its_own(launcher: Poprun, placement: str) -> None:
+    """Its threads and its children run there, and no instance has one of another's."""
+    layout = ("-n", "2", "--process-placement", placement, "--threads-per-replica", "1", "--no-tag-output")
+    first, second = where(launcher, *layout, sys.executable, "-c", WHERE)
+
+    assert first[0].isdisjoint(second[0])
+    for own, child, _ in (first, second):
+        assert own
+        assert own < set(CORES)
+        assert child == own
+
+
+def test_nothing_is_bound_when_it_is_disabled(launcher: Poprun) -> None:
+    """The programs may run wherever poprun may."""
+    layout = ("-n", "2", "--process-placement", "disabled", "--no-tag-output")
+
+    assert [told[0] for told in where(launcher, *layout, sys.executable, "-c", WHERE)] == [set(CORES)] * 2
+
+
+def plan_with(poprun: Poprun, folder: Path, **changes: object) -> Path:
+    """A plan file of two local instances of the program above, with some values changed."""
+    words = ("--launcher", "local", "-n", "2", "--no-tag-output", "--dry-run", "--topology-format", "json")
+    plan = json.loads(poprun(*words, sys.executable, "-c", WHERE, cwd=folder).succeeded().out)
+    file = folder / "plan.json"
+    file.write_text(json.dumps(plan | changes))
+    return file
+
+
+def binding(instances: str, cores: str, memory_nodes: str = "") -> dict[str, str]:
+    """One entry of a plan's bindings."""
+    return {"instances": instances, "cores": cores, "memory_nodes": memory_nodes}
+
+
+def test_memory_is_bound_with_the_cores(poprun: Poprun, tmp_path: Path) -> None:
+    """A plan's memory nodes hold for the program from its first page on, and only for the instances they name."""
+    core = str(CORES[0])
+    file = plan_with(poprun, tmp_path, bindings=[binding("0", core, "0"), binding("1", core)])
+    first, second = where(poprun, "--plan", str(file))
+
+    assert (first[0], first[2]) == ({CORES[0]}, {"bind:0"})
+    assert (second[0], second[2]) == ({CORES[0]}, {"default"})
+
+
+def test_a_plan_with_cores_that_are_not_here(poprun: Poprun, tmp_path: Path) -> None:
+    """Before anything starts: the file, the cores, those there are, and the cure."""
+    file = plan_with(poprun, tmp_path, bindings=[binding("0", str(CORES[0])), binding("1", "7000-7003")])
+    finished = poprun("--plan", str(file))
+
+    assert (finished.code, finished.out) == (2, "")
+    assert f"{file}: bindings names cores 7000-7003, and this process may use core" in finished.err
+    assert "make a new plan here" in finished.err
+
+
+def test_a_plan_with_gpus_that_are_not_here(poprun: Poprun, tmp_path: Path) -> None:
+    """An error, not a job that finds out by itself."""
+    file = plan_with(poprun, tmp_path, devices=["70", "71"])
+    finished = poprun("--plan", str(file))
+
+    assert (finished.code, finished.out) == (2, "")
+    assert f"{file}: devices names GPUs 70, 71, and " in finished.err
+
+
+def test_a_plan_of_a_larger_machine(poprun: Poprun, tmp_path: Path) -> None:
+    """Without a binding it starts, with a warning that says what differs."""
+    file = plan_with(poprun, tmp_path, cores="0-1023", placement="disabled")
+    finished = poprun("--plan", str(file)).succeeded()
+
+    assert f"warning: {file} counts on 1024 cores, and there " in finished.err
+    assert len(finished.lines) == 2
+
+
+UNCHECKED = """\
+import os, sys
+from poprun.plan_file import read_plan
+from poprun.supervisor import run_job
+with open(sys.argv[1]) as file:
+    sys.exit(run_job(read_plan(file.read(), sys.argv[1]), environ=os.environ, verbosity=0))
+"""
+
+
+def test_cores_that_are_gone_when_the_program_is_to_start(poprun: Poprun, tmp_path: Path) -> None:
+    """The agent finds them gone, starts nothing, and the report says which cores; the other instance is ended."""
+    file = plan_with(poprun, tmp_path, bindings=[binding("0", str(CORES[0])), binding("1", f"{CORES[0]},7000")])
+    finished = run([sys.executable, "-c", UNCHECKED, str(file)])
+
+    assert finished.code == 70
+    assert f"cannot be bound to cores {CORES[0]},7000, not all of which are to be had here" in finished.err
