@@ -128,7 +128,11 @@ def test_options_that_the_request_does_not_know() -> None:
         (["-n", "two", "x"], "--num-instances two: give a whole number, or auto"),
         (["--num-replicas", "x", "x"], "--num-replicas x: give a whole number"),
         (["--launcher", "slurm", "x"], "--launcher slurm: give one of auto, mpi, local"),
-        (["--topology-format", "xml"], "--topology-format xml: give one of table, text, json, yaml"),
+        (["--topology-format", "json", "train"], "--topology-format says how the plan is printed, and it is not"),
+        (
+            ["--topology-format", "xml"],
+            "--topology-format xml: give one of table, text, json, yaml, svg, html, mermaid",
+        ),
         (["--host", "a[", "x"], "unbalanced bracket"),
         (["--mpi-global-args", "'x", "x"], "--mpi-global-args 'x: no closing quotation"),
         (["--host-subnet", "10.1"], "--host-subnet 10.1: give a subnet, such as 10.1.0.0/16"),

@@ -17,6 +17,7 @@ from poprun.vipu_settings import VipuSettings
 
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"
+_FORMAT: Final = "topology-format"
 _INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 
@@ -82,7 +83,13 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
         file = read_config_file(texts[_IMPORT][-1]) if _IMPORT in texts else ()
         given = layered(file, from_variables(environ), flags)
     values = values_by_section(given)
-    return CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
+    line = CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
+    if _FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
+        raise UsageError(
+            f"--{_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
+            "or --print-topology to print it and start"
+        )
+    return line
 
 
 def _refuse_beside_plan(given: Sequence[Given]) -> None:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
 
 
 class TopologyFormat(StrEnum):
-    """How a plan is written: for a person, as PopRun writes it, or for a program."""
+    """How a plan is written: for a person, as PopRun writes it, for a program, or as a picture."""
 
     TABLE = "table"
     TEXT = "text"
     JSON = "json"
     YAML = "yaml"
+    SVG = "svg"
+    HTML = "html"
+    MERMAID = "mermaid"
 
 
 def render_plan(
@@ -48,6 +51,18 @@ def render_plan(
             from poprun.render.text import render_text  # noqa: PLC0415 - see the module's docstring
 
             return render_text(plan)
+        case TopologyFormat.SVG:
+            from poprun.render.svg import render_svg  # noqa: PLC0415 - see the module's docstring
+
+            return render_svg(plan)
+        case TopologyFormat.HTML:
+            from poprun.render.html import render_html  # noqa: PLC0415 - see the module's docstring
+
+            return render_html(plan)
+        case TopologyFormat.MERMAID:
+            from poprun.render.mermaid import render_mermaid  # noqa: PLC0415 - see the module's docstring
+
+            return render_mermaid(plan)
         case _:
             from poprun.render.serial import render_json, render_yaml  # noqa: PLC0415 - yaml is expensive
 

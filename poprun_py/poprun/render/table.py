@@ -19,6 +19,7 @@ from poprun.hosts import fold_hosts
 from poprun.plan import InstancePlan, LaunchPlan
 from poprun.ranges import fold_numbers
 from poprun.render.details import Details
+from poprun.render.words import launcher_of, numbered, size_of, stands_for, threads_of
 
 MAX_HOSTS: Final = 4
 MAX_INSTANCES: Final = 8
@@ -63,13 +64,7 @@ def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Deta
 
 
 def _title(plan: LaunchPlan) -> Text:
-    words = [
-        _count(plan.num_instances, "instance"),
-        _count(plan.num_replicas, "replica"),
-        _count(len(plan.hosts) * plan.num_slots_per_host, "virtual IPU"),
-        _count(len(plan.hosts), "host"),
-    ]
-    return Text.assemble((f"{'poprun':<11}", "bold cyan"), " · ".join(words))
+    return Text.assemble((f"{'poprun':<11}", "bold cyan"), size_of(plan))
 
 
 def _placements(plan: LaunchPlan) -> Table:
@@ -112,7 +107,7 @@ def _instance_row(instance: InstancePlan, host: str) -> Sequence[str]:
         str(instance.index),
         fold_numbers(instance.replicas),
         fold_numbers(instance.slots),
-        _devices(instance.devices) if instance.devices else _cores(instance.cores),
+        stands_for(instance),
     )
 
 
@@ -130,8 +125,8 @@ def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
 
 def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:
     """What holds for every instance, and what ``-v`` adds. The terminal wraps long lines: they copy whole."""
-    yield "launcher", _launcher(plan)
-    yield "threads", _threads(plan)
+    yield "launcher", launcher_of(plan)
+    yield "threads", threads_of(plan)
     yield from _bindings(plan)
     if plan.is_deterministic:
         yield "algorithms", "deterministic"
@@ -154,16 +149,6 @@ def _origins(details: Details) -> Iterator[tuple[str, str]]:
         yield "" if index else "options", f"{name:<{names}}  {value:<{min(values, MAX_VALUE_LENGTH)}}  {origin}"
 
 
-def _launcher(plan: LaunchPlan) -> str:
-    return f"mpi: {plan.mpi}" if plan.mpi else "local"
-
-
-def _threads(plan: LaunchPlan) -> str:
-    if plan.threads_per_replica is None:
-        return "as OMP_NUM_THREADS says"
-    return f"{plan.threads_per_replica} per replica"
-
-
 def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
     """What the instances of a host are bound to, those in the middle left out when they are many."""
     bindings = plan.bindings
@@ -182,23 +167,9 @@ def _binding(binding: Binding) -> str:
     instances = f"instance{'s' if len(binding.instances) > 1 else ''} {fold_numbers(binding.instances)}"
     nodes = binding.memory_nodes
     memory = f", memory of node{'s' if len(nodes) > 1 else ''} {fold_numbers(nodes)}" if nodes else ""
-    return f"{instances}: {_cores(binding.cores)}{memory}"
-
-
-def _devices(names: Sequence[str]) -> str:
-    if all(name.isdecimal() for name in names):
-        return f"GPU{'s' if len(names) > 1 else ''} {fold_numbers(map(int, names))}"
-    return ", ".join(names)
-
-
-def _cores(cores: Sequence[int]) -> str:
-    return f"core{'s' if len(cores) > 1 else ''} {fold_numbers(cores)}"
+    return f"{instances}: {numbered('core', binding.cores)}{memory}"
 
 
 def _abbreviated(hosts: Sequence[str]) -> str:
     folded = fold_hosts(hosts)
     return folded if len(folded) <= MAX_HOSTS_LENGTH else f"{len(hosts):,} hosts"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -70,7 +70,8 @@ OUTPUT: Final = grouped(
         "topology-format",
         "line.topology_format",
         one_of(TopologyFormat, "FORMAT"),
-        f"table, text (as PopRun prints it), json or yaml. [default: {TopologyFormat.TABLE}]",
+        "table, text (as PopRun prints it), json, yaml, or a picture: svg, html, mermaid. "
+        f"[default: {TopologyFormat.TABLE}]",
         goes_with_plan=True,
     ),
 )

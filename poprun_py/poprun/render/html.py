@@ -1,0 +1,75 @@
+"""A plan as a page: one HTML file that needs nothing else, neither a network nor another file.
+
+Everything in the picture tells what it is when it is pointed at or has the focus; the arrow keys move the focus.
+"""
+
+import shlex
+from importlib.resources import files
+from typing import Final
+
+from poprun.plan import LaunchPlan
+from poprun.render.picture.drawing import draw
+from poprun.render.picture.markup import element, escaped
+from poprun.render.picture.scene import make_scene
+from poprun.render.words import launcher_of, size_of, threads_of
+
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""What the page may load: nothing."""
+
+_KEYS: Final = (
+    "Point at a host or an instance to see what it is, or press <kbd>Tab</kbd> and then the arrow keys; "
+    "<kbd>Esc</kbd> hides it."
+)
+
+
+def render_html(plan: LaunchPlan) -> str:
+    """``plan`` as an HTML document."""
+    title = f"poprun: {size_of(plan)}"
+    drawing = draw(make_scene(plan), _group)
+    elements = drawing.elements.replace('tabindex="-1"', 'tabindex="0"', 1)
+    picture = element(
+        "svg",
+        elements,
+        role="group",
+        aria_label=title,
+        viewBox=f"-1 -1 {drawing.width + 2} {drawing.height + 2}",
+        width=drawing.width + 2,
+        height=drawing.height + 2,
+    )
+    facts = [("launcher", launcher_of(plan)), ("threads", threads_of(plan))]
+    facts += [("program", shlex.join(plan.program))] if plan.program else []
+    facts += [("folder", plan.working_directory)]
+    body = [
+        element("h1", escaped(title)),
+        element("dl", *(element("dt", name) + element("dd", escaped(value)) for name, value in facts)),
+        element("p", _KEYS, id="keys"),
+        element("main", picture),
+        '<div id="tip" role="tooltip" hidden></div>',
+        element("script", "\n", _file("page.js")),
+    ]
+    head = [
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width">',
+        element("title", escaped(title)),
+        element("style", "\n", _file("picture.css"), _file("page.css")),
+    ]
+    return "\n".join(["<!doctype html>", '<html lang="en">', *head, *body, "</html>", ""])
+
+
+def _group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
+    """A thing that takes the focus; the first one of all is where Tab comes in."""
+    return element(
+        "g",
+        *elements,
+        "\n",
+        class_=name,
+        tabindex=-1,
+        role="group" if name == "host" else "img",
+        aria_label=words,
+        transform=f"translate({place[0]} {place[1]})",
+    )
+
+
+def _file(name: str) -> str:
+    return files("poprun.render.picture").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,72 @@
+"""A plan as a Mermaid flowchart, for Markdown pages that draw such: https://mermaid.js.org/syntax/flowchart.html.
+
+A box is an instance, a frame a host; links that are not seen put them into rows. Mermaid draws no text longer than
+50,000 characters, so a plan of more than ``MAX_INSTANCES`` is folded.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from poprun.plan import InstancePlan, LaunchPlan
+from poprun.render.picture import details
+from poprun.render.picture.drawing import NUM_HUES
+from poprun.render.picture.scene import Gap, HostScene, make_scene
+from poprun.render.words import numbered, size_of, stands_for
+
+MAX_INSTANCES: Final = 64
+"""Up to which nothing is folded."""
+
+FOLDED_INSTANCES: Final = 16
+"""How many a folded diagram shows of a plan and of a host, at most."""
+
+_FILLS: Final = ("#91c3f6", "#e9b082", "#8ecfa4", "#dfa9da", "#71d0d5", "#f2a7a1", "#c1c37e", "#c1b3f2")
+
+
+def render_mermaid(plan: LaunchPlan) -> str:
+    """``plan`` as the text of a Mermaid diagram."""
+    lines = [f"%% poprun: {size_of(plan)}", "flowchart TB"]
+    most, least = MAX_INSTANCES * plan.ipus_per_replica, FOLDED_INSTANCES * plan.ipus_per_replica
+    hosts = make_scene(plan, max_ipus=most, folded_ipus=least).hosts
+    for position, host in enumerate(hosts):
+        lines += _host(plan, host, position) if isinstance(host, HostScene) else [_gap(plan, host, f"h{position}")]
+    lines += _links([f"h{position}" for position in range(len(hosts))], columns=1)
+    lines += [f"  classDef hue{hue} fill:{_FILLS[hue]},stroke:#52606d,color:#1f2933" for hue in range(NUM_HUES)]
+    lines += ["  classDef more fill:none,stroke:#7b8794,stroke-dasharray:4 4"]
+    return "\n".join(lines) + "\n"
+
+
+def _host(plan: LaunchPlan, host: HostScene, position: int) -> Iterator[str]:
+    yield f'  subgraph h{position}["{_escaped(host.name)}"]'
+    yield "    direction TB"
+    names = []
+    for number, scene in enumerate(host.instances):
+        name = f"h{position}i{number}"
+        names.append(name)
+        yield "  " + (_gap(plan, scene, name) if isinstance(scene, Gap) else _instance(scene.plan, name))
+    yield from (f"  {line}" for line in _links(names, columns=4))
+    yield "  end"
+
+
+def _instance(instance: InstancePlan, name: str) -> str:
+    words = [
+        f"<b>instance {instance.index}</b>",
+        numbered("replica", instance.replicas),
+        numbered("IPU", instance.slots),
+        _escaped(stands_for(instance)),
+    ]
+    return f'  {name}["{"<br/>".join(words)}"]:::hue{instance.index % NUM_HUES}'
+
+
+def _gap(plan: LaunchPlan, gap: Gap, name: str) -> str:
+    tell = details.of_hosts if name.count("i") == 0 else details.of_instances
+    return f'  {name}["{"<br/>".join(map(_escaped, tell(plan, gap.items).splitlines()))}"]:::more'
+
+
+def _links(names: list[str], columns: int) -> Iterator[str]:
+    """Links from each to the one below it, which are not seen."""
+    return (f"  {name} ~~~ {below}" for name, below in zip(names, names[columns:], strict=False))
+
+
+def _escaped(text: str) -> str:
+    """``text`` with entities for what Mermaid would read."""
+    return "".join(it if it.isalnum() or it in " .,:-_[]/+" else f"#{ord(it)};" for it in text)

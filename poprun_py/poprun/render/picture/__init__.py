@@ -1,0 +1,4 @@
+"""A plan as a picture: hosts, instances, replicas and virtual IPUs.
+
+`scene` says what is shown, `measures` how large, `details` what is told of each thing, and `drawing` draws it.
+"""

@@ -1,0 +1,181 @@
+"""A scene as elements of SVG. Colours are left to the style sheet, which knows dark from light.
+
+Each host, instance and gap is a group with a text that tells all about it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.render.picture import details
+from poprun.render.picture.markup import element, escaped
+from poprun.render.picture.measures import Measures, cut, label, measure, text_width
+from poprun.render.picture.scene import Gap, HostScene, InstanceScene, Scene
+from poprun.render.words import stands_for
+
+NUM_HUES: Final = 8
+NUM_SHADES: Final = 4
+_MAX_STRIPES: Final = 8
+
+LEGEND: Final = 34
+"""From the hosts to the base line of the legend."""
+
+Group = Callable[[str, str, tuple[int, int], list[str]], str]
+"""Makes a group of SVG of a class, what is told of it, its place, and its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A picture: its size in pixels, and its elements."""
+
+    width: int
+    height: int
+    elements: str
+
+
+def draw(scene: Scene, group: Group) -> Drawing:
+    """``scene`` as elements, whose groups ``group`` makes."""
+    artist = _Artist(scene, measure(scene), group)
+    width, height = artist.measures.cards.size
+    legend_width, legend = _legend(height + LEGEND)
+    return Drawing(max(width, legend_width), height + LEGEND + 6, "".join([*artist.hosts(), *legend]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Artist:
+    """Draws one scene with its measures."""
+
+    scene: Scene
+    measures: Measures
+    group: Group
+
+    def hosts(self) -> Iterator[str]:
+        """Every card."""
+        cards = self.measures.cards
+        for index, host in enumerate(self.scene.hosts):
+            if isinstance(host, Gap):
+                words = details.of_hosts(self.scene.plan, host.items)
+                yield self.gap(words, cards.place(index), (cards.width, cards.height))
+            else:
+                yield self.host(host, cards.place(index))
+
+    def host(self, host: HostScene, place: tuple[int, int]) -> str:
+        """A card with the host's name and its instances."""
+        measures, level = self.measures, self.measures.level
+        card, boxes, size = measures.cards, measures.boxes, level.text + 2
+        padding = (card.width - boxes.size[0]) // 2
+        name = cut(host.name, card.width - 4 * level.space, size)
+        elements = [
+            element("rect", class_="card", width=card.width, height=card.height, rx=3 * level.space),
+            _text(name, (2 * level.space + 1, (measures.heading + size * 7 // 10) // 2), size, class_="name"),
+        ]
+        for index, instance in enumerate(host.instances):
+            x, y = boxes.place(index)
+            place_inside = (x + padding, y + measures.heading)
+            if isinstance(instance, Gap):
+                words = details.of_instances(self.scene.plan, instance.items)
+                elements.append(self.gap(words, place_inside, (boxes.width, boxes.height)))
+            else:
+                elements.append(self.instance(instance, place_inside))
+        return self.group("host", details.of_host(self.scene.plan, host.index), place, elements)
+
+    def instance(self, scene: InstanceScene, place: tuple[int, int]) -> str:
+        """A box with the instance's number, its virtual IPUs and its replicas."""
+        measures, level = self.measures, self.measures.level
+        instance, box, chips = scene.plan, measures.boxes, measures.chips
+        numbers = range(instance.index, instance.index + 1)
+        y = level.space + level.text
+        elements = [
+            element("rect", class_="box", width=box.width, height=box.height, rx=2 * level.space),
+            _text(
+                label("instance", numbers, has_words=measures.has_words),
+                (box.width // 2, y - level.text // 8),
+                level.text,
+                class_="number",
+            ),
+        ]
+        y += level.space
+        left = (box.width - chips.size[0]) // 2
+        for index, slot in enumerate(scene.slots):
+            chip_x, chip_y = chips.place(index)
+            elements.append(self.chip(slot, (left + chip_x, y + chip_y)))
+        y += chips.size[1] + level.space
+        elements += self.bars(instance.replicas, y)
+        if level.is_wordy:
+            y = box.height - level.space - level.text // 8
+            words = cut(stands_for(instance), box.width - level.space, level.text - 1)
+            elements.append(_text(words, (box.width // 2, y), level.text - 1, class_="note"))
+        hue = f"instance h{instance.index % NUM_HUES}"
+        return self.group(hue, details.of_instance(instance), place, elements)
+
+    def chip(self, slot: int | Gap, place: tuple[int, int]) -> str:
+        """A virtual IPU, or the gap for many."""
+        chips, size = self.measures.chips, self.measures.level.text
+        is_wordy = self.measures.level.is_wordy
+        word = "…" if isinstance(slot, Gap) else f"IPU {slot}" if is_wordy else str(slot)
+        rect = element(
+            "rect", class_="ipu", x=place[0], y=place[1], width=chips.width, height=chips.height, rx=size // 4
+        )
+        return rect + _text(word, (place[0] + chips.width // 2, _middle(place[1], chips.height, size)), size)
+
+    def bars(self, replicas: range, y: int) -> Iterator[str]:
+        """A bar for each replica, or one striped bar for all of them."""
+        measures, level = self.measures, self.measures.level
+        width = measures.boxes.width - 2 * level.space
+        has_one = measures.num_bars < len(replicas)
+        for index in range(measures.num_bars):
+            top = y + index * (level.bar + level.space)
+            numbers = replicas if has_one else replicas[index : index + 1]
+            stripes = min(len(numbers), _MAX_STRIPES)
+            for stripe in range(stripes):
+                first, last = stripe * width // stripes, (stripe + 1) * width // stripes
+                shade = f"s{(index + stripe) % NUM_SHADES}"
+                yield element(
+                    "rect",
+                    class_=shade,
+                    x=level.space + first,
+                    y=top,
+                    width=last - first,
+                    height=level.bar,
+                    rx=level.text // 4 if stripes == 1 else None,
+                )
+            words = label("replica", numbers, has_words=measures.has_words)
+            yield _text(words, (level.space + width // 2, _middle(top, level.bar, level.text)), level.text)
+
+    def gap(self, words: str, place: tuple[int, int], size: tuple[int, int]) -> str:
+        """A dashed box for what is left out."""
+        width, height = size
+        text, line = self.measures.level.text, self.measures.level.text * 3 // 2
+        count, _, noun = words.partition(", each")[0].partition(" more ")
+        told = [f"+ {count}", noun, *words.splitlines()[1:]][: max(2, height // line - 1)]
+        top = (height - len(told) * line) // 2 + text
+        elements = [element("rect", class_="gap", width=width, height=height, rx=2 * self.measures.level.space)]
+        elements += [
+            _text(
+                cut(it, width - text, text),
+                (width // 2, top + row * line),
+                text,
+                class_="note" if row else "number",
+            )
+            for row, it in enumerate(told)
+        ]
+        return self.group("more", words, place, elements)
+
+
+def _legend(base: int) -> tuple[int, list[str]]:
+    """What each shape is, in a line that stands on ``base``; its width, and its elements."""
+    x, elements = 0, []
+    for class_, words in (("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("s0", "replica")):
+        elements.append(element("rect", class_=class_, x=x + 1, y=base - 11, width=20, height=13, rx=3))
+        elements.append(_text(words, (x + 28, base), 12, class_="line"))
+        x += 52 + text_width(words, 12)
+    return x, [element("g", *elements, class_="h0")]
+
+
+def _middle(top: int, height: int, size: int) -> int:
+    """The base line of a text in the middle of something."""
+    return top + (height + size * 7 // 10) // 2
+
+
+def _text(words: str, place: tuple[int, int], size: int, class_: str | None = None) -> str:
+    return element("text", escaped(words), class_=class_, x=place[0], y=place[1], font_size=size)

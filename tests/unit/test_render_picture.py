@@ -1,0 +1,192 @@
+"""The plan as a picture: golden files, and what holds for any plan."""
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from poprun.hosts import parse_hosts
+from poprun.plan import LaunchPlan
+from poprun.render import TopologyFormat, render_plan
+from poprun.render.picture.measures import MAX_WIDTH, Grid, measure
+from poprun.render.picture.scene import Gap, HostScene, make_scene
+from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
+
+PICTURES = Path(__file__).with_name("pictures")
+"""Golden files without style sheets and scripts; ``python -m tests.unit.test_render_picture`` renews them."""
+
+SVG = "{http://www.w3.org/2000/svg}"
+LAPTOP_PLAN = planned(LAPTOP, num_instances=2, num_replicas=4)
+GPU_PLAN = planned(with_gpus("bfbf"), hosts=("a", "b"), num_instances=2, ipus_per_replica=2)
+FOLDED_PLAN = planned(CLUSTER_NODE, hosts=parse_hosts("n[0-31]"), num_instances=2048)
+GOLDEN = {
+    "laptop.svg": LAPTOP_PLAN,
+    "laptop.html": LAPTOP_PLAN,
+    "laptop.mermaid": LAPTOP_PLAN,
+    "gpus.svg": GPU_PLAN,
+    "gpus.html": GPU_PLAN,
+    "gpus.mermaid": GPU_PLAN,
+    "folded.mermaid": FOLDED_PLAN,
+}
+
+
+@st.composite
+def small_plans(draw: st.DrawFn) -> LaunchPlan:
+    """Plans of every shape, so small that nothing is folded."""
+    num_hosts, num_local, num_replicas = (draw(st.integers(1, 6)) for _ in range(3))
+    return planned(
+        draw(st.sampled_from([LAPTOP, CLUSTER_NODE, with_gpus("f" * 18)])),
+        hosts=tuple(f"n{index}" for index in range(num_hosts)),
+        num_instances=num_hosts * num_local,
+        num_replicas=num_hosts * num_local * num_replicas,
+        ipus_per_replica=draw(st.integers(1, 3)),
+    )
+
+
+@pytest.mark.parametrize("file", GOLDEN)
+def test_the_picture(file: str) -> None:
+    """Every element, as it was when somebody looked at it and found it good."""
+    assert _drawn(file) == (PICTURES / file).read_text(encoding="utf-8")
+
+
+@settings(deadline=None, max_examples=30)
+@given(plan=small_plans())
+def test_a_picture_shows_every_instance_replica_and_ipu(plan: LaunchPlan) -> None:
+    """Each has its shape and its number, in a document that is well-formed."""
+    picture = _parsed(render_plan(plan, TopologyFormat.SVG))
+    groups = [group for group in picture.iter(f"{SVG}g") if "instance" in group.get("class", "").split()]
+    told = [group.findtext(f"{SVG}title", "").splitlines()[0] for group in groups]
+
+    assert told == [f"instance {index}" for index in range(plan.num_instances)]
+    assert len(list(picture.iterfind(f".//{SVG}g[@class='host']"))) == len(plan.hosts)
+    for group, instance in zip(groups, plan.instances(), strict=True):
+        numbers = re.findall(r"\d+", " ".join(it.text or "" for it in group.iterfind(f"{SVG}text")))
+        assert {str(instance.index), str(instance.replicas[0]), str(instance.replicas[-1])} <= set(numbers)
+        assert len(list(group.iterfind(f"{SVG}rect[@class='ipu']"))) == plan.ipus_per_replica
+
+
+@pytest.mark.parametrize("topology_format", ["svg", "html", "mermaid"])
+def test_hostile_words_stay_words(topology_format: str) -> None:
+    """A program's words are shown and never read: no markup, no entity, no character that no document may hold."""
+    program = ("/bin/x", "</text><script>alert(1)</script>", '"]; click a "javascript:1"', "\x00\x1b\ud800&amp;")
+    plan = planned(with_gpus("f"), program=program)
+    text = render_plan(plan, TopologyFormat(topology_format))
+
+    assert "<script>alert" not in text
+    assert 'click a "' not in text
+    text.encode("utf-8")
+    if topology_format == "svg":
+        assert _parsed(text).tag == f"{SVG}svg"
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_shown", "num_left_out"),
+    [
+        ({"num_instances": 1024}, 1024, 0),
+        ({"hosts": parse_hosts("n[0-1023]"), "num_instances": 1024}, 1024, 0),
+        ({"ipus_per_replica": 1024}, 1, 0),
+        ({"num_instances": 1025}, 255, 770),
+        ({"hosts": parse_hosts("n[00-31]"), "num_instances": 2048}, 192, 1856),
+        ({"hosts": parse_hosts("n[00-31]"), "num_instances": 32 * 1025}, 2 * 255, 32 * 1025 - 2 * 255),
+        ({"num_instances": 2, "ipus_per_replica": 2048}, 2, 0),
+    ],
+)
+def test_folding(asked: dict[str, Any], num_shown: int, num_left_out: int) -> None:
+    """Up to 1,024 virtual IPUs all are shown; of more the first and the last, and a gap counts the others."""
+    plan = planned(CLUSTER_NODE, **asked)
+    scene = make_scene(plan)
+    per_host = plan.num_instances_per_host
+    shown, left_out = 0, 0
+    for host in scene.hosts:
+        if isinstance(host, Gap):
+            left_out += len(host.items) * per_host
+            continue
+        for instance in host.instances:
+            if isinstance(instance, Gap):
+                left_out += len(instance.items)
+            else:
+                shown += 1
+
+    assert (shown, left_out) == (num_shown, num_left_out)
+    assert isinstance(scene.hosts[0], HostScene)
+    assert isinstance(scene.hosts[-1], HostScene)
+    assert scene.hosts[-1].index == len(plan.hosts) - 1
+
+
+@pytest.mark.parametrize("num_ipus", [1, 4, 16, 64, 256, 1024, 2048, 65_536])
+@pytest.mark.parametrize("ipus_per_replica", [1, 4])
+@pytest.mark.parametrize("ipus_per_host", [4, 64])
+def test_a_picture_is_no_wider_than_a_screen(num_ipus: int, ipus_per_replica: int, ipus_per_host: int) -> None:
+    """It grows downwards; its text is never smaller than 9 pixels, and the file stays below 1 MB."""
+    num_hosts = max(1, num_ipus // ipus_per_host)
+    hosts = parse_hosts(f"n[0-{num_hosts - 1}]")
+    num_instances = max(num_hosts, num_ipus // ipus_per_replica)
+    plan = planned(CLUSTER_NODE, hosts=hosts, num_instances=num_instances, ipus_per_replica=ipus_per_replica)
+    cards = measure(make_scene(plan)).cards
+    text = render_plan(plan, TopologyFormat.HTML)
+
+    assert cards.size[0] <= MAX_WIDTH
+    assert min(int(size) for size in re.findall(r'font-size="(\d+)"', text)) >= 9
+    assert len(text) < 1_000_000
+
+
+@settings(deadline=None, max_examples=30)
+@given(plan=small_plans())
+def test_boxes_do_not_overlap(plan: LaunchPlan) -> None:
+    """What stands in a grid stands beside or below each other, and a host holds its instances."""
+    measures = measure(make_scene(plan))
+
+    for grid in (measures.chips, measures.boxes, measures.cards):
+        places = {grid.place(index) for index in range(grid.count)}
+        assert len(places) == grid.count
+        assert all(x + grid.width <= grid.size[0] and y + grid.height <= grid.size[1] for x, y in places)
+        assert grid.gap > 0
+    assert measures.boxes.size[0] < measures.cards.width
+    assert measures.boxes.size[1] + measures.heading < measures.cards.height
+    assert measures.chips.size[0] < measures.boxes.width
+
+
+def test_a_grid() -> None:
+    """Rows are filled from the left; the last one may be short."""
+    grid = Grid(count=5, columns=2, width=10, height=20, gap=3)
+
+    assert grid.size == (23, 66)
+    assert [grid.place(index) for index in (0, 1, 4)] == [(0, 0), (13, 0), (0, 46)]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"num_instances": 65_536}, {"hosts": parse_hosts("n[0-4095]"), "num_instances": 4096}]
+)
+def test_mermaid_draws_it(asked: dict[str, Any]) -> None:
+    """Mermaid refuses more than 50,000 characters and more than 500 links."""
+    text = render_plan(planned(CLUSTER_NODE, **asked), TopologyFormat.MERMAID)
+
+    assert len(text) < 50_000
+    assert text.count("~~~") < 500
+
+
+def test_a_page_needs_nothing_else() -> None:
+    """No address in it but the name of SVG, and a policy that forbids to load anything."""
+    page = render_plan(planned(), TopologyFormat.HTML)
+
+    assert "default-src 'none'" in page
+    assert re.findall(r"https?:|src=|href=|url\(|@import", page) == []
+
+
+def _parsed(text: str) -> ET.Element:
+    return ET.fromstring(text)  # noqa: S314 - it is our own
+
+
+def _drawn(file: str) -> str:
+    """The picture that golden file ``file`` shows, without style sheets and scripts."""
+    text = render_plan(GOLDEN[file], TopologyFormat(file.rpartition(".")[2]))
+    return re.sub(r"<(style|script)>.*?</\1>", r"<\1></\1>", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for file in GOLDEN:
+        (PICTURES / file).write_text(_drawn(file), encoding="utf-8")
