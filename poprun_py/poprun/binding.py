@@ -1,5 +1,6 @@
 """Which cores and which memory the processes of a host are bound to, as values. Pure."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,8 +28,13 @@ class Binding:
     cores: tuple[int, ...]
     memory_nodes: tuple[int, ...]
 
+    def holds(self, instance: int) -> bool:
+        """Whether ``instance`` is one of ``instances``."""
+        position = bisect_left(self.instances, instance)
+        return self.instances[position : position + 1] == (instance,)
+
     def share_of(self, instance: int) -> tuple[int, ...]:
         """The part of ``cores`` that one of ``instances`` has when they share them out; at least one core."""
-        position, count = self.instances.index(instance), len(self.instances)
+        position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

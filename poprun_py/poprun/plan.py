@@ -158,7 +158,7 @@ class LaunchPlan:
         host_index, local_index = divmod(index, self.num_instances_per_host)
         first_slot = local_index * self.ipus_per_replica
         slots = range(first_slot, first_slot + self.ipus_per_replica)
-        binding = next((binding for binding in self.bindings if local_index in binding.instances), None)
+        binding = next((binding for binding in self.bindings if binding.holds(local_index)), None)
         cores = self.cores_of(slots) if binding is None else binding.share_of(local_index)
         return InstancePlan(
             index=index,

@@ -6,9 +6,10 @@ is taken to be like the machine that poprun runs on.
 
 from collections.abc import Collection
 from dataclasses import replace
+from itertools import pairwise
 from typing import Final
 
-from poprun.binding import Binding
+from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.hosts import check_hosts, fold_hosts
 from poprun.legality import check_count, check_counts, legal_instances
@@ -20,6 +21,10 @@ from poprun.topology import MachineFacts, MpiRuntime
 from poprun.vipu_settings import check_vipu
 
 THIS_MACHINE: Final = "localhost"
+
+_DEFAULT_PLACEMENT: Final = LaunchRequest().placement
+_BIND_TO: Final = "bind-to"
+_UNBOUND: Final = "none"
 
 
 def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
@@ -49,7 +54,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
     mpi = _choose_mpi(request, facts, is_one_host=len(hosts) == 1)
     devices = _choose_devices(facts, num_instances // len(hosts) * request.ipus_per_replica)
     threads = _choose_threads(request, facts, len(facts.cores) * len(hosts) // num_replicas)
-    return LaunchPlan(
+    plan = LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
         hosts=hosts,
@@ -58,8 +63,8 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         ipus_per_replica=request.ipus_per_replica,
         cores=facts.cores,
         devices=devices,
-        placement=request.placement,
-        bindings=_choose_bindings(request, facts, num_instances // len(hosts), devices, threads),
+        placement=_choose_placement(request),
+        bindings=(),
         threads_per_replica=threads,
         is_deterministic=request.is_deterministic,
         launcher=LauncherKind.LOCAL if mpi is None else LauncherKind.MPI,
@@ -71,6 +76,30 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         output=request.output,
         ending=request.ending,
     )
+    return place(plan, facts)
+
+
+def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
+    """``plan`` with its instances bound to cores as it says, each near its own of the host's GPUs.
+
+    Raises:
+        PlanError: If the instances shall have cores of their own, and there are too few.
+    """
+    user = facts.user_num_threads or ""
+    num_local, num_cores = plan.num_instances_per_host, len(plan.cores)
+    node_of = {gpu.name: gpu.node for gpu in facts.gpus}
+    host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
+    demand = Demand(
+        num_instances=num_local,
+        num_threads=plan.threads_per_replica
+        or (int(user) if user.isdecimal() else 0)
+        or max(1, num_cores // num_local),
+        near=tuple(
+            frozenset(node for name in instance.devices if (node := node_of.get(name)) is not None)
+            for instance in map(plan.instance, range(num_local if plan.devices else 0))
+        ),
+    )
+    return replace(plan, bindings=place_instances(plan.placement, host, demand))
 
 
 def refuse_remote_hosts(plan: LaunchPlan, host_aliases: Collection[str]) -> None:
@@ -146,25 +175,8 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, share: int) -> 
     return None if facts.user_num_threads else max(1, share)
 
 
-def _choose_bindings(
-    request: LaunchRequest, facts: MachineFacts, num_local: int, devices: tuple[str, ...], threads: int | None
-) -> tuple[Binding, ...]:
-    """What the ``num_local`` instances of a host are bound to, each near its own of the host's ``devices``."""
-    user = facts.user_num_threads or ""
-    node_of = {gpu.name: gpu.node for gpu in facts.gpus}
-    nodes = [node_of[name] for name in devices]
-    size = request.ipus_per_replica
-    return place_instances(
-        request.placement,
-        HostMap(
-            cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=len(facts.cores)
-        ),
-        Demand(
-            num_instances=num_local,
-            num_threads=threads or (int(user) if user.isdecimal() else 0) or max(1, len(facts.cores) // num_local),
-            near=tuple(
-                frozenset(node for node in nodes[first : first + size] if node is not None)
-                for first in range(0, len(nodes), size)
-            ),
-        ),
-    )
+def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
+    """The one asked for; words of the user's that have the MPI launcher bind come before the default."""
+    words = (*request.mpi_global_args, *request.mpi_local_args)
+    binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
+    return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

@@ -45,3 +45,19 @@ def test_the_loader_can_be_measured_again() -> None:
         for num_workers in (0, 1)
     }
     assert set(found["epoch_start_seconds"]) == {"popdist", "DistributedSampler"}
+
+
+def test_the_placements_can_be_measured_again() -> None:
+    """One short round of ``benchmarks/placement.py`` shows every placement, the machine and the command."""
+    words = ["--rounds", "1", "--steps", "1", "--instances", "1"]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "placement.py"), *words]).succeeded()
+
+    for word in (
+        "NUMA node",
+        "disabled",
+        "spreadnuma",
+        "compact",
+        "mpiexec -bind-to core",
+        "--rounds 1 --steps 1",
+    ):
+        assert word in finished.out

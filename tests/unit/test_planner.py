@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan import LauncherKind
 from poprun.planner import make_plan, refuse_remote_hosts
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
+from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, MPICH, planned, with_gpus
 
 
@@ -106,6 +108,31 @@ def test_auto_takes_mpi_where_there_is_one(choice: LauncherChoice, mpi: object, 
 
     assert plan.launcher is launcher
     assert plan.mpi == (MPICH if launcher is LauncherKind.MPI else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "placement"),
+    [
+        (("--bind-to", "core"), ProcessPlacement.SPREADNUMA, ProcessPlacement.DISABLED),
+        (("-bind-to", "numa"), ProcessPlacement.SPREADNUMA, ProcessPlacement.DISABLED),
+        (("--bind-to", "none"), ProcessPlacement.SPREADNUMA, ProcessPlacement.SPREADNUMA),
+        (("--tag-output",), ProcessPlacement.SPREADNUMA, ProcessPlacement.SPREADNUMA),
+        (("--bind-to", "core"), ProcessPlacement.CORE, ProcessPlacement.CORE),
+    ],
+)
+def test_who_binds(words: tuple[str, ...], asked: ProcessPlacement, placement: ProcessPlacement) -> None:
+    """Words for the MPI launcher that bind come before the default, and after a placement that was asked for."""
+    machine = replace(facts_of(TWO_SOCKETS), mpi=MPICH)
+    for option in ("mpi_global_args", "mpi_local_args"):
+        plan = planned(machine, num_instances=2, placement=asked, **{option: words})
+        assert (plan.placement, bool(plan.bindings)) == (placement, placement is not ProcessPlacement.DISABLED)
+
+
+def test_a_placement_leaves_the_threads_alone() -> None:
+    """They belong to the replica, so that the bits do not depend on it."""
+    for machine in (TWO_SOCKETS, EIGHT_NODES):
+        plans = [planned(facts_of(machine), num_instances=4, placement=how) for how in ProcessPlacement]
+        assert len({plan.threads_per_replica for plan in plans}) == 1
 
 
 def test_mpi_asked_for_and_absent() -> None:

@@ -100,8 +100,8 @@ def _after_failed_binding(status: InstanceStatus, event: dict[str, Any], now_sec
         state=InstanceState.EXITED,
         exit_code=NOT_BOUND,
         exited_at_seconds=now_seconds,
-        problem=f"cannot be bound to cores {wanted}, not all of which are to be had here: "
-        f"{os.strerror(event['errno'])}",
+        problem=f"cannot be bound to cores {wanted}, not all of which are to be had here "
+        f"({os.strerror(event['errno'])}): make the plan on such a machine, or use --process-placement disabled",
     )
 
 
