@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+import hypothesis
 import pytest
 
 from tests import leftovers
@@ -33,6 +34,9 @@ _DEADLINE_SECONDS = 60.0
 _LONGEST_DEADLINE_SECONDS = 270.0
 
 _environment = pytest.MonkeyPatch()
+
+hypothesis.settings.register_profile("house", deadline=None)  # no test asserts how long something takes
+hypothesis.settings.load_profile("house")
 
 
 def pytest_configure(config: pytest.Config) -> None:
