@@ -65,24 +65,26 @@ def ending_settings() -> st.SearchStrategy[EndingSettings]:
 
 
 def vipu_settings(num_instances: int) -> st.SearchStrategy[VipuSettings]:
-    """Anything that a job of ``num_instances`` can ask of the pool."""
-    name = st.none() | st.sampled_from(["p", "POD16 test"])
-    return st.builds(
-        VipuSettings,
-        partition=name,
-        partition_attempts=st.integers(1, 9),
-        allocation=name,
-        cluster=name,
-        updates_partition=st.booleans(),
-        resets_partition=st.none() | st.booleans(),
-        removes_partition=st.booleans(),
-        num_ilds=st.none() | st.integers(1, num_instances),
-        ipus_per_host=st.none() | st.integers(1, 64),
-        waits_for_devices=st.booleans(),
-        shares_devices=st.booleans(),
-        is_offline=st.booleans(),
-        server_timeout_seconds=st.floats(1e-3, 1e6),
+    """Some of what a job of ``num_instances`` can ask of the pool."""
+    some = VipuSettings(
+        partition="p",
+        partition_attempts=3,
+        allocation="POD16 test",
+        updates_partition=True,
+        resets_partition=False,
+        num_ilds=num_instances,
+        server_timeout_seconds=0.5,
     )
+    other = VipuSettings(
+        cluster="c",
+        resets_partition=True,
+        removes_partition=False,
+        ipus_per_host=64,
+        waits_for_devices=True,
+        shares_devices=True,
+        is_offline=True,
+    )
+    return st.sampled_from([VipuSettings(), some, other])
 
 
 @st.composite
@@ -118,8 +120,11 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
         num_replicas=num_instances * draw(st.integers(1, 5)),
         ipus_per_replica=draw(st.integers(1, 3)),
         launcher=draw(st.sampled_from([LauncherChoice.AUTO, LauncherChoice.LOCAL])),
-        mpi_global_args=tuple(draw(st.lists(word, max_size=2))),
-        mpi_local_args=tuple(draw(st.lists(word, max_size=2))),
+        mpi_global_args=draw(mpi_words()),
+        mpi_local_args=draw(mpi_words()),
+        instance_mpi_local_args=tuple(
+            draw(st.lists(st.tuples(st.integers(0, num_instances - 1), mpi_words()), max_size=2))
+        ),
         placement=draw(
             st.sampled_from([ProcessPlacement.SPREADNUMA, *(own_cores if has_own_cores else [])])
             | st.just(ProcessPlacement.DISABLED)
@@ -130,6 +135,18 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
         output=draw(output_settings(num_instances)),
         ending=draw(ending_settings()),
         is_deterministic=draw(st.booleans()),
+    )
+
+
+def mpi_words() -> st.SearchStrategy[tuple[str, ...]]:
+    """Words that a launcher may be given."""
+    return st.sampled_from(
+        [
+            (),
+            ("-x", "A=1", "-x", "B", "-x", "A= é"),
+            ("--mca", "a", "b c", "-x", "B=2"),
+            ("-iface", "lo", "--tag-output", "--output-filename=o"),
+        ]
     )
 
 

@@ -3,17 +3,30 @@
 Pure: a plan and the facts it was made from in, text out.
 """
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 
 from poprun.legality import legal_instances
-from poprun.plan import LauncherKind, LaunchPlan
+from poprun.plan import LaunchPlan
 from poprun.ranges import fold_numbers
-from poprun.topology import MachineFacts
+from poprun.topology import MachineFacts, MpiKind, MpiRuntime
 
 
 def advise(plan: LaunchPlan, facts: MachineFacts) -> tuple[str, ...]:
     """The lines of advice for ``plan``, the weightiest first; none when there is nothing to say."""
     return tuple(_lines(plan, facts))
+
+
+def advise_of_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str | None:
+    """What to know about words that the job's MPI launcher, or none, cannot be told; None without such words."""
+    if not left_out:
+        return None
+    words = shlex.join(left_out)
+    if mpi is None:
+        return f"{words}: left out, there is no MPI launcher that could be told; -x and --tag-output work without"
+    if mpi.kind is MpiKind.OPEN_MPI:
+        return f"{words}: left out, one launcher starts all instances; -x works for one of them"
+    return f"{words}: left out, these are words for Open MPI and MPICH starts the job; -x and --tag-output work"
 
 
 def _lines(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
@@ -29,8 +42,6 @@ def _lines(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     yield from _idle_devices(plan, facts) if plan.devices else _idle_cores(plan, facts)
     if len(plan.hosts) > 1:
         yield _assumed_hosts(plan)
-    if plan.launcher is LauncherKind.LOCAL and (plan.mpi_global_args or plan.mpi_local_args):
-        yield "without MPI, --mpi-global-args and --mpi-local-args have no effect"
 
 
 def _not_enough_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:

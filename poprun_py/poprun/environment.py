@@ -22,6 +22,17 @@ STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startu
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
 
 
+CACHES: Final = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "PYTORCH_KERNEL_CACHE_PATH": "kernels",
+    "CUDA_CACHE_PATH": "cuda",
+    "POPTORCH_CACHE_DIR": "",
+}
+"""Variables that say where compiled programs are kept, and the folder of each in the directory for all of them."""
+
+
 def wished_job_id(user: Mapping[str, str]) -> str:
     """The job's name that the user has set, so that a job that is started again can have the same one; or "".
 
@@ -33,15 +44,17 @@ def wished_job_id(user: Mapping[str, str]) -> str:
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
-    """What is added to the user's environment for instance ``index`` of ``plan``.
+    """What is added to the user's environment for instance ``index`` of ``plan``, the plan's variables among it.
 
     Args:
         plan: The job.
         index: Global index of the instance.
-        user: The environment that poprun was called in; it decides what is left alone.
+        user: The environment that poprun was called in; with the plan's variables it decides what is left alone.
         start: What is known of the job's start, if it has come to that.
     """
-    env = plan.contract(index, start).to_env()
+    asked = plan.variables_of(index)
+    user = {**user, **asked}
+    env = {**asked, **plan.contract(index, start).to_env()}
     if plan.devices:
         env[VISIBLE_DEVICES] = ",".join(plan.devices)
         if VISIBLE_DEVICES not in user:  # then poprun counted the devices as nvidia-smi does, and CUDA shall, too
@@ -50,6 +63,12 @@ def program_environment(
         env[ACCELERATE_ON_CPU] = "true"
     if plan.is_deterministic and CUBLAS_WORKSPACE not in user:
         env[CUBLAS_WORKSPACE] = ":4096:8"  # cuBLAS gives the same bits again with workspaces of a fixed size only
+    if plan.cache_directory is not None:
+        env |= {
+            name: os.path.join(plan.cache_directory, folder).rstrip("/")
+            for name, folder in CACHES.items()
+            if name not in user
+        }
     env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
     if UNBUFFERED not in user:
         env[UNBUFFERED] = "1"

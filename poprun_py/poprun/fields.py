@@ -91,6 +91,21 @@ class FieldReader:
                 raise self._wrong(key, "a list of texts that a program can be given", values)
         return tuple(values)
 
+    def names(self) -> tuple[str, ...]:
+        """The keys of a mapping that may have any."""
+        return tuple(map(str, self._mapping()))
+
+    def index(self, key: str) -> int:
+        """The number that ``key`` is."""
+        if not key.isdecimal():
+            raise PlanError(f"{self.source}: {self.path}{key}: the key must be a number such as '0'")
+        return int(key)
+
+    def optional_texts(self, key: str) -> tuple[tuple[str, str | None], ...]:
+        """The names and values of the mapping under ``key``, whose values are texts or null."""
+        read = self.nested(key)
+        return tuple((name, read.optional_text(name)) for name in read.names())
+
     def converted(self, key: str, convert: Callable[[str], Value]) -> Value:
         """What ``convert`` makes of the text under ``key``; its error becomes one of the file."""
         try:

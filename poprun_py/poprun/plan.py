@@ -13,6 +13,7 @@ from enum import StrEnum
 from popdist.contract import Contract, Endpoint
 from popdist.layout import ReplicaLayout
 from poprun.binding import Binding, ProcessPlacement
+from poprun.mpi_words import Variables
 from poprun.settings import EndingSettings, OutputSettings
 from poprun.topology import MpiRuntime
 from poprun.vipu_settings import VipuSettings
@@ -90,8 +91,10 @@ class LaunchPlan:
         is_deterministic: Whether torch is to use deterministic algorithms only.
         launcher: How the processes are started.
         mpi: The runtime that starts them, or None with the local launcher.
-        mpi_global_args: Extra words for the MPI launcher, before its process count.
-        mpi_local_args: Extra words for the MPI launcher, after its process count.
+        mpi_global_args: Extra words for the MPI launcher, before its process count; none with the local launcher.
+        mpi_local_args: Extra words for the MPI launcher, after its process count; none with the local launcher.
+        variables: Variables of all programs, names and values; None is the value that poprun finds.
+        instance_variables: Pairs of an instance and variables of its own, which win over those of all.
         executable_cache_path: Directory for compiled programs, or None; a relative one starts at
             ``working_directory``.
         vipu: What is asked of the pool of virtual IPUs.
@@ -115,6 +118,8 @@ class LaunchPlan:
     mpi: MpiRuntime | None
     mpi_global_args: tuple[str, ...]
     mpi_local_args: tuple[str, ...]
+    variables: Variables
+    instance_variables: tuple[tuple[int, Variables], ...]
     executable_cache_path: str | None
     vipu: VipuSettings
     output: OutputSettings
@@ -147,6 +152,12 @@ class LaunchPlan:
         """Absolute path of the directory for compiled programs, or None."""
         path = self.executable_cache_path
         return None if path is None else os.path.join(self.working_directory, path)
+
+    def variables_of(self, index: int) -> dict[str, str]:
+        """The variables that the user gave instance ``index`` a value for."""
+        own = [variables for instance, variables in self.instance_variables if instance == index]
+        pairs = [pair for variables in (self.variables, *own) for pair in variables]
+        return {name: value for name, value in pairs if value is not None}
 
     def instance(self, index: int) -> InstancePlan:
         """Where instance ``index`` runs and what it owns.

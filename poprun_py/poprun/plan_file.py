@@ -15,6 +15,7 @@ from poprun.errors import PlanError
 from poprun.fields import FieldReader
 from poprun.hosts import fold_hosts, parse_hosts
 from poprun.legality import check_count, check_counts
+from poprun.mpi_words import Variables, check_instance_variables
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.ranges import fold_numbers, parse_numbers
 from poprun.settings import EndingSettings, OutputSettings, check_ending, check_output, check_path
@@ -33,6 +34,7 @@ _ALL_KEYS: Final = frozenset(
 _RENAMED: Final = {
     "only_output_from_instance": "shown_instances",
     "report": "report_file",
+    "instance_mpi_local_args": "instance_variables",
     "vipu_server_timeout": "server_timeout",
 }
 _OPTION: Final = re.compile("--([a-z-]+)")
@@ -59,6 +61,8 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
         "mpi": mpi and {**asdict(mpi), "kind": mpi.kind.value},
         "mpi_global_args": list(plan.mpi_global_args),
         "mpi_local_args": list(plan.mpi_local_args),
+        "variables": dict(plan.variables),
+        "instance_variables": {str(index): dict(variables) for index, variables in plan.instance_variables},
         "executable_cache_path": plan.executable_cache_path,
         "vipu": asdict(plan.vipu),
         "output": {**asdict(plan.output), "shown_instances": _fold(plan.output.shown_instances)},
@@ -98,6 +102,8 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         mpi=_read_mpi(read),
         mpi_global_args=read.texts("mpi_global_args"),
         mpi_local_args=read.texts("mpi_local_args"),
+        variables=read.optional_texts("variables"),
+        instance_variables=_read_instance_variables(read.nested("instance_variables")),
         executable_cache_path=read.optional_text("executable_cache_path"),
         vipu=read.nested("vipu").settings(VipuSettings),
         output=read.nested("output").settings(OutputSettings),
@@ -166,6 +172,10 @@ def _read_binding(read: FieldReader) -> Binding:
     return Binding(**{key: read.converted(key, parse_numbers) for key in _BINDING_KEYS})
 
 
+def _read_instance_variables(read: FieldReader) -> tuple[tuple[int, Variables], ...]:
+    return tuple((read.index(key), read.optional_texts(key)) for key in read.names())
+
+
 def _fold(numbers: tuple[int, ...] | None) -> str | None:
     return None if numbers is None else fold_numbers(numbers)
 
@@ -187,6 +197,7 @@ def _check(plan: LaunchPlan, source: str) -> None:
             check_count("--threads-per-replica", plan.threads_per_replica)
         check_output(plan.output, plan.num_instances)
         check_ending(plan.ending)
+        check_instance_variables(plan.instance_variables, plan.num_instances)
         check_vipu(plan.vipu, plan.num_instances)
         check_path("--executable-cache-path", plan.executable_cache_path)
     except PlanError as error:

@@ -9,14 +9,16 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
+from popdist.contract import NUM_THREADS
 from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.hosts import check_hosts, fold_hosts
 from poprun.legality import check_count, check_counts, legal_instances
+from poprun.mpi_words import JobWords, Variables, check_instance_variables, read_job_words
 from poprun.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import check_ending, check_output, check_path
+from poprun.settings import OutputSettings, check_ending, check_output, check_path
 from poprun.topology import MachineFacts, MpiRuntime
 from poprun.vipu_settings import check_vipu
 
@@ -51,9 +53,12 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
     check_ending(request.ending)
     check_vipu(request.vipu, num_instances)
     check_path("--executable-cache-path", request.executable_cache_path)
-    mpi = _choose_mpi(request, facts, is_one_host=len(hosts) == 1)
+    mpi = _choose_mpi(request, facts)
+    words = job_words(request, mpi)
+    check_instance_variables(words.instance_variables, num_instances)
     devices = _choose_devices(facts, num_instances // len(hosts) * request.ipus_per_replica)
-    threads = _choose_threads(request, facts, len(facts.cores) * len(hosts) // num_replicas)
+    share = len(facts.cores) * len(hosts) // num_replicas
+    threads = _choose_threads(request, facts, words.variables, share)
     plan = LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
@@ -68,12 +73,14 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         threads_per_replica=threads,
         is_deterministic=request.is_deterministic,
         launcher=LauncherKind.LOCAL if mpi is None else LauncherKind.MPI,
-        mpi=mpi,
-        mpi_global_args=request.mpi_global_args,
-        mpi_local_args=request.mpi_local_args,
+        mpi=_without_forker(mpi) if len(hosts) > 1 or words.has_launcher_words else mpi,
+        mpi_global_args=words.for_job.launcher_words,
+        mpi_local_args=words.for_instances.launcher_words,
+        variables=words.variables,
+        instance_variables=words.instance_variables,
         executable_cache_path=request.executable_cache_path,
         vipu=request.vipu,
-        output=request.output,
+        output=_output(request.output, words),
         ending=request.ending,
     )
     return place(plan, facts)
@@ -120,6 +127,23 @@ def refuse_remote_hosts(plan: LaunchPlan, host_aliases: Collection[str]) -> None
         )
 
 
+def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
+    """What the words of ``request`` for the MPI launcher ask for in a job that ``mpi`` starts, or no MPI.
+
+    Raises:
+        PlanError: If one lacks its value, or a variable has no name.
+    """
+    return read_job_words(
+        request.mpi_global_args, request.mpi_local_args, request.instance_mpi_local_args, mpi.kind if mpi else None
+    )
+
+
+def _output(asked: OutputSettings, words: JobWords) -> OutputSettings:
+    """The settings that were asked for; the words for the launcher fill in what options leave open."""
+    is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
+    return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
+
+
 def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
     check_hosts(hosts)
     here = [host for host in hosts if host in facts.host_aliases]
@@ -141,8 +165,7 @@ def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int) 
     return max((n for n in legal_instances(request.num_replicas, num_hosts) if n <= wanted), default=wanted)
 
 
-def _choose_mpi(request: LaunchRequest, facts: MachineFacts, *, is_one_host: bool) -> MpiRuntime | None:
-    """The runtime; MPICH's forker only for a job of one host, and without words that may be Hydra's own."""
+def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | None:
     choice = request.launcher
     if choice is LauncherChoice.LOCAL:
         return None
@@ -155,9 +178,12 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts, *, is_one_host: boo
             "install one with pip install 'poprun[mpich]', put your cluster's on PATH (module load), or start "
             "without MPI: --launcher local"
         )
-    if facts.mpi is None or (is_one_host and not (request.mpi_global_args or request.mpi_local_args)):
-        return facts.mpi
-    return replace(facts.mpi, forker=None)
+    return facts.mpi
+
+
+def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
+    """MPICH with Hydra: its forker knows one host only, and none of the words that may be Hydra's own."""
+    return mpi and replace(mpi, forker=None)
 
 
 def _choose_devices(facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
@@ -168,10 +194,13 @@ def _choose_devices(facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
     return tuple(facts.gpus[slot].name for slot in sorted(by_need[:num_slots]))
 
 
-def _choose_threads(request: LaunchRequest, facts: MachineFacts, share: int) -> int | None:
+def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:
     """Threads of a replica's arithmetic; None leaves ``OMP_NUM_THREADS`` as the user set it."""
     if request.threads_per_replica is not None:
         return request.threads_per_replica
+    asked = dict(variables).get(NUM_THREADS)
+    if asked is not None:
+        return int(asked) if asked.isdecimal() and int(asked) else None
     return None if facts.user_num_threads else max(1, share)
 
 

@@ -40,7 +40,7 @@ LAYERS = {
     "poprun": (
         ("errors", "ranges", "linux", "process_tree", "control"),
         ("topology", "binding", "legality", "fields", "tag_format", "processes", "authentication"),
-        ("settings", "vipu_settings", "hosts", "placement", "link", "view"),
+        ("settings", "vipu_settings", "mpi_words", "hosts", "placement", "link", "view"),
         ("request", "plan"),
         ("planner", "environment"),
         ("plan_file", "advice", "fitness"),

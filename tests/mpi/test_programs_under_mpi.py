@@ -78,3 +78,19 @@ def test_distributed_data_parallel_runs_unmodified_under_mpi(under_mpi: Poprun) 
 
     assert ranks == ("rank 0 of 2", "rank 1 of 2")
     assert weights[0] == weights[1]
+
+
+def test_words_for_open_mpi_do_the_same_under_every_launcher(launcher: Poprun, tmp_path: Path) -> None:
+    """Variables, of all and of one instance, tags and logs; what only Open MPI could be told is named."""
+    words = (
+        *("-n", "2", "--mpi-global-args", "--tag-output --allow-run-as-root -x A=1 --output-filename logs"),
+        *("--mpi-global-args= --mca btl_tcp_if_include lo", "--mpi-local-args=-x 'B=b c' -x SHELL_OF_OURS"),
+        *("--instance-mpi-local-args", '1:"-x A=3"'),
+    )
+    program = ("sh", "-c", "echo $A $B $SHELL_OF_OURS")
+    finished = launcher(*words, *program, cwd=tmp_path, env={"SHELL_OF_OURS": "ours"}).succeeded()
+    logs = {path.name: path.read_text() for path in tmp_path.glob("logs/*/0/*.out.log")}
+
+    assert finished.lines == ["[1,0]<stdout>:1 b c ours", "[1,1]<stdout>:3 b c ours"]
+    assert logs == {"instance-0.out.log": "1 b c ours\n", "instance-1.out.log": "3 b c ours\n"}
+    assert ("--mca btl_tcp_if_include lo: left out" in finished.err) == (launcher.name != "openmpi")

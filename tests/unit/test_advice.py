@@ -8,7 +8,7 @@ import pytest
 from poprun.advice import advise
 from poprun.topology import MachineFacts
 from tests.machines import TWO_SOCKETS, facts_of
-from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
+from tests.planning import LAPTOP, planned, with_gpus
 
 CROWD = "{} instances with {} threads each share 4 cores: they slow each other down; --threads-per-replica {} fits"
 TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
@@ -66,12 +66,6 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
             ("2 virtual IPUs need as many GPUs, and there is 1 GPU: computing on the CPU",),
         ),
         (with_gpus("b"), {}, ("another process holds memory on GPU 0, and the job needs it all the same",)),
-        (
-            LAPTOP,
-            {"mpi_global_args": ("--tag-output",)},
-            ("without MPI, --mpi-global-args and --mpi-local-args have no effect",),
-        ),
-        (CLUSTER_NODE, {"mpi_global_args": ("--tag-output",)}, ()),
         (facts_of(TWO_SOCKETS), {"num_instances": 4}, ()),
         (facts_of(TWO_SOCKETS, 0, 1), {"num_instances": 2}, ()),
         (

@@ -43,12 +43,12 @@ def test_mpich_forks_the_jobs_of_one_machine() -> None:
 
 def test_open_mpi_speaks_prrte() -> None:
     """More processes than cores and root are allowed without a flag from the user."""
-    plan = planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), num_instances=3, mpi_local_args=("-x", "A=1"))
+    plan = planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), num_instances=3, mpi_local_args=("--mca", "a", "b"))
     (command,) = launch_commands(plan)
 
     assert command.words[:-4] == (
         *("/opt/openmpi/bin/mpirun", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
-        *("-np", "3", "-x", "A=1"),
+        *("-np", "3", "--mca", "a", "b"),
     )
     assert command.environment == {"POPRUN_RANK_VARIABLE": "OMPI_COMM_WORLD_RANK"}
 

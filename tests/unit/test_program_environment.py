@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.contract import Contract, Endpoint
-from poprun.environment import program_environment, wished_job_id
+from poprun.environment import CACHES, program_environment, wished_job_id
 from poprun.plan import LaunchPlan, StartFacts
 from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
 
@@ -101,3 +101,15 @@ def test_a_job_is_called_as_the_user_wishes() -> None:
     assert wished_job_id({}) == ""
     assert wished_job_id({"POPDIST_JOB_ID": "tuesday"}) == "tuesday"
     assert wished_job_id(Contract(job_id="outer").to_env()) == ""
+
+
+def test_compiled_programs_have_one_place() -> None:
+    """A folder for each cache in the one that was asked for, with an absolute path; one's own cache stays."""
+    plan = planned(executable_cache_path="cache")
+    env = program_environment(plan, 0, {"TRITON_CACHE_DIR": "/mine"})
+
+    assert plan.contract(0).executable_cache_path == "/home/me/cache"
+    assert env["TORCHINDUCTOR_CACHE_DIR"] == "/home/me/cache/inductor"
+    assert env["POPDIST_EXECUTABLE_CACHE_PATH"] == env["POPTORCH_CACHE_DIR"] == "/home/me/cache"
+    assert "TRITON_CACHE_DIR" not in env
+    assert not set(CACHES) & set(program_environment(planned(), 0, {}))

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from popdist.contract import VERSION
-from poprun.advice import advise
+from poprun.advice import advise, advise_of_words
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan import LaunchPlan
-from poprun.planner import make_plan, refuse_remote_hosts
+from poprun.planner import job_words, make_plan, refuse_remote_hosts
 from poprun.probe.machine import machine_facts, names_of_this_machine
 from poprun.probe.program import resolve_program
 from poprun.render import render_plan
@@ -67,7 +67,8 @@ def _plan(line: CommandLine) -> LaunchPlan:
     plan = make_plan(request, facts)
     if line.exported_file is not None:
         _export(line, line.exported_file)
-    for advice in advise(plan, facts):
+    of_words = advise_of_words(job_words(request, plan.mpi).left_out, plan.mpi)
+    for advice in (*advise(plan, facts), *filter(None, [of_words])):
         screen.tell(f"warning: {advice}")
     if line.verbosity:
         for option in (one.option for one in line.given if one.option.why_no_effect):

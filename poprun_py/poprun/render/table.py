@@ -130,6 +130,8 @@ def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str
     yield from _bindings(plan)
     if plan.is_deterministic:
         yield "algorithms", "deterministic"
+    if plan.cache_directory is not None:
+        yield "compiled", plan.cache_directory
     if plan.program:
         yield "program", shlex.join(plan.program)
     yield "folder", plan.working_directory
