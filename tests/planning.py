@@ -10,7 +10,7 @@ from poprun.plan import LaunchPlan
 from poprun.planner import make_plan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
-from poprun.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime
+from poprun.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant
 from poprun.vipu_settings import VipuSettings
 
 MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")
@@ -26,7 +26,9 @@ CLUSTER_NODE: Final = replace(LAPTOP, mpi=MPICH, cores=tuple(range(64)))
 
 def with_gpus(free: str, machine: MachineFacts = LAPTOP) -> MachineFacts:
     """``machine`` with a GPU for each letter of ``free``: ``f`` is a free one, ``b`` a busy one."""
-    return replace(machine, gpus=tuple(Gpu(name=str(i), is_free=letter == "f") for i, letter in enumerate(free)))
+    busy = (Occupant(pid=999, user="bob"),)
+    gpus = (Gpu(name=str(i), occupants=() if letter == "f" else busy) for i, letter in enumerate(free))
+    return replace(machine, gpus=tuple(gpus))
 
 
 def planned(machine: MachineFacts = LAPTOP, **asked: Any) -> LaunchPlan:  # noqa: ANN401 - fields of a LaunchRequest
@@ -83,6 +85,8 @@ def vipu_settings(num_instances: int) -> st.SearchStrategy[VipuSettings]:
         waits_for_devices=True,
         shares_devices=True,
         is_offline=True,
+        pool="/tmp/p.sqlite",
+        pod="POD16",
     )
     return st.sampled_from([VipuSettings(), some, other])
 

@@ -59,7 +59,11 @@ def program_environment(
         env[VISIBLE_DEVICES] = ",".join(plan.devices)
         if VISIBLE_DEVICES not in user:  # then poprun counted the devices as nvidia-smi does, and CUDA shall, too
             env[DEVICE_ORDER] = "PCI_BUS_ID"
-    elif ACCELERATE_ON_CPU not in user:  # else accelerate connects GPUs only, and every instance trains alone
+    elif plan.vipu.is_offline:
+        env[VISIBLE_DEVICES] = ""
+    if (
+        not plan.devices and ACCELERATE_ON_CPU not in user
+    ):  # else accelerate connects GPUs only, and every instance trains alone
         env[ACCELERATE_ON_CPU] = "true"
     if plan.is_deterministic and CUBLAS_WORKSPACE not in user:
         env[CUBLAS_WORKSPACE] = ":4096:8"  # cuBLAS gives the same bits again with workspaces of a fixed size only

@@ -3,12 +3,16 @@
     PoprunError                  exit code
     ├── UsageError                2   an option or argument that cannot be read
     ├── PlanError                 2   counts, hosts or devices that fit no plan; a plan file that is none
+    ├── PartitionError            2   no such partition, or one that does not fit
     ├── MpiNotFoundError          69  MPI was asked for and there is none here
+    ├── IpusTakenError            69  others hold the virtual IPUs that the job needs
     ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
+    ├── PoolError                 74  the pool of virtual IPUs cannot be used
     ├── ProgramNotExecutableError 126 the program is there and cannot be run
     └── ProgramNotFoundError      127 there is no such program
 
-2, 126 and 127 are the shell's own; 69 and 70 are EX_UNAVAILABLE and EX_SOFTWARE of sysexits.h.
+2, 126 and 127 are the shell's own; 69, 70 and 74 are EX_UNAVAILABLE, EX_SOFTWARE and EX_IOERR of
+sysexits.h.
 A job that was started ends with the exit code of its first failing instance instead.
 """
 
@@ -51,3 +55,19 @@ class ProgramNotFoundError(PoprunError):
     """There is no such program."""
 
     exit_code = 127
+
+
+class PoolError(PoprunError):
+    """The pool of this machine cannot be used: its file is damaged, foreign, unreachable, or in a bad place."""
+
+    exit_code = 74
+
+
+class IpusTakenError(PoprunError):
+    """Others hold the virtual IPUs that the job needs; the message says who, and since when."""
+
+    exit_code = 69
+
+
+class PartitionError(PoprunError):
+    """There is no such partition, there is one already, or it does not fit."""

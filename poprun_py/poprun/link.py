@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _TCP = "tcp://"
 _DEAD_MILLISECONDS = 15_000
 _IDLE_SECONDS = 5
-_MAX_DESCRIPTORS = 3
+_MAX_DESCRIPTORS = 4
 
 
 class Received(NamedTuple):

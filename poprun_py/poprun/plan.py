@@ -141,6 +141,13 @@ class LaunchPlan:
         return self.num_instances_per_host * self.ipus_per_replica
 
     @property
+    def takes_lease(self) -> bool:
+        """Whether the job takes its virtual IPUs from the pool: on GPUs, and where they are counted or named."""
+        vipu = self.vipu
+        is_named = vipu.partition or vipu.pool or vipu.pod or vipu.ipus_per_host is not None
+        return bool(self.devices or is_named) and not vipu.is_offline
+
+    @property
     def is_tagged(self) -> bool:
         """Whether lines of output carry their instance."""
         if self.output.is_tagged is not None:

@@ -56,9 +56,10 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
     mpi = _choose_mpi(request, facts)
     words = job_words(request, mpi)
     check_instance_variables(words.instance_variables, num_instances)
-    devices = _choose_devices(facts, num_instances // len(hosts) * request.ipus_per_replica)
-    share = len(facts.cores) * len(hosts) // num_replicas
-    threads = _choose_threads(request, facts, words.variables, share)
+    num_slots = num_instances // len(hosts) * request.ipus_per_replica
+    devices = _choose_devices(request, facts, num_slots)
+    num_cores = len(facts.cores) if devices else _num_cores(request, facts, num_slots)
+    threads = _choose_threads(request, facts, words.variables, num_cores * len(hosts) // num_replicas)
     plan = LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
@@ -186,12 +187,25 @@ def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
     return mpi and replace(mpi, forker=None)
 
 
-def _choose_devices(facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
+def _choose_devices(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
     """The GPUs for a host's virtual IPUs: free ones first, in slot order; none when they do not suffice."""
-    if num_slots > len(facts.gpus):
+    counted = request.vipu.ipus_per_host
+    if counted is not None and num_slots > counted:
+        raise PlanError(
+            f"--ipus-per-host {counted} is too few: the instances of a host use {num_slots} virtual IPUs; "
+            f"give --ipus-per-host {num_slots} or more, or fewer instances"
+        )
+    gpus = facts.gpus[:counted]
+    if num_slots > len(gpus) or request.vipu.is_offline:
         return ()
-    by_need = sorted(range(len(facts.gpus)), key=lambda slot: (not facts.gpus[slot].is_free, slot))
-    return tuple(facts.gpus[slot].name for slot in sorted(by_need[:num_slots]))
+    by_need = sorted(range(len(gpus)), key=lambda slot: (not gpus[slot].is_free, slot))
+    return tuple(gpus[slot].name for slot in sorted(by_need[:num_slots]))
+
+
+def _num_cores(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> int:
+    """Cores of a host that the job computes on: its virtual IPUs' share where they are counted."""
+    counted = request.vipu.ipus_per_host
+    return len(facts.cores) if counted is None else max(1, len(facts.cores) * num_slots // counted)
 
 
 def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:

@@ -3,7 +3,7 @@
 Pure values; `poprun.probe` finds them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -42,18 +42,43 @@ class MpiRuntime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Occupant:
+    """A process that holds memory on a device.
+
+    Attributes:
+        pid: Its id.
+        user: Whose it is; empty when the system does not say.
+    """
+
+    pid: int
+    user: str = ""
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" + (f" of {self.user}" if self.user else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """One CUDA device of a machine.
 
     Attributes:
         name: What ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID.
-        is_free: False when a process holds memory on it.
+        uuid: What the driver calls it, for all users; empty when it is not known.
+        occupants: Processes that hold memory on it.
+        is_leased: Whether a job of the pool holds it.
         node: NUMA node that it is attached to, or None where the machine does not say.
     """
 
     name: str
-    is_free: bool = True
+    uuid: str = ""
+    occupants: tuple[Occupant, ...] = ()
+    is_leased: bool = False
     node: int | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether neither another job nor another process uses it."""
+        return not (self.occupants or self.is_leased)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,3 +126,9 @@ class MachineFacts:
     mpi: MpiRuntime | None = None
     unknown_mpi: tuple[str, ...] = ()
     user_num_threads: str | None = None
+
+    def with_cores(self, cores: tuple[int, ...]) -> "MachineFacts":
+        """The facts of the part of the machine that has ``cores``."""
+        if cores == self.cores:
+            return self
+        return replace(self, cores=cores, cpus=tuple(cpu for cpu in self.cpus if cpu.number in cores))

@@ -28,6 +28,8 @@ class VipuSettings:
         shares_devices: Whether GPUs may be used that processes outside the pool use.
         is_offline: Whether the job runs without virtual IPUs.
         server_timeout_seconds: How long the pool may take to answer.
+        pool: File of the pool, or None for that of the machine.
+        pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
     """
 
     partition: str | None = None
@@ -43,6 +45,8 @@ class VipuSettings:
     shares_devices: bool = False
     is_offline: bool = False
     server_timeout_seconds: float = 120.0
+    pool: str | None = None
+    pod: str | None = None
 
 
 def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
@@ -67,6 +71,8 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
         ("--vipu-partition", vipu.partition),
         ("--vipu-allocation", vipu.allocation),
         ("--vipu-cluster", vipu.cluster),
+        ("--pool", vipu.pool),
+        ("--pod", vipu.pod),
     ):
         if name is not None and not (name and name.isprintable()):
             raise PlanError(f"{option} {name!r} is not possible: it is a name")

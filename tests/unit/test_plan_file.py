@@ -63,6 +63,8 @@ def test_a_file_states_ranges() -> None:
             "shares_devices": False,
             "is_offline": False,
             "server_timeout_seconds": 120.0,
+            "pool": None,
+            "pod": None,
         },
         "output": {
             "shown_instances": None,

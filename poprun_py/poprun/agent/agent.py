@@ -201,7 +201,12 @@ class Agent:
         try:
             self._program = start_process(
                 ProcessStart(
-                    order["words"], order["working_directory"], environment, self._streams, signal.SIGKILL, kept
+                    order["words"],
+                    order["working_directory"],
+                    environment,
+                    self._streams[:_NUM_STREAMS],
+                    signal.SIGKILL,
+                    kept,
                 )
             )
         except OSError as error:
@@ -212,10 +217,12 @@ class Agent:
             self._tell({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
-        """Close what is the program's now: an end of a pipe that is held here would never close."""
-        for descriptor in self._streams:
+        """Close what is the program's now: an end of a pipe that is held here would never close.
+
+        A fourth descriptor is the lease on the job's virtual IPUs, which lasts until this agent has ended.
+        """
+        for descriptor in self._streams[:_NUM_STREAMS]:
             os.close(descriptor)
-        self._streams = []
         for listener in self._ports[1:]:
             listener.close()
 

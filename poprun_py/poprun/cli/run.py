@@ -12,11 +12,13 @@ from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan import LaunchPlan
-from poprun.planner import job_words, make_plan, refuse_remote_hosts
+from poprun.planner import job_words, make_plan, place, refuse_remote_hosts
+from poprun.probe.gpus import find_gpus
 from poprun.probe.machine import machine_facts, names_of_this_machine
 from poprun.probe.program import resolve_program
 from poprun.render import render_plan
 from poprun.request import LauncherChoice
+from poprun.topology import MachineFacts
 
 if TYPE_CHECKING:
     from poprun.render.details import Details
@@ -34,10 +36,9 @@ def run(line: CommandLine) -> int:
     if line.prints_version:
         screen.show(f"poprun {VERSION}\n")
         return 0
-    plan = _plan(line) if line.plan_file is None else _read_plan(line, line.plan_file)
-    if line.is_dry_run or line.prints_topology:
-        screen.show(_render(plan, line))
+    plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.is_dry_run:
+        screen.show(_render(plan, line))
         return 0
     if not plan.program:
         raise UsageError(
@@ -51,19 +52,34 @@ def run(line: CommandLine) -> int:
     refuse_remote_hosts(plan, names_of_this_machine(plan.hosts))
     if line.plan_file is not None:
         _check_fitness(plan, line.plan_file)
+    if not plan.takes_lease:
+        return _start(plan, line)
+    from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
+
+    with leased(plan, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
+        return _start(held if facts is None else place(held, facts.with_cores(held.cores)), line, lease)
+
+
+def _start(plan: LaunchPlan, line: CommandLine, lease: int | None = None) -> int:
     from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
 
-    return run_job(plan, environ=os.environ, verbosity=line.verbosity)
+    if line.prints_topology:
+        screen.show(_render(plan, line))
+    return run_job(plan, environ=os.environ, verbosity=line.verbosity, lease=lease)
 
 
-def _plan(line: CommandLine) -> LaunchPlan:
-    """The plan for the options of ``line``, with advice on stderr."""
+def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
+    """The plan for the options of ``line`` and the facts that it was made from, with advice on stderr."""
     working_directory = _working_directory()
     program = _program(line, working_directory)
     request = line.request(program, working_directory)
     for misspelled in misspelled_variables(os.environ):
         screen.tell(f"warning: {misspelled}")
     facts = machine_facts(os.environ, with_mpi=request.launcher is not LauncherChoice.LOCAL)
+    if facts.gpus and not request.vipu.is_offline:
+        from poprun.cli.leasing import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
+
+        facts = replace(facts, gpus=mark_leased(facts.gpus, request.vipu.pool))
     plan = make_plan(request, facts)
     if line.exported_file is not None:
         _export(line, line.exported_file)
@@ -76,7 +92,7 @@ def _plan(line: CommandLine) -> LaunchPlan:
         for found in facts.unknown_mpi:
             screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
         screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
-    return plan
+    return plan, facts
 
 
 def _export(line: CommandLine, file: str) -> None:

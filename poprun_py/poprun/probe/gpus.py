@@ -1,7 +1,7 @@
 """The CUDA devices that a job may use, and which of them are free.
 
 Asks the driver's own `nvidia-smi`, and only on a machine that has the driver: poprun never imports torch, and a
-machine without a GPU pays one look at the file system.
+machine without a GPU pays a look at the file system.
 """
 
 import os
@@ -11,20 +11,24 @@ from typing import Final
 from poprun.environment import VISIBLE_DEVICES
 from poprun.probe.answers import answer_of
 from poprun.probe.control_groups import read_text
-from poprun.topology import Gpu
+from poprun.topology import Gpu, Occupant
+from poprun.users import user_of
 
 TIMEOUT_SECONDS: Final = 10.0
 
 PCI: Final = "/sys/bus/pci/devices"
 
+_ASKED: Final = "nvidia-smi"
 _DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
 _INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id"
-_PROCESSES: Final = "--query-compute-apps=gpu_uuid"
+_PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
 
 
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The devices in slot order; ``CUDA_VISIBLE_DEVICES`` of ``environment`` is the inventory when it is set."""
-    if not any(map(os.path.exists, _DRIVER)):
+    folders = environment.get("PATH", os.defpath).split(os.pathsep)
+    signs = (*_DRIVER, *(os.path.join(folder, _ASKED) for folder in folders))
+    if not any(map(os.path.exists, signs)):
         return ()
     return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
 
@@ -34,7 +38,7 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
 
     Args:
         inventory: ``index, uuid, address on the PCI bus`` of each device of the machine, one a line.
-        processes: The uuid of a device for each process that computes on one, one a line.
+        processes: ``uuid, pid`` of a device and a process that holds memory on it, one a line.
         visible: ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that is
             no device of the machine, and so does this; an entry may be the beginning of one uuid.
         pci: Where the kernel tells of the devices on the PCI bus.
@@ -42,18 +46,30 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
     rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
     uuids = {index: uuid for index, uuid, *_ in rows}
     nodes = {uuid: _node_of(address, pci) for _, uuid, *rest in rows for address in rest}
-    busy = {line.strip() for line in processes.splitlines()}
+    occupants = _occupants(processes)
     if visible is None:
         return tuple(
-            Gpu(name=index, is_free=uuid not in busy, node=nodes.get(uuid)) for index, uuid in uuids.items()
+            Gpu(name=index, uuid=uuid, occupants=occupants.get(uuid, ()), node=nodes.get(uuid))
+            for index, uuid in uuids.items()
         )
     gpus = []
     for name in map(str.strip, visible.split(",")):
         uuid = _uuid_of(name, uuids)
         if uuid is None:
             break
-        gpus.append(Gpu(name=name, is_free=uuid not in busy, node=nodes.get(uuid)))
+        gpus.append(Gpu(name=name, uuid=uuid, occupants=occupants.get(uuid, ()), node=nodes.get(uuid)))
     return tuple(gpus)
+
+
+def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
+    """Who holds memory on each device; a process that cannot be numbered, as in a container, has the number 0."""
+    found: dict[str, tuple[Occupant, ...]] = {}
+    for line in processes.splitlines():
+        uuid, _, number = map(str.strip, line.partition(","))
+        pid = int(number) if number.isdecimal() else 0
+        if uuid:
+            found[uuid] = (*found.get(uuid, ()), Occupant(pid=pid, user=user_of(pid)))
+    return found
 
 
 def _uuid_of(name: str, uuids: Mapping[str, str]) -> str | None:
@@ -76,6 +92,6 @@ def _node_of(address: str, pci: str) -> int | None:
     return node if node >= 0 else None
 
 
-def _ask(query: str, command: Sequence[str] = ("nvidia-smi", "--format=csv,noheader")) -> str:
+def _ask(query: str, command: Sequence[str] = (_ASKED, "--format=csv,noheader")) -> str:
     """What the driver answers; nothing when it is not installed or takes too long."""
     return answer_of((*command, query), TIMEOUT_SECONDS) or ""

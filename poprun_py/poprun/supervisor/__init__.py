@@ -17,7 +17,7 @@ from poprun.plan import LaunchPlan
 __all__ = ["run_job"]
 
 
-def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0) -> int:
+def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0, lease: int | None = None) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
 
     A job that fails is started again as often as the plan says.
@@ -29,6 +29,8 @@ def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0)
         plan: What to start. It must be for this machine.
         environ: The environment that poprun was called in; the programs inherit it.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
+        lease: Descriptor that every agent keeps open until its program has ended, or None: the lease on the job's
+            virtual IPUs lasts as long as somebody has it open.
 
     Raises:
         LaunchError: If the MPI runtime or an agent could not be started.
@@ -36,4 +38,4 @@ def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0)
     """
     from poprun.supervisor.attempts import run_attempts  # noqa: PLC0415 - a dry run does not pay for the supervisor
 
-    return run_attempts(plan, environ, verbosity)
+    return run_attempts(plan, environ, verbosity, lease=lease)

@@ -44,7 +44,11 @@ def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) ->
 
 
 def run_attempts(
-    plan: LaunchPlan, environ: Mapping[str, str], verbosity: int, control_host: str | None = None
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    verbosity: int,
+    control_host: str | None = None,
+    lease: int | None = None,
 ) -> int:
     """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
 
@@ -53,6 +57,7 @@ def run_attempts(
         environ: The environment that poprun was called in.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
         control_host: Address of this host at which the agents of other hosts report; None when there are none.
+        lease: Descriptor that the agents of this host keep open until their programs have ended, or None.
 
     Raises:
         LaunchError: If the launcher cannot be executed.
@@ -65,6 +70,7 @@ def run_attempts(
         restart_count=0,
         began_at_seconds=time.monotonic(),
         control_host=control_host,
+        lease=lease,
     )
     ends: list[JobEnd] = []
     error = ""

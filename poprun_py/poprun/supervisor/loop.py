@@ -207,9 +207,8 @@ class Job:
     def _start_programs(self, signals: SignalBox) -> None:
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            self._links.tell(
-                index, start_order(self._plan, index, self._environ, self._identity, self._record.ports), streams
-            )
+            order = start_order(self._plan, index, self._environ, self._identity, self._record.ports)
+            self._links.tell(index, order, self._identity.with_lease(streams))
             self._streams.close(streams)
         self._record.has_started = True
         if self._streams.sources:

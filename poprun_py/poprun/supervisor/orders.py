@@ -22,12 +22,18 @@ class JobIdentity:
         restart_count: Attempts before this one.
         began_at_seconds: Monotonic time at which the first attempt began.
         control_host: Address of this host at which the agents of other hosts report; None when there are none.
+        lease: Descriptor that the agents of this host keep open until their programs have ended, or None.
     """
 
     job_id: str
     restart_count: int
     began_at_seconds: float
     control_host: str | None = None
+    lease: int | None = None
+
+    def with_lease(self, streams: Sequence[int]) -> list[int]:
+        """The descriptors that an agent is given: those of its program, and the lease, which it keeps."""
+        return [*streams, self.lease] if self.lease is not None and streams else list(streams)
 
 
 def start_order(

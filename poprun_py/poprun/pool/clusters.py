@@ -1,0 +1,70 @@
+"""Which cluster the pool of this machine hands out. Pure: what was found and asked for are arguments."""
+
+from collections.abc import Sequence
+
+from poprun.errors import PartitionError, PlanError
+from poprun.inventory import Cluster, cpu_cluster, gpu_cluster
+from poprun.pods import named_pod, read_pod
+from poprun.topology import Gpu
+
+
+def choose_cluster(
+    hostname: str,
+    gpus: Sequence[Gpu],
+    num_cores: int,
+    *,
+    ipus_per_host: int | None = None,
+    pod: Cluster | None = None,
+) -> Cluster:
+    """The virtual IPUs of this machine: those of a described pod, else its GPUs, else shares of its cores.
+
+    Args:
+        hostname: The machine's name.
+        gpus: Its CUDA devices.
+        num_cores: Cores of its that may be used.
+        ipus_per_host: How many virtual IPUs there are; of GPUs the first ones. None for all GPUs, and for as many
+            shares of the cores as somebody takes.
+        pod: The pod that this machine stands for, or None.
+
+    Raises:
+        PlanError: If there are fewer GPUs than ``ipus_per_host``.
+    """
+    if pod is not None:
+        return pod
+    if not gpus:
+        return cpu_cluster(hostname, ipus_per_host, num_cores)
+    if ipus_per_host is not None and ipus_per_host > len(gpus):
+        raise PlanError(f"--ipus-per-host {ipus_per_host}: there are {len(gpus)} GPUs here")
+    return gpu_cluster(hostname, gpus[:ipus_per_host])
+
+
+def pod_of(text: str) -> Cluster:
+    """The pod that ``text`` names, such as ``POD16``, or the file of that name describes.
+
+    Raises:
+        PlanError: If there is no such pod and no such file, or the file describes none.
+    """
+    found = named_pod(text)
+    if found is not None:
+        return found
+    try:
+        with open(text, encoding="utf-8") as file:
+            return read_pod(file.read(), text)
+    except (OSError, UnicodeError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise PlanError(f"pod {text}: {problem}: give a name such as POD16, or a YAML file") from None
+
+
+def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:
+    """See that an allocation and a cluster are there.
+
+    Raises:
+        PartitionError: If one is not.
+    """
+    if cluster is not None and cluster != ours.name:
+        raise PartitionError(f"there is no cluster {cluster}: there is {ours.name}")
+    if allocation is not None and allocation not in ours.allocations:
+        known = ", ".join(ours.allocations)
+        raise PartitionError(
+            f"there is no allocation {allocation}: {f'there is {known}' if known else 'there is none'}"
+        )

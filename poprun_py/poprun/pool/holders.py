@@ -1,0 +1,105 @@
+"""Whether the process behind a lease still lives.
+
+Each lease has a file that its job keeps locked with flock(2): poprun, and each of its agents, which outlive a
+poprun that is killed until their programs have ended. The kernel takes the lock away when the last of them has
+gone, however it went. That holds between users and between containers that share the pool, where ids say nothing.
+A lease of another boot has ended. If the file is gone, the process's id, start time and pid namespace decide.
+"""
+
+import fcntl
+import os
+from contextlib import suppress
+
+from poprun.pool.records import Holder
+from poprun.process_tree import key_of
+from poprun.users import user_name
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+_LONGEST_WORDS = 60
+
+
+def this_process(words: str) -> Holder:
+    """This process as the holder of a lease, with what it runs in ``words``."""
+    key = key_of(os.getpid())
+    return Holder(
+        pid=os.getpid(),
+        start_ticks=0 if key is None else key.start_ticks,
+        boot_id=boot_id(),
+        pid_namespace=pid_namespace(),
+        user=user_name(os.getuid()),
+        words=words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…",
+    )
+
+
+def boot_id() -> str:
+    """What names this run of the kernel (random(4)); empty where it has no name."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """The name of the pid namespace of this process, such as ``pid:[4026531836]``."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def lock_new(file: str, mode: int) -> int:
+    """Make the file of a new lease and lock it; its descriptor, which is the lease.
+
+    Raises:
+        OSError: If it cannot be made or is locked.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(file)  # of a lease with the same number in a pool that was there before
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    try:
+        os.fchmod(descriptor, mode)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def lives(holder: Holder, file: str) -> bool:
+    """Whether the job behind a lease is still there.
+
+    Args:
+        holder: The poprun that took it.
+        file: The file of the lease.
+    """
+    if holder.boot_id != boot_id():
+        return False
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return _process_lives(holder)
+    except OSError:
+        return True  # not to be opened: better a lease too many than a device for two jobs
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _process_lives(holder: Holder) -> bool:
+    """What ids say; a process of another pid namespace cannot be seen, and is taken to live."""
+    if holder.pid_namespace != pid_namespace():
+        return True
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    key = key_of(holder.pid)
+    return key is None or key.start_ticks == holder.start_ticks

@@ -1,0 +1,239 @@
+"""The pool as others use it: each method is one transaction."""
+
+import os
+import sqlite3
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from poprun.errors import IpusTakenError, PartitionError
+from poprun.inventory import VirtualIpu
+from poprun.pool.holders import lives, lock_new, this_process
+from poprun.pool.records import Lease, Partition, PoolState
+from poprun.pool.rows import add_lease, add_partition, delete_partition, end_leases, give_ipus, read_state
+from poprun.pool.schema import BUSY_SECONDS, lease_file, mode_of, opened
+from poprun.pool.wishes import PartitionWish, Wish, must_change
+
+Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
+"""Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
+
+_LOCK_BITS = 0o666
+_FOLDER_BITS = 0o777
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """This process's lease, or its place in the queue for one.
+
+    Attributes:
+        id: The number of the lease.
+        descriptor: The locked file that is the lease: as long as a process has it open, the lease lasts.
+        ipus: Names of the IPUs that it holds, in slot order; empty while it waits.
+    """
+
+    id: int
+    descriptor: int
+    ipus: tuple[str, ...] = ()
+
+
+class Pool:
+    """The pool in ``file``, which is made when it is first written to.
+
+    Every method raises :class:`~poprun.errors.PoolError` when the file cannot be used.
+
+    Args:
+        file: Absolute path.
+        busy_seconds: How long to wait for the transactions of others, of milliseconds each.
+    """
+
+    def __init__(self, file: str, busy_seconds: float = BUSY_SECONDS) -> None:
+        self.file = file
+        self.busy_seconds = busy_seconds
+
+    def state(self) -> PoolState:
+        """What stands in the pool now; nothing in one that nobody has made yet."""
+        if not os.path.lexists(self.file):
+            return PoolState()
+        with opened(self.file, self.busy_seconds) as connection:
+            connection.execute("BEGIN")
+            state = read_state(connection)
+            connection.execute("COMMIT")
+        return state.without([lease.id for lease in state.leases if not self.lives(lease)])
+
+    def lives(self, lease: Lease) -> bool:
+        """Whether the job that has ``lease`` is still there."""
+        return lives(lease.holder, lease_file(self.file, lease.id))
+
+    def ask(self, words: str, wish: Wish) -> Ticket:
+        """Stand at the end of the queue, and take what is wished for if nobody stands before and it is free.
+
+        Args:
+            words: What this process runs, for others to read.
+            wish: What it wants.
+
+        Raises:
+            PartitionError: If the partition that it wants does not fit.
+        """
+        with self._writing() as connection:
+            number = add_lease(connection, this_process(words), wish.num_ipus, wish.queue)
+            descriptor = self._lock(number)
+            try:
+                ipus = _take(connection, number, wish)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return Ticket(id=number, descriptor=descriptor, ipus=ipus)
+
+    def try_again(self, ticket: Ticket, wish: Wish) -> Ticket:
+        """Take what is wished for if nobody stands before this process by now, and it is free.
+
+        Raises:
+            PartitionError: If the partition that it wants does not fit any more.
+        """
+        with self._writing() as connection:
+            ipus = _take(connection, ticket.id, wish)
+        return replace(ticket, ipus=ipus)
+
+    def release(self, ticket: Ticket) -> None:
+        """Give everything back, and the partition that was made for this lease with it."""
+        with self._writing() as connection:
+            end_leases(connection, [ticket.id])
+        with suppress(FileNotFoundError):
+            os.unlink(lease_file(self.file, ticket.id))
+        os.close(ticket.descriptor)
+
+    def create_partition(
+        self, name: str, choose: Choose, *, cluster: str, allocation: str = ""
+    ) -> Partition | None:
+        """Make a partition; None when there are not enough free IPUs.
+
+        Args:
+            name: Its name.
+            choose: Picks its IPUs.
+            cluster: The cluster that they belong to.
+            allocation: The part of it that they are taken from; empty for all of it.
+
+        Raises:
+            PartitionError: If there is one of that name.
+        """
+        with self._writing() as connection:
+            state = read_state(connection)
+            if state.partition(name) is not None:
+                raise PartitionError(
+                    f"there is a partition {name} already: remove it first, or choose another name"
+                )
+            chosen = choose(state.taken)
+            if chosen:
+                add_partition(connection, name=name, ipus=chosen, cluster=cluster, allocation=allocation)
+            return read_state(connection).partition(name)
+
+    def remove_partition(self, name: str) -> None:
+        """Remove a partition that nobody uses.
+
+        Raises:
+            PartitionError: If there is none.
+            IpusTakenError: If a job holds it.
+        """
+        with self._writing() as connection:
+            _unused(read_state(connection), name)
+            delete_partition(connection, name)
+
+    def reset_partition(self, name: str, choose: Callable[[int], Choose]) -> Partition | None:
+        """Choose anew the IPUs of a partition that nobody uses; None, and it keeps its own, when too few are free.
+
+        Args:
+            name: The partition.
+            choose: Picks as many IPUs as it is told, such as those that the partition has now.
+
+        Raises:
+            PartitionError: If there is none.
+            IpusTakenError: If a job holds it.
+        """
+        with self._writing() as connection:
+            state = read_state(connection)
+            old = _unused(state, name)
+            chosen = choose(old.size)(state.taken - set(old.ipus))
+            if not chosen:
+                return None
+            give_ipus(connection, name, chosen)
+            return read_state(connection).partition(name)
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction that may write, begun by ending the leases of processes that have ended."""
+        with opened(self.file, self.busy_seconds) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                ended = [lease.id for lease in read_state(connection).leases if not self.lives(lease)]
+                end_leases(connection, ended)
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+        for number in ended:
+            with suppress(OSError):
+                os.unlink(lease_file(self.file, number))
+
+    def _lock(self, number: int) -> int:
+        file = lease_file(self.file, number)
+        with suppress(FileExistsError):
+            os.mkdir(os.path.dirname(file))
+            os.chmod(os.path.dirname(file), mode_of(self.file, _FOLDER_BITS))
+        return lock_new(file, mode_of(self.file, _LOCK_BITS))
+
+
+def _take(connection: sqlite3.Connection, number: int, wish: Wish) -> tuple[str, ...]:
+    """Give the lease ``number`` what it wants; the names of its IPUs, none when it has to wait."""
+    state = read_state(connection)
+    if any(lease.id < number for lease in state.waiting(wish.queue)):
+        return ()
+    if wish.partition is None:
+        chosen = wish.choose(state.taken)
+        connection.executemany(
+            "INSERT INTO ipu (name, position, lease) VALUES (?, ?, ?)",
+            [(ipu.name, ipu.index, number) for ipu in chosen],
+        )
+        return tuple(ipu.name for ipu in chosen)
+    return _take_partition(connection, number, state, wish, wish.partition)
+
+
+def _take_partition(
+    connection: sqlite3.Connection, number: int, state: PoolState, wish: Wish, wanted: PartitionWish
+) -> tuple[str, ...]:
+    found = state.partition(wanted.name)
+    if found is not None and found.lease is not None:
+        return ()
+    ipus = () if found is None else found.ipus
+    if found is None or must_change(wanted, found):
+        chosen = wish.choose(state.taken - set(ipus))
+        if not chosen:
+            return ()
+        if found is None:
+            add_partition(
+                connection,
+                name=wanted.name,
+                ipus=chosen,
+                cluster=wanted.cluster,
+                allocation=wanted.allocation,
+                made_for=number if wanted.is_temporary else None,
+            )
+        else:
+            give_ipus(connection, wanted.name, chosen)
+        ipus = tuple(ipu.name for ipu in chosen)
+    connection.execute("UPDATE ipu SET lease = ? WHERE partition = ?", (number, wanted.name))
+    return ipus
+
+
+def _unused(state: PoolState, name: str) -> Partition:
+    """The partition of that name, which no job may hold."""
+    partition = state.partition(name)
+    if partition is None:
+        known = ", ".join(partition.name for partition in state.partitions)
+        raise PartitionError(
+            f"there is no partition {name}: {f'there is {known}' if known else 'there is none at all'}"
+        )
+    lease = state.lease(partition.lease)
+    if lease is not None:
+        raise IpusTakenError(f"partition {name} is in use: {lease} holds it")
+    return partition

@@ -1,0 +1,72 @@
+"""Who holds what a job wants, in words. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from poprun.inventory import Cluster, VirtualIpu
+from poprun.pool.records import PoolState
+from poprun.pool.wishes import Wish
+from poprun.ranges import fold_numbers
+
+_MOST_LINES = 12
+
+
+def refusal(wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares: bool) -> str:
+    """Why a job does not get what it wants now.
+
+    Args:
+        wish: What it wants.
+        cluster: The IPUs of the machine, with the processes that use them.
+        state: What stands in the pool.
+        own: Number of the job's own place in the queue.
+        shares: Whether processes outside the pool do not matter.
+    """
+    if wish.partition is not None and (found := state.partition(wish.partition.name)) is not None:
+        reason = f"partition {found.name} is in use"
+        lease = state.lease(found.lease)
+        lines = [f"{found.name}: {lease}"] if lease is not None else []
+    else:
+        free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
+        there = f"of {len(cluster.ipus)} on this machine"
+        reason = f"the job needs {_count(wish.num_ipus)}, and {_is(len(free))} free {there}"
+        lines = list(_holders(cluster, state, shares=shares))
+    before = [lease for lease in state.waiting(wish.queue) if lease.id < own]
+    lines += [f"waiting before it for {lease.num_ipus}: {lease}" for lease in before]
+    shown = lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more"]
+    cure = "queue for them with --wait-for-devices"
+    if not shares and any(ipu.occupants for ipu in cluster.ipus):
+        cure += ", or use GPUs together with others with --share-devices"
+    return "\n  ".join([f"{reason}; {cure}", *shown])
+
+
+def _holders(cluster: Cluster, state: PoolState, *, shares: bool) -> Iterator[str]:
+    by_name = {ipu.name: ipu for ipu in cluster.ipus}
+    for lease in state.leases:
+        held = [by_name[name] for name in lease.ipus if name in by_name]
+        if held:
+            yield f"{_named(held)}: {lease}"
+    for partition in state.partitions:
+        held = [by_name[name] for name in partition.ipus if name in by_name]
+        if partition.lease is None and held:
+            yield f"{_named(held)}: partition {partition.name} of {partition.user}"
+    if not shares:
+        for ipu in cluster.ipus:
+            if ipu.occupants:
+                yield f"{ipu}: memory is held outside the pool by {', '.join(map(str, ipu.occupants))}"
+
+
+def _named(ipus: Sequence[VirtualIpu]) -> str:
+    """``GPU 0-3``, ``cpu/0-3``; devices that are called otherwise one by one."""
+    names = [str(ipu) for ipu in ipus]
+    stems = {name.rstrip("0123456789") for name in names}
+    numbers = [name.removeprefix(stem) for name in names for stem in stems]
+    if len(stems) > 1 or not all(number.isdecimal() for number in numbers):
+        return ", ".join(names)
+    return f"{stems.pop()}{fold_numbers(sorted(map(int, numbers)))}"
+
+
+def _count(number: int) -> str:
+    return f"{number} virtual IPU{'' if number == 1 else 's'}"
+
+
+def _is(number: int) -> str:
+    return f"{number} {'is' if number == 1 else 'are'}"

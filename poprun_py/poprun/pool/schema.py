@@ -1,0 +1,140 @@
+"""The pool's file: an SQLite database in WAL mode (https://sqlite.org/wal.html), made whole, checked when opened.
+
+That an IPU is a row with one place for a lease and one for a partition is what keeps two jobs apart: the database
+itself refuses a second one.
+"""
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Final
+
+from poprun.errors import PoolError
+from poprun.pool.place import POOL_VARIABLE, prepare_folder
+
+APPLICATION_ID: Final = 0x504F5052
+VERSION: Final = 1
+BUSY_SECONDS: Final = 120.0
+"""How long to wait for others to finish their transactions, of milliseconds each."""
+
+_FILE_BITS: Final = 0o666
+_FOLDER_BITS: Final = 0o777
+
+_TABLES: Final = (
+    """CREATE TABLE lease (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, pid INTEGER NOT NULL, start_ticks INTEGER NOT NULL,
+        boot_id TEXT NOT NULL, pid_namespace TEXT NOT NULL, user TEXT NOT NULL, words TEXT NOT NULL,
+        since REAL NOT NULL, num_ipus INTEGER NOT NULL, queue TEXT NOT NULL)""",
+    """CREATE TABLE partition (
+        name TEXT PRIMARY KEY, cluster TEXT NOT NULL, allocation TEXT NOT NULL, num_domains INTEGER NOT NULL,
+        user TEXT NOT NULL, created_at REAL NOT NULL, made_for INTEGER REFERENCES lease)""",
+    """CREATE TABLE ipu (
+        name TEXT PRIMARY KEY, position INTEGER NOT NULL, partition TEXT REFERENCES partition,
+        lease INTEGER REFERENCES lease, CHECK (partition IS NOT NULL OR lease IS NOT NULL))""",
+)
+
+
+def lease_file(file: str, number: int) -> str:
+    """The file that the job with the lease ``number`` keeps locked."""
+    return os.path.join(f"{file}.leases", str(number))
+
+
+def mode_of(file: str, bits: int) -> int:
+    """Who may use a file of the pool: whoever may write in its folder."""
+    return os.stat(os.path.dirname(file)).st_mode & bits
+
+
+@contextmanager
+def opened(file: str, busy_seconds: float = BUSY_SECONDS) -> Iterator[sqlite3.Connection]:
+    """The pool in ``file``, made if there is none; every statement is a transaction unless one was begun.
+
+    Args:
+        file: Absolute path.
+        busy_seconds: How long to wait for the transactions of others.
+
+    Raises:
+        PoolError: If it is damaged, of another program or of a later version, or cannot be made or read. The file
+            is left as it is.
+    """
+    prepare_folder(file)
+    try:
+        if not os.path.exists(file):
+            _make(file)
+        with closing(_connect(file, busy_seconds)) as connection:
+            _check(connection, file)
+            yield connection
+    except sqlite3.Error as error:
+        raise PoolError(_words(error, file, busy_seconds)) from None
+    except OSError as error:
+        raise PoolError(f"pool {file}: {error.filename or file}: {error.strerror}") from None
+
+
+def _connect(file: str, busy_seconds: float) -> sqlite3.Connection:
+    path = os.path.realpath(os.path.dirname(file)).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    name = os.path.basename(file).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    connection = sqlite3.connect(
+        f"file:{path}/{name}?mode=rw",
+        uri=True,
+        isolation_level=None,
+        timeout=busy_seconds,
+        check_same_thread=False,
+    )
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
+
+
+def _check(connection: sqlite3.Connection, file: str) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise PoolError(
+            f"pool {file}: this is a database of another program, and was left as it is: "
+            f"set {POOL_VARIABLE} to a file that poprun may make"
+        )
+    if version > VERSION:
+        raise PoolError(f"pool {file}: made by a later poprun (version {version}): use that one, or another pool")
+    tables = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid").fetchall()
+    ours = {sql for (sql,) in tables if "sqlite_sequence" not in sql}
+    if ours != set(_TABLES) or connection.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+        raise PoolError(_damaged(file, "its tables are not as poprun makes them"))
+
+
+def _make(file: str) -> None:
+    """Make a whole pool under another name, then give it its own, unless somebody else has made one meanwhile."""
+    folder = f"{file}.leases"
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        os.chmod(folder, mode_of(file, _FOLDER_BITS))
+    descriptor, unfinished = tempfile.mkstemp(prefix=".pool-", dir=os.path.dirname(file))
+    try:
+        os.fchmod(descriptor, mode_of(file, _FILE_BITS))
+        os.close(descriptor)
+        with closing(sqlite3.connect(unfinished, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+            for table in _TABLES:
+                connection.execute(table)
+        with suppress(FileExistsError):
+            os.link(unfinished, file)
+    finally:
+        os.unlink(unfinished)
+
+
+def _words(error: sqlite3.Error, file: str, busy_seconds: float) -> str:
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return f"pool {file}: others have kept it locked for {busy_seconds:g} s: try again"
+    if name.startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT")):
+        return _damaged(file, str(error))
+    return f"pool {file}: {error}"
+
+
+def _damaged(file: str, how: str) -> str:
+    return (
+        f"pool {file}: damaged, or no pool ({how}); it was left as it is. When no job of this machine runs any "
+        f"more, move it away (mv {file} {file}.damaged), or set {POOL_VARIABLE}: poprun makes a new one"
+    )

@@ -1,0 +1,234 @@
+"""The words of the `vipu` program."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import click
+
+from popdist.contract import VERSION
+from poprun.errors import IpusTakenError, PartitionError, PlanError, PoprunError
+from poprun.inventory import Cluster, size_of_partition
+from poprun.legality import check_count
+from poprun.pool.clusters import check_names, choose_cluster, pod_of
+from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE
+from poprun.pool.pool import Pool
+from poprun.probe.cores import usable_cores
+from poprun.probe.gpus import find_gpus
+from poprun.vipu.listing import (
+    Row,
+    allocation_rows,
+    cluster_rows,
+    fold_names,
+    ipu_rows,
+    partition_row,
+    partition_rows,
+    render_json,
+    render_rows,
+)
+
+POD_VARIABLE: Final = "POPRUN_POD"
+IPUS_VARIABLE: Final = "POPRUN_IPUS_PER_HOST"
+
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+_INTERRUPTED: Final = 130
+
+
+def main() -> None:
+    """Run `vipu` with the words of this process and end it."""
+    try:
+        vipu.main(prog_name="vipu", standalone_mode=False)
+    except PoprunError as error:
+        _fail(str(error), error.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except click.Abort:
+        sys.exit(_INTERRUPTED)
+
+
+def _fail(message: str, exit_code: int) -> None:
+    click.echo(f"vipu: error: {message}", err=True)
+    sys.exit(exit_code)
+
+
+@click.group(context_settings=_SETTINGS)
+@click.version_option(VERSION, message="vipu %(version)s")
+def vipu() -> None:
+    """Look at the virtual IPUs of this machine, and keep some together as partitions.
+
+    A virtual IPU is a GPU, a share of the cores, or a place of the pod that POPRUN_POD names. They are handed out
+    from one pool for all users of the machine; POPRUN_POOL names another one.
+    """
+
+
+class _Nouns(click.Group):
+    """Commands by nouns that may stand in the plural: ``list partition``, ``list partitions``."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a noun."""
+        for name in (cmd_name, f"{cmd_name}s", cmd_name.removesuffix("s")):
+            if (found := super().get_command(ctx, name)) is not None:
+                return found
+        return None
+
+
+def _with_output(command: Callable[..., None]) -> Callable[..., None]:
+    option: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["table", "json"]),
+        default="table",
+        show_default=True,
+        help="How to print it.",
+    )
+    return option(command)
+
+
+@vipu.group("list", cls=_Nouns)
+def list_group() -> None:
+    """Show all partitions, IPUs, allocations or clusters."""
+
+
+@list_group.command("partitions")
+@_with_output
+def list_partitions(output: str) -> None:
+    """Show the partitions, and who uses them."""
+    _show(
+        partition_rows(_pool().state()),
+        output,
+        ("partition", "size", "ilds", "state", "ipus", "used_by", "waiting"),
+    )
+
+
+@list_group.command("ipus")
+@_with_output
+def list_ipus(output: str) -> None:
+    """Show the virtual IPUs, and who uses them."""
+    _show(ipu_rows(_cluster(), _pool().state()), output, ("ipu", "name", "machine", "ild", "partition", "used_by"))
+
+
+@list_group.command("allocations")
+@_with_output
+def list_allocations(output: str) -> None:
+    """Show the parts of the cluster that partitions can be made in."""
+    columns = ("allocation", "cluster", "ipus", "free", "partitions")
+    _show(allocation_rows(_cluster(), _pool().state()), output, columns)
+
+
+@list_group.command("clusters")
+@_with_output
+def list_clusters(output: str) -> None:
+    """Show the cluster of this machine."""
+    columns = ("cluster", "kind", "ipus", "free", "ilds", "ild_size", "hosts")
+    _show(cluster_rows(_cluster(), _pool().state()), output, columns)
+
+
+@vipu.group(cls=_Nouns)
+def get() -> None:
+    """Show one partition."""
+
+
+@get.command("partition")
+@click.argument("name")
+@_with_output
+def get_partition(name: str, output: str) -> None:
+    """Show everything about the partition NAME."""
+    state = _pool().state()
+    found = state.partition(name)
+    if found is None:
+        raise PartitionError(f"there is no partition {name}: vipu list partitions shows those there are")
+    row = partition_row(found, state)
+    if output == "json":
+        click.echo(render_json(row), nl=False)
+    else:
+        for key, value in row.items():
+            click.echo(f"{key.replace('_', ' '):<12} {'-' if value == '' else value}")
+
+
+@vipu.group(cls=_Nouns)
+def create() -> None:
+    """Make a partition."""
+
+
+@create.command("partition")
+@click.argument("name")
+@click.option("-s", "--size", type=int, required=True, help="How many IPUs: a power of two.")
+@click.option("-a", "--allocation", help="The part of the cluster to take them from. [default: all of it]")
+@click.option("-c", "--cluster", help="The cluster; there is one.")
+def create_partition(name: str, size: int, allocation: str | None, cluster: str | None) -> None:
+    """Make the partition NAME of free IPUs of one IPU-Link domain, or of whole ones."""
+    check_count("--size", size)
+    if not (name and name.isprintable()):
+        raise PlanError(f"partition {name!r} is not possible: it is a name")
+    if size != size_of_partition(size):
+        more = size_of_partition(size)
+        raise PartitionError(
+            f"--size {size}: the size of a partition is a power of two; nearest: {more // 2} or {more}"
+        )
+    ours = _cluster()
+    check_names(ours, allocation, cluster)
+    pool = _pool()
+    made = pool.create_partition(name, ours.pick(size, allocation), cluster=ours.name, allocation=allocation or "")
+    if made is None:
+        raise IpusTakenError(
+            f"no IPU-Link domain has {size} free IPUs that belong together: vipu list ipus shows who has them"
+        )
+    click.echo(f"create partition ({name}): success: {fold_names(made.ipus)}")
+
+
+@vipu.group(cls=_Nouns)
+def reset() -> None:
+    """Choose the IPUs of a partition anew."""
+
+
+@reset.command("partition")
+@click.argument("name")
+def reset_partition(name: str) -> None:
+    """Choose the IPUs of the partition NAME anew, as when one of them has gone."""
+    ours = _cluster()
+    pool = _pool()
+    old = pool.state().partition(name)
+    allocation = (old.allocation or None) if old is not None else None
+    made = pool.reset_partition(name, lambda size: ours.pick(size, allocation))
+    if made is None:
+        raise IpusTakenError(
+            f"partition {name} keeps its IPUs: there are not as many free ones that belong together"
+        )
+    click.echo(f"reset partition ({name}): success: {fold_names(made.ipus)}")
+
+
+@vipu.group(cls=_Nouns)
+def remove() -> None:
+    """Remove a partition."""
+
+
+@remove.command("partition")
+@click.argument("name")
+def remove_partition(name: str) -> None:
+    """Remove the partition NAME, unless a job runs in it."""
+    _pool().remove_partition(name)
+    click.echo(f"remove partition ({name}): success")
+
+
+def _pool() -> Pool:
+    return Pool(os.path.abspath(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL))
+
+
+def _cluster() -> Cluster:
+    pod = os.environ.get(POD_VARIABLE)
+    num_ipus = os.environ.get(IPUS_VARIABLE)
+    if num_ipus is not None and not num_ipus.isdecimal():
+        raise PlanError(f"{IPUS_VARIABLE} {num_ipus!r}: give a whole number")
+    return choose_cluster(
+        socket.gethostname(),
+        find_gpus(os.environ),
+        len(usable_cores()),
+        ipus_per_host=None if num_ipus is None else int(num_ipus),
+        pod=pod_of(pod) if pod else None,
+    )
+
+
+def _show(rows: Sequence[Row], output: str, columns: Sequence[str]) -> None:
+    click.echo(render_json(rows) if output == "json" else render_rows(rows, columns), nl=False)

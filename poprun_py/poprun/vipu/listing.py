@@ -1,0 +1,140 @@
+"""What stands in a pool, as rows for people and for programs. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from poprun.inventory import IPUS_PER_MACHINE, Cluster
+from poprun.pool.records import Lease, Partition, PoolState
+from poprun.ranges import fold_numbers
+
+Row = Mapping[str, object]
+
+ALL: Final = "all"
+_GAP: Final = "   "
+
+
+def partition_rows(state: PoolState) -> list[Row]:
+    """A row for each partition."""
+    return [partition_row(partition, state) for partition in state.partitions]
+
+
+def partition_row(partition: Partition, state: PoolState) -> Row:
+    """One partition."""
+    lease = state.lease(partition.lease)
+    return {
+        "partition": partition.name,
+        "size": partition.size,
+        "ilds": partition.num_domains,
+        "state": "free" if lease is None else "in use",
+        "ipus": fold_names(partition.ipus),
+        "cluster": partition.cluster,
+        "allocation": partition.allocation or ALL,
+        "created_by": partition.user,
+        "created_at": _moment(partition.created_at_epoch_seconds),
+        "used_by": "" if lease is None else str(lease.holder),
+        "used_since": "" if lease is None else _moment(lease.since_epoch_seconds),
+        "waiting": len(state.waiting(partition.name)),
+    }
+
+
+def ipu_rows(cluster: Cluster, state: PoolState) -> list[Row]:
+    """A row for each virtual IPU: those of the cluster, then others that somebody holds."""
+    partitions = {name: partition.name for partition in state.partitions for name in partition.ipus}
+    leases = {name: lease for lease in state.leases for name in lease.ipus}
+    rows: list[Row] = [
+        {
+            "ipu": ipu.index,
+            "name": ipu.name,
+            "machine": ipu.index // IPUS_PER_MACHINE,
+            "ild": ipu.domain,
+            "partition": partitions.get(ipu.name, ""),
+            "used_by": _user_of(leases.get(ipu.name), ", ".join(map(str, ipu.occupants))),
+        }
+        for ipu in cluster.ipus
+    ]
+    others = sorted(state.taken - {ipu.name for ipu in cluster.ipus}, key=_by_number)
+    for name in others:
+        partition, user = partitions.get(name, ""), _user_of(leases.get(name), "")
+        rows.append(
+            {"ipu": None, "name": name, "machine": None, "ild": None, "partition": partition, "used_by": user}
+        )
+    return rows
+
+
+def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
+    """A row for the cluster."""
+    return [
+        {
+            "cluster": cluster.name,
+            "kind": cluster.kind,
+            "ipus": None if cluster.is_open else len(cluster.ipus),
+            "free": None if cluster.is_open else _num_free(cluster, range(len(cluster.ipus)), state),
+            "ilds": cluster.num_domains,
+            "ild_size": cluster.domain_size,
+            "memory_per_ipu_bytes": cluster.memory_bytes,
+            "hosts": ",".join(cluster.hosts) or "this machine",
+        }
+    ]
+
+
+def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
+    """A row for each allocation of the cluster, the whole of it first."""
+    parts = {ALL: range(len(cluster.ipus)), **cluster.allocations}
+    return [
+        {
+            "allocation": name,
+            "cluster": cluster.name,
+            "ipus": fold_numbers(part) if not cluster.is_open else "",
+            "free": None if cluster.is_open else _num_free(cluster, part, state),
+            "partitions": sum((partition.allocation or ALL) == name for partition in state.partitions),
+        }
+        for name, part in parts.items()
+    ]
+
+
+def render_rows(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Rows as a table with those columns; a value that is not known is a dash."""
+    titles = {"ilds": "ILDs", "ild": "ILD", "ild_size": "ILD size", "ipus": "IPUs", "ipu": "IPU"}
+    header = [titles.get(name, name.replace("_", " ").capitalize()) for name in columns]
+    cells = [["-" if row[name] in (None, "") else str(row[name]) for name in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    lines = [
+        _GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in [header, *cells]
+    ]
+    rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def render_json(rows: object) -> str:
+    """Rows as JSON."""
+    return json.dumps(rows, indent=2) + "\n"
+
+
+def fold_names(names: Sequence[str]) -> str:
+    """Names such as ``cpu/0`` with neighbours folded: ``cpu/0-3``; others as they are."""
+    stems = [name.rpartition("/") for name in names]
+    if not names or len({stem for stem, _, _ in stems}) > 1 or not all(n.isdecimal() for _, _, n in stems):
+        return ", ".join(names)
+    numbers = fold_numbers(sorted(int(number) for _, _, number in stems))
+    return f"{stems[0][0]}{stems[0][1]}{numbers}"
+
+
+def _by_number(name: str) -> tuple[str, int, str]:
+    stem, _, number = name.rpartition("/")
+    return stem, int(number) if number.isdecimal() else 0, name
+
+
+def _user_of(lease: Lease | None, otherwise: str) -> str:
+    return otherwise if lease is None else str(lease.holder)
+
+
+def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:
+    taken = state.taken
+    return sum(ipu.index in part and ipu.name not in taken and not ipu.occupants for ipu in cluster.ipus)
+
+
+def _moment(epoch_seconds: float) -> str:
+    return datetime.fromtimestamp(epoch_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

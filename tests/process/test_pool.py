@@ -1,0 +1,192 @@
+"""Jobs that share a machine: they never hold the same virtual IPU, and what they hold comes back at every end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.leftovers import wait_until_none
+from tests.running import Finished, Poprun, run
+
+LOCAL = ("--launcher", "local")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    """The file of a pool of the test's own."""
+    return tmp_path / "pool.sqlite"
+
+
+@pytest.fixture
+def vipu(pool: Path) -> Callable[..., Finished]:
+    """The command ``vipu`` on the test's pool, with 8 virtual IPUs."""
+
+    def call(*words: str, **variables: str) -> Finished:
+        env = {"POPRUN_POOL": str(pool), "POPRUN_IPUS_PER_HOST": "8", **variables}
+        return run([sys.executable, "-m", "poprun.vipu", *words], env=env)
+
+    return call
+
+
+@pytest.fixture
+def job(poprun: Poprun, pool: Path) -> Poprun:
+    """Poprun on the test's pool, with 8 virtual IPUs."""
+    return Poprun(options=(*LOCAL, "--pool", str(pool), "--ipus-per-host", "8"))
+
+
+def rows(finished: Finished) -> list[dict[str, Any]]:
+    """What ``vipu list … --output json`` printed."""
+    found: list[dict[str, Any]] = json.loads(finished.succeeded().out)
+    return found
+
+
+def held(vipu: Callable[..., Finished]) -> list[str]:
+    """Names of the virtual IPUs that jobs hold."""
+    return [row["name"] for row in rows(vipu("list", "ipus", "--output", "json")) if row["used_by"]]
+
+
+def await_line(process: "subprocess.Popen[str]") -> str:
+    """The next line that a job prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_two_jobs_hold_different_ipus(job: Poprun, vipu: Callable[..., Finished]) -> None:
+    """A job holds what its instances use while it runs; what it needs beyond that is refused, with who has it."""
+    with job.started("--ipus-per-replica", "6", "sh", "-c", "echo up; read word") as running:
+        await_line(running)
+        assert held(vipu) == [f"cpu/{index}" for index in range(6)]
+        small = job("-n", "2", "true")
+        large = job("-n", "3", "true")
+        running.communicate("\n", timeout=40)
+
+    assert small.code == 0
+    assert large.code == 69
+    assert "the job needs 3 virtual IPUs, and 2 are free of 8 on this machine" in large.err
+    assert f"cpu/0-5: process {running.pid} of " in large.err
+    assert ", since 20" in large.err
+    assert held(vipu) == []
+
+
+def test_replicas_that_take_turns_use_one_ipu(job: Poprun, vipu: Callable[..., Finished]) -> None:
+    """A lease counts instances and their IPUs per replica, not replicas."""
+    words = ("--num-replicas", "16", "--ipus-per-replica", "2")
+    with job.started(*words, "sh", "-c", "echo up; read word") as running:
+        await_line(running)
+        assert held(vipu) == ["cpu/0", "cpu/1"]
+        running.communicate("\n", timeout=40)
+
+
+def test_a_lease_outlives_a_killed_poprun_until_its_programs_have_ended(
+    job: Poprun, vipu: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """SIGKILL of poprun frees the IPUs when the agents have ended the programs, and not before."""
+    fifo = tmp_path / "go"
+    os.mkfifo(fifo)
+    script = f"trap 'read word < {fifo}; exit' TERM; echo up; while :; do sleep 0.05; done"
+    with job.started(
+        "-n", "1", "--ipus-per-replica", "4", "--stop-timeout", "30", "bash", "-c", script
+    ) as running:
+        await_line(running)
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+        with fifo.open("w"):  # opens when the program, which was asked to end, waits
+            assert held(vipu) == ["cpu/0", "cpu/1", "cpu/2", "cpu/3"]
+        running.communicate(timeout=40)
+
+    assert wait_until_none(lambda: held(vipu)) == []
+
+
+def test_many_jobs_at_once_never_overlap(poprun: Poprun, pool: Path, tmp_path: Path, gpus: dict[str, str]) -> None:
+    """All jobs that wait get their turn, and no GPU is given to two: a job would find the other one's mark."""
+    script = """
+        for gpu in $(echo $CUDA_VISIBLE_DEVICES | tr , ' '); do mkdir mark-$gpu || exit 9; done
+        sleep 0.1
+        for gpu in $(echo $CUDA_VISIBLE_DEVICES | tr , ' '); do rmdir mark-$gpu; done
+        """
+    sizes = (5, 2, 3, 8, 1, 4, 5, 3, 2)
+    words = (*LOCAL, "--pool", str(pool), "--wait-for-devices", "--ipus-per-replica")
+    jobs = [
+        subprocess.Popen(
+            poprun.command(*words, str(size), "sh", "-c", script),
+            cwd=tmp_path,
+            env=os.environ | gpus,
+            stderr=subprocess.PIPE,
+        )
+        for size in sizes
+    ]
+    ends = [(job.communicate(timeout=50)[1], job.returncode) for job in jobs]
+
+    assert [code for _, code in ends] == [0] * len(sizes), ends
+    assert list(tmp_path.glob("mark-*")) == []
+
+
+def test_first_come_first_served(job: Poprun, tmp_path: Path) -> None:
+    """Jobs get their turn in the order in which they came, and nobody slips past one that waits for more."""
+    log = tmp_path / "log"
+    with job.started("--ipus-per-replica", "6", "sh", "-c", "echo up; read word") as running:
+        await_line(running)
+        late = [waiting(job, "--ipus-per-replica", str(n), "sh", "-c", f"echo {n} >> {log}") for n in (8, 7, 2)]
+        hasty = job("-n", "1", "true")
+        running.communicate("\n", timeout=40)
+        for process in late:
+            process.communicate(timeout=40)
+
+    assert hasty.code == 69
+    assert "waiting before it for 8: process" in hasty.err
+    assert log.read_text().split() == ["8", "7", "2"]
+
+
+def waiting(job: Poprun, *words: str) -> "subprocess.Popen[bytes]":
+    """A job that has taken its place in the queue."""
+    process = subprocess.Popen(job.command("--wait-for-devices", *words), stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    assert b"waiting: the job needs" in process.stderr.readline()
+    return process
+
+
+def test_a_gpu_on_which_others_compute_is_taken(
+    poprun: Poprun, pool: Path, gpus: dict[str, str], tmp_path: Path
+) -> None:
+    """The error names the user and the process; it can be overruled, and free GPUs are taken first."""
+    busy = gpus | {"FAKE_PROCESSES": f"GPU-0, {os.getpid()}"}
+    words = (*LOCAL, "--pool", str(pool), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    alone = poprun("-n", "8", *words, env=busy)
+    shared = poprun("-n", "8", "--share-devices", "--no-tag-output", *words, env=busy)
+    seven = poprun("-n", "7", "--no-tag-output", *words, env=busy)
+
+    assert alone.code == 69
+    user = Path(f"/proc/{os.getpid()}").owner()
+    assert f"GPU 0: memory is held outside the pool by process {os.getpid()} of {user}" in alone.err
+    assert "--share-devices" in alone.err
+    assert set(shared.succeeded().lines) == {"0,1,2,3,4,5,6,7"}
+    assert set(seven.succeeded().lines) == {"1,2,3,4,5,6,7"}
+
+
+def test_devices_are_in_slot_order(poprun: Poprun, pool: Path, gpus: dict[str, str]) -> None:
+    """Every instance sees all devices of the job, in the order in which the user named them."""
+    program = "import os, popdist; print(os.environ['CUDA_VISIBLE_DEVICES'], popdist.device())"
+    words = (*LOCAL, "--pool", str(pool), "-n", "2", "--ipus-per-replica", "2", "--no-tag-output")
+    finished = poprun(*words, sys.executable, "-c", program, env=gpus | {"CUDA_VISIBLE_DEVICES": "6,GPU-1,4,0"})
+
+    assert finished.succeeded().lines == ["6,GPU-1,4,0 cuda:0", "6,GPU-1,4,0 cuda:2"]
+
+
+@pytest.fixture
+def gpus(tmp_path: Path) -> dict[str, str]:
+    """Variables of a machine with 8 GPUs, as an ``nvidia-smi`` of the test's tells of them."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    smi = folder / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\ncase $2 in *gpu=index*) for i in 0 1 2 3 4 5 6 7; do echo $i, GPU-$i; done;;\n"
+        '*) [ -z "$FAKE_PROCESSES" ] || echo "$FAKE_PROCESSES";; esac\n'
+    )
+    smi.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
