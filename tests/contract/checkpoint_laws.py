@@ -175,3 +175,24 @@ def law_what_one_refuses_all_give_back(folder: Path) -> None:
     assert other_optimizer.param_groups[0]["lr"] == 2.0
     assert fresh.value == 0
     assert popdist.checksum(other) != popdist.checksum(model)
+
+
+def law_tensors_without_elements_reach_every_instance(folder: Path) -> None:
+    """A buffer may be empty for now."""
+    save(folder, none=torch.empty(0, 3), one=torch.tensor(2.5))
+    loaded = load_latest(folder, none=0)
+
+    assert loaded is not None
+    assert loaded.values["none"].shape == (0, 3)
+    assert loaded.values["one"] == 2.5
+
+
+def law_a_name_that_is_no_text_is_told_to_all(folder: Path) -> None:
+    """The error of the one that writes reaches the others, whatever bytes the folder's name has."""
+    file = folder / "file-\udcff"
+    if popdist.instance_index() == 0:
+        folder.mkdir()
+        file.touch()
+    popdist.barrier()
+    with refused(popdist.CheckpointError, "is no folder to save checkpoints in"):
+        save(file, value=1)

@@ -99,3 +99,21 @@ def test_differences_of_conditions_are_told_in_words() -> None:
     assert differences({**now, "threads per replica": 96, "moon": "full"}, now) == [
         f"threads per replica: 96 then, {now['threads per replica']} now"
     ]
+
+
+def test_only_folders_that_were_made_need_a_parent_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder inside one that may be entered and not listed will do; a new one is synced with all it lies in."""
+    done: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+    )
+    place = tmp_path / "a" / "b"
+    folder.create(place, 1, fill)
+    assert {str(place), str(tmp_path / "a"), str(tmp_path)} <= set(done)
+
+    done.clear()
+    folder.create(place, 2, fill)
+    assert str(place) in done
+    assert str(tmp_path / "a") not in done

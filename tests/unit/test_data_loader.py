@@ -222,6 +222,26 @@ def test_an_old_iterator_does_not_move_the_loader() -> None:
     assert loader.state_dict()["position"] == 10
 
 
+def test_what_was_loaded_stands_until_the_next_iteration() -> None:
+    """An iteration that is still being read says nothing of the place that was loaded, or set, meanwhile."""
+    loader = data_loader(torch.arange(30), 10, shuffle=True)
+    epochs = [[batch.indices for batch in loader] for _ in range(4)]
+    loader.set_epoch(0)
+    received = iter(loader)
+    next(received)
+    state = loader.state_dict()
+    next(received)
+    loader.load_state_dict(state)
+    list(received)
+    assert [batch.indices for batch in loader] == epochs[0][1:]
+
+    received = iter(loader)
+    next(received)
+    loader.set_epoch(3)
+    list(received)
+    assert [batch.indices for batch in loader] == epochs[3]
+
+
 def test_each_micro_batch_is_collated_by_itself() -> None:
     """Padding to the longest of a micro batch, strings, dicts: nothing has to be split."""
 
@@ -243,6 +263,16 @@ def give_nothing(samples: list[Any]) -> None:
     """A collate function without a return."""
 
 
+class Sized(IterableDataset[int]):
+    """A stream that knows how long it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
+
+
 class Endless(IterableDataset[int]):
     """A dataset without a length."""
 
@@ -258,11 +288,17 @@ class Endless(IterableDataset[int]):
             "BatchError",
             "give_nothing returned No",
         ),
-        (lambda: data_loader(Endless(), 2), "DatasetError", r"Endless has no length.*shard_iterable\(stream\)"),
+        (lambda: data_loader(Endless(), 2), "DatasetError", r"Endless is a stream.*shard_iterable\(stream\)"),
         (
             lambda: data_loader([1, 2, 3], 2, batch_size=4),
             "DatasetError",
             "batch_size: data_loader deals the samp",
+        ),
+        (lambda: data_loader(Sized(), 2), "DatasetError", r"Sized is a stream.*shard_iterable\(stream\)"),
+        (
+            lambda: data_loader([1, 2, 3], 2, in_order=False),
+            "DatasetError",
+            "in_order: data_loader deals the samp",
         ),
         (lambda: data_loader([1, 2, 3], 0), "DatasetError", "micro_batch_size=0"),
         (lambda: data_loader([1], 1).load_state_dict({"epoch": 1}), "DatasetError", "no state of a data_loader"),

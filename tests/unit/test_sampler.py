@@ -142,6 +142,26 @@ def test_each_iteration_is_the_next_epoch() -> None:
     assert [sum(plain, []) for _ in range(2)] == [list(range(30))] * 2  # noqa: RUF017 - two short lists
 
 
+def test_what_was_loaded_stands_until_the_next_iteration() -> None:
+    """An iteration that is still being read says nothing of the place that was loaded, or set, meanwhile."""
+    (sampler,) = _samplers((1, 1), 30, 10)
+    epochs = [list(sampler) for _ in range(4)]
+    sampler.set_epoch(0)
+    steps = iter(sampler)
+    next(steps)
+    state = sampler.state_dict()
+    next(steps)
+    sampler.load_state_dict(state)
+    list(steps)
+    assert list(sampler) == epochs[0][1:]
+
+    steps = iter(sampler)
+    next(steps)
+    sampler.set_epoch(3)
+    list(steps)
+    assert list(sampler) == epochs[3]
+
+
 def test_set_epoch_jumps() -> None:
     """It chooses the next epoch, restarts one that is running, and keeps the place in one that was loaded."""
     (sampler,) = _samplers((1, 1), 30, 10)

@@ -66,7 +66,7 @@ def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
         OSError: If there is no room or no right to write.
         Exception: Whatever ``write`` raises.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    made = _make(folder)
     for unfinished in folder.glob(".step-*"):
         shutil.rmtree(unfinished)
     directory = directory_of(folder, step)
@@ -79,8 +79,8 @@ def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(folder)
-    _sync(folder.parent)
+    for parent in (folder, *(path.parent for path in made)):
+        _sync(parent)
     return directory
 
 
@@ -102,6 +102,13 @@ def keep_last(folder: Path, count: int) -> None:
     """
     for step in steps_in(folder)[:-count]:
         remove(folder, step)
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make ``folder`` and what it lies in; all that was made."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 def _sync_tree(directory: Path) -> None:

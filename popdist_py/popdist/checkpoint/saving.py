@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from popdist.checkpoint.encoding import Json, TensorForm, decode, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest
 from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_of, stateful_of
 from popdist.checkpoint.together import gather_bytes, is_writer, together, whole_job
-from popdist.errors import CheckpointError
+from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
 
 
@@ -34,7 +35,8 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
 
     Args:
         path: A folder, the same on every instance; made when it is not there. One job at a time may write there.
-        keep: How many checkpoints stay: the last ones. At least 1.
+        keep: How many checkpoints stay: the last ones. At least 1. Older ones that cannot be removed are a
+            ``PopdistWarning``.
         step: The number in the checkpoint's name, which orders them: greater than that of every other one there,
             up to 12 digits. None: one more than the greatest.
         **named: Objects with ``state_dict()`` and ``load_state_dict()`` (``model=``, ``optimizer=``,
@@ -120,6 +122,10 @@ def _unpack(packed: bytes) -> Any:  # noqa: ANN401 - whatever the object's state
 def _choose(path: Path, step: int | None) -> int:
     """The number of the new checkpoint; damaged ones that it would not follow make room for it."""
     present = _steps(path)
+    if step is None and present and present[-1] == folder.LAST_STEP:
+        raise CheckpointError(
+            f"{path} holds a checkpoint of step {folder.LAST_STEP}, the last there can be: use another folder"
+        )
     if step is None:
         return present[-1] + 1 if present else 0
     for other in [other for other in present if other >= step]:
@@ -157,9 +163,16 @@ def _describe(
 def _write(path: Path, keep: int, described: Manifest, tensors: Mapping[str, Tensor]) -> None:
     try:
         folder.create(path, described.step, lambda directory: manifest.write(directory, described, tensors))
-        folder.keep_last(path, keep)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint of step {described.step} could not be written into {path}, or older ones not be "
-            f"removed from there: {error}"
+            f"the checkpoint of step {described.step} could not be written into {path}: {error}"
         ) from error
+    try:
+        folder.keep_last(path, keep)
+    except OSError as error:
+        warnings.warn(
+            f"the checkpoint of step {described.step} is whole, but older ones could not be removed from {path}: "
+            f"{error}",
+            PopdistWarning,
+            stacklevel=3,
+        )

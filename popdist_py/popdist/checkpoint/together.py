@@ -54,7 +54,8 @@ def together(group: Group, text: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are told, and it is raised below
         failure = error
-    message = b"" if failure is None else (f"{failure}" or type(failure).__name__).encode()
+    words = "" if failure is None else f"{failure}" or type(failure).__name__
+    message = words.encode(errors="backslashreplace")  # the name of a file may be no text
     lengths = [length for (length,) in group.start(text, [len(message)]).wait()]
     failed = [instance for instance, length in enumerate(lengths) if length]
     if failed:

@@ -5,6 +5,7 @@ from itertools import islice
 from typing import Any, Final
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
 from popdist.arguments import whole_number
 from popdist.data.permutation import Permutation
@@ -99,6 +100,11 @@ def _look_up(shares: list[range], order: Permutation | None) -> list[int]:
 
 
 def _length(length_or_dataset: Any, num_replicas: int) -> int:  # noqa: ANN401 - what was given, checked here
+    if isinstance(length_or_dataset, IterableDataset):
+        raise DatasetError(
+            f"{type(length_or_dataset).__name__} is a stream, which has no samples at indices: give it to "
+            "popdist.data_loader as popdist.shard_iterable(stream)"
+        )
     try:
         is_length = isinstance(length_or_dataset, int) and not isinstance(length_or_dataset, bool)
         length: int = length_or_dataset if is_length else len(length_or_dataset)

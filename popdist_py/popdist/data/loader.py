@@ -16,7 +16,7 @@ from popdist.data.sharding import EpochPlan
 from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import DatasetError
 
-_OURS: Final = frozenset({"batch_size", "sampler", "batch_sampler"})
+_OURS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
 
 
 class _Shares(Sampler[Share]):

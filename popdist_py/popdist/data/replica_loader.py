@@ -59,6 +59,7 @@ class ReplicaLoader(DataLoader[Batch]):
         So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
         """
         self._progress.set_epoch(epoch)
+        self._num_starts += 1
 
     def state_dict(self) -> State:
         """Where the loop stands, in plain numbers: after the last batch that it received.
@@ -78,12 +79,13 @@ class ReplicaLoader(DataLoader[Batch]):
             DatasetError: If ``state`` is no state of a loader, or one of another dataset length, order or seed.
         """
         self._progress.load_state_dict(state)
+        self._num_starts += 1
 
     def _begin(self) -> None:
         """Called at each start, before anything is read."""
 
     def _received(self, fetched: Iterator[Fetched], start: int) -> Iterator[Batch]:
-        """Count what the loop receives, as long as it is the loop that was started last."""
+        """Count what the loop receives, as long as no other place was started, set or loaded since."""
         with boundaries.loop() as loop:
             for share, contents in fetched:
                 if start == self._num_starts:

@@ -58,6 +58,7 @@ class ReplicaSampler(Sampler[list[int]]):
         self._progress = Progress(
             reader="ReplicaSampler", identity={"length": self._plan.length, "shuffle": shuffle, "seed": seed}
         )
+        self._num_starts = 0
         self._agreement = Agreement(
             f"ReplicaSampler of {self._plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, "
             f"{seed=}, {drop_last=}"
@@ -71,7 +72,8 @@ class ReplicaSampler(Sampler[list[int]]):
         """Start the next epoch, or the rest of the one that was loaded."""
         self._agreement.prove()
         self._progress.start()
-        return self._batches()
+        self._num_starts += 1
+        return self._batches(self._num_starts)
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
@@ -79,6 +81,7 @@ class ReplicaSampler(Sampler[list[int]]):
         So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
         """
         self._progress.set_epoch(epoch)
+        self._num_starts += 1
 
     def state_dict(self) -> State:
         """Where this iteration stands, in plain numbers: equal on all instances at the same step.
@@ -99,12 +102,16 @@ class ReplicaSampler(Sampler[list[int]]):
             DatasetError: If ``state`` is no state of a sampler, or one of another dataset length, order or seed.
         """
         self._progress.load_state_dict(state)
+        self._num_starts += 1
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self, start: int) -> Iterator[list[int]]:
+        """Count what is yielded, as long as no other place was started, set or loaded since."""
         progress = self._progress
         with boundaries.loop() as loop:
             for step, indices in deal_epoch(self._plan, self._replicas, progress):
-                progress.position = step.stop
+                if start == self._num_starts:
+                    progress.position = step.stop
                 yield indices
                 loop.ask()
-        progress.jump(progress.epoch + 1)
+        if start == self._num_starts:
+            progress.jump(progress.epoch + 1)
