@@ -9,7 +9,7 @@ from poprun.binding import ProcessPlacement
 from poprun.plan import LaunchPlan
 from poprun.planner import make_plan
 from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
 from poprun.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant
 from poprun.vipu_settings import VipuSettings
 
@@ -91,6 +91,16 @@ def vipu_settings(num_instances: int) -> st.SearchStrategy[VipuSettings]:
     return st.sampled_from([VipuSettings(), some, other])
 
 
+def remote_settings() -> st.SearchStrategy[RemoteSettings]:
+    """Any way to reach the hosts."""
+    return st.builds(
+        RemoteSettings,
+        subnet=st.none() | st.sampled_from(["10.0.0.0/16", "fd00::/64"]),
+        ssh_config=st.none() | st.just("hosts/config"),
+        synchronises_venv=st.booleans(),
+    )
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> LaunchPlan:
     """Any plan that the planner can make."""
@@ -138,6 +148,7 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
         vipu=draw(vipu_settings(num_instances)),
         output=draw(output_settings(num_instances)),
         ending=draw(ending_settings()),
+        remote=draw(remote_settings()),
         is_deterministic=draw(st.booleans()),
     )
 

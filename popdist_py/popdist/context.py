@@ -200,7 +200,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         PrefixStore(f"popdist/{_state.num_inits}", _state.store),
         num_instances=contract.num_instances,
         instance_index=contract.instance_index,
-        is_one_host=rendezvous.is_one_host(contract),
+        address=rendezvous.own_address(contract),
         timeout_seconds=timeout_seconds,
     )
     return torch_dist.TorchBackend(connections, tuple(range(contract.num_instances)), device_types)

@@ -71,7 +71,7 @@ def encode(message: Message) -> bytes:
 
 
 EVENT_FIELDS: dict[str, dict[str, type]] = {
-    "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "ports": list},
+    "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
     "stream": {"instance": int, "stream": int},
     "stillborn": {"instance": int},
     VIEW_EVENT: {},

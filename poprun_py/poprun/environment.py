@@ -21,6 +21,17 @@ STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startu
 """Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
 ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
 
+PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")
+PASSED_PREFIXES: Final = (
+    *("LC_", "PYTHON", "POPDIST_", "POPTORCH_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_"),
+    *("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "XLA_", "JAX_", "TF_"),
+)
+"""The variables that go to other hosts, by name and by beginning."""
+
+_SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
+_INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
 
 CACHES: Final = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -39,6 +50,24 @@ def wished_job_id(user: Mapping[str, str]) -> str:
     A program that runs under poprun and starts another job passes its own name on without wishing it.
     """
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
+
+
+def passed_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the user's that go to other hosts: settings of the libraries that train, and search paths.
+
+    What is particular to a machine or to a login (``HOME``, ``TMPDIR``, ``DISPLAY``, …) stays, and so does what
+    looks like a secret, because the way there is sealed and not encrypted.
+    """
+    return {
+        name: value
+        for name, value in user.items()
+        if (name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)) and not any(map(name.__contains__, _SECRET))
+    }
+
+
+def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
+    """What tells torch's and NVIDIA's libraries which interface to use between hosts, unless the user has."""
+    return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 
 def program_environment(

@@ -4,6 +4,7 @@
     ├── UsageError                2   an option or argument that cannot be read
     ├── PlanError                 2   counts, hosts or devices that fit no plan; a plan file that is none
     ├── PartitionError            2   no such partition, or one that does not fit
+    ├── HostsError                68  hosts that cannot take part in a job
     ├── MpiNotFoundError          69  MPI was asked for and there is none here
     ├── IpusTakenError            69  others hold the virtual IPUs that the job needs
     ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
@@ -11,7 +12,7 @@
     ├── ProgramNotExecutableError 126 the program is there and cannot be run
     └── ProgramNotFoundError      127 there is no such program
 
-2, 126 and 127 are the shell's own; 69, 70 and 74 are EX_UNAVAILABLE, EX_SOFTWARE and EX_IOERR of
+2, 126 and 127 are the shell's own; 68, 69, 70 and 74 are EX_NOHOST, EX_UNAVAILABLE, EX_SOFTWARE and EX_IOERR of
 sysexits.h.
 A job that was started ends with the exit code of its first failing instance instead.
 """
@@ -31,6 +32,12 @@ class UsageError(PoprunError):
 
 class PlanError(PoprunError):
     """The request fits no plan: the message says which rule it breaks and the nearest legal choices."""
+
+
+class HostsError(PoprunError):
+    """Some hosts cannot take part in a job: the message has a table with all of them, with cause and remedy."""
+
+    exit_code = 68
 
 
 class MpiNotFoundError(PoprunError):

@@ -5,6 +5,7 @@ hosts it is a TCP socket whose lines are sealed (`poprun.authentication`).
 Standard library only: the agents run this in a bare interpreter.
 """
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from poprun.authentication import Seal
 
 _TCP = "tcp://"
-_DEAD_MILLISECONDS = 15_000
-_IDLE_SECONDS = 5
+_LOOPBACK = "127.0.0.1"
+_DEAD_MILLISECONDS = 6_000
+_IDLE_SECONDS = 1
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _MAX_DESCRIPTORS = 4
 
 
@@ -49,16 +52,24 @@ class Link:
     Args:
         connection: The socket. The link owns it.
         seal: What seals the lines of a TCP socket; None for a unix socket.
+
+    Attributes:
+        is_silent: Whether the other end is gone without a word, with its host or the way to it.
     """
 
     def __init__(self, connection: socket.socket, seal: "Seal | None" = None) -> None:
         self.connection = connection
         self._seal = seal
         self._lines = LineReader()
+        self.is_silent = False
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors; negative when it is closed."""
         return self.connection.fileno()
+
+    def own_address(self) -> str:
+        """The address of this end, at which others reach this host; a loopback address on a unix socket."""
+        return _LOOPBACK if self._seal is None else str(self.connection.getsockname()[0])
 
     def close(self) -> None:
         """Hang up."""
@@ -84,7 +95,8 @@ class Link:
         """
         try:
             data, descriptors = self._read()
-        except OSError:
+        except OSError as error:
+            self.is_silent = error.errno in _SILENT
             return None
         if not data:
             return None
@@ -130,7 +142,6 @@ def connect(address: str, key: str, timeout_seconds: float) -> Link:
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout_seconds)
     seal = _prove(connection, key)
     connection.settimeout(None)
-    notice_death(connection)
     return Link(connection, seal)
 
 
@@ -145,7 +156,10 @@ def is_remote(address: str) -> bool:
 
 
 def notice_death(connection: socket.socket) -> None:
-    """Let the kernel find out when the other host is gone (tcp(7))."""
+    """Let the kernel find out when the other host is gone, whether or not there is something to send (tcp(7)).
+
+    Not for a program's output: there, an end that does not read would count as dead, too.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)

@@ -14,7 +14,7 @@ from popdist.contract import Contract, Endpoint
 from popdist.layout import ReplicaLayout
 from poprun.binding import Binding, ProcessPlacement
 from poprun.mpi_words import Variables
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
 from poprun.topology import MpiRuntime
 from poprun.vipu_settings import VipuSettings
 
@@ -100,6 +100,7 @@ class LaunchPlan:
         vipu: What is asked of the pool of virtual IPUs.
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
+        remote: How the hosts are reached.
     """
 
     program: tuple[str, ...]
@@ -124,6 +125,7 @@ class LaunchPlan:
     vipu: VipuSettings
     output: OutputSettings
     ending: EndingSettings
+    remote: RemoteSettings
 
     @property
     def layout(self) -> ReplicaLayout:

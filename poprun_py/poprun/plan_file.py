@@ -18,7 +18,15 @@ from poprun.legality import check_count, check_counts
 from poprun.mpi_words import Variables, check_instance_variables
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.ranges import fold_numbers, parse_numbers
-from poprun.settings import EndingSettings, OutputSettings, check_ending, check_output, check_path
+from poprun.settings import (
+    EndingSettings,
+    OutputSettings,
+    RemoteSettings,
+    check_ending,
+    check_output,
+    check_path,
+    check_remote,
+)
 from poprun.topology import MpiKind, MpiRuntime
 from poprun.vipu_settings import VipuSettings, check_vipu
 
@@ -26,7 +34,12 @@ VERSION: Final = 1
 
 _KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
 _MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
-_SECTIONS: Final = {"output": OutputSettings, "ending": EndingSettings, "vipu": VipuSettings}
+_SECTIONS: Final = {
+    "output": OutputSettings,
+    "ending": EndingSettings,
+    "vipu": VipuSettings,
+    "remote": RemoteSettings,
+}
 _BINDING_KEYS: Final = tuple(field.name for field in fields(Binding))
 _ALL_KEYS: Final = frozenset(
     (*_KEYS, *(f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in fields(section)))
@@ -36,6 +49,8 @@ _RENAMED: Final = {
     "report": "report_file",
     "instance_mpi_local_args": "instance_variables",
     "vipu_server_timeout": "server_timeout",
+    "host_subnet": "subnet",
+    "synchronise_python_venv": "synchronises_venv",
 }
 _OPTION: Final = re.compile("--([a-z-]+)")
 
@@ -67,6 +82,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
         "vipu": asdict(plan.vipu),
         "output": {**asdict(plan.output), "shown_instances": _fold(plan.output.shown_instances)},
         "ending": asdict(plan.ending),
+        "remote": asdict(plan.remote),
     }
 
 
@@ -108,6 +124,7 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         vipu=read.nested("vipu").settings(VipuSettings),
         output=read.nested("output").settings(OutputSettings),
         ending=read.nested("ending").settings(EndingSettings),
+        remote=read.nested("remote").settings(RemoteSettings),
     )
     _check(plan, source)
     return plan
@@ -200,6 +217,7 @@ def _check(plan: LaunchPlan, source: str) -> None:
         check_instance_variables(plan.instance_variables, plan.num_instances)
         check_vipu(plan.vipu, plan.num_instances)
         check_path("--executable-cache-path", plan.executable_cache_path)
+        check_remote(plan.remote)
     except PlanError as error:
         raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
     if not plan.cores:

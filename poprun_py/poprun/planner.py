@@ -4,7 +4,6 @@ Pure: :func:`make_plan` takes the facts as an argument and reads no clock, envir
 is taken to be like the machine that poprun runs on.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
@@ -12,13 +11,13 @@ from typing import Final
 from popdist.contract import NUM_THREADS
 from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
-from poprun.hosts import check_hosts, fold_hosts
+from poprun.hosts import check_hosts
 from poprun.legality import check_count, check_counts, legal_instances
 from poprun.mpi_words import JobWords, Variables, check_instance_variables, read_job_words
 from poprun.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import OutputSettings, check_ending, check_output, check_path
+from poprun.settings import OutputSettings, check_ending, check_output, check_path, check_remote
 from poprun.topology import MachineFacts, MpiRuntime
 from poprun.vipu_settings import check_vipu
 
@@ -53,7 +52,9 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
     check_ending(request.ending)
     check_vipu(request.vipu, num_instances)
     check_path("--executable-cache-path", request.executable_cache_path)
+    check_remote(request.remote)
     mpi = _choose_mpi(request, facts)
+    is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
     check_instance_variables(words.instance_variables, num_instances)
     num_slots = num_instances // len(hosts) * request.ipus_per_replica
@@ -74,7 +75,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         threads_per_replica=threads,
         is_deterministic=request.is_deterministic,
         launcher=LauncherKind.LOCAL if mpi is None else LauncherKind.MPI,
-        mpi=_without_forker(mpi) if len(hosts) > 1 or words.has_launcher_words else mpi,
+        mpi=mpi if is_here and not words.has_launcher_words else _without_forker(mpi),
         mpi_global_args=words.for_job.launcher_words,
         mpi_local_args=words.for_instances.launcher_words,
         variables=words.variables,
@@ -83,6 +84,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         vipu=request.vipu,
         output=_output(request.output, words),
         ending=request.ending,
+        remote=request.remote,
     )
     return place(plan, facts)
 
@@ -108,24 +110,6 @@ def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
         ),
     )
     return replace(plan, bindings=place_instances(plan.placement, host, demand))
-
-
-def refuse_remote_hosts(plan: LaunchPlan, host_aliases: Collection[str]) -> None:
-    """See that every host of ``plan`` is this machine: the last check before its processes start.
-
-    Args:
-        plan: What is to be started.
-        host_aliases: Every name that means this machine.
-
-    Raises:
-        PlanError: If a host is another machine.
-    """
-    remote = [host for host in plan.hosts if host not in host_aliases]
-    if remote:
-        raise PlanError(
-            f"--host {fold_hosts(remote)} is not this machine: jobs start on the machine that poprun runs on, and "
-            "those of other hosts can be planned with --dry-run; leave out --host to start this one here"
-        )
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:

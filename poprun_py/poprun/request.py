@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from poprun.binding import ProcessPlacement
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
 from poprun.vipu_settings import VipuSettings
 
 
@@ -30,8 +30,6 @@ class LaunchRequest:
         num_replicas: Model replicas in the whole job; None means one per instance.
         ipus_per_replica: Virtual IPUs that one replica uses.
         hosts: Names to run on, in order; empty means this machine.
-        host_subnet: The network between the hosts, such as ``10.1.0.0/16``, or None.
-        synchronises_python_venv: Whether the virtual environment is copied to the other hosts.
         launcher: How to start the processes.
         mpi_global_args: Extra words for the MPI launcher, before its process count.
         mpi_local_args: Extra words for the MPI launcher, after its process count.
@@ -44,6 +42,7 @@ class LaunchRequest:
         vipu: What is asked of the pool of virtual IPUs.
         output: What is shown and kept of what the programs print.
         ending: When the job ends other than by itself, and what is told of it.
+        remote: How the hosts are reached.
     """
 
     program: tuple[str, ...] = ()
@@ -52,8 +51,6 @@ class LaunchRequest:
     num_replicas: int | None = None
     ipus_per_replica: int = 1
     hosts: tuple[str, ...] = ()
-    host_subnet: str | None = None
-    synchronises_python_venv: bool = False
     launcher: LauncherChoice = LauncherChoice.AUTO
     mpi_global_args: tuple[str, ...] = ()
     mpi_local_args: tuple[str, ...] = ()
@@ -65,3 +62,4 @@ class LaunchRequest:
     vipu: VipuSettings = field(default_factory=VipuSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
     ending: EndingSettings = field(default_factory=EndingSettings)
+    remote: RemoteSettings = field(default_factory=RemoteSettings)

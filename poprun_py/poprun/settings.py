@@ -60,6 +60,21 @@ class EndingSettings:
     report_file: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSettings:
+    """How the hosts of a job are reached.
+
+    Attributes:
+        subnet: The subnet of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes.
+        ssh_config: File with the configuration of ssh, or None for the user's own.
+        synchronises_venv: Whether hosts that lack poprun's Python environment get a copy of it.
+    """
+
+    subnet: str | None = None
+    ssh_config: str | None = None
+    synchronises_venv: bool = False
+
+
 def check_output(output: OutputSettings, num_instances: int) -> None:
     """See that the values of ``output`` are possible in a job of ``num_instances``.
 
@@ -96,6 +111,28 @@ def check_ending(ending: EndingSettings) -> None:
             _check_seconds(option, seconds, may_be_zero=False)
     check_count("--max-restarts", ending.max_restarts, minimum=0)
     check_path("--report", ending.report_file)
+
+
+def check_remote(remote: RemoteSettings) -> None:
+    """See that the values of ``remote`` are possible.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    check_path("--ssh-config", remote.ssh_config)
+    if remote.ssh_config is not None and len(remote.ssh_config.split()) != 1:
+        raise PlanError(
+            f"--ssh-config {remote.ssh_config!r} has a blank in its path, which the MPI launchers cannot pass on"
+        )
+    if remote.subnet is not None:
+        from ipaddress import ip_network  # noqa: PLC0415 - jobs of one host go without
+
+        try:
+            ip_network(remote.subnet)
+        except ValueError as error:
+            raise PlanError(
+                f"--host-subnet {remote.subnet} is no subnet: {error}; write it like 10.0.0.0/16 or fd00::/64"
+            ) from None
 
 
 def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:

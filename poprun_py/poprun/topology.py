@@ -36,9 +36,13 @@ class MpiRuntime:
         """The one that is called."""
         return self.forker or self.path
 
+    @property
+    def name(self) -> str:
+        """What people call it, such as ``MPICH 4.3.2``."""
+        return f"{'MPICH' if self.kind is MpiKind.MPICH else 'Open MPI'} {self.version}"
+
     def __str__(self) -> str:
-        name = "MPICH" if self.kind is MpiKind.MPICH else "Open MPI"
-        return f"{name} {self.version}, {self.launcher}"
+        return f"{self.name}, {self.launcher}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

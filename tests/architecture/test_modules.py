@@ -14,7 +14,7 @@ VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager"
 
 READERS = {
     "popdist": ("__init__.py", "context.py", "presence.py", "startup", "testing"),
-    "poprun": ("cli", "vipu", "probe", "agent"),
+    "poprun": ("cli", "vipu", "probe", "agent", "preflight"),
 }
 """Where each package may read ``os.environ``: everybody else is handed what they need."""
 

@@ -16,7 +16,7 @@ from tests.process.test_endings import wait_until
 from tests.running import Finished, Poprun, run
 
 PATIENCE_SECONDS = 20.0
-HELLO = {"event": "hello", "instance": 0, "pid": 1, "shim": 1, "runtime": 1, "ports": []}
+HELLO = {"event": "hello", "instance": 0, "pid": 1, "shim": 1, "runtime": 1, "address": "127.0.0.1", "ports": []}
 HOSTILE = [
     b"nonsense\n",
     b"\0" * 1000 + b"\n",
@@ -80,8 +80,11 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
 OVER_TCP = """
 import os, sys
 from poprun.plan_file import read_plan
+from poprun.routes import HostRoute, JobNetwork
 from poprun.supervisor.attempts import run_attempts
-sys.exit(run_attempts(read_plan(open(sys.argv[1]).read(), "plan"), os.environ, 2, control_host=sys.argv[2]))
+plan, host = read_plan(open(sys.argv[1]).read(), "plan"), sys.argv[2]
+network = JobNetwork(control_host=host, hosts=(HostRoute(name="localhost", address=host, interface="lo"),))
+sys.exit(run_attempts(plan, os.environ, 2, network))
 """
 
 

@@ -9,7 +9,7 @@ from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.errors import PoprunError
 from poprun.render import TopologyFormat
 from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
 from poprun.vipu_settings import VipuSettings
 
 
@@ -57,8 +57,12 @@ def test_nothing_given_leaves_every_default_to_the_request() -> None:
         ),
         (
             ["--host-subnet=10.1.2.3/16", "--synchronise-python-venv=yes", "--executable-cache-path", "/c"],
-            {"host_subnet": "10.1.0.0/16", "synchronises_python_venv": True, "executable_cache_path": "/c"},
+            {
+                "remote": RemoteSettings(subnet="10.1.0.0/16", synchronises_venv=True),
+                "executable_cache_path": "/c",
+            },
         ),
+        (["--ssh-config", "hosts"], {"remote": RemoteSettings(ssh_config="hosts")}),
         (
             ["--vipu-partition=p", "--vipu-partition-attempts", "3", "--vipu-allocation=a", "--vipu-cluster", "c"],
             {"vipu": VipuSettings(partition="p", partition_attempts=3, allocation="a", cluster="c")},

@@ -9,7 +9,7 @@ from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.cli.option import Option
 from poprun.cli.options import OPTIONS
 from poprun.request import LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
 from poprun.vipu_settings import VipuSettings
 
 SECTIONS: Final = {
@@ -18,6 +18,7 @@ SECTIONS: Final = {
     "output": OutputSettings,
     "ending": EndingSettings,
     "vipu": VipuSettings,
+    "remote": RemoteSettings,
 }
 
 POPRUN_OPTIONS: Final = {

@@ -83,6 +83,7 @@ def test_a_file_states_ranges() -> None:
             "hang_timeout_seconds": None,
             "report_file": None,
         },
+        "remote": {"subnet": None, "ssh_config": None, "synchronises_venv": False},
     }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan import LauncherKind
-from poprun.planner import make_plan, refuse_remote_hosts
+from poprun.planner import make_plan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import EndingSettings, OutputSettings
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
@@ -185,12 +185,3 @@ def test_what_is_refused(asked: dict[str, Any], what: str) -> None:
     with pytest.raises(PlanError) as caught:
         planned(**asked)
     assert what in str(caught.value)
-
-
-def test_hosts_that_are_not_this_machine_are_not_started() -> None:
-    """Jobs on other hosts are planned; the check before the start names them as ranges."""
-    plan = planned(hosts=("localhost", "n1", "n2", "n3"), num_instances=4)
-
-    with pytest.raises(PlanError, match=r"--host n\[1-3\] is not this machine"):
-        refuse_remote_hosts(plan, LAPTOP.host_aliases)
-    refuse_remote_hosts(planned(hosts=("box",)), LAPTOP.host_aliases)

@@ -18,8 +18,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from popdist.errors import BackendError
 from popdist.presence import presence
 
-LOOPBACK: Final = "127.0.0.1"
-
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
 
@@ -41,7 +39,8 @@ class Mesh:
         store: Where the instances find each other; used by nobody else under its prefix.
         num_instances: Instances in the job. At least 2.
         instance_index: This one.
-        is_one_host: Whether all instances share this host: then nothing listens off loopback.
+        address: Address of this host at which the others reach it, of loopback when all share it; None lets gloo
+            choose.
         timeout_seconds: How long a lost or late instance is waited for.
     """
 
@@ -51,7 +50,7 @@ class Mesh:
         *,
         num_instances: int,
         instance_index: int,
-        is_one_host: bool,
+        address: str | None,
         timeout_seconds: float,
     ) -> None:
         self.num_instances = num_instances
@@ -59,7 +58,7 @@ class Mesh:
         self.timeout_seconds = timeout_seconds
         self._timeout = timedelta(seconds=timeout_seconds)
         self._store = store
-        self._is_one_host = is_one_host
+        self._address = address
         self._nccl: Any = None
         self._waiting: list[Thread] = []
         self.control = self._connect("control")
@@ -69,10 +68,10 @@ class Mesh:
         gloo: Any = dist.ProcessGroupGloo
         store = PrefixStore(name, self._store)
         with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
-            if not self._is_one_host:
+            if self._address is None:
                 return gloo(store, self.instance_index, self.num_instances, self._timeout)
             options = gloo._Options()  # noqa: SLF001 - torch offers no other way to choose the address
-            options._devices = [gloo.create_device(hostname=LOOPBACK)]  # noqa: SLF001 - as above
+            options._devices = [gloo.create_device(hostname=self._address)]  # noqa: SLF001 - as above
             options._timeout = self._timeout  # noqa: SLF001 - as above
             return gloo(store, self.instance_index, self.num_instances, options)
 

@@ -28,6 +28,22 @@ def is_one_host(contract: Contract) -> bool:
     return contract.num_local_instances == contract.num_instances
 
 
+def own_address(contract: Contract) -> str | None:
+    """The address at which the other instances reach this host.
+
+    That of loopback when all of them are here. Else the one that leads to poprun's choice for instance 0's host,
+    so that a job keeps to one network; None when no poprun has chosen one.
+    """
+    if is_one_host(contract):
+        return LOOPBACK
+    if contract.store is None:
+        return None
+    family = socket.AF_INET6 if ":" in contract.store.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: connect(2) only looks up the way
+        asked.connect((contract.store.host, contract.store.port))
+        return str(asked.getsockname()[0])
+
+
 def open_store(environment: Environment, timeout_seconds: float) -> Store:
     """The store of a job of at least two instances.
 

@@ -17,9 +17,9 @@ from poprun.agent.ports import hold_master_port, open_store_listener
 from poprun.agent.shared_memory import remove_abandoned
 from poprun.agent.watch import Watch
 from poprun.control import RECEIVE_BYTES, Message, ProtocolError
-from poprun.link import Link, connect, is_remote
+from poprun.link import Link, connect, is_remote, notice_death
 from poprun.linux import become_subreaper
-from poprun.process_tree import catchers, own_tree, reap, send, terminate
+from poprun.process_tree import catchers, descendants, key_of, own_tree, reap, send, terminate
 from poprun.processes import ProcessStart, start_process
 
 if TYPE_CHECKING:
@@ -47,10 +47,12 @@ def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_
     try:
         streams = _connect_streams(address, key, index) if is_remote(address) else []
         control = connect(address, key, _CONNECT_SECONDS)
+        if is_remote(address):
+            notice_death(control.connection)
     except (OSError, ProtocolError):
         return 1  # poprun is gone: there is nobody to tell
-    hello: Message = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
-    Agent(control, life_reader, hello, streams).run()
+    hello = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
+    Agent(control, life_reader, hello, streams, is_remote=is_remote(address)).run()
     control.close()
     return 0
 
@@ -68,12 +70,16 @@ def _connect_streams(address: str, key: str, index: int) -> list[int]:
 class Agent:
     """The agent's state, and what it does at each event; :meth:`run` is its loop."""
 
-    def __init__(self, control: Link, life_reader: int, hello: Message, streams: list[int]) -> None:
+    def __init__(
+        self, control: Link, life_reader: int, hello: dict[str, Any], streams: list[int], *, is_remote: bool
+    ) -> None:
         self._control = control
         self._life_reader = life_reader
-        self._hello = hello
         self._streams = streams
-        self._ports = (hold_master_port(), open_store_listener()) if hello["instance"] == 0 else ()
+        self._is_remote = is_remote
+        address = control.own_address()
+        self._hello = {**hello, "address": address}
+        self._ports = (hold_master_port(address), open_store_listener(address)) if hello["instance"] == 0 else ()
         self._program: int | None = None
         self._grace_seconds = _GRACE_SECONDS
         self._was_terminated = False
@@ -113,8 +119,16 @@ class Agent:
             self._end_on_time()
             self._tell_of_program()
         self._tell({"event": "ended"})
-        if self._is_orphan:  # else it is poprun's to do, once for all instances
+        if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
+        if self._is_orphan and self._is_remote:
+            self._end_runtime()
+
+    def _end_runtime(self) -> None:
+        """End what started the shim: its mpiexec is out of reach, and it would wait for that for ever."""
+        runtime = key_of(self._hello["runtime"])
+        if runtime is not None and any(key.pid == self._hello["shim"] for key in descendants(runtime.pid)):
+            send([runtime], signal.SIGTERM)
 
     def _tell_of_program(self) -> None:
         """What the program uses, now and then, and where it stands, when poprun has asked."""

@@ -8,21 +8,24 @@ popdist's own store gets a socket that listens already; instance 0's program inh
 
 import socket
 
-_LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
 
 
-def hold_master_port() -> socket.socket:
-    """A bound socket that keeps a free port number without listening on it."""
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def hold_master_port(address: str) -> socket.socket:
+    """A bound socket that keeps a free port number of ``address`` without listening on it."""
+    holder = socket.socket(_family(address), socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((_LOOPBACK, 0))
+    holder.bind((address, 0))
     return holder
 
 
-def open_store_listener() -> socket.socket:
-    """A listening loopback socket for popdist's store."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((_LOOPBACK, 0))
+def open_store_listener(address: str) -> socket.socket:
+    """A listening socket at ``address`` for popdist's store."""
+    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+    listener.bind((address, 0))
     listener.listen(_BACKLOG)
     return listener
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

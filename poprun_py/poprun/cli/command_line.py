@@ -12,7 +12,7 @@ from poprun.cli.origins import from_variables, from_words, layered, read_config_
 from poprun.errors import UsageError
 from poprun.render import TopologyFormat
 from poprun.request import LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
 from poprun.vipu_settings import VipuSettings
 
 _PLAN: Final = "plan"
@@ -62,6 +62,7 @@ class CommandLine:
             working_directory=working_directory,
             output=OutputSettings(**self.values.get("output", {})),
             ending=EndingSettings(**self.values.get("ending", {})),
+            remote=RemoteSettings(**self.values.get("remote", {})),
             vipu=VipuSettings(**self.values.get("vipu", {})),
             **self.values.get("request", {}),
         )

@@ -10,11 +10,12 @@ from poprun.advice import advise, advise_of_words
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables, origins
+from poprun.cli.other_hosts import look_at_hosts
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan import LaunchPlan
-from poprun.planner import job_words, make_plan, place, refuse_remote_hosts
+from poprun.planner import job_words, make_plan, place
 from poprun.probe.gpus import find_gpus
-from poprun.probe.machine import machine_facts, names_of_this_machine
+from poprun.probe.machine import machine_facts
 from poprun.probe.program import resolve_program
 from poprun.render import render_plan
 from poprun.request import LauncherChoice
@@ -22,6 +23,7 @@ from poprun.topology import MachineFacts
 
 if TYPE_CHECKING:
     from poprun.render.details import Details
+    from poprun.routes import JobNetwork
 
 
 def run(line: CommandLine) -> int:
@@ -49,23 +51,23 @@ def run(line: CommandLine) -> int:
         raise UsageError(
             "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
         )
-    refuse_remote_hosts(plan, names_of_this_machine(plan.hosts))
-    if line.plan_file is not None:
+    network = look_at_hosts(plan, line.verbosity)
+    if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
-    if not plan.takes_lease:
-        return _start(plan, line)
+    if not plan.takes_lease or network is not None:  # the pool knows this machine only
+        return _start(plan, line, network)
     from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
 
     with leased(plan, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
-        return _start(held if facts is None else place(held, facts.with_cores(held.cores)), line, lease)
+        return _start(held if facts is None else place(held, facts.with_cores(held.cores)), line, network, lease)
 
 
-def _start(plan: LaunchPlan, line: CommandLine, lease: int | None = None) -> int:
+def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", lease: int | None = None) -> int:
     from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
 
     if line.prints_topology:
         screen.show(_render(plan, line))
-    return run_job(plan, environ=os.environ, verbosity=line.verbosity, lease=lease)
+    return run_job(plan, environ=os.environ, verbosity=line.verbosity, lease=lease, network=network)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:

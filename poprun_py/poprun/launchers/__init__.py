@@ -5,16 +5,22 @@ Pure: a plan in, words out. `mpi` writes one command for an MPI runtime, `local`
 
 from poprun.launchers.base import SHIM_WORDS, LaunchCommand
 from poprun.plan import LauncherKind, LaunchPlan
+from poprun.routes import JobNetwork
 
 __all__ = ["SHIM_WORDS", "LaunchCommand", "launch_commands"]
 
 
-def launch_commands(plan: LaunchPlan) -> tuple[LaunchCommand, ...]:
-    """The commands that start the shims of ``plan``: one with MPI, one for each instance without."""
+def launch_commands(plan: LaunchPlan, network: JobNetwork | None = None) -> tuple[LaunchCommand, ...]:
+    """The commands that start the shims of ``plan``: one with MPI, one for each instance without.
+
+    Args:
+        plan: The job.
+        network: How its hosts reach each other; None when there is only this machine.
+    """
     if plan.launcher is LauncherKind.MPI and plan.mpi is not None:
         from poprun.launchers import mpi  # noqa: PLC0415 - one of the two, the one that is used
 
-        return (mpi.launch_command(plan, plan.mpi),)
+        return (mpi.launch_command(plan, plan.mpi, network),)
     from poprun.launchers import local  # noqa: PLC0415 - as above
 
     return local.launch_commands(plan)

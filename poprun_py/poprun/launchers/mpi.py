@@ -6,14 +6,22 @@ MPI's mpirun(1) and prterun(1).
 """
 
 import signal
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
-from poprun.control import RANK_VARIABLE
+from poprun.control import CONTROL_ADDRESS, CONTROL_KEY, RANK_VARIABLE
 from poprun.launchers.base import SHIM_WORDS, LaunchCommand
 from poprun.plan import LaunchPlan
+from poprun.routes import JobNetwork, ssh_options
 from poprun.topology import MpiKind, MpiRuntime
+
+SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY, RANK_VARIABLE)
+"""What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
+
+_HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +29,13 @@ class Dialect:
     """The command line of one family of MPI runtimes.
 
     Attributes:
-        fixed: Words that come first on one machine; the user's own follow and win.
+        here: Words that come first on one machine.
+        fixed: Those that come next everywhere; the user's own follow and win.
         num_processes: The option before the number of processes.
         rank_variable: Variable in which a process finds its rank.
     """
 
+    here: tuple[str, ...]
     fixed: tuple[str, ...]
     num_processes: str
     rank_variable: str
@@ -33,11 +43,13 @@ class Dialect:
 
 DIALECTS: Final = {
     MpiKind.MPICH: Dialect(
-        fixed=("-launcher", "fork", "-rmk", "user", "-bind-to", "none"),
+        here=("-launcher", "fork"),
+        fixed=("-rmk", "user", "-bind-to", "none"),
         num_processes="-n",
         rank_variable=HYDRA_RANK,
     ),
     MpiKind.OPEN_MPI: Dialect(
+        here=(),
         fixed=("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
         num_processes="-np",
         rank_variable=OMPI_RANK,
@@ -45,20 +57,72 @@ DIALECTS: Final = {
 }
 
 
-FORKER: Final = Dialect(fixed=(), num_processes="-n", rank_variable=HYDRA_RANK)
+class Reach(NamedTuple):
+    """How a runtime is told of the hosts.
+
+    Attributes:
+        words: Its words.
+        environment: What is added to its environment.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
+    """Hydra's own variables may hold more options for ssh, and its proxies are told where mpiexec is."""
+    return Reach(
+        words=(
+            *("-launcher", "ssh", "-localhost", network.control_host),
+            *("-genvlist", ",".join(SHIM_VARIABLES)),
+            *("-hosts", ",".join(_slots(plan))),
+        ),
+        environment={_HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
+    )
+
+
+def _through_prrte(plan: LaunchPlan, network: JobNetwork) -> Reach:
+    del network  # PRRTE's daemons find their way back by themselves
+    subnet = plan.remote.subnet
+    return Reach(
+        words=(
+            *("--host", ",".join(_slots(plan))),
+            *("--prtemca", "plm_ssh_agent", " ".join(("ssh", *ssh_options(plan.remote.ssh_config)))),
+            *(("--prtemca", "prte_if_include", subnet) if subnet else ()),
+            *(word for name in SHIM_VARIABLES for word in ("-x", name)),
+        ),
+    )
+
+
+def _slots(plan: LaunchPlan) -> Iterator[str]:
+    """Each host with the number of its instances, which are neighbours."""
+    return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
+
+
+_REACHES: Final = {MpiKind.MPICH: _through_hydra, MpiKind.OPEN_MPI: _through_prrte}
+
+FORKER: Final = Dialect(here=(), fixed=(), num_processes="-n", rank_variable=HYDRA_RANK)
 """MPICH's launcher for one machine: it binds nothing to cores, counts none, and opens no port."""
 
 
-def launch_command(plan: LaunchPlan, runtime: MpiRuntime) -> LaunchCommand:
+def launch_command(plan: LaunchPlan, runtime: MpiRuntime, network: JobNetwork | None) -> LaunchCommand:
     """The one command that starts every shim of ``plan``.
 
     Its order is PopRun's: launcher, fixed words, the user's global words, number of processes, the user's local
     words, program.
+
+    Args:
+        plan: The job.
+        runtime: What starts it.
+        network: How its hosts reach each other; None when there is only this machine.
     """
+    runtime = runtime if network is None else replace(runtime, forker=None)
     dialect = FORKER if runtime.forker else DIALECTS[runtime.kind]
+    reach = Reach(words=dialect.here) if network is None else _REACHES[runtime.kind](plan, network)
     return LaunchCommand(
         words=(
             runtime.launcher,
+            *reach.words,
             *dialect.fixed,
             *plan.mpi_global_args,
             dialect.num_processes,
@@ -66,7 +130,7 @@ def launch_command(plan: LaunchPlan, runtime: MpiRuntime) -> LaunchCommand:
             *plan.mpi_local_args,
             *SHIM_WORDS,
         ),
-        environment={RANK_VARIABLE: dialect.rank_variable},
+        environment={RANK_VARIABLE: dialect.rank_variable, **reach.environment},
         death_signal=signal.SIGKILL
         if runtime.forker
         else signal.SIGTERM,  # a forker that is asked waits for seconds

@@ -13,11 +13,19 @@ own), `whole_file`, and `sweep` (what is left).
 from collections.abc import Mapping
 
 from poprun.plan import LaunchPlan
+from poprun.routes import JobNetwork
 
 __all__ = ["run_job"]
 
 
-def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0, lease: int | None = None) -> int:
+def run_job(
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    verbosity: int = 0,
+    lease: int | None = None,
+    network: JobNetwork | None = None,
+) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
 
     A job that fails is started again as often as the plan says.
@@ -26,11 +34,12 @@ def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0,
     Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
 
     Args:
-        plan: What to start. It must be for this machine.
-        environ: The environment that poprun was called in; the programs inherit it.
+        plan: What to start.
+        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
         lease: Descriptor that every agent keeps open until its program has ended, or None: the lease on the job's
             virtual IPUs lasts as long as somebody has it open.
+        network: How the hosts of the plan reach each other; None when there is only this machine.
 
     Raises:
         LaunchError: If the MPI runtime or an agent could not be started.
@@ -38,4 +47,4 @@ def run_job(plan: LaunchPlan, *, environ: Mapping[str, str], verbosity: int = 0,
     """
     from poprun.supervisor.attempts import run_attempts  # noqa: PLC0415 - a dry run does not pay for the supervisor
 
-    return run_attempts(plan, environ, verbosity, lease=lease)
+    return run_attempts(plan, environ, verbosity, network, lease)

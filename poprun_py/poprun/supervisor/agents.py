@@ -109,7 +109,7 @@ class AgentLinks:
         if received is None:
             instance = self._drop(link)
             if instance >= 0:
-                yield instance, {"event": LOST}
+                yield instance, {"event": LOST, "is_silent": link.is_silent}
             return
         for descriptor in received.descriptors:
             os.close(descriptor)
@@ -130,7 +130,7 @@ class AgentLinks:
         elif message["event"] == "stillborn" and message["instance"] in range(self._num_instances):
             self._drop(link)
             if message["instance"] not in self._agents:
-                yield message["instance"], {"event": LOST}
+                yield message["instance"], {"event": LOST, "is_silent": False}
         elif instance >= 0 and message["event"] not in ("hello", "stream"):
             yield instance, message
         elif instance >= 0 or not self._introduce(link, message):

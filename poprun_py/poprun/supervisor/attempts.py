@@ -14,6 +14,7 @@ from poprun.environment import wished_job_id
 from poprun.errors import UsageError
 from poprun.linux import become_subreaper
 from poprun.plan import LaunchPlan
+from poprun.routes import JobNetwork
 from poprun.supervisor.loop import Job
 from poprun.supervisor.orders import JobIdentity
 from poprun.supervisor.outcome import JobEnd, exit_code, first_failure, has_left
@@ -47,7 +48,7 @@ def run_attempts(
     plan: LaunchPlan,
     environ: Mapping[str, str],
     verbosity: int,
-    control_host: str | None = None,
+    network: JobNetwork | None = None,
     lease: int | None = None,
 ) -> int:
     """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
@@ -56,7 +57,7 @@ def run_attempts(
         plan: The job.
         environ: The environment that poprun was called in.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        control_host: Address of this host at which the agents of other hosts report; None when there are none.
+        network: How the hosts of the job reach each other; None when there is only this machine.
         lease: Descriptor that the agents of this host keep open until their programs have ended, or None.
 
     Raises:
@@ -69,7 +70,7 @@ def run_attempts(
         job_id=wished_job_id(environ) or os.urandom(6).hex(),
         restart_count=0,
         began_at_seconds=time.monotonic(),
-        control_host=control_host,
+        network=network,
         lease=lease,
     )
     ends: list[JobEnd] = []

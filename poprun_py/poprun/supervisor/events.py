@@ -10,6 +10,7 @@ from poprun.ranges import fold_numbers
 from poprun.supervisor.agents import LOST
 from poprun.supervisor.state import (
     AGENT_KILLED,
+    HOST_LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
@@ -52,7 +53,8 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
         return replace(status, state=InstanceState.ENDED)
     if kind == LOST and not is_over:
         ended = replace(status, state=InstanceState.ENDED)
-        return ended if phase >= Phase.STOPPING else _with_problem(ended, AGENT_KILLED, now_seconds)
+        problem = HOST_LOST if event["is_silent"] else AGENT_KILLED
+        return ended if phase >= Phase.STOPPING else _with_problem(ended, problem, now_seconds)
     return status
 
 

@@ -68,7 +68,8 @@ class Job:
         self._record = Record(plan, identity, time.monotonic())
         self._began_at_epoch_seconds = time.time()
         self._kills_before = kill_counts()
-        self._start_watch = StartWatch(time.monotonic())
+        has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
+        self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
         self._launcher_ended_early = False
         self._selector = selectors.DefaultSelector()
         self._links = AgentLinks(plan.num_instances, self._selector, say, identity.control_host)
@@ -102,7 +103,7 @@ class Job:
             self._monitor = MonitorProcess(self._environ)
         self._remove_sessions()
         self._launcher.start(
-            launch_commands(self._plan),
+            launch_commands(self._plan, self._identity.network),
             {**self._environ, CONTROL_ADDRESS: self._links.door.address, CONTROL_KEY: self._links.door.key},
             self._plan.working_directory,
         )
@@ -113,7 +114,7 @@ class Job:
             is_calm = self._record.phase is Phase.RUNNING and not self._launcher.has_ended
             self._listen(signals, _LOOK_SECONDS if is_calm and not self._inquiry.is_open else _TICK_SECONDS)
             now = time.monotonic()
-            if self._record.phase is Phase.STARTING and self._plan.launcher is LauncherKind.MPI:
+            if self._record.phase is Phase.STARTING:
                 self._start_watch.look(self._launcher.running, self._record.reported, now)
             if self._links.viewers.are_due(now):
                 self._links.viewers.show(self._record.view(self._last_line, now), now)
@@ -173,7 +174,7 @@ class Job:
         self._record.note(instance, event, time.monotonic())
 
     def _welcome(self, instance: int, hello: dict[str, Any]) -> None:
-        if hello["runtime"] == os.getpid() and self._plan.launcher is LauncherKind.MPI:
+        if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:
             self._note(instance, {"event": "shim_lost"})  # the runtime died before the shim could look
         if self._record.phase >= Phase.STOPPING:
             self._links.tell(instance, {"order": "kill"})
@@ -207,7 +208,7 @@ class Job:
     def _start_programs(self, signals: SignalBox) -> None:
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._environ, self._identity, self._record.ports)
+            order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
             self._links.tell(index, order, self._identity.with_lease(streams))
             self._streams.close(streams)
         self._record.has_started = True
@@ -280,7 +281,7 @@ class Job:
             return end
         from poprun.supervisor.explanation import explain  # noqa: PLC0415 - jobs that end well need none
 
-        kills_before = self._kills_before if self._identity.control_host is None else None
+        kills_before = self._kills_before if self._identity.network is None else None
         return explain(end, self._plan, self._tails(), self._launcher.output, kills_before)
 
     def _tails(self) -> dict[int, list[str]]:

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
 from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
 from poprun.control import Message
-from poprun.environment import program_environment
+from poprun.environment import interface_environment, passed_environment, program_environment
 from poprun.plan import LaunchPlan, StartFacts
-
-_LOOPBACK: Final = "127.0.0.1"
+from poprun.routes import JobNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,15 +19,20 @@ class JobIdentity:
         job_id: The same for all instances and all attempts.
         restart_count: Attempts before this one.
         began_at_seconds: Monotonic time at which the first attempt began.
-        control_host: Address of this host at which the agents of other hosts report; None when there are none.
+        network: How the hosts of the job reach each other; None when there is only this machine.
         lease: Descriptor that the agents of this host keep open until their programs have ended, or None.
     """
 
     job_id: str
     restart_count: int
     began_at_seconds: float
-    control_host: str | None = None
+    network: JobNetwork | None = None
     lease: int | None = None
+
+    @property
+    def control_host(self) -> str | None:
+        """Address of this machine at which the agents of other hosts report; None when there are none."""
+        return None if self.network is None else self.network.control_host
 
     def with_lease(self, streams: Sequence[int]) -> list[int]:
         """The descriptors that an agent is given: those of its program, and the lease, which it keeps."""
@@ -37,7 +40,7 @@ class JobIdentity:
 
 
 def start_order(
-    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, ports: Sequence[int]
+    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, meeting: Sequence[Endpoint]
 ) -> Message:
     """The order that starts the program of instance ``index``.
 
@@ -46,16 +49,16 @@ def start_order(
         index: Global index of the instance.
         environ: The environment that poprun was called in.
         identity: Which job this is, and which attempt.
-        ports: Where torch's own store and popdist's will listen, on instance 0's host.
+        meeting: Where torch's own store and popdist's will listen, on instance 0's host.
     """
-    master, store = (Endpoint(host=_LOOPBACK, port=port) for port in ports)
+    master, store = meeting
     binding = plan.instance(index).binding
     start = StartFacts(job_id=identity.job_id, restart_count=identity.restart_count, master=master, store=store)
     return {
         "order": "start",
         "words": plan.program,
         "working_directory": plan.working_directory,
-        "environment": program_environment(plan, index, environ, start),
+        "environment": _environment(plan, index, environ, identity, start),
         "cores": binding.cores if binding else (),
         "memory_nodes": binding.memory_nodes if binding else (),
         "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR],
@@ -66,3 +69,14 @@ def start_order(
         "announcement_format": ANNOUNCEMENT_FORMAT,
         "grace_seconds": plan.ending.stop_timeout_seconds,
     }
+
+
+def _environment(
+    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, start: StartFacts
+) -> dict[str, str]:
+    """What an agent adds to its own environment: on one machine that is the user's already."""
+    told = program_environment(plan, index, environ, start)
+    if identity.network is None:
+        return told
+    route = identity.network.hosts[plan.instance(index).host_index]
+    return {**passed_environment(environ), **interface_environment(environ, route.interface), **told}

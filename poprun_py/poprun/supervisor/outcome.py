@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from poprun.supervisor.codes import shell_code
-from poprun.supervisor.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
+from poprun.supervisor.state import AGENT_KILLED, HOST_LOST, SHIM_KILLED, InstanceStatus
 
 if TYPE_CHECKING:
     from poprun.supervisor.findings import Findings
@@ -16,7 +16,10 @@ _TIMED_OUT: Final = 124
 _LEFT: Final = 128 + signal.SIGTERM
 _HUNG: Final = 75
 """EX_TEMPFAIL of sysexits.h: another try may go well."""
-_LET_DOWN: Final = {AGENT_KILLED: 1, SHIM_KILLED: 2}
+_LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
+"""Exit codes of poprun; 68 is EX_NOHOST of sysexits.h."""
+_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
+"""Programs fail because their host or another is lost, not the other way round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +86,8 @@ def exit_code(end: JobEnd) -> int:
         return _HUNG
     if failed is not None and failed.exit_code and not failed.was_stopped:
         return shell_code(failed.exit_code)
-    if failed is not None and (failed.problem == AGENT_KILLED or not end.launcher_code):
-        return shell_code(-signal.SIGKILL)
+    if failed is not None and (failed.problem in _LOST or not end.launcher_code):
+        return _LOST.get(failed.problem, shell_code(-signal.SIGKILL))
     if end.num_interrupts and not end.has_started:  # Ctrl-C may have ended the launcher before it had a session
         return shell_code(-signal.SIGINT)
     if (failed is not None or end.launcher_ended_early) and end.launcher_code:

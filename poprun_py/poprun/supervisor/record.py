@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from popdist.contract import Endpoint
 from poprun.plan import LaunchPlan
 from poprun.supervisor.events import after_event
 from poprun.supervisor.hangs import HangWatch
@@ -32,7 +33,7 @@ class Record:
     Attributes:
         statuses: Every instance, by index.
         phase: How far the attempt has come.
-        ports: Where torch's own store and popdist's will listen, once instance 0's agent has reported.
+        meeting: Where torch's own store and popdist's will listen, once instance 0's agent has reported.
         reported: The process ids of the agents that have reported, and of their shims.
         began_at_seconds: Monotonic time at which the attempt began.
         has_started: Whether the programs were told to start.
@@ -48,7 +49,7 @@ class Record:
         self._phase_since_seconds = now_seconds
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
         self.phase = Phase.STARTING
-        self.ports: list[int] = []
+        self.meeting: list[Endpoint] = []
         self.reported: set[int] = set()
         self.began_at_seconds = now_seconds
         self.has_started = False
@@ -58,12 +59,14 @@ class Record:
         self.stop_reason = ""
 
     def note(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
-        """Take note of what an agent said."""
+        """Take note of what an agent said; the clocks of other hosts show other times."""
+        if event["event"] == "exited" and self._identity.network is not None:
+            event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             if instance == 0:
-                self.ports = event["ports"]
+                self.meeting = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
         """Take note of a new phase."""

@@ -26,13 +26,16 @@ class StartWatch:
 
     Args:
         now_seconds: Monotonic time at which the start began.
+        has_runtime: Whether an MPI runtime starts all shims, on this machine; else there is nothing to see.
 
     Attributes:
+        has_runtime: As above.
         has_lost_one: Whether a shim, or an agent, was gone before it had reported.
         idle_seconds: For how long there has been no shim that may still report.
     """
 
-    def __init__(self, now_seconds: float) -> None:
+    def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
+        self.has_runtime = has_runtime
         self._next_seconds = now_seconds + _INTERVAL_SECONDS
         self._seen: set[int] = set()
         self._idle_since_seconds: float | None = None
@@ -47,7 +50,7 @@ class StartWatch:
             reported: The agents that have reported, and their shims.
             now_seconds: Monotonic time.
         """
-        if now_seconds >= self._next_seconds:
+        if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _INTERVAL_SECONDS
             self.note(living_shims(roots), reported, now_seconds)
 

@@ -10,6 +10,9 @@ from poprun.supervisor.memory_curve import MemoryCurve
 AGENT_KILLED: Final = "its agent was killed"
 """The problem of an instance whose agent was lost; the kernel has then killed its program."""
 
+HOST_LOST: Final = "its host does not answer any more"
+"""The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
+
 SHIM_KILLED: Final = "its shim was killed"
 """The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
 

@@ -72,15 +72,21 @@ CONFIGURATION: Final = grouped(
     ),
     Option(
         "host-subnet",
-        "request.host_subnet",
+        "remote.subnet",
         SUBNET,
         "Network between the hosts. [default: the one that leads to them]",
     ),
     Option(
+        "ssh-config",
+        "remote.ssh_config",
+        FILE,
+        "What ssh to the hosts reads in place of ~/.ssh/config.",
+    ),
+    Option(
         "synchronise-python-venv",
-        "request.synchronises_python_venv",
+        "remote.synchronises_venv",
         SWITCH,
-        "Copy the virtual environment to the other hosts.",
+        "Copy the virtual environment to hosts that lack it.",
     ),
     Option(
         "synchronise-poplar-sdk",

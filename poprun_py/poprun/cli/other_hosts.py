@@ -1,0 +1,44 @@
+"""What poprun does before a job of other hosts starts, and what it says of it."""
+
+import os
+from typing import Final
+
+from poprun.cli import screen
+from poprun.environment import passed_environment
+from poprun.errors import PlanError
+from poprun.hosts import fold_hosts
+from poprun.plan import LauncherKind, LaunchPlan
+from poprun.probe.machine import names_of_this_machine
+from poprun.routes import JobNetwork
+
+_MOST_TOLD: Final = 4
+
+
+def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
+    """How the hosts of ``plan`` reach each other; None when there is only this machine.
+
+    Raises:
+        PlanError: If the plan starts its processes without MPI.
+        HostsError: If a host cannot take part.
+    """
+    here = names_of_this_machine(plan.hosts) & set(plan.hosts)
+    if here == set(plan.hosts):
+        return None
+    if plan.launcher is LauncherKind.LOCAL:
+        raise PlanError(
+            f"--launcher local starts processes on this machine only, and {fold_hosts(plan.hosts)} is not: use "
+            "MPI, or leave out --host"
+        )
+    from poprun.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
+
+    found = examine_hosts(plan, here)
+    screen.tell(f"hosts talk over {_ways(found.network)}: {found.reason}")
+    if verbosity:
+        screen.tell(f"variables that go to other hosts: {', '.join(sorted(passed_environment(os.environ)))}")
+    return found.network
+
+
+def _ways(network: JobNetwork) -> str:
+    """The interfaces and addresses, of many hosts the first ones."""
+    told = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts[:_MOST_TOLD]]
+    return ", ".join([*told, *(["..."] if len(network.hosts) > _MOST_TOLD else [])])

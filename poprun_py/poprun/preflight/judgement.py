@@ -1,0 +1,236 @@
+"""What is wrong with a host, from what it answered: cause and remedy in words. Pure."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from poprun.plan import LaunchPlan
+from poprun.probe.mpi import read_version
+from poprun.topology import MpiRuntime
+
+SSH_FAILED: Final = 255
+_NO_COMMAND: Final = (126, 127)
+
+_SSH_CAUSES: Final = (
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
+        "its host key is not the one that ssh knows",
+        "if the host was set up anew, forget its old key with ssh-keygen -R {host}; if not, ask who answers there",
+    ),
+    (
+        r"Host key verification failed|No .* host key is known",
+        "ssh does not know its host key",
+        "compare and accept the key once: ssh {host} true",
+    ),
+    (r"Permission denied", "ssh refuses the login", "let this user in without a password: ssh-copy-id {host}"),
+    (
+        r"Could not resolve hostname|Name or service not known",
+        "nobody knows this name",
+        "check the spelling, or give the host in ~/.ssh/config or /etc/hosts",
+    ),
+    (r"Connection refused", "no sshd listens there", "start sshd on the host, or name its port in ~/.ssh/config"),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        "it does not answer",
+        "see that the host is up and lets ssh in: ssh {host} true",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What keeps a host out of a job.
+
+    Attributes:
+        host: The host.
+        cause: What was found there.
+        remedy: What to do about it.
+    """
+
+    host: str
+    cause: str
+    remedy: str
+
+
+def no_answer(host: str, code: int | None, words: str, python_file: str) -> Problem:
+    """Why a host did not answer.
+
+    Args:
+        host: The host.
+        code: Exit code of ssh; None when time was over.
+        words: What it said.
+        python_file: The interpreter that was to answer.
+    """
+    if code is None:
+        return Problem(
+            host=host, cause="it does not answer in time", remedy=f"see that this is quick: ssh {host} true"
+        )
+    if code in _NO_COMMAND and words.startswith("ssh:"):
+        return Problem(host=host, cause="there is no ssh here", remedy="install an ssh client on this machine")
+    if code in _NO_COMMAND:
+        return _no_python(host, python_file)
+    if code == SSH_FAILED:
+        for pattern, cause, remedy in _SSH_CAUSES:
+            if re.search(pattern, words, re.IGNORECASE):
+                return Problem(host=host, cause=cause, remedy=remedy.format(host=host))
+    said = words.splitlines()[-1] if words else f"exit code {code}"
+    return Problem(host=host, cause=f"ssh failed: {said}", remedy=f"see that this works: ssh {host} true")
+
+
+def _no_python(host: str, python_file: str) -> Problem:
+    return Problem(
+        host=host,
+        cause=f"there is no Python at {python_file}",
+        remedy="make the same environment there, or have poprun do so: --synchronise-python-venv yes",
+    )
+
+
+def program_files(program: Sequence[str]) -> list[str]:
+    """The files that a program's words name: what is executed, and the first word that is a Python file."""
+    script = next((word for word in program[1:] if word.endswith(".py")), None)
+    return [program[0], *([script] if script else [])]
+
+
+def judge(host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with ``host``: everything that its answer shows.
+
+    Args:
+        host: The host.
+        answer: What it said.
+        plan: The job.
+        here: What this machine said to the same questions.
+    """
+    if answer["python"] != here["python"]:
+        yield Problem(
+            host=host,
+            cause=f"{answer['python_file']} is Python {answer['python']} there, {here['python']} here",
+            remedy="install the same Python on both",
+        )
+    if answer["sources"] != here["sources"]:
+        yield _other_popdist(host, answer, here)
+    if plan.mpi is not None:
+        yield from _judge_mpi(host, plan.mpi, answer["mpi"])
+    if not answer["has_directory"]:
+        yield Problem(
+            host=host,
+            cause=f"there is no directory {plan.working_directory}",
+            remedy="make it there, or start the job in one that every host has",
+        )
+    for file, problem in answer["files"].items():
+        if here["files"][file]:
+            continue  # a word that names no file here needs to name none there
+        if problem == "missing":
+            yield Problem(host=host, cause=f"there is no {file}", remedy="copy the program to it")
+        if problem and problem != "missing":
+            yield Problem(host=host, cause=f"{file} is {problem}", remedy="let this user read it: chmod a+r")
+
+
+def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]) -> Problem:
+    folder = next(folder for folder, digest in here["sources"].items() if answer["sources"][folder] != digest)
+    if not answer["sources"][folder]:
+        cause = f"there is no {os.path.basename(folder)} in {folder}"
+    elif answer["version"] != here["version"]:
+        cause = f"poprun and popdist are {answer['version']} there, {here['version']} here"
+    else:
+        cause = f"poprun and popdist {here['version']} differ from those here, in {folder}"
+    return Problem(
+        host=host,
+        cause=cause,
+        remedy="install the same as here, or have poprun do so: --synchronise-python-venv yes",
+    )
+
+
+def _judge_mpi(host: str, wanted: MpiRuntime, output: str) -> Iterator[Problem]:
+    found = read_version(wanted.path, output)
+    if found is None:
+        cause = f"there is no MPI at {wanted.path}"
+        yield Problem(host=host, cause=cause, remedy=f"install {wanted.name} there")
+    elif found.name != wanted.name:
+        cause = f"{wanted.path} is {found.name} there, {wanted.name} here"
+        yield Problem(host=host, cause=cause, remedy="install the same on both")
+
+
+def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
+    """Whether ``host`` has what the plan uses there; ``slots`` is what it said."""
+    lacking = [device for device in plan.devices if device not in slots["gpus"]]
+    if lacking:
+        yield Problem(
+            host=host,
+            cause=f"GPU {', '.join(lacking)} is not there or not free",
+            remedy=f"wait for it, or ask for {len(slots['gpus'])} virtual IPUs on each host at most",
+        )
+    num_cores = slots["num_cores"]
+    if not plan.devices and num_cores < plan.num_slots_per_host <= len(plan.cores):
+        yield Problem(
+            host=host,
+            cause=f"it has {num_cores} cores for {plan.num_slots_per_host} virtual IPUs",
+            remedy="ask for fewer instances, or leave the host out",
+        )
+
+
+def judge_together(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
+    """What is wrong between the hosts: two names of one host, a name with two meanings.
+
+    Args:
+        answers: What each host said, by its name; this machine's is among them.
+        hosts: Those that the job is to run on.
+    """
+    seen: dict[tuple[str, ...], str] = {}
+    for host, answer in answers.items():
+        identity = tuple(answer["ssh"][2:])
+        first = seen.setdefault(identity, host) if identity else host
+        if first != host:
+            yield Problem(
+                host=host, cause=f"it is the same host as {first}", remedy="name each host once in --host"
+            )
+    for name in hosts:
+        yield from _judge_name(name, answers)
+
+
+def _judge_name(name: str, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
+    """A host's own view of its own name is no matter: it is often a loopback address there."""
+    views = {
+        host: found
+        for host, answer in answers.items()
+        if host != name and (found := {text for text in answer["names"].get(name, ()) if not _is_loopback(text)})
+    }
+    first = next(iter(views.values()), set())
+    for host, found in views.items():
+        if not found & first:
+            other = next(iter(views))
+            yield Problem(
+                host=host,
+                cause=f"{name} is {_first(found)} there and {_first(first)} on {other}",
+                remedy=f"give {name} the same address in the /etc/hosts or DNS of both",
+            )
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _first(addresses: set[str]) -> str:
+    return min(addresses)
+
+
+def render_problems(problems: Sequence[Problem], num_hosts: int) -> str:
+    """One table of all problems; hosts with the same one share a row."""
+    from poprun.hosts import fold_hosts  # noqa: PLC0415 - only a mistake pays for it
+
+    rows: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        key = (problem.cause, problem.remedy.replace(problem.host, "HOST"))
+        rows.setdefault(key, []).append(problem.host)
+    bad = list(dict.fromkeys(problem.host for problem in problems))
+    cells = [
+        (fold_hosts(hosts), cause, remedy.replace("HOST", hosts[0]) if len(hosts) == 1 else remedy)
+        for (cause, remedy), hosts in rows.items()
+    ]
+    widths = [max(len(row[column]) for row in [*cells, ("host", "cause", "remedy")]) for column in range(2)]
+    lines = [
+        f"  {host:{widths[0]}}  {cause:{widths[1]}}  {remedy}"
+        for host, cause, remedy in [("host", "cause", "remedy"), *cells]
+    ]
+    return "\n".join([f"{len(bad)} of {num_hosts} hosts cannot take part:", *lines])

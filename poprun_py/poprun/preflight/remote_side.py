@@ -1,0 +1,179 @@
+"""What a host says of itself before a job starts. This text is sent there over ssh and run in a bare interpreter.
+
+Each line that comes is a question as JSON, each line that goes an answer, with a mark in front, because a shell's
+startup files may print lines of their own. Standard library only, and nothing of poprun, until the host has shown
+that its poprun is the same.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from typing import Any
+
+MARK = "poprun-preflight:"
+
+_SIOCGIFCONF = 0x8912
+_IFREQ_BYTES = 40
+_MAX_ADDRESSES = 1024
+_MPI_SECONDS = 5.0
+_CONNECT_SECONDS = 2.0
+_RESOLVE_SECONDS = 3
+_VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
+
+Question = (
+    dict  # the bare type: this text runs under any Python 3 that a host may have, which then says which it is
+)
+
+
+def main() -> None:
+    """Answer until nobody asks any more."""
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = {"facts": facts, "slots": slots, "route": route}[question["ask"]](question)
+        sys.stdout.write(MARK + json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def facts(question: dict[str, Any]) -> dict[str, Any]:
+    """What is here of what a job needs."""
+    sources = {folder: digest(folder) for folder in question["folders"]}
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "python_file": sys.executable,
+        "sources": sources,
+        "version": version(question["version_file"]),
+        "mpi": mpi_version(question["mpi"]),
+        "has_directory": os.path.isdir(question["working_directory"]),
+        "files": {file: look_at(file) for file in question["files"]},
+        "addresses": addresses(),
+        "ssh": os.environ.get("SSH_CONNECTION", "").split(),
+        "names": resolve(question["names"]),
+    }
+
+
+def digest(folder: str) -> str:
+    """A digest of a package's Python files; empty when it is not there."""
+    hasher = hashlib.sha256()
+    files = [
+        os.path.join(path, name) for path, _, names in os.walk(folder) for name in names if name.endswith(".py")
+    ]
+    for file in sorted(files):
+        with open(file, "rb") as source:
+            hasher.update(os.path.relpath(file, folder).encode() + b"\0" + hashlib.sha256(source.read()).digest())
+    return hasher.hexdigest() if files else ""
+
+
+def version(file: str) -> str:
+    """The version that a file states; empty when it is not there."""
+    try:
+        with open(file, encoding="utf-8") as source:
+            match = _VERSION.search(source.read())
+    except OSError:
+        return ""
+    return match[1] if match else ""
+
+
+def mpi_version(launcher: str) -> str:
+    """What an MPI launcher says of itself; empty when it cannot be run."""
+    if not os.access(launcher, os.X_OK):
+        return ""
+    try:
+        done = subprocess.run(
+            [launcher, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_MPI_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def look_at(file: str) -> str:
+    """What is wrong with a file of the program; empty when nothing is."""
+    if not os.path.exists(file):
+        return "missing"
+    return "" if os.access(file, os.R_OK) or os.access(file, os.X_OK) else "not readable"
+
+
+def addresses() -> list[tuple[str, str]]:
+    """Every address of this host as (interface, address), those of IPv4 first; link-local ones are left out."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        room = array.array("B", bytes(_IFREQ_BYTES * _MAX_ADDRESSES))
+        request = struct.pack("iL", len(room), room.buffer_info()[0])
+        (filled,) = struct.unpack_from("i", fcntl.ioctl(asked.fileno(), _SIOCGIFCONF, request))
+    for at in range(0, filled, _IFREQ_BYTES):
+        name = room[at : at + 16].tobytes().partition(b"\0")[0].decode()
+        found.append((name, socket.inet_ntoa(room[at + 20 : at + 24].tobytes())))
+    try:
+        with open("/proc/net/if_inet6", encoding="ascii") as table:
+            rows = [line.split() for line in table]
+    except OSError:
+        rows = []
+    for digits, _, _, scope, _, name in rows:
+        if scope != "20":
+            found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))))
+    return found
+
+
+def resolve(names: list[str]) -> dict[str, list[str]]:
+    """The addresses of each name, as far as this host knows them in a bounded time."""
+    found: dict[str, list[str]] = {}
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(_RESOLVE_SECONDS)
+    try:
+        for name in names:
+            try:
+                found[name] = sorted(
+                    {str(entry[4][0]) for entry in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)}
+                )
+            except (socket.gaierror, UnicodeError):
+                found[name] = []
+    except TimeoutError:
+        return found
+    finally:
+        signal.alarm(0)
+    return found
+
+
+def slots(question: dict[str, Any]) -> dict[str, Any]:
+    """The cores and the GPUs that a job may use here, as poprun itself finds them."""
+    sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
+    from poprun.probe.cores import usable_cores  # noqa: PLC0415 - not before it is known to be the same
+    from poprun.probe.gpus import find_gpus  # noqa: PLC0415 - as above
+
+    gpus = find_gpus(os.environ)
+    return {"num_cores": len(usable_cores()), "gpus": [gpu.name for gpu in gpus if gpu.is_free]}
+
+
+def route(question: dict[str, Any]) -> dict[str, Any]:
+    """Whether poprun can be reached from an address of this host; what was wrong, or nothing."""
+    try:
+        connection = socket.create_connection(
+            (question["host"], question["port"]), _CONNECT_SECONDS, (question["from"], 0)
+        )
+    except OSError as error:
+        return {"problem": error.strerror or str(error)}
+    connection.close()
+    return {"problem": ""}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""How the hosts of a job reach each other: values that are found before it starts, and the words of ssh. Pure.
+
+Host keys are checked as the user's configuration of ssh says; nothing here changes that. Nobody can type a
+password or a passphrase: what needs one is an error (ssh_config(5), BatchMode).
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+_CONNECT_SECONDS: Final = 5
+_SSH_OPTIONS: Final = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRoute:
+    """One host of a job, as the others reach it.
+
+    Attributes:
+        name: What the user calls it.
+        address: Its IP address for the job's traffic. All hosts of a job have one of the same family.
+        interface: The network interface that has this address.
+    """
+
+    name: str
+    address: str
+    interface: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNetwork:
+    """The hosts of a job that are not, or not only, the machine that poprun runs on.
+
+    Attributes:
+        control_host: Address of this machine at which the agents report.
+        hosts: The hosts of the plan, in its order.
+    """
+
+    control_host: str
+    hosts: tuple[HostRoute, ...]
+
+
+def ssh_options(config: str | None) -> tuple[str, ...]:
+    """The options of every call, with the configuration file in the place of the user's own, if there is one."""
+    return (*(("-F", config) if config is not None else ()), *_SSH_OPTIONS)
+
+
+def ssh_words(config: str | None, host: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The argv that runs ``command``, as a POSIX shell splits it, on ``host``."""
+    return ("ssh", *ssh_options(config), "-T", "--", host, shlex.join(command))

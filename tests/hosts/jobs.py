@@ -1,0 +1,58 @@
+"""Run poprun on one of the hosts, as a user who is logged in there does."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.hosts.network import TMPDIR, Network
+from tests.running import Finished, run
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_SECONDS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPoprun:
+    """poprun under one interpreter, with the MPI runtime that is beside it.
+
+    Attributes:
+        python: The interpreter that runs ``-m poprun``.
+        name: What the runtime is called.
+    """
+
+    python: Path
+    name: str
+
+    def words(
+        self, network: Network, *arguments: str, host: str = "n1", cwd: Path = ROOT, **variables: str
+    ) -> list[str]:
+        """The argv of one call on ``host``, from here."""
+        path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
+        settings = {"PATH": path, "TMPDIR": TMPDIR, "POPRUN_SSH_CONFIG": str(network.ssh_config), **variables}
+        told = [f"{name}={value}" for name, value in settings.items()]
+        command = ["env", f"--chdir={cwd}", *told, str(self.python), "-m", "poprun", *arguments]
+        return network.hosts[host].enter(command)
+
+    def __call__(
+        self, network: Network, *arguments: str, host: str = "n1", cwd: Path = ROOT, **variables: str
+    ) -> Finished:
+        """Run a job to its end."""
+        words = self.words(network, *arguments, host=host, cwd=cwd, **variables)
+        return run(words, deadline_seconds=DEADLINE_SECONDS)
+
+    @contextmanager
+    def started(self, network: Network, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+        """A job that runs on when the block begins; it must have ended when the block ends."""
+        words = self.words(network, *arguments)
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            try:
+                yield process
+            except BaseException:
+                for host in network.hosts.values():
+                    host.end()
+                raise

