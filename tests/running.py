@@ -5,6 +5,7 @@ everything below it and the test fails with what was printed until then.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import pytest
 from tests.leftovers import TOKEN_VARIABLE, kill_processes_of
 
 _TORCH_ABORTS = "terminate called without an active exception"
+
+_STAMP = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} \d+ POPRUN \[([DIWE])\] ", re.MULTILINE)
 
 DEADLINE_SECONDS = 40.0
 """Reached only by a command that hangs."""
@@ -37,6 +40,11 @@ class Finished:
     code: int
     out: str
     err: str
+
+    @property
+    def told(self) -> str:
+        """Its standard error; poprun's own lines begin with their level, such as ``[W]``."""
+        return without_stamps(self.err)
 
     @property
     def lines(self) -> list[str]:
@@ -171,3 +179,8 @@ def _kill_all(process: "subprocess.Popen[str]") -> None:
     process.kill()
     if TOKEN_VARIABLE in os.environ:  # fixtures of a whole module run before a test has its token
         kill_processes_of(os.environ[TOKEN_VARIABLE])
+
+
+def without_stamps(text: str) -> str:
+    """``text`` with the stamps of poprun's own lines, time and process, reduced to the level: ``[W] …``."""
+    return _STAMP.sub(r"[\1] ", text)

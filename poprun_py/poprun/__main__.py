@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from poprun.errors import PoprunError
+from poprun.log_line import own_line
 
 BROKEN_PIPE = 141
 
@@ -80,7 +81,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    print(f"poprun: error: {message}", file=sys.stderr)  # noqa: T201 - a command speaks on stderr
+    sys.stderr.write(own_line(f"error: {message}"))
     return exit_code
 
 

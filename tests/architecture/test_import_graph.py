@@ -38,7 +38,7 @@ LAYERS = {
         ("testing", "compat", "checkpoint", "preemption"),
     ),
     "poprun": (
-        ("errors", "ranges", "linux", "process_tree", "control", "users"),
+        ("errors", "ranges", "linux", "process_tree", "control", "users", "log_line"),
         ("topology", "binding", "legality", "fields", "tag_format", "processes", "authentication"),
         ("settings", "vipu_settings", "mpi_words", "hosts", "placement", "routes", "link", "view", "inventory"),
         ("request", "plan", "pods"),

@@ -35,7 +35,7 @@ _BURIAL_SECONDS = 5.0
 
 _JOB_ID = "faults"
 
-_NAMED = re.compile(r"^poprun: instance (\d+) failed first", re.MULTILINE)
+_NAMED = re.compile(r"^\S+ \d+ POPRUN \[E\] instance (\d+) failed first", re.MULTILINE)
 
 
 def run_cell(contestant: Contestant, fault: Fault, size: int, chance: random.Random) -> Outcome:

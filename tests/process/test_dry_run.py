@@ -11,7 +11,7 @@ import pytest
 
 from poprun.plan_file import read_plan
 from poprun.render import TopologyFormat
-from tests.running import Poprun, run
+from tests.running import Poprun, run, without_stamps
 
 WITHOUT_LIBRARIES = """\
 import sys
@@ -88,7 +88,7 @@ def test_advice_is_no_output(poprun: Poprun) -> None:
     plan = poprun("--launcher", "local", "-n", "1000", "--dry-run", "--topology-format", "json").succeeded()
 
     assert read_plan(plan.out, "stdout").num_instances == 1000
-    assert plan.err.startswith("poprun: warning: 1,000 instances share")
+    assert plan.told.startswith("[W] 1,000 instances share")
     assert plan.err.count("\n") == 1
 
 
@@ -113,7 +113,7 @@ def test_mistakes(poprun: Poprun, words: list[str], code: int, message: str) -> 
     finished = poprun(*words)
 
     assert finished.code == code
-    assert finished.err.startswith("poprun: error: ")
+    assert finished.told.startswith("[E] ")
     assert message in finished.err
     assert finished.err.count("\n") == 1
 
@@ -138,7 +138,7 @@ def test_the_launcher_is_told_with_its_reason(poprun: Poprun) -> None:
     """``-v`` says which launcher is taken and why, and shows the exact command."""
     finished = poprun("-v", "--launcher", "local", "-n", "2", "--dry-run", "true").succeeded()
 
-    assert "poprun: launcher local: asked for\n" in finished.err
+    assert "[I] launcher local: asked for\n" in finished.told
     assert "shim.py" in finished.out
     assert "POPDIST_NUM_TOTAL_REPLICAS=2" in finished.out
 
@@ -163,7 +163,7 @@ def test_a_full_disk(poprun: Poprun) -> None:
         )
 
     assert answer.returncode == 2
-    assert answer.stderr == "poprun: error: standard output cannot be written: No space left on device\n"
+    assert without_stamps(answer.stderr) == "[E] standard output cannot be written: No space left on device\n"
 
 
 def test_a_working_directory_that_is_gone(poprun: Poprun, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_working_directory_that_is_gone(poprun: Poprun, tmp_path: Path) -> Non
     finished = run(["sh", "-c", script, "sh", *poprun.command("--dry-run")], cwd=tmp_path)
 
     assert (finished.code, finished.out) == (2, "")
-    assert finished.err == "poprun: error: the working directory is gone: change to one that exists\n"
+    assert finished.told == "[E] the working directory is gone: change to one that exists\n"
 
 
 def test_ctrl_c_before_anything_is_started(poprun: Poprun) -> None:
@@ -181,7 +181,7 @@ def test_ctrl_c_before_anything_is_started(poprun: Poprun) -> None:
         poprun.command("-v", "--plan", "-"), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "poprun: reading the plan from standard input\n"
+        assert without_stamps(process.stderr.readline()) == "[I] reading the plan from standard input\n"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
 
@@ -202,4 +202,4 @@ def test_a_plan_for_other_machines_may_name_their_program(poprun: Poprun) -> Non
     answer = poprun("--dry-run", "-H", "node[0-1]", "-n", "2", "no-such-program", "--epochs", "3").succeeded()
 
     assert "no-such-program --epochs 3" in answer.out
-    assert "warning: there is no program no-such-program" in answer.err
+    assert "[W] there is no program no-such-program" in answer.told

@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults.targets import bare_interpreters, named_processes
 from tests.process.endings import has_met, num_notes, write_program
-from tests.running import MpiEnvironment, Poprun, run
+from tests.running import MpiEnvironment, Poprun, run, without_stamps
 
 if TYPE_CHECKING:
     import subprocess
@@ -38,10 +38,10 @@ def test_the_report_shows_the_users_own_traceback(launcher: Poprun, tmp_path: Pa
 
     finished = launcher("-n", "4", *words)
 
-    told = finished.err.splitlines()
+    told = finished.told.splitlines()
     report = told[next(number for number, line in enumerate(told) if "failed first" in line) :]
     assert finished.code == 1
-    assert report[0] == "poprun: instance 2 failed first: exit code 1 (host localhost, replica 2)"
+    assert report[0] == "[E] instance 2 failed first: exit code 1 (host localhost, replica 2)"
     assert report[1] == "  | Traceback (most recent call last):"
     assert len(report) <= 15
     assert report[-2:] == [
@@ -130,7 +130,7 @@ finally:
 
     logs = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file())
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "poprun: instances 0-2: KeyboardInterrupt"
+    assert without_stamps(err).splitlines()[-1] == "[E] instances 0-2: KeyboardInterrupt"
     assert sorted(line[-6:] for line in err.splitlines() if line.startswith("[1,")) == [":saved"] * 3
     assert logs.count("Traceback (most recent call last):") == 3
 

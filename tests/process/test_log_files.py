@@ -139,5 +139,5 @@ def test_a_limit_on_files_cuts_the_logs_only(poprun: Poprun, tmp_path: Path) -> 
 
     assert finished.out.count("x" * 99 + "\n") == 4000
     assert "is cut off: File too large" in finished.err
-    assert "warning: 2 logs in " in finished.err
+    assert "[W] 2 logs in " in finished.told
     assert [log(tmp_path, rank).stat().st_size for rank in range(2)] == [8192, 8192]

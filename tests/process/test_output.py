@@ -33,7 +33,7 @@ def test_several_instances_are_tagged_as_poprun_does(launcher: Poprun) -> None:
     finished = launcher("-n", "3", sys.executable, "-c", SAY).succeeded()
 
     assert finished.lines == [f"[1,{rank}]<stdout>:out {rank}" for rank in range(3)]
-    told = [line for line in finished.err.splitlines() if not line.startswith("poprun: ")]
+    told = [line for line in finished.told.splitlines() if not line.startswith(("[I] ", "[W] "))]
     assert sorted(told) == [f"[1,{rank}]<stderr>:err {rank}" for rank in range(3)]
 
 
@@ -269,10 +269,10 @@ print([os.readlink(f'/proc/self/fd/{n}') for n in range(3)], file=open(os.enviro
 
 def test_words_that_cannot_be_shown_are_no_traceback() -> None:
     """A full disk is told in one line, whatever was to be printed."""
-    finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *Poprun().command("--version")])
+    finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *Poprun().command("--help")])
 
     assert finished.code == 2
-    assert finished.err == "poprun: error: [Errno 28] No space left on device\n"
+    assert finished.told == "[E] [Errno 28] No space left on device\n"
 
 
 def test_output_that_cannot_be_written_ends_the_job_and_is_told() -> None:
@@ -281,4 +281,4 @@ def test_output_that_cannot_be_written_ends_the_job_and_is_told() -> None:
     finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *command])
 
     assert finished.code == 141
-    assert "poprun: the output cannot be written: No space left on device" in finished.err
+    assert "[E] the output cannot be written: No space left on device" in finished.told

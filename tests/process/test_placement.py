@@ -99,7 +99,7 @@ def test_a_plan_of_a_larger_machine(poprun: Poprun, tmp_path: Path) -> None:
     file = plan_with(poprun, tmp_path, cores="0-1023", placement="disabled")
     finished = poprun("--plan", str(file)).succeeded()
 
-    assert f"warning: {file} counts on 1024 cores, and there " in finished.err
+    assert f"[W] {file} counts on 1024 cores, and there " in finished.told
     assert len(finished.lines) == 2
 
 

@@ -55,4 +55,4 @@ def test_a_report_that_cannot_be_written_in_the_end_is_a_warning(poprun: Poprun,
     finished = run(command, cwd=tmp_path)
 
     assert finished.code == 3
-    assert finished.err.count("warning: --report ") == 1
+    assert finished.told.count("[W] --report ") == 1

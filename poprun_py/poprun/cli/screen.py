@@ -5,6 +5,7 @@ import sys
 from io import TextIOWrapper
 
 from poprun.errors import UsageError
+from poprun.log_line import own_line
 
 
 def show(text: str) -> None:
@@ -28,7 +29,7 @@ def show(text: str) -> None:
 
 def tell(text: str) -> None:
     """Write a line about what poprun does to standard error."""
-    print(f"poprun: {text}", file=sys.stderr)  # noqa: T201 - a command speaks on stderr
+    sys.stderr.write(own_line(text))
 
 
 def abandon_stdout() -> None:

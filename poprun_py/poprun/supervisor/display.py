@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from poprun.log_line import Level
 from poprun.supervisor.lines import tagged
 from poprun.supervisor.tags import Tags
 from poprun.supervisor.voice import say
@@ -44,7 +45,7 @@ class Outlet:
             except OSError as error:
                 self._is_closed = True
                 if error.errno != errno.EPIPE:
-                    say(f"the output cannot be written: {error.strerror}")
+                    say(f"the output cannot be written: {error.strerror}", Level.ERROR)
                 self._on_closed()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from poprun.log_line import Level
 from poprun.plan import LaunchPlan
 from poprun.probe.kills import KillCounts
 from poprun.supervisor.aborts import blame_aborter
@@ -34,5 +35,5 @@ def explain(
         findings=gather_findings(tails, launcher_output, kills_before),
     )
     if lines := render_end(explained, plan):
-        say("\n".join(lines))
+        say("\n".join(lines), Level.ERROR)
     return explained

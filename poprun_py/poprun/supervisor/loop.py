@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from poprun.agent.shared_memory import remove_abandoned
 from poprun.control import CONTROL_ADDRESS, CONTROL_KEY
 from poprun.launchers import launch_commands
+from poprun.log_line import Level
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.probe.kills import kill_counts
 from poprun.supervisor.agents import AgentLinks
@@ -294,4 +295,4 @@ class Job:
 
     def _log(self, level: int, text: str) -> None:
         if self._verbosity >= level:
-            say(text)
+            say(text, Level.DEBUG if level > 1 else Level.INFO)

@@ -1,0 +1,35 @@
+"""What poprun says of itself, in PopRun's form."""
+
+import re
+
+import pytest
+
+from poprun.log_line import Level, logged, own_line
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "line"),
+    [
+        ("waiting", Level.INFO, "[I] waiting"),
+        ("hello", Level.DEBUG, "[D] hello"),
+        ("warning: 2 cores", Level.INFO, "[W] 2 cores"),
+        ("error: no program", Level.INFO, "[E] no program"),
+        ("a warning: this", Level.INFO, "[I] a warning: this"),
+        ("instance 1 failed\n  | Traceback", Level.ERROR, "[E] instance 1 failed\n  | Traceback"),
+    ],
+)
+def test_a_line_of_popruns(text: str, level: Level, line: str) -> None:
+    """Time to the millisecond, process, POPRUN, level; a text that says its level itself says it once."""
+    stamp, written = logged(text, level, 1_000_000_000.0625, 4711).split(" POPRUN ", 1)
+
+    assert re.fullmatch(r"\d\d:\d6:40\.062 4711", stamp)
+    assert written == f"{line}\n"
+
+
+def test_a_terminal_shows_who_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a person reads, who does not need the process's number; anywhere else the stamp is there."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert own_line("warning: 2 cores") == "poprun: warning: 2 cores\n"
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} \d+ POPRUN \[W\] 2 cores\n", own_line("warning: 2 cores"))
