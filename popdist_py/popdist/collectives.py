@@ -58,6 +58,9 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
     )
     backend = current_group().backend
     flat = _flat(tensor)
+    if backend.host is not None and not tensor.is_cuda:
+        backend.host.all_reduce(flat, op)
+        return _give_back(tensor, flat)
     width = max(1, CHUNK_BYTES // (len(backend.instances) * tensor.element_size()))
     for piece in flat.split(width):
         piece.copy_(_combine(list(backend.all_gather(piece)), op))

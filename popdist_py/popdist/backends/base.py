@@ -1,13 +1,17 @@
 """What popdist asks of a way to connect instances.
 
 A backend moves bytes and knows nothing of operations: adding, comparing and checking are done once, above it, so
-that every backend has the same bits and the same errors.
+that every backend has the same bits and the same errors. Where the instances share memory they add in it, in the
+very order of `popdist.tree` that is used above.
 """
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from popdist.host_memory.collectives import HostCollectives
+    from popdist.host_memory.group import HostGroup
 
 
 class PendingExchange(Protocol):
@@ -39,6 +43,14 @@ class Backend(Protocol):
     @property
     def device_types(self) -> frozenset[str]:
         """Types of the devices whose tensors can be sent: ``cpu``, ``cuda``."""
+
+    @property
+    def host(self) -> "HostCollectives | None":
+        """Collectives of CPU tensors in the memory that these instances share; None where they do not."""
+
+    @property
+    def host_group(self) -> "HostGroup | None":
+        """That memory."""
 
     def start_exchange(self, header: list[int]) -> PendingExchange:
         """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""

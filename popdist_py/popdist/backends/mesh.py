@@ -16,6 +16,11 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.errors import BackendError
+from popdist.headers import NUM_WORDS
+from popdist.host_memory.collectives import HostCollectives
+from popdist.host_memory.flags import Names
+from popdist.host_memory.group import HostGroup
+from popdist.host_memory.mailboxes import Mailboxes
 from popdist.presence import presence
 
 PROBE_TAG: Final = 1
@@ -41,6 +46,8 @@ class Mesh:
         instance_index: This one.
         address: Address of this host at which the others reach it, of loopback when all share it; None lets gloo
             choose.
+        is_one_host: Whether all instances are said to share this host: then CPU tensors go through its memory,
+            where mapping it proves that they do.
         timeout_seconds: How long a lost or late instance is waited for.
     """
 
@@ -51,6 +58,7 @@ class Mesh:
         num_instances: int,
         instance_index: int,
         address: str | None,
+        is_one_host: bool,
         timeout_seconds: float,
     ) -> None:
         self.num_instances = num_instances
@@ -63,6 +71,8 @@ class Mesh:
         self._waiting: list[Thread] = []
         self.control = self._connect("control")
         self.gloo = self._connect("gloo")
+        self.host = self._share_memory() if is_one_host else None
+        self.mailboxes = None if self.host is None else Mailboxes(self.host.group, NUM_WORDS)
 
     def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
         gloo: Any = dist.ProcessGroupGloo
@@ -74,6 +84,16 @@ class Mesh:
             options._devices = [gloo.create_device(hostname=self._address)]  # noqa: SLF001 - as above
             options._timeout = self._timeout  # noqa: SLF001 - as above
             return gloo(store, self.instance_index, self.num_instances, options)
+
+    def _share_memory(self) -> HostCollectives | None:
+        group = HostGroup.connect(
+            PrefixStore("host", self._store),
+            self.instance_index,
+            self.num_instances,
+            timeout_seconds=self.timeout_seconds,
+            names=Names(members=tuple(range(self.num_instances)), noun="instance"),
+        )
+        return None if group is None else HostCollectives(group)
 
     @property
     def nccl(self) -> Any:  # noqa: ANN401 - as above
@@ -116,6 +136,8 @@ class Mesh:
         """Drop the connections."""
         self.settle()
         self.control = None
+        if self.host is not None:
+            self.host.group.close()
 
 
 @contextmanager

@@ -26,6 +26,9 @@ class SerialBackend:
         device_types: Types of the devices whose tensors are accepted.
     """
 
+    host = host_group = None
+    """There is nobody to share memory with."""
+
     def __init__(self, instance_index: int = 0, *, device_types: frozenset[str]) -> None:
         self.instance_index = instance_index
         self.instances = (instance_index,)

@@ -1,5 +1,8 @@
 """Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL for CUDA tensors.
 
+Where the instances share a host, headers and CPU tensors go through its memory in place of gloo; only the CPU
+tensors of a part of the job do not.
+
 Headers go from each instance to each other one directly: a lost or late instance is known by its number, and a
 subset of the instances needs no connections of its own.
 """
@@ -16,6 +19,9 @@ from popdist.backends.mesh import Mesh, as_backend_error
 from popdist.backends.serial import SerialBackend
 from popdist.errors import BackendError
 from popdist.headers import name_instances
+from popdist.host_memory.collectives import HostCollectives
+from popdist.host_memory.group import HostGroup
+from popdist.host_memory.mailboxes import Mailboxes
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -81,6 +87,38 @@ class TorchExchange:
         return f"the connection to {name_instances(lost)} was closed: it ended or was lost"
 
 
+class HostExchange:
+    """Headers on their way between instances that share memory.
+
+    Args:
+        mesh: The connections of the job.
+        mailboxes: Theirs in memory.
+        instances: Members of the group, this instance among them.
+        header: What this instance sends.
+    """
+
+    def __init__(self, mesh: Mesh, mailboxes: Mailboxes, instances: tuple[int, ...], header: list[int]) -> None:
+        self._mesh = mesh
+        self._mailboxes = mailboxes
+        self._instances = instances
+        self._received = {mesh.instance_index: header}
+        mailboxes.send(_peers(mesh, instances), header)
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every member's header, in order; see `popdist.backends.base`."""
+        limit = self._mesh.timeout_seconds if timeout_seconds is None else timeout_seconds
+        deadline = time.monotonic() + limit
+        late = [instance for instance in self._instances if instance not in self._received]
+        for instance in tuple(late):
+            message = self._mailboxes.receive(instance, max(deadline - time.monotonic(), 0.0))
+            if message is not None:
+                self._received[instance] = message
+                late.remove(instance)
+        if late:
+            raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
+        return [self._received[instance] for instance in self._instances]
+
+
 class TorchBackend:
     """Some or all instances of a job, over the connections of its mesh.
 
@@ -100,8 +138,20 @@ class TorchBackend:
     def _is_whole_job(self) -> bool:
         return len(self.instances) == self._mesh.num_instances
 
-    def start_exchange(self, header: list[int]) -> TorchExchange:
+    @property
+    def host(self) -> HostCollectives | None:
+        """The memory of the host, for the whole job: a part of it goes other ways."""
+        return self._mesh.host if self._is_whole_job and "cpu" in self.device_types else None
+
+    @property
+    def host_group(self) -> HostGroup | None:
+        """As :attr:`host`."""
+        return None if self.host is None else self.host.group
+
+    def start_exchange(self, header: list[int]) -> TorchExchange | HostExchange:
         """Send ``header`` to every other member."""
+        if self._mesh.mailboxes is not None:
+            return HostExchange(self._mesh, self._mesh.mailboxes, self.instances, header)
         return TorchExchange(self._mesh, self.instances, header)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -113,7 +163,9 @@ class TorchBackend:
             return gathered
         mine, rows = _as_bytes(tensor), [_as_bytes(row) for row in gathered]
         with as_backend_error("the data of the other instances did not come"):
-            if tensor.is_cuda:
+            if self.host is not None and not tensor.is_cuda:
+                self.host.all_gather(rows, mine)
+            elif tensor.is_cuda:
                 self._mesh.nccl.allgather(rows, mine).wait()
             elif self._is_whole_job:
                 self._mesh.gloo.allgather(rows, mine).wait()
@@ -129,6 +181,9 @@ class TorchBackend:
             staged = tensor.cpu()
             self.broadcast(staged, root)
             tensor.copy_(staged)
+        elif tensor.numel() and self.host is not None and not tensor.is_cuda:
+            with as_backend_error(f"the data of instance {root} did not come"):
+                self.host.broadcast(_as_bytes(tensor), self.instances.index(root))
         elif tensor.numel():
             with as_backend_error(f"the data of instance {root} did not come"):
                 for work in self._start_broadcast(_as_bytes(tensor), root):

@@ -8,15 +8,16 @@ a slow one still reads what was said for meeting n, and nobody is at n + 2 befor
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from popdist.errors import BackendError, CollectiveError
 from popdist.headers import name_instances
+from popdist.host_memory.bells import Bells
 from popdist.host_memory.fences import Fence
-from popdist.host_memory.waiting import Lives, num_spins, wait_until
+from popdist.host_memory.waiting import NUM_SPINS, Lives, is_crowded, wait_until
 
 COUNTER: Final = 0
 PURPOSES: Final = 1
@@ -80,7 +81,10 @@ class Flags:
         self._names = names
         self._lives = lives
         self._fence = fence
-        self._spins = range(num_spins(len(pages)))
+        self._is_crowded = is_crowded(len(pages))
+        self._spins = range(1 if self._is_crowded else NUM_SPINS)
+        self._bells = Bells(pages, rank)
+        self.ring = self._bells.ring
         self._number = 0
         _all_flags.add(self)
 
@@ -96,7 +100,7 @@ class Flags:
             CollectiveError: If a rank came for something else; every rank raises it, and they can meet again.
         """
         if self.failure is not None:
-            raise BackendError(self.failure)
+            self.raise_failure()
         number = self._number = self._number + 1
         place = PURPOSES + (number & 1)
         fence = self._fence
@@ -105,6 +109,7 @@ class Flags:
         if fence is not None:
             fence()
         mine[COUNTER] = number
+        self.ring()
         for words in self._others:
             if words[COUNTER] < number:
                 self._wait(words, number, timeout_seconds)
@@ -145,22 +150,63 @@ class Flags:
             self._mine[STATE] = HAS_LEFT
         self._lives.close()
 
+    def break_off(self) -> None:
+        """End this rank's meetings, from whichever thread, also one that is being waited for; tell nobody."""
+        if self.failure is None:
+            self.failure = f"this {self._names.noun} ends"
+
     def forget(self) -> None:
         """In a forked child: these are the parent's meetings."""
         self.failure = f"this process was forked from a {self._names.noun} of the group, and is none itself"
+
+    def raise_failure(self) -> None:
+        """Raise if this rank meets nobody any more.
+
+        Raises:
+            BackendError: Says why.
+        """
+        if self.failure is not None:
+            raise BackendError(self.failure)
+
+    def order(self) -> None:
+        """Keep what this thread has read and written so far before what comes next, for all processes."""
+        if self._fence is not None:
+            self._fence()
+
+    def wait_for(self, rank: int, is_done: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Wait for what one rank does outside of meetings; False if it did not come in time, and still may.
+
+        Raises:
+            BackendError: If the rank was lost or has left, or if this one meets nobody any more.
+        """
+        return is_done() or self._wait_until(rank, is_done, lambda: [] if is_done() else [rank], timeout_seconds)
 
     def _wait(self, words: Words, number: int, timeout_seconds: float | None) -> None:
         """Wait for one rank; for all others, too, where it takes long."""
         for _ in self._spins:
             if words[COUNTER] >= number:
                 return
-        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        rank = next(rank for rank, page in enumerate(self._pages) if page is words)
         try:
-            if not wait_until(lambda: words[COUNTER] >= number, lambda: self._look_after(number), timeout_seconds):
-                self._give_up(number, timeout_seconds)
+            if not self._wait_until(
+                rank, lambda: words[COUNTER] >= number, lambda: self._missing(number), seconds
+            ):
+                self._give_up(number, seconds)
         except BaseException as error:
             self.fail(str(error) if isinstance(error, BackendError) else f"a wait was broken off by {error!r}")
             raise
+
+    def _wait_until(
+        self, rank: int, is_done: Callable[[], bool], missing: Callable[[], list[int]], timeout_seconds: float
+    ) -> bool:
+        return wait_until(
+            is_done,
+            timeout_seconds,
+            check=lambda: self._look_after(missing),
+            nap=lambda seconds: self._bells.sleep(rank, is_done, seconds),
+            is_crowded=self._is_crowded,
+        )
 
     def _give_up(self, number: int, timeout_seconds: float) -> None:
         late = self.name(self._missing(number))
@@ -169,13 +215,14 @@ class Flags:
     def _missing(self, number: int) -> list[int]:
         return [rank for rank, page in enumerate(self._pages) if page[COUNTER] < number]
 
-    def _look_after(self, number: int) -> None:
-        """Raise if a rank that is waited for will not come."""
-        missing = self._missing(number)
-        gone = {*self._lives.ended(missing), *(it for it in missing if self._pages[it][STATE] == HAS_LEFT)}
-        if gone := gone.intersection(self._missing(number)):
+    def _look_after(self, missing: Callable[[], list[int]]) -> None:
+        """Raise if a rank that is waited for will not come, or this one shall wait no more."""
+        self.raise_failure()
+        awaited, states = missing(), [page[STATE] for page in self._pages]
+        gone = {*self._lives.ended(awaited), *(it for it in awaited if states[it] == HAS_LEFT)}
+        if gone := gone.intersection(missing()):
             raise BackendError(f"the connection to {self.name(sorted(gone))} was closed: it ended or was lost")
-        if given_up := [it for it in self._missing(number) if self._pages[it][STATE] == GAVE_UP]:
+        if given_up := [it for it in missing() if states[it] == GAVE_UP]:
             raise BackendError(f"{self.name(given_up)} had given up waiting, or failed, in a collective before")
 
     def _disagreement(self, place: int) -> str:

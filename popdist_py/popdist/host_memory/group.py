@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError
+from popdist.host_memory.combining import Op
 from popdist.host_memory.fences import make_fence
 from popdist.host_memory.flags import Flags, Names, operation, purpose
 from popdist.host_memory.meeting import Found, Meeting
-from popdist.host_memory.reduction import Op, Reduction
+from popdist.host_memory.reduction import Reduction
 from popdist.host_memory.segments import PAGE_BYTES, Segment, as_tensor, map_window, whole_pages
 from popdist.host_memory.waiting import Lives
 

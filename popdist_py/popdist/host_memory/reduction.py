@@ -1,56 +1,16 @@
 """Combining rows of shared memory in place: each rank a share of the elements, in blocks that fit its cache."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, get_args
+from typing import Final, get_args
 
 import torch
 from torch import Tensor
 
 from popdist.host_memory.additions import additions, blocks, share
-from popdist.host_memory.flags import Flags, kind, operation, purpose
-
-Op = Literal["sum", "mean", "min", "max", "product"]
-
-HALVES: Final = (torch.float16, torch.bfloat16)
-
-DTYPES: Final = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-
-KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
+from popdist.host_memory.combining import HALVES, KINDS, Op, combiner
+from popdist.host_memory.flags import Flags, operation, purpose
 
 _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in get_args(Op)}
-
-Combine = Callable[..., Any]
-
-
-def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """The function of two tensors and ``out=`` that combines them.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if op == "mean" and not dtype.is_floating_point:
-        raise ValueError(f"a mean of {dtype} is no {dtype}")
-    if dtype == torch.bool:
-        return torch.logical_and if op in ("min", "product") else torch.logical_or
-    combiners: dict[Op, Combine] = {
-        "sum": torch.add,
-        "mean": torch.add,
-        "min": torch.minimum,
-        "max": torch.maximum,
-        "product": torch.mul,
-    }
-    return combiners[op]
 
 
 class Reduction:

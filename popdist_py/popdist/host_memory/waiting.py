@@ -1,8 +1,8 @@
-"""Waiting for other processes politely: a few looks, then the core for somebody else, then short naps.
+"""Waiting for other processes politely: a few looks, then the core for somebody else, then sleep.
 
-A flag that comes within microseconds is met by looking again. With more processes than cores the peer that is
-waited for may need this core, so from then on every look gives it away. Who waits longer than a millisecond sleeps
-between looks, longer and longer up to a bound, and asks now and then whether those who are missing still live.
+A flag that comes within microseconds is met by looking again. Where there are more processes than cores, the peer
+that is waited for needs this very core, so it is given away at once. Who waits longer sleeps until it is woken,
+looks now and then in case it was not, and asks whether those who are missing still live.
 """
 
 import os
@@ -15,44 +15,55 @@ from typing import Final
 NUM_SPINS: Final = 400
 """Looks in a row, about 20 microseconds, where every process of the group may have a core of its own."""
 
-YIELD_SECONDS: Final = 0.001
-FIRST_NAP_SECONDS: Final = 0.00002
-LONGEST_NAP_SECONDS: Final = 0.001
-NAP_GROWTH: Final = 1.3
+YIELD_SECONDS: Final = 0.0001
+FIRST_NAP_SECONDS: Final = 0.0005
+LONGEST_NAP_SECONDS: Final = 0.02
+NAP_GROWTH: Final = 2
 
 LOOK_SECONDS: Final = 0.02
 """How often to ask whether the processes that are waited for still live."""
 
+Nap = Callable[[float], None]
 
-def wait_until(is_done: Callable[[], bool], check: Callable[[], None], timeout_seconds: float) -> bool:
+
+def wait_until(
+    is_done: Callable[[], bool],
+    timeout_seconds: float,
+    *,
+    check: Callable[[], None] = lambda: None,
+    nap: Nap = time.sleep,
+    is_crowded: bool = False,
+) -> bool:
     """Wait until ``is_done()``; False when the time is up.
 
     Args:
         is_done: Asked again and again; quick.
-        check: Asked now and then; raises where waiting has become useless.
         timeout_seconds: How long to wait at most.
+        check: Asked now and then; raises where waiting has become useless.
+        nap: Sleeps, for the given seconds at most.
+        is_crowded: Whether the core is needed by those who are waited for.
     """
     now = time.monotonic()
     deadline, yield_until, next_look = now + timeout_seconds, now + YIELD_SECONDS, now + LOOK_SECONDS
-    nap = FIRST_NAP_SECONDS
+    nap_seconds = FIRST_NAP_SECONDS
     while not is_done():
         now = time.monotonic()
         if now >= deadline:
             return is_done()
-        if now < yield_until:
+        if now < yield_until and not is_crowded:
             os.sched_yield()
             continue
         if now >= next_look:
             check()
             next_look = now + LOOK_SECONDS
-        time.sleep(nap)
-        nap = min(nap * NAP_GROWTH, LONGEST_NAP_SECONDS)
+        nap(min(nap_seconds, deadline - now))
+        nap_seconds = min(nap_seconds * NAP_GROWTH, LONGEST_NAP_SECONDS)
     return True
 
 
-def num_spins(num_processes: int) -> int:
-    """How often to look before a core is given away."""
-    return NUM_SPINS if num_processes <= len(os.sched_getaffinity(0)) else 1
+def is_crowded(num_processes: int) -> bool:
+    """Whether so many processes have fewer cores."""
+    return num_processes > len(os.sched_getaffinity(0))
 
 
 class Lives:

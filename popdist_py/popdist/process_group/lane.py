@@ -1,0 +1,189 @@
+"""The order in which a group does its collectives: one after the other, as they were issued.
+
+A synchronous call runs in the thread that makes it, unless others are still to be done. An asynchronous one is
+done by the group's own thread, which is started with the first of them; so groups wait for their peers
+independently.
+"""
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any, Final
+
+from torch import Tensor
+from torch import distributed as dist
+from torch.futures import Future
+
+from popdist.host_memory.waiting import wait_until
+
+_END_SECONDS: Final = 5.0
+"""How long the thread may take to notice that the group has been left."""
+
+_NO_TIMEOUT: Final = timedelta(0)
+
+Results = Any  # what torch's collectives hand back: tensors, or lists of them
+
+
+class DoneWork(dist.Work):
+    """A collective that was done when its call returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: Future[Results] = Future()
+        self._future.set_result([])
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """There is nothing to wait for."""
+        del timeout
+        return True
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def is_success(self) -> bool:
+        """It would have raised."""
+        return True
+
+    def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
+        """A future that is done."""
+        return self._future
+
+
+class PendingWork(dist.Work):
+    """A collective that the group's thread does.
+
+    Args:
+        results: The tensors that it changes.
+    """
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._future: Future[Results] = Future()
+        self._results = results
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait until it is done.
+
+        Args:
+            timeout: How long to wait; 0 means as long as the group does. After a timeout it goes on.
+
+        Raises:
+            RuntimeError: If it is not done in time.
+            PopdistError: What it raised.
+        """
+        seconds = timeout.total_seconds()
+        if seconds > 0 and not wait_until(self._future.done, seconds):
+            raise RuntimeError(f"the collective was not done within {seconds:g} seconds")
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self._future.done()
+
+    def is_success(self) -> bool:
+        """Whether it is done and has not failed."""
+        return self._future.done() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What it raised."""
+        try:
+            self._future.value()
+        except Exception as error:  # noqa: BLE001 - whatever it was is the answer
+            return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it changes."""
+        return list(self._results)
+
+    def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
+        """A future of those tensors."""
+        return self._future
+
+    def tell(self, error: BaseException | None) -> None:
+        """Let those go on that wait for it."""
+        if error is None:
+            self._future.set_result(self._results)
+        else:
+            self._future.set_exception(error)
+
+
+DONE: Final = DoneWork()
+
+
+class Lane:
+    """The collectives of one group.
+
+    Args:
+        break_off: Ends a wait of the group that is going on in its thread, with an error.
+    """
+
+    def __init__(self, break_off: Callable[[], None]) -> None:
+        self._break_off = break_off
+        self._tasks: SimpleQueue[tuple[PendingWork, Callable[..., None], Sequence[Any]] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._turn, self._issue = Lock(), Lock()
+        self._num_issued = self._num_done = 0
+        _lanes.add(self)
+
+    def run(
+        self, do: Callable[..., None], arguments: Sequence[Any], results: Results, *, is_async: bool
+    ) -> dist.Work:
+        """Do ``do(*arguments)`` in its turn: before this returns, or later.
+
+        Args:
+            do: The collective.
+            arguments: Its arguments.
+            results: The tensors that it changes.
+            is_async: Whether this returns at once.
+        """
+        if not is_async and self._num_issued == self._num_done:
+            with self._turn:
+                do(*arguments)
+            return DONE
+        work = PendingWork(results)
+        with self._issue:
+            if self._thread is None:
+                self._thread = Thread(target=self._work, daemon=True, name="popdist")
+                self._thread.start()
+            self._num_issued += 1
+            self._tasks.put((work, do, arguments))
+        if not is_async:
+            work.wait()
+        return work
+
+    def stop(self) -> None:
+        """End the thread: what it has not begun fails, and what it is in the middle of is broken off."""
+        if self._thread is not None:
+            self._break_off()
+            self._tasks.put(None)
+            self._thread.join(_END_SECONDS)
+            self._thread = None
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            work, do, arguments = task
+            error: BaseException | None = None
+            try:
+                with self._turn:
+                    do(*arguments)
+            except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
+                error = caught
+            self._num_done += 1
+            work.tell(error)
+            del task, work, do, arguments, error  # a tensor that is held on to would outlive its last use
+
+
+_lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that lets go of a tensor when the interpreter is gone would abort the process."""
+    for lane in list(_lanes):
+        lane.stop()

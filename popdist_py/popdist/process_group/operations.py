@@ -1,0 +1,118 @@
+"""torch's collectives in terms of `popdist.host_memory`: any strides, lists of tensors, splits.
+
+Each function is what a group's thread runs. Arguments were checked before, so that a wrong one is an error where
+it was made, and not a missing rank.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from popdist.host_memory.collectives import HostCollectives
+from popdist.host_memory.combining import Op
+
+
+def all_reduce(host: HostCollectives, tensors: Sequence[Tensor], op: Op) -> None:
+    """Each of ``tensors`` becomes its combination over the ranks."""
+    for tensor in tensors:
+        host.all_reduce(tensor, op)
+
+
+def broadcast(host: HostCollectives, tensors: Sequence[Tensor], root: int) -> None:
+    """Each of ``tensors`` becomes the root's."""
+    for tensor in tensors:
+        flat = _flat(tensor)
+        host.broadcast(flat, root)
+        _give_back([tensor], [flat])
+
+
+def reduce(host: HostCollectives, tensors: Sequence[Tensor], op: Op, root: int) -> None:
+    """Each of the root's ``tensors`` becomes the combination of all."""
+    for tensor in tensors:
+        flat = _flat(tensor)
+        host.reduce(flat, op, root)
+        _give_back([tensor], [flat])
+
+
+def all_gather(host: HostCollectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+    """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
+    for row, tensor in zip(outputs, tensors, strict=True):
+        places = [_place(it) for it in row]
+        host.all_gather(places, _flat(tensor))
+        _give_back(row, places)
+
+
+def reduce_scatter(
+    host: HostCollectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
+) -> None:
+    """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
+    for output, row in zip(outputs, inputs, strict=True):
+        place = _place(output)
+        host.reduce_scatter(place, [_flat(it) for it in row], op)
+        _give_back([output], [place])
+
+
+def all_to_all(host: HostCollectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
+    places = [_place(it) for it in outputs]
+    host.all_to_all(places, [_flat(it) for it in inputs])
+    _give_back(outputs, places)
+
+
+def all_gather_single(host: HostCollectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """As :func:`all_gather`, into one tensor each, one rank's part after the other."""
+    for output, tensor in zip(outputs, tensors, strict=True):
+        place = _place(output)
+        host.all_gather(_parts(place, host), _flat(tensor))
+        _give_back([output], [place])
+
+
+def reduce_scatter_single(
+    host: HostCollectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op
+) -> None:
+    """As :func:`reduce_scatter`, from one tensor each."""
+    reduce_scatter(host, outputs, [_parts(_flat(it), host) for it in inputs], op)
+
+
+def all_to_all_single(
+    host: HostCollectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> None:
+    """As :func:`all_to_all`, between tensors cut along their first dimension; no lengths mean equal ones."""
+    place = _place(output)
+    host.all_to_all(_cut(place, output, received, host), _cut(_flat(tensor), tensor, sent, host))
+    _give_back([output], [place])
+
+
+def barrier(host: HostCollectives, timeout_seconds: float | None) -> None:
+    """Wait for all ranks."""
+    host.group.barrier(timeout_seconds)
+
+
+def _parts(flat: Tensor, host: HostCollectives) -> Sequence[Tensor]:
+    return flat.view(host.group.size, len(flat) // host.group.size).unbind()
+
+
+def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: HostCollectives) -> Sequence[Tensor]:
+    if not lengths:
+        return _parts(flat, host)
+    width = tensor[:1].numel()
+    return list(flat.split([length * width for length in lengths]))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The values as one contiguous run, in memory of the tensor's where it is one already."""
+    return tensor.contiguous().view(-1)
+
+
+def _place(tensor: Tensor) -> Tensor:
+    """Where the values of ``tensor`` may be written as one contiguous run."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for tensor, place in zip(tensors, places, strict=True):
+        if not tensor.is_contiguous():
+            tensor.copy_(place.view(tensor.shape))

@@ -1,0 +1,38 @@
+"""How torch comes to know the backend ``popdist``.
+
+torch calls :func:`register` when it is imported, through the entry point ``torch.backends`` of this distribution.
+An exception there would break ``import torch`` for every program of the environment, and time spent there is spent
+by all of them: nothing here opens, starts or reads anything, and the process group is imported when one is made.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+NAME: Final = "popdist"
+
+DEVICES: Final = ("cpu", "cuda")
+"""Whose tensors a group takes; those on CUDA go on to NCCL."""
+
+
+def register() -> None:
+    """Make ``init_process_group("popdist")`` work; does nothing the second time, and never raises."""
+    with contextlib.suppress(Exception):
+        from torch import distributed as dist  # noqa: PLC0415 - torch is being imported when it calls this
+
+        if dist.is_available() and NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 - there is no other way to ask
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+
+
+def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
+    from popdist.process_group.group import PopdistProcessGroup  # noqa: PLC0415 - only programs that make one need it
+
+    return PopdistProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        timeout=options.timeout,
+        members=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+    )

@@ -1,0 +1,250 @@
+"""What holds for torch's collectives over the backend ``popdist``: run on every rank of a real job.
+
+A law is a function ``law_...``; each computes what it expects from the ranks' numbers alone.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+TIMEOUT = timedelta(seconds=60)
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
+SIZES = (0, 1, 5, 20_000, 400_000)
+"""Nothing, a part of a slot, several slots."""
+
+
+def run_all() -> int:
+    """Every law, in the order of this file; how many there are."""
+    dist.init_process_group("popdist", timeout=TIMEOUT)
+    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    for law in laws:
+        law()
+    dist.destroy_process_group()
+    return len(laws)
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """What ``rank`` brings: small whole numbers, so that every sum is exact in every dtype."""
+    return (torch.arange(size) % 5 + rank).to(dtype)
+
+
+def everybody(size: int, dtype: torch.dtype) -> Tensor:
+    """What all ranks bring, stacked, as wide numbers."""
+    return torch.stack([numbers(rank, size, dtype) for rank in range(dist.get_world_size())]).to(torch.float64)
+
+
+def joined(size: int, ranks: Iterable[int]) -> Tensor:
+    """What these ranks bring, one after the other."""
+    return torch.cat([numbers(rank, size, torch.float32) for rank in ranks])
+
+
+@contextmanager
+def counted_gloo() -> Iterator[dict[str, int]]:
+    """How often torch hands something to the gloo group within the block, by operation."""
+    counts: dict[str, int] = {}
+    with torch.profiler.profile() as profile:
+        yield counts
+    for event in profile.events() or ():
+        if event.name.startswith("gloo:"):
+            counts[event.name] = counts.get(event.name, 0) + 1
+
+
+def law_reductions_are_right() -> None:
+    """Every operation and dtype, of every size; an operation that a dtype does not have is torch's own error."""
+    size = dist.get_world_size()
+    for length in SIZES:
+        for dtype in (*FLOATS, *INTEGERS):
+            brought = everybody(length, dtype)
+            expected = {
+                dist.ReduceOp.SUM: brought.sum(0),
+                dist.ReduceOp.MIN: brought.amin(0),
+                dist.ReduceOp.MAX: brought.amax(0),
+                dist.ReduceOp.PRODUCT: brought.prod(0),
+            }
+            if dtype in FLOATS:
+                expected[dist.ReduceOp.AVG] = (brought.sum(0).to(torch.float32) / size).to(torch.float64)
+            for op, total in expected.items():
+                tensor = numbers(dist.get_rank(), length, dtype)
+                dist.all_reduce(tensor, op)
+                assert torch.equal(tensor, total.to(dtype)), (length, dtype, op)
+
+
+def law_any_strides_will_do() -> None:
+    """Transposed, sliced, scalar and empty tensors, of parameters, too."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = size * (size - 1) / 2
+    matrix = torch.full((300, 200), float(rank)).t()
+    dist.all_reduce(matrix)
+    assert (matrix == total).all()
+    striped = torch.zeros(10, 4)
+    dist.broadcast(striped[:, 1::2].fill_(rank), src=size - 1)
+    assert striped.sum() == 20 * (size - 1)
+    scalar = nn.Parameter(torch.tensor(float(rank)))
+    dist.all_reduce(scalar)
+    assert scalar.item() == total
+    dist.all_reduce(torch.empty(3, 0))
+
+
+def law_tensors_are_handed_round() -> None:
+    """all_gather, reduce_scatter, all_to_all, broadcast and reduce, of lists and of single tensors."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for length in SIZES:
+        every = [numbers(other, length, torch.float32) for other in range(size)]
+        rows = [torch.empty(length) for _ in range(size)]
+        dist.all_gather(rows, every[rank].clone())
+        assert all(map(torch.equal, rows, every))
+        flat = torch.empty(size * length)
+        dist.all_gather_single(flat, every[rank].clone())
+        assert torch.equal(flat, torch.cat(every))
+        out = torch.empty(length)
+        dist.reduce_scatter(out, [numbers(rank + 10 * other, length, torch.float32) for other in range(size)])
+        expected = sum(numbers(other + 10 * rank, length, torch.float32) for other in range(size))
+        assert torch.equal(out, torch.as_tensor(expected))
+        dist.reduce_scatter_single(
+            out, torch.cat([numbers(rank + 10 * i, length, torch.float32) for i in range(size)])
+        )
+        assert torch.equal(out, torch.as_tensor(expected))
+        dist.all_to_all_single(
+            flat, torch.cat([numbers(rank * size + i, length, torch.float32) for i in range(size)])
+        )
+        assert torch.equal(flat, torch.cat([numbers(i * size + rank, length, torch.float32) for i in range(size)]))
+        tensor = every[rank].clone()
+        dist.reduce(tensor, dst=0)
+        assert torch.equal(tensor, sum(every) if rank == 0 else every[rank])  # type: ignore[arg-type] # no sum of no ranks
+    received = [torch.empty(rank + 1, dtype=torch.int16) for _ in range(size)]
+    dist.all_to_all(received, [torch.full((other + 1,), rank, dtype=torch.int16) for other in range(size)])
+    assert [row.tolist() for row in received] == [[other] * (rank + 1) for other in range(size)]
+
+
+def law_an_asynchronous_call_returns_at_once() -> None:
+    """The first rank has its handles before the others come; what was issued first is done first."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        store.wait(["issued"], TIMEOUT)
+    tensor = torch.ones(3)
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    if rank == 0:
+        assert size == 1 or not works[0].is_completed()
+        store.set("issued", "")
+    dist.barrier()
+    assert all(work.is_completed() for work in works)
+    assert works[-1].wait(timedelta(seconds=30))
+    assert works[-1].get_future().value()[0] is tensor
+    assert (tensor == float(size) ** 3).all()
+
+
+def law_groups_do_not_wait_for_each_other() -> None:
+    """Two groups may be used in opposite orders on two ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group(backend="popdist"), dist.new_group(backend="popdist")]
+    order = groups if rank % 2 else groups[::-1]
+    tensors = {group: torch.ones(2) for group in groups}
+    for work in [dist.all_reduce(tensors[group], group=group, async_op=True) for group in order]:
+        work.wait()
+    assert all((tensor == size).all() for tensor in tensors.values())
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def law_ranks_in_different_calls_raise() -> None:
+    """Who brought what is told on every rank, and the group goes on."""
+    if dist.get_world_size() == 1:
+        return
+    length = 3 if dist.get_rank() else 2
+    message = failure(lambda: dist.all_reduce(torch.ones(length)))
+    assert "rank 0: all_reduce (sum) of 2 float32" in message
+    assert "all_reduce (sum) of 3 float32" in message
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    assert tensor.item() == dist.get_world_size()
+
+
+def law_wrong_arguments_are_refused_before_anything_is_sent() -> None:
+    """So that the other ranks are not left behind: all of them refuse the same."""
+    size = dist.get_world_size()
+    for call in (
+        lambda: dist.all_gather_single(torch.empty(size * 2 + 1), torch.ones(2)),
+        lambda: dist.reduce_scatter_single(torch.empty(2), torch.ones(size * 2 + 1)),
+        lambda: dist.all_to_all_single(torch.empty(size * 2), torch.ones(size * 2), [2] * size, [1] * size),
+    ):
+        assert failure(call)
+    dist.barrier()
+
+
+def law_a_forked_child_is_no_rank() -> None:
+    """It is refused, and the group goes on when it has ended."""
+    if dist.get_world_size() == 1:
+        return
+    dist.barrier()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if "forked" in failure(lambda: dist.all_reduce(torch.ones(1))) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    dist.barrier()
+
+
+def law_what_is_rare_goes_through_gloo() -> None:
+    """Point to point, gather, complex and sparse tensors, objects, bits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = [torch.empty(2) for _ in range(size)] if rank == 0 else None
+    dist.gather(torch.full((2,), float(rank)), rows)
+    assert rows is None or [row[0].item() for row in rows] == list(range(size))
+    flags = torch.tensor([1 << rank])
+    dist.all_reduce(flags, dist.ReduceOp.BOR)
+    assert flags.item() == 2**size - 1
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": other} for other in range(size)]
+
+
+def law_a_ddp_step_takes_no_gloo() -> None:
+    """Nothing of it is sent, and every rank has the mean of the gradients."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    model(torch.randn(4, 8)).sum().backward()
+    with counted_gloo() as counts:
+        model(torch.randn(4, 8)).sum().backward()
+    assert counts == {}
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        rows = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, parameter.grad)
+        assert all(torch.equal(rows[0], row) for row in rows)
+
+
+def law_threads_end_with_their_group() -> None:
+    """A group that is destroyed leaves no thread and no descriptor."""
+    before = threading.active_count(), num_descriptors()
+    group = dist.new_group(backend="popdist")
+    dist.all_reduce(torch.ones(1), group=group, async_op=True).wait()
+    dist.destroy_process_group(group)
+    del group
+    dist.barrier()
+    after = threading.active_count(), num_descriptors()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+
+
+def num_descriptors() -> int:
+    """How many files this process holds open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def failure(call: Callable[[], object]) -> str:
+    """What ``call`` raises, in words; empty if it does not."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - torch raises of every kind
+        return f"{type(error).__name__}: {error}"
+    return ""

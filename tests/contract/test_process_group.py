@@ -1,0 +1,16 @@
+"""The backend ``popdist`` of torch.distributed obeys torch's contract, alone and among two and three ranks."""
+
+import pytest
+
+from popdist.testing import run_world
+from tests.contract import process_group_laws
+
+DEADLINE_SECONDS = 150.0
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize("num_instances", [1, 2, 3])
+def test_laws(num_instances: int) -> None:
+    """Every law of process_group_laws.py, on every rank."""
+    counts = run_world(process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    assert counts == [len([name for name in vars(process_group_laws) if name.startswith("law_")])] * num_instances
