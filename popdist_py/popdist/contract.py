@@ -14,7 +14,7 @@ Three vocabularies are written so that programs which never heard of this projec
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from popdist.errors import ContractError
@@ -40,7 +40,10 @@ REQUIRED: Final = (
     REPLICA_OFFSET,
     LOCAL_INSTANCE_INDEX,
 )
-"""A program is under poprun when any of these is set; then all of them must be."""
+"""A program is under poprun when any of these is set; then all of them must be, but see ``SHAPE``."""
+
+SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
+"""What is the same in all instances: where these alone are set, another launcher tells the ranks."""
 
 EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
 JOB_ID: Final = "POPDIST_JOB_ID"
@@ -177,16 +180,42 @@ class Contract:
         }
         return env | {name: str(value) for name, value in optional.items() if value is not None}
 
+    def shape_to_env(self) -> dict[str, str]:
+        """The variables that are the same in all instances, for another launcher, which tells the ranks."""
+        env = self.to_env()
+        return {name: env[name] for name in (*SHAPE, NUM_THREADS, DETERMINISTIC) if name in env}
+
+    def shaped(self, env: Mapping[str, str]) -> Self:
+        """This job, joined from another launcher's ranks, with the replicas that ``env`` tells of, if it does.
+
+        Raises:
+            ContractError: If they do not divide over the instances.
+        """
+        if NUM_REPLICAS not in env:
+            return self
+        num_replicas = read_count(env, NUM_REPLICAS)
+        if num_replicas % self.num_instances:
+            raise ContractError(
+                f"{NUM_REPLICAS}={num_replicas} does not divide over the {self.num_instances} instances of the job"
+            )
+        return replace(
+            self,
+            num_replicas=num_replicas,
+            ipus_per_replica=read_count(env, IPUS_PER_REPLICA),
+            num_threads=read_threads(env, NUM_THREADS),
+            is_deterministic=read_count(env, DETERMINISTIC, minimum=0, default=0) > 0,
+        )
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self | None:
-        """The contract in ``env``; None when none of the ``REQUIRED`` variables is set. Never writes.
+        """The contract in ``env``; None when no ``REQUIRED`` variable is set, or just the ``SHAPE``. Never writes.
 
         Raises:
             ContractError: If only some of the required variables are set (each missing one is named), a value
                 is no number or out of range, or torch's variables tell of another job.
         """
         missing = [name for name in REQUIRED if name not in env]
-        if len(missing) == len(REQUIRED):
+        if len(missing) == len(REQUIRED) or {*REQUIRED} - {*missing} == {*SHAPE}:
             return None
         if missing:
             raise ContractError(

@@ -89,8 +89,9 @@ def device() -> "torch.device":
     """The device that this instance computes on.
 
     Under poprun it is the first of the CUDA devices that the instance was given, or the CPU when it was given
-    none. Under another launcher, and outside a job, it is ``cuda:<local instance index>`` when torch sees that
-    device, else the CPU. Imports torch and starts no CUDA context.
+    none. Under another launcher, and outside a job, it is ``cuda:<local instance index>``, or the first of those
+    that it needs in that order, when torch sees that device, else the CPU. Imports torch and starts no CUDA
+    context.
 
     Raises:
         ContractError: If the environment promises a job and does not describe one.
@@ -101,6 +102,6 @@ def device() -> "torch.device":
     if found.launcher is Launcher.POPRUN:
         ordinals = found.contract.devices[:1]
     else:
-        local = found.contract.local_instance_index
-        ordinals = (local,) if local < torch.cuda.device_count() else ()
+        first = found.contract.local_instance_index * found.contract.ipus_per_replica
+        ordinals = (first,) if first < torch.cuda.device_count() else ()
     return torch.device("cuda", ordinals[0]) if ordinals else torch.device("cpu")

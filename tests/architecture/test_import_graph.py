@@ -45,7 +45,7 @@ LAYERS = {
         ("planner", "environment"),
         ("plan_file", "advice", "fitness"),
         ("agent", "probe", "pool", "launchers", "render"),
-        ("supervisor", "monitor", "preflight"),
+        ("supervisor", "monitor", "preflight", "emit"),
         ("cli", "vipu"),
         ("__main__",),
     ),

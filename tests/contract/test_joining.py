@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from poprun.emit import EmitKind, Surroundings, emit_job
+from tests.planning import planned
 from tests.running import Finished, MpiEnvironment, Poprun, run
 
 PROGRAM = Path(__file__).parent / "joining.py"
@@ -102,6 +105,27 @@ def test_four_variables_are_enough() -> None:
         first = run(command, env={**env, "RANK": "0"}, deadline_seconds=DEADLINE_SECONDS)
         assert other.wait(DEADLINE_SECONDS) == 0
     assert first.succeeded().out == "2.0 2.0\n"
+
+
+@slow
+def test_pods_of_an_indexed_job_are_instances() -> None:
+    """What the pods of a JobSet are told makes them one job, with as many replicas as the plan gave it."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    plan = planned(num_instances=2, num_replicas=4, program=("train",))
+    manifest = yaml.safe_load(emit_job(plan, EmitKind.JOBSET, Surroundings(image="image")))
+    pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    told = {it["name"]: it["value"] for it in pod["containers"][0]["env"] if "value" in it}
+    env = {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(PROGRAM), "join"]
+    with subprocess.Popen(
+        command, env={**os.environ, **env, "JOB_COMPLETION_INDEX": "1"}, stdout=subprocess.PIPE, text=True
+    ) as other:
+        first = run(command, env={**env, "JOB_COMPLETION_INDEX": "0"}, deadline_seconds=DEADLINE_SECONDS)
+        second, _ = other.communicate(timeout=DEADLINE_SECONDS)
+        assert other.returncode == 0
+    assert first.succeeded().out.startswith("4 [0, 1] [0, 0] False ")
+    assert second.startswith("4 [0, 1] [0, 0] False ")
 
 
 @slow

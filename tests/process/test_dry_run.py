@@ -203,3 +203,20 @@ def test_a_plan_for_other_machines_may_name_their_program(poprun: Poprun) -> Non
 
     assert "no-such-program --epochs 3" in answer.out
     assert "[W] there is no program no-such-program" in answer.told
+
+
+def test_a_job_for_a_cluster_is_printed(poprun: Poprun, tmp_path: Path) -> None:
+    """``--emit`` starts nothing: the program need not be here, nor the hosts; a plan file does as well."""
+    words = ("--launcher", "local", "-H", "far[0-1]", "-n", "4", "--num-replicas", "8")
+    emit = ("--emit", "jobset", "--image", "registry.example.org/train:1")
+    first = poprun(*words, *emit, "train.py", "--epochs", "3").succeeded()
+    file = tmp_path / "plan.json"
+    file.write_text(poprun(*words, "--dry-run", "--topology-format", "json").succeeded().out, encoding="utf-8")
+    second = poprun("--plan", str(file), *emit, "train.py", "--epochs", "3").succeeded()
+
+    assert "kind: JobSet\n" in first.out
+    assert first.out.splitlines()[1] == "# python train.py --epochs 3"
+    assert second.out == first.out
+    missing = poprun(*words, "--emit", "mpijob", "train.py")
+    assert (missing.code, missing.out) == (2, "")
+    assert "add --image NAME" in missing.err

@@ -133,6 +133,7 @@ def test_options_that_the_request_does_not_know() -> None:
         (["-n", "two", "x"], "--num-instances two: give a whole number, or auto"),
         (["--num-replicas", "x", "x"], "--num-replicas x: give a whole number"),
         (["--launcher", "slurm", "x"], "--launcher slurm: give one of auto, mpi, local"),
+        (["--emit", "yaml", "train"], "--emit yaml: give one of mpijob, jobset"),
         (["--topology-format", "json", "train"], "--topology-format says how the plan is printed, and it is not"),
         (
             ["--topology-format", "xml"],

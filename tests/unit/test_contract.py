@@ -1,5 +1,7 @@
 """What the launcher writes into the environment is what the library reads from it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,7 +81,25 @@ def test_no_variable_is_no_job() -> None:
     assert Contract.from_env({"RANK": "3", "POPDIST_JOB_ID": "x", "PATH": "/bin"}) is None
 
 
-@given(st.sets(st.sampled_from(names.REQUIRED), min_size=1, max_size=len(names.REQUIRED) - 1))
+def test_the_shape_alone_is_no_contract() -> None:
+    """What is the same in all instances says nothing of this one; it gives a joined job its replicas."""
+    job = Contract(num_instances=2, instance_index=1)
+    env = FULL.to_env() | {names.NUM_REPLICAS: "8", names.IPUS_PER_REPLICA: "2", names.NUM_THREADS: "3"}
+    shape = replace(job, num_replicas=8, ipus_per_replica=2, num_threads=3).shape_to_env()
+
+    assert Contract.from_env(shape) is None
+    assert set(shape) == {*names.SHAPE, names.NUM_THREADS}
+    assert job.shaped(env) == job.shaped(shape) == replace(job, num_replicas=8, ipus_per_replica=2, num_threads=3)
+    assert job.shaped({}) == job
+    with pytest.raises(ContractError, match="POPDIST_NUM_TOTAL_REPLICAS=3 does not divide over the 2 instances"):
+        job.shaped(shape | {names.NUM_REPLICAS: "3"})
+
+
+@given(
+    st.sets(st.sampled_from(names.REQUIRED), min_size=1, max_size=len(names.REQUIRED) - 1).filter(
+        lambda missing: missing != {*names.REQUIRED} - {*names.SHAPE}
+    )
+)
 def test_half_a_contract_names_every_missing_variable(missing: set[str]) -> None:
     """A part of the required variables is an error that names the others and says what to do."""
     env = {name: value for name, value in FULL.to_env().items() if name not in missing}

@@ -1,5 +1,7 @@
 """Popdist joins the jobs of other launchers, and takes nobody's stray variable for a job."""
 
+from dataclasses import replace
+
 import pytest
 
 from popdist.contract import Contract, Endpoint
@@ -22,6 +24,8 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
 }
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "PMI_FD": "9"}
+
+SHAPE = {"POPDIST_NUM_TOTAL_REPLICAS": "16", "POPDIST_NUM_IPUS_PER_REPLICA": "2"}
 
 JOINED = Contract(
     num_instances=8, instance_index=5, num_local_instances=4, local_instance_index=1, host_index=1, num_replicas=8
@@ -57,6 +61,20 @@ def test_each_rank_is_an_instance_with_one_replica(
         assert getattr(found.contract, name) == getattr(JOINED, name)
 
 
+@pytest.mark.parametrize("ranks", [TORCHRUN, OPEN_MPI, HYDRA])
+def test_a_joined_job_may_have_more_replicas(ranks: dict[str, str]) -> None:
+    """What is the same in all instances may be told beside any launcher's ranks."""
+    contract, plain = detect({**ranks, **SHAPE}).contract, detect(ranks).contract
+    assert contract == replace(plain, num_replicas=16, ipus_per_replica=2)
+
+
+def test_torchrun_in_a_pod_tells_more() -> None:
+    """In a pod of an indexed Job torchrun's ranks are those of processes, the index that of the pod."""
+    assert detect(TORCHRUN | {"JOB_COMPLETION_INDEX": "0"}).launcher is Launcher.TORCHRUN
+    found = detect(without(TORCHRUN, "RANK") | {"JOB_COMPLETION_INDEX": "5"})
+    assert (found.launcher, found.contract) == (Launcher.KUBERNETES, detect(TORCHRUN).contract)
+
+
 def test_poprun_comes_first() -> None:
     """Poprun writes the others' variables too; its own tell more."""
     contract = Contract(num_instances=2, instance_index=1, num_replicas=8, num_local_instances=2)
@@ -76,6 +94,7 @@ def test_poprun_comes_first() -> None:
         {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
         {"PMI_FD": "9"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        {"JOB_COMPLETION_INDEX": "3"},
     ],
 )
 def test_stray_variables_are_no_job(env: dict[str, str]) -> None:
@@ -115,6 +134,10 @@ def test_ranks_that_meet_on_loopback_share_a_host(host: str) -> None:
         (TORCHRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI tells of rank 0 of 2"),
         (OPEN_MPI | {"PMI_RANK": "1", "PMI_SIZE": "8"}, "not with two inside each other"),
         ({"POPDIST_NUM_TOTAL_REPLICAS": "4", **OPEN_MPI}, "POPDIST_REPLICA_INDEX_OFFSET"),
+        (SHAPE, "nothing tells which instance of it this is"),
+        ({**SHAPE, "POPDIST_NUM_TOTAL_REPLICAS": "9", **TORCHRUN}, "does not divide over the 8 instances"),
+        ({"JOB_COMPLETION_INDEX": "8", "WORLD_SIZE": "8"}, "RANK=8 is not below WORLD_SIZE=8"),
+        ({"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2"}, "no MASTER_ADDR and MASTER_PORT says"),
     ],
 )
 def test_half_a_job_is_an_error(env: dict[str, str], words: str) -> None:

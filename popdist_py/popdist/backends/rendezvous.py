@@ -105,6 +105,19 @@ def _listens(descriptor: int) -> bool:
         return False
 
 
+def _own_address() -> str:
+    """This host's address for others; its name where it takes itself for loopback, as Debian's hosts do.
+
+    The name of a pod is known to that pod alone, its address to all of them.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return name
+    return name if address.startswith("127.") else address
+
+
 def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
     """Instance 0 listens, and everyone learns where through COMM_WORLD: a fixed number of bytes, no pickle."""
     from mpi4py import MPI  # noqa: PLC0415 - importing it starts MPI, which only a job under mpiexec wants
@@ -119,7 +132,7 @@ def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
         )
     address, descriptor = bytearray(256), None
     if world.rank == 0:
-        host = LOOPBACK if is_one_host(contract) else socket.gethostname()
+        host = LOOPBACK if is_one_host(contract) else _own_address()
         listener = socket.create_server((LOOPBACK if is_one_host(contract) else "", 0), backlog=BACKLOG)
         address[:] = str(Endpoint(host=host, port=listener.getsockname()[1])).encode().ljust(256)
         descriptor = listener.detach()

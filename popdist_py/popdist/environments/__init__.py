@@ -1,13 +1,14 @@
 """Which job a program is in when poprun did not start it, from what other launchers leave in the environment.
 
-torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra) and Slurm's srun each tell a process its rank and the number
-of ranks. Such a process is one instance with one replica, so ``torchrun train.py`` and ``srun python train.py``
+torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each tell a
+process its rank and the number of ranks. Such a process is one instance with one replica, or as many as
+``POPDIST_NUM_TOTAL_REPLICAS`` gives it, so ``torchrun train.py`` and ``srun python train.py``
 are real jobs, and not several serial ones that overwrite each other's files. Pure: takes the environment, never
 writes it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -16,6 +17,9 @@ from popdist.contract import Contract, read_master
 from popdist.environments.slurm import NODES, first_node, read_slurm
 from popdist.errors import ContractError
 from popdist.variables import read_count
+
+COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
+"""The index of a pod of an indexed Job of Kubernetes."""
 
 LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -28,6 +32,7 @@ class Launcher(StrEnum):
     OPEN_MPI = "Open MPI"
     HYDRA = "MPICH (Hydra)"
     SLURM = "Slurm (srun)"
+    KUBERNETES = "Kubernetes (indexed Job)"
     NONE = "no launcher"
 
 
@@ -57,6 +62,17 @@ def detect(env: Mapping[str, str]) -> Environment:
     """
     if (contract := Contract.from_env(env)) is not None:
         return Environment(launcher=Launcher.POPRUN, contract=contract)
+    joined = _detect_ranks(env)
+    if joined.launcher is Launcher.NONE and names.NUM_REPLICAS in env:
+        raise ContractError(
+            f"{names.NUM_REPLICAS} tells of a job, and nothing tells which instance of it this is: start the "
+            "program with poprun, mpiexec or srun, or unset every POPDIST_ variable to run it alone"
+        )
+    return replace(joined, contract=joined.contract.shaped(env))
+
+
+def _detect_ranks(env: Mapping[str, str]) -> Environment:
+    """The job that another launcher's ranks describe, with one replica for each instance."""
     found = [
         Environment(launcher=it, contract=job) for it, read in _READERS.items() if (job := read(env)) is not None
     ]
@@ -71,7 +87,25 @@ def detect(env: Mapping[str, str]) -> Environment:
     return Environment(launcher=Launcher.NONE, contract=Contract())
 
 
+def _read_indexed_job(env: Mapping[str, str]) -> Contract | None:
+    """The index of a pod is a rank where a size is set beside it; torchrun in a pod has ranks of its own.
+
+    https://kubernetes.io/docs/concepts/workloads/controllers/job/#completion-mode
+    """
+    return _read_torch({**env, names.RANK: env[COMPLETION_INDEX]}) if _is_indexed(env) else None
+
+
+def _is_indexed(env: Mapping[str, str]) -> bool:
+    index = env.get(COMPLETION_INDEX)
+    is_rank = index is not None and env.get(names.RANK, index) == index
+    return is_rank and names.WORLD_SIZE in env and names.RUN_ID not in env
+
+
 def _read_torchrun(env: Mapping[str, str]) -> Contract | None:
+    return None if _is_indexed(env) else _read_torch(env)
+
+
+def _read_torch(env: Mapping[str, str]) -> Contract | None:
     """Rank and size together. One alone is an error if it tells of more than one process: see ``_refuse_half``."""
     if names.RANK not in env or names.WORLD_SIZE not in env:
         _refuse_half(env)
@@ -156,6 +190,7 @@ def _read_rank(env: Mapping[str, str], rank_name: str, size_name: str) -> tuple[
 
 
 _READERS: Final[Mapping[Launcher, Callable[[Mapping[str, str]], Contract | None]]] = {
+    Launcher.KUBERNETES: _read_indexed_job,
     Launcher.TORCHRUN: _read_torchrun,
     Launcher.OPEN_MPI: _read_open_mpi,
     Launcher.HYDRA: _read_hydra,

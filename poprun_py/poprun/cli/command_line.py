@@ -9,6 +9,7 @@ from poprun.cli.command import PoprunCommand
 from poprun.cli.option import LINE, Given, values_by_section
 from poprun.cli.options import EXAMPLES, OPTIONS
 from poprun.cli.origins import from_variables, from_words, layered, read_config_file
+from poprun.emit import EmitKind
 from poprun.errors import UsageError
 from poprun.render import TopologyFormat
 from poprun.request import LaunchRequest
@@ -39,6 +40,8 @@ class CommandLine:
         prints_topology: Whether to print the plan before it is started.
         prints_version: Whether to print the version and do nothing else.
         topology_format: How to print it.
+        emitted: The kind of job to write for a cluster in place of starting one, or None.
+        image: The container image of such a job, or None.
         verbosity: How often ``-v`` was given.
     """
 
@@ -53,6 +56,8 @@ class CommandLine:
     prints_topology: bool = False
     prints_version: bool = False
     topology_format: TopologyFormat = TopologyFormat.TABLE
+    emitted: EmitKind | None = None
+    image: str | None = None
     verbosity: int = 0
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:

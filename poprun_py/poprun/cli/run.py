@@ -16,7 +16,7 @@ from poprun.plan import LaunchPlan
 from poprun.planner import job_words, make_plan, place
 from poprun.probe.gpus import find_gpus
 from poprun.probe.machine import machine_facts
-from poprun.probe.program import resolve_program
+from poprun.probe.program import as_elsewhere, resolve_program
 from poprun.render import render_plan
 from poprun.request import LauncherChoice
 from poprun.topology import MachineFacts
@@ -39,6 +39,11 @@ def run(line: CommandLine) -> int:
         screen.show(f"poprun {VERSION}\n")
         return 0
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
+    if line.emitted is not None:
+        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
+
+        screen.show(emit_job(plan, line.emitted, Surroundings(image=line.image)))
+        return 0
     if line.is_dry_run:
         screen.show(_render(plan, line))
         return 0
@@ -106,6 +111,8 @@ def _export(line: CommandLine, file: str) -> None:
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     """The words to start; in a dry run the program may be one that only other machines have."""
+    if line.emitted is not None:
+        return as_elsewhere(line.program)
     try:
         return resolve_program(line.program, working_directory, os.environ.get("PATH", os.defpath))
     except (ProgramNotFoundError, ProgramNotExecutableError) as error:
@@ -144,8 +151,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
         return plan
     if plan.program:
         raise UsageError(f"--plan: {source} names its program: leave out {line.program[0]}")
-    path = os.environ.get("PATH", os.defpath)
-    return replace(plan, program=resolve_program(line.program, plan.working_directory, path))
+    return replace(plan, program=_program(line, plan.working_directory))
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:

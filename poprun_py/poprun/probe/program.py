@@ -49,6 +49,11 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
     return (file, *arguments)
 
 
+def as_elsewhere(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The argv that runs ``words`` on a machine that is not looked at, a Python file under the Python there."""
+    return ("python", *words) if words and words[0].endswith(".py") else words
+
+
 def _find(program: str, working_directory: str, path: str) -> str | None:
     here = os.path.join(working_directory, program.removeprefix("./"))
     if "/" in program:

@@ -2,8 +2,9 @@
 
 from typing import Final
 
-from poprun.cli.kinds import FILE, FOLDER, INSTANCES, NUMBER, SECONDS, SECONDS_OR_OFF, SWITCH, TEXT, one_of
+from poprun.cli.kinds import FILE, FOLDER, INSTANCES, NAME, NUMBER, SECONDS, SECONDS_OR_OFF, SWITCH, TEXT, one_of
 from poprun.cli.option import Group, Option, grouped
+from poprun.emit import EmitKind
 from poprun.render import TopologyFormat
 from poprun.settings import EndingSettings
 
@@ -86,6 +87,15 @@ DEBUG: Final = grouped(
         is_local=True,
         goes_with_plan=True,
     ),
+    Option(
+        "emit",
+        "line.emitted",
+        one_of(EmitKind, "KIND"),
+        "Print the job for Kubernetes and start nothing: mpijob (MPI Operator) or jobset.",
+        is_local=True,
+        goes_with_plan=True,
+    ),
+    Option("image", "line.image", NAME, "Container image of the job that --emit prints.", goes_with_plan=True),
     Option(
         "plan",
         "line.plan_file",

@@ -1,0 +1,49 @@
+"""A plan as the job of a cluster's own engine, which then starts it without poprun.
+
+Pure: values in, text out. A row of ``_WRITERS`` is one kind; each is a module of its own that is imported on use.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from poprun.errors import UsageError
+from poprun.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class EmitKind(StrEnum):
+    """The engines for which a plan can be written."""
+
+    MPIJOB = "mpijob"
+    JOBSET = "jobset"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a job of a cluster needs beside its plan.
+
+    Attributes:
+        image: The container image that holds the program, or None.
+    """
+
+    image: str | None = None
+
+
+_WRITERS: Final = {EmitKind.MPIJOB: "poprun.emit.mpijob", EmitKind.JOBSET: "poprun.emit.jobset"}
+"""The module of each kind; its ``write`` makes the text."""
+
+
+def emit_job(plan: LaunchPlan, kind: EmitKind, surroundings: Surroundings) -> str:
+    """``plan`` as a job of ``kind``, as text that ends with a line break.
+
+    Raises:
+        UsageError: If there is no program, or the kind needs something that ``surroundings`` lack.
+    """
+    if not plan.program:
+        raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
+    write: Callable[[LaunchPlan, Surroundings], str] = import_module(_WRITERS[kind]).write
+    return write(plan, surroundings)
