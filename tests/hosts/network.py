@@ -126,6 +126,11 @@ class Host:
         words = self.run("ps", "-e", "-o", "pid=,args=").splitlines()
         return [line.strip() for line in words if line.split()[0] != "1" and "ps -e -o" not in line]
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not been switched off."""
+        return self._holder.poll() is None
+
     def listens(self) -> bool:
         """Whether its sshd does."""
         return ":22 " in self.run("ss", "-ltn")
@@ -193,11 +198,16 @@ class Network:
         """The configuration with which ssh reaches every host."""
         return self.folder / "ssh_config"
 
-    def leftovers(self) -> list[str]:
-        """What still runs on the hosts after a moment's patience."""
+    def leftovers(self, apart_from: str = "\n") -> list[str]:
+        """What still runs on the living hosts after a moment's patience, but for lines with a text in them.
+
+        A session of sshd does not know for long that its client is lost.
+        """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
-            found = [f"{host.name}: {line}" for host in self.hosts.values() for line in host.processes()]
+            living = [host for host in self.hosts.values() if host.is_alive]
+            lines = [f"{host.name}: {line}" for host in living for line in host.processes()]
+            found = [line for line in lines if apart_from not in line]
             if not found or time.monotonic() >= deadline:
                 return found
             time.sleep(0.05)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from poprun.agent.binding import bind
 from poprun.agent.ports import hold_master_port, open_store_listener
 from poprun.agent.shared_memory import remove_abandoned
+from poprun.agent.streams import NUM_STREAMS, connect_streams, detach_streams
 from poprun.agent.watch import Watch
 from poprun.control import RECEIVE_BYTES, Message, ProtocolError
 from poprun.link import Link, connect, is_remote, notice_death
@@ -29,7 +30,6 @@ _CONNECT_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
 _LEFTOVER_SECONDS = 1.0
 _WALK_MILLISECONDS = 20
-_NUM_STREAMS = 3
 
 
 def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_reader: int) -> int:
@@ -45,7 +45,7 @@ def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_
     """
     os.setsid()
     try:
-        streams = _connect_streams(address, key, index) if is_remote(address) else []
+        streams = connect_streams(address, key, index, _CONNECT_SECONDS) if is_remote(address) else []
         control = connect(address, key, _CONNECT_SECONDS)
         if is_remote(address):
             notice_death(control.connection)
@@ -55,16 +55,6 @@ def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_
     Agent(control, life_reader, hello, streams, is_remote=is_remote(address)).run()
     control.close()
     return 0
-
-
-def _connect_streams(address: str, key: str, index: int) -> list[int]:
-    """The descriptors of a program whose poprun is on another host: nothing to read, two sockets to write to."""
-    streams = [os.open(os.devnull, os.O_RDONLY)]
-    for number in range(1, _NUM_STREAMS):
-        link = connect(address, key, _CONNECT_SECONDS)
-        link.send({"event": "stream", "instance": index, "stream": number})
-        streams.append(link.connection.detach())
-    return streams
 
 
 class Agent:
@@ -93,7 +83,7 @@ class Agent:
 
     def run(self) -> None:
         """Serve orders until the program's whole tree has ended, or there is nothing to start."""
-        _detach_streams()
+        detach_streams()
         wakeup = self._catch_signals()
         ports = [holder.getsockname()[1] for holder in self._ports]
         self._tell({"event": "hello", **self._hello, "ports": ports})
@@ -178,6 +168,7 @@ class Agent:
             self._start(order)
         elif order["order"] == "signal" and self._program is not None:
             os.killpg(self._program, order["signal"])
+            self._watch.heed(order["signal"])
         elif order["order"] == "offer_signal" and self._program is not None:
             self._offer(order["signal"])
         elif order["order"] == "stacks" and self._program is not None:
@@ -218,7 +209,7 @@ class Agent:
                     order["words"],
                     order["working_directory"],
                     environment,
-                    self._streams[:_NUM_STREAMS],
+                    self._streams[:NUM_STREAMS],
                     signal.SIGKILL,
                     kept,
                 )
@@ -235,7 +226,7 @@ class Agent:
 
         A fourth descriptor is the lease on the job's virtual IPUs, which lasts until this agent has ended.
         """
-        for descriptor in self._streams[:_NUM_STREAMS]:
+        for descriptor in self._streams[:NUM_STREAMS]:
             os.close(descriptor)
         for listener in self._ports[1:]:
             listener.close()
@@ -290,11 +281,3 @@ class Agent:
             self._is_over = True
         elif time.monotonic() >= self._deadline_seconds:
             send(tree, signal.SIGKILL)
-
-
-def _detach_streams() -> None:
-    """Let go of the MPI runtime's pipes, on whose closing it may wait."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(_NUM_STREAMS):
-        os.dup2(null, descriptor)
-    os.close(null)

@@ -6,6 +6,7 @@ Standard library only: the agents run this in a bare interpreter.
 """
 
 import os
+import signal
 import struct
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 1.0
 _LOOKS_PER_WALK = 5
+_PAUSE_SECONDS = 7 * 24 * 3600.0
 _PAGE_NAME = "poprun-progress"
 _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
@@ -45,6 +47,13 @@ class Watch:
     def begin(self) -> None:
         """The program runs: the first look is due when it has run for a moment."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
+
+    def heed(self, signum: int) -> None:
+        """Pause while poprun stops the program: it does not read then, and looks would pile up on the way."""
+        if signum == signal.SIGSTOP:
+            self._next_seconds = time.monotonic() + _PAUSE_SECONDS
+        elif signum == signal.SIGCONT:
+            self._next_seconds = time.monotonic() + _LOOK_SECONDS
 
     def is_due(self) -> bool:
         """Whether it is time for a look."""

@@ -73,7 +73,8 @@ def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
     """Hydra's own variables may hold more options for ssh, and its proxies are told where mpiexec is."""
     return Reach(
         words=(
-            *("-launcher", "ssh", "-localhost", network.control_host),
+            *("-launcher", "ssh"),
+            *(() if _is_ipv6(network.control_host) else ("-localhost", network.control_host)),
             *("-genvlist", ",".join(SHIM_VARIABLES)),
             *("-hosts", ",".join(_slots(plan))),
         ),
@@ -88,10 +89,15 @@ def _through_prrte(plan: LaunchPlan, network: JobNetwork) -> Reach:
         words=(
             *("--host", ",".join(_slots(plan))),
             *("--prtemca", "plm_ssh_agent", " ".join(("ssh", *ssh_options(plan.remote.ssh_config)))),
-            *(("--prtemca", "prte_if_include", subnet) if subnet else ()),
+            *(("--prtemca", "prte_if_include", subnet) if subnet and not _is_ipv6(subnet) else ()),
             *(word for name in SHIM_VARIABLES for word in ("-x", name)),
         ),
     )
+
+
+def _is_ipv6(address: str) -> bool:
+    """Whether the runtimes cannot be told: they know such addresses by names only, or not at all."""
+    return ":" in address
 
 
 def _slots(plan: LaunchPlan) -> Iterator[str]:

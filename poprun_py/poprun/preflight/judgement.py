@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from poprun.plan import LaunchPlan
 from poprun.probe.mpi import read_version
-from poprun.topology import MpiRuntime
+from poprun.ranges import fold_numbers
+from poprun.topology import MpiKind, MpiRuntime
 
 SSH_FAILED: Final = 255
 _NO_COMMAND: Final = (126, 127)
@@ -111,7 +112,7 @@ def judge(host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[
     if answer["sources"] != here["sources"]:
         yield _other_popdist(host, answer, here)
     if plan.mpi is not None:
-        yield from _judge_mpi(host, plan.mpi, answer["mpi"])
+        yield from _judge_mpi(host, plan.mpi, answer)
     if not answer["has_directory"]:
         yield Problem(
             host=host,
@@ -142,8 +143,14 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
     )
 
 
-def _judge_mpi(host: str, wanted: MpiRuntime, output: str) -> Iterator[Problem]:
-    found = read_version(wanted.path, output)
+def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:
+    found = read_version(wanted.path, answer["mpi"])
+    if ":" in host:
+        cause = "the MPI launchers do not take an IPv6 address in place of a name"
+        yield Problem(host=host, cause=cause, remedy="give it a name in /etc/hosts or ~/.ssh/config")
+    elif wanted.kind is MpiKind.MPICH and not any(_is_outer_ipv4(address) for _, address in answer["addresses"]):
+        cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
+        yield Problem(host=host, cause=cause, remedy="give it one, or use Open MPI")
     if found is None:
         cause = f"there is no MPI at {wanted.path}"
         yield Problem(host=host, cause=cause, remedy=f"install {wanted.name} there")
@@ -161,12 +168,13 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
             cause=f"GPU {', '.join(lacking)} is not there or not free",
             remedy=f"wait for it, or ask for {len(slots['gpus'])} virtual IPUs on each host at most",
         )
-    num_cores = slots["num_cores"]
-    if not plan.devices and num_cores < plan.num_slots_per_host <= len(plan.cores):
+    missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
+    if missing:
+        there = fold_numbers(slots["cores"])
         yield Problem(
             host=host,
-            cause=f"it has {num_cores} cores for {plan.num_slots_per_host} virtual IPUs",
-            remedy="ask for fewer instances, or leave the host out",
+            cause=f"the job may use its cores {there}, not {fold_numbers(sorted(missing))}",
+            remedy="place nothing there: --process-placement disabled; or leave the host out",
         )
 
 
@@ -205,6 +213,10 @@ def _judge_name(name: str, answers: Mapping[str, Mapping[str, Any]]) -> Iterator
                 cause=f"{name} is {_first(found)} there and {_first(first)} on {other}",
                 remedy=f"give {name} the same address in the /etc/hosts or DNS of both",
             )
+
+
+def _is_outer_ipv4(address: str) -> bool:
+    return ":" not in address and not _is_loopback(address)
 
 
 def _is_loopback(address: str) -> bool:

@@ -160,7 +160,7 @@ def slots(question: dict[str, Any]) -> dict[str, Any]:
     from poprun.probe.gpus import find_gpus  # noqa: PLC0415 - as above
 
     gpus = find_gpus(os.environ)
-    return {"num_cores": len(usable_cores()), "gpus": [gpu.name for gpu in gpus if gpu.is_free]}
+    return {"cores": list(usable_cores()), "gpus": [gpu.name for gpu in gpus if gpu.is_free]}
 
 
 def route(question: dict[str, Any]) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Relay:
                 if key.data is None:
                     is_stopping = True
                     self._selector.unregister(self._stop_reader)
-                elif data := os.read(key.data.descriptor, _READ_BYTES):
+                elif data := _read(key.data.descriptor):
                     self._pass_on(key.data, data)
                 else:
                     self._selector.unregister(key.data.descriptor)
@@ -138,3 +138,11 @@ class Relay:
         if source.target == _STDERR and lines:
             tail = self._tails.setdefault(source.instance, deque(maxlen=_TAIL_LINES))
             tail.extend(line[:_TAIL_LINE_BYTES] for line in lines.splitlines()[-_TAIL_LINES:])
+
+
+def _read(descriptor: int) -> bytes:
+    """The next bytes; none at the end of a stream, and when the host that it comes from is lost."""
+    try:
+        return os.read(descriptor, _READ_BYTES)
+    except OSError:
+        return b""

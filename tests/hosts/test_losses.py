@@ -1,0 +1,41 @@
+"""A host that is lost, or the way to it: the job ends everywhere, and the report names the host."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.jobs import HostPoprun
+from tests.hosts.network import Host, Network
+from tests.process.endings import has_met, write_program
+from tests.process.test_endings import wait_until
+from tests.running import MpiEnvironment
+
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nhang()"
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize(("runtime", "lose"), [("mpich", Host.cut), ("openmpi", Host.kill)], ids=["link", "host"])
+def test_what_is_lost_ends_the_job_on_every_host(
+    own_network: Network,
+    mpi_environments: dict[str, MpiEnvironment],
+    tmp_path: Path,
+    runtime: str,
+    lose: Callable[[Host], None],
+) -> None:
+    """Nobody tells that the packets stay away: both sides find out, and nothing is left on either."""
+    if runtime not in mpi_environments:
+        pytest.skip(f"no environment with the {runtime} wheel: scripts/test makes it")
+    poprun = HostPoprun(python=mpi_environments[runtime].python, name=runtime)
+    words = write_program(tmp_path, STUBBORN)
+    options = ("--stop-timeout=1", "--host", "n[1-3]", "-n", "3")
+    with poprun.started(own_network, *options, sys.executable, *words) as process:
+        wait_until(lambda: has_met(tmp_path, 3))
+        lose(own_network.hosts["n2"])
+        _, err = process.communicate()
+
+    assert process.returncode == 68
+    assert "instance 1 failed first: its host does not answer any more (host n2, replica 1)" in err
+    assert "Traceback" not in err
+    assert own_network.leftovers(apart_from="sshd:") == []

@@ -1,0 +1,140 @@
+"""What is wrong with a host is found before anything starts, on all hosts at once, and told with its remedy."""
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import popdist.contract
+from tests.hosts.jobs import HostPoprun
+from tests.hosts.network import Network
+from tests.running import Finished
+
+HOSTS = ("n1", "n2", "n3", "n4", "n5", "n6")
+CONTRACT = Path(popdist.contract.__file__)
+SUM = (
+    "import os, popdist, torch\n"
+    "popdist.init()\n"
+    "x = torch.tensor([popdist.getInstanceIndex() + 1.0])\n"
+    "print(float(popdist.all_reduce(x)), os.environ['MASTER_ADDR'])"
+)
+HELLO = (sys.executable, "-c", "print('hello')")
+
+
+@pytest.fixture
+def spoilt(_can_make_hosts: None, tmp_path: Path) -> Iterator[Network]:
+    """Six hosts to spoil."""
+    (tmp_path / "network").mkdir()
+    with Network(HOSTS, tmp_path / "network") as network:
+        yield network
+
+
+@pytest.fixture
+def poprun() -> HostPoprun:
+    """The command on the first host; what is wrong with a host does not depend on the MPI runtime."""
+    return HostPoprun(python=Path(sys.executable), name="mpich")
+
+
+def table(finished: Finished) -> list[list[str]]:
+    """The rows of the table of a job that could not begin: hosts, cause, remedy."""
+    assert (finished.code, finished.out) == (68, "")
+    told = finished.err.splitlines()
+    first = next(number for number, line in enumerate(told) if "cannot take part" in line)
+    return [re.split(" {2,}", line.strip()) for line in told[first + 2 :]]
+
+
+def copy_key(network: Network, source: str, target: str) -> None:
+    """Have ssh believe that the key of ``source`` is that of ``target``."""
+    known = network.folder / "known_hosts"
+    lines = known.read_text().splitlines()
+    (key,) = [line.split(" ", 1)[1] for line in lines if line.startswith(f"{source},")]
+    kept = [line for line in lines if not line.startswith(f"{target},")]
+    known.write_text("\n".join([*kept, f"{target} {key}"]) + "\n")
+
+
+@pytest.mark.deadline(120)
+def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun, tmp_path: Path) -> None:
+    """A changed host key, another version, no program, no folder, no host: each with its cause and its remedy."""
+    program, folder = tmp_path / "there" / "program", tmp_path / "jobs" / "job"
+    for made in (program.parent, folder):
+        made.mkdir(parents=True)
+    shutil.copy("/bin/true", program)
+    old = tmp_path / "contract.py"
+    old.write_text(CONTRACT.read_text().replace(popdist.contract.VERSION, "0.0.9"))
+    copy_key(spoilt, "n1", "n2")
+    spoilt.hosts["n3"].run("mount", "--bind", str(old), str(CONTRACT))
+    spoilt.hosts["n4"].run("mount", "-t", "tmpfs", "none", str(program.parent))
+    spoilt.hosts["n5"].run("mount", "-t", "tmpfs", "none", str(folder.parent))
+    spoilt.hosts["n6"].kill()
+
+    rows = table(poprun(spoilt, "--host", "n[1-6]", "-n", "6", str(program), cwd=folder))
+
+    version = popdist.contract.VERSION
+    assert [row[:2] for row in rows] == [
+        ["n2", "its host key is not the one that ssh knows"],
+        ["n3", f"poprun and popdist are 0.0.9 there, {version} here"],
+        ["n4", f"there is no {program}"],
+        ["n5", f"there is no directory {folder}"],
+        ["n6", "it does not answer"],
+    ]
+    assert "ssh-keygen -R n2" in rows[0][2]
+    assert "see that the host is up" in rows[-1][2]
+
+
+@pytest.mark.deadline(120)
+def test_what_is_wrong_between_hosts_is_found(spoilt: Network, poprun: HostPoprun) -> None:
+    """No Python, no MPI, a name with two meanings, a host that ssh does not know, a host under two names."""
+    python = Path(sys.executable)
+    spoilt.hosts["n2"].run("mount", "-t", "tmpfs", "none", str(python.parent))
+    spoilt.hosts["n3"].run("mount", "--bind", "/bin/true", str(python.parent / "mpiexec"))
+    names = spoilt.folder / "hosts-n4"
+    names.write_text(names.read_text().replace("10.217.0.5 n5", "10.217.0.99 n5"))
+    known = spoilt.folder / "known_hosts"
+    lines = [line for line in known.read_text().splitlines() if not line.startswith("n6,")]
+    known.write_text("\n".join(lines) + "\n")
+
+    rows = table(poprun(spoilt, "--host", "n[1-6],10.217.0.5", "-n", "7", *HELLO))
+
+    assert [row[:2] for row in rows] == [
+        ["n2", f"there is no Python at {python}"],
+        ["n3", f"there is no MPI at {python.parent / 'mpiexec'}"],
+        ["n4", "n5 is 10.217.0.99 there and 10.217.0.5 on n1"],
+        ["n6", "ssh does not know its host key"],
+        ["10.217.0.5", "it is the same host as n5"],
+    ]
+
+
+@pytest.mark.deadline(120)
+def test_a_subnet_is_one_that_all_hosts_are_in_and_that_leads_back(spoilt: Network, poprun: HostPoprun) -> None:
+    """Hosts without an address in it, and hosts whose packets do not come back, cannot take part."""
+    for number in (1, 2):
+        spoilt.hosts[f"n{number}"].run("ip", "address", "add", f"10.218.0.{number}/32", "dev", "lo")
+
+    rows = table(poprun(spoilt, "--host", "n[1-3]", "--host-subnet", "10.218.0.0/16", "-n", "3", *HELLO))
+
+    assert rows[0][:2] == [
+        "n2",
+        "it does not reach this machine from 10.218.0.2 at 10.218.0.1: Network is unreachable",
+    ]
+    assert rows[1][:2] == ["n3", "it has no address in --host-subnet 10.218.0.0/16"]
+
+
+@pytest.mark.deadline(120)
+def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, hosts_poprun: HostPoprun) -> None:
+    """The control channel, torch's store and popdist's own connections."""
+    finished = hosts_poprun(
+        spoilt, "--host", "n1,n2", "--host-subnet", "fd00:217::/64", "-n", "2", sys.executable, "-c", SUM
+    ).succeeded()
+
+    assert finished.lines == [f"[1,{n}]<stdout>:3.0 fd00:217::1" for n in range(2)]
+
+
+def test_jobs_of_other_hosts_are_started_with_mpi(poprun: HostPoprun, spoilt: Network) -> None:
+    """There is nothing else that starts processes there."""
+    finished = poprun(spoilt, "--launcher", "local", "--host", "n1,n2", "-n", "2", *HELLO)
+
+    assert finished.code == 2
+    assert "--launcher local starts processes on this machine only, and n[1-2] is not" in finished.err
