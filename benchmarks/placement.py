@@ -14,6 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from poprun.probe.cpu_map import read_cpus
@@ -59,10 +60,11 @@ def contenders(num_instances: int, num_threads: int, num_steps: int) -> dict[str
 
 def slowest(command: list[str], num_threads: int) -> float:
     """Steps a second of the slowest instance."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
-    answer = subprocess.run(
-        command, check=True, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        pool = {"POPRUN_POOL": str(Path(folder, "pool.sqlite")), "OMP_NUM_THREADS": str(num_threads)}
+        answer = subprocess.run(
+            command, check=True, env=os.environ | pool, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
     return min(float(line.split()[1]) for line in answer.stdout.splitlines() if line.startswith("rate "))
 
 

@@ -19,6 +19,7 @@ MAX_DOMAIN_SIZE: Final = 64
 """IPUs that IPU-Links connect at most: those of a POD64."""
 
 CPU: Final = "cpu"
+CORE: Final = "core"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Cluster:
 
     Attributes:
         name: Such as ``POD64``, or the machine's own name.
-        kind: ``gpu``, ``cpu`` or ``pod``.
+        kind: ``gpu``, ``cpu`` or ``pod``; or ``core``, for the cores that instances have to themselves.
         ipus: All of them, by index.
         is_open: Whether further ones can be made: shares of a CPU nobody has counted.
         memory_bytes: Memory of each, where it is known.

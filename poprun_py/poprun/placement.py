@@ -11,7 +11,7 @@ part stays within one last-level cache, else within one NUMA node, where all par
 known to be near some nodes comes to those.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
@@ -99,7 +99,7 @@ def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
     """The cores of each instance's nodes; nothing when that would be all of them."""
-    nodes = _groups(host.cpus, lambda cpu: (cpu.socket, cpu.node))
+    nodes = _groups(host.cpus, _node_of)
     if len(nodes) == 1 or demand.num_instances == 1:
         return ()
     if demand.num_instances < len(nodes):
@@ -142,7 +142,7 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
     if count * least > len(units):
         raise _too_few_cores(placement, len(units), demand)
     size = least if placement is ProcessPlacement.COMPACT else len(units) // count
-    return _nearest(_parts(units, size, count), demand)
+    return _nearest(_parts(units, size, demand), demand)
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
@@ -154,22 +154,37 @@ def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
     return units[: max(1, kept)]
 
 
-def _parts(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
-    """At least ``count`` parts of ``size`` units, none across caches if that can be, else none across nodes."""
-    levels: tuple[Callable[[Cpu], tuple[int, ...]], ...] = (
-        lambda cpu: (cpu.socket, cpu.node, cpu.cache),
-        lambda cpu: (cpu.socket, cpu.node),
-        lambda _: (),
-    )
-    for level in levels:
-        parts = []
-        for _, group in groupby(units, key=lambda unit: level(unit[0])):
-            members = list(group)
-            starts = range(0, len(members) - size + 1, size)
-            parts += [tuple(chain.from_iterable(members[start : start + size])) for start in starts]
+def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
+    """Parts of ``size`` units, at least one for each instance.
+
+    They lie in the smallest cache that holds all of them, else in the smallest such node, unless GPUs call them to
+    several nodes; what is free of a host that others use, too, is seldom regular.
+    """
+    scopes = [units]
+    if not any(demand.near):
+        scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]
+    found: Iterator[Sequence[_Part]] = (_cut(scope, size, demand.num_instances) for scope in scopes)
+    return next(parts for parts in found if len(parts) >= demand.num_instances)
+
+
+def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
+    """Parts of ``size`` units, none across caches if there are enough, else none across nodes, else any."""
+    parts: list[_Part] = []
+    for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
+        in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))
+        parts = [
+            tuple(chain.from_iterable(group[start : start + size]))
+            for group in in_order
+            for start in range(0, len(group) - size + 1, size)
+        ]
         if len(parts) >= count:
             break
     return parts
+
+
+def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
+    """The units with the same ``key`` together, the smallest group first."""
+    return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
 
 
 def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
@@ -183,6 +198,14 @@ def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
             chosen[instance] = part
             free.remove(part)
     return [chosen[k] if k in chosen else free.pop(0) for k in range(demand.num_instances)]
+
+
+def _node_of(cpu: Cpu) -> tuple[int, ...]:
+    return (cpu.socket, cpu.node)
+
+
+def _cache_of(cpu: Cpu) -> tuple[int, ...]:
+    return (cpu.socket, cpu.node, cpu.cache)
 
 
 def _place_of_core(cpu: Cpu) -> tuple[int, ...]:

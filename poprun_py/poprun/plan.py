@@ -150,6 +150,11 @@ class LaunchPlan:
         return bool(self.devices or is_named) and not vipu.is_offline
 
     @property
+    def owns_cores(self) -> bool:
+        """Whether the instances have cores that no other job shall have."""
+        return bool(self.bindings) and self.placement in (ProcessPlacement.CORE, ProcessPlacement.COMPACT)
+
+    @property
     def is_tagged(self) -> bool:
         """Whether lines of output carry their instance."""
         if self.output.is_tagged is not None:

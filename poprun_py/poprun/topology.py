@@ -131,6 +131,10 @@ class MachineFacts:
     unknown_mpi: tuple[str, ...] = ()
     user_num_threads: str | None = None
 
+    def with_cpus(self, cpus: tuple[Cpu, ...]) -> "MachineFacts":
+        """The facts with another map, but as many cores' worth of time."""
+        return replace(self, cpus=cpus)
+
     def with_cores(self, cores: tuple[int, ...]) -> "MachineFacts":
         """The facts of the part of the machine that has ``cores``."""
         if cores == self.cores:

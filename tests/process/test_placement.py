@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from poprun.probe.cores import usable_cores
+from poprun.probe.cpu_map import read_cpus
+from poprun.ranges import fold_numbers
 from tests.running import Poprun, run
 
 WHERE = """\
@@ -21,6 +24,19 @@ print(json.dumps([int(os.environ["RANK"]), own, json.loads(child.stdout), [*poli
 
 CORES = sorted(os.sched_getaffinity(0))
 SOME_CORES = CORES[:2]
+
+
+HOLD = """\
+import os, sys
+print(*sorted(os.sched_getaffinity(0)), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _pool_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores are leased from a pool of the test's own, so that other jobs of the machine do not matter."""
+    monkeypatch.setenv("POPRUN_POOL", str(tmp_path / "pool.sqlite"))
 
 
 def where(poprun: Poprun, *words: str, cwd: Path | None = None) -> list[tuple[set[int], set[int], set[str]]]:
@@ -119,3 +135,55 @@ def test_cores_that_are_gone_when_the_program_is_to_start(poprun: Poprun, tmp_pa
 
     assert finished.code == 70
     assert f"cannot be bound to cores {CORES[0]},7000, not all of which are to be had here" in finished.err
+
+
+def one_core(*options: str, num_threads: int = 1) -> tuple[str, ...]:
+    """The words of a job of one instance that has as many cores of its own as threads, tells them and waits."""
+    placement = ("--process-placement", "compact", "--threads-per-replica", str(num_threads))
+    return ("--launcher", "local", *placement, *options, sys.executable, "-c", HOLD)
+
+
+@pytest.mark.skipif(
+    len({cpu.core for cpu in read_cpus(CORES)}) == 1 or len(usable_cores()) < len(CORES),
+    reason="two jobs cannot have a physical core each, or a control group grants less time than there are cores",
+)
+def test_two_jobs_have_different_cores(poprun: Poprun, tmp_path: Path) -> None:
+    """Cores of one's own are leased: the next job gets others, or is told who has them, or waits for them."""
+    many = one_core(num_threads=len(CORES))
+    with poprun.started(*one_core()) as first:
+        assert first.stdout is not None
+        assert first.stdin is not None
+        held = numbers(first.stdout.readline())
+        other = numbers(poprun(*one_core()).succeeded().out)
+        refused = poprun(*many)
+        same = binding("0", fold_numbers(sorted(held)))
+        file = plan_with(
+            poprun, tmp_path, placement="core", bindings=[same], num_instances=1, num_replicas=1, devices=[]
+        )
+        fixed = poprun("--plan", str(file))
+        with poprun.started("--wait-for-devices", *many) as patient:
+            assert patient.stdout is not None
+            assert patient.stdin is not None
+            assert patient.stderr is not None
+            waiting = patient.stderr.readline()
+            first.stdin.write("\n")
+            first.stdin.flush()
+            everything = numbers(patient.stdout.readline())
+            patient.stdin.write("\n")
+            patient.stdin.flush()
+            assert patient.wait(timeout=30) == 0
+        assert first.wait(timeout=30) == 0
+
+    assert held.isdisjoint(other)
+    assert (refused.code, refused.out) == (69, "")
+    assert f"the job needs {len(CORES)} cores, and {len(CORES) - len(held)} " in refused.err
+    assert f"core/{fold_numbers(sorted(held))}: process " in refused.err
+    assert (fixed.code, fixed.out) == (69, "")
+    assert f"the job needs {len(held)} core" in fixed.err
+    assert f"waiting: the job needs {len(CORES)} cores" in waiting
+    assert everything == set(CORES)
+
+
+def numbers(line: str) -> set[int]:
+    """The numbers in a line."""
+    return set(map(int, line.split()))

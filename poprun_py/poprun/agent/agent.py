@@ -224,7 +224,7 @@ class Agent:
     def _let_go(self) -> None:
         """Close what is the program's now: an end of a pipe that is held here would never close.
 
-        A fourth descriptor is the lease on the job's virtual IPUs, which lasts until this agent has ended.
+        Further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended.
         """
         for descriptor in self._streams[:NUM_STREAMS]:
             os.close(descriptor)

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
 from poprun.cli import screen
 from poprun.errors import IpusTakenError, PartitionError, PlanError
@@ -48,13 +49,32 @@ def leased(plan: LaunchPlan, find_gpus: FindGpus, *, is_fixed: bool) -> Iterator
         PoolError: If the pool cannot be used.
     """
     asker = _Asker(plan, find_gpus, is_fixed=is_fixed)
-    pool = Pool(_absolute(plan.vipu.pool), plan.vipu.server_timeout_seconds)
+    pool = pool_of(plan)
     ticket = pool.ask(shlex.join(plan.program), asker.wish())
     try:
-        ticket = _wait(pool, ticket, asker)
+        ticket = wait_for(pool, ticket, asker)
         yield _with_ipus(plan, asker.cluster, ticket.ipus), ticket.descriptor
     finally:
         pool.release(ticket)
+
+
+def pool_of(plan: LaunchPlan) -> Pool:
+    """The pool that a job asks."""
+    return Pool(_absolute(plan.vipu.pool), plan.vipu.server_timeout_seconds)
+
+
+class Asker(Protocol):
+    """What a job wishes for, and of what."""
+
+    plan: LaunchPlan
+    cluster: Cluster
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether processes outside the pool may have to end first."""
+
+    def wish(self, *, looks_again: bool = False) -> Wish:
+        """The wish, as the machine is at the moment."""
 
 
 def _absolute(pool: str | None) -> str:
@@ -150,8 +170,8 @@ class _Asker:
         return self.cluster.is_open or any(ipu.name == name for ipu in self.cluster.ipus)
 
 
-def _wait(pool: Pool, ticket: Ticket, asker: _Asker) -> Ticket:
-    """See a ticket to its IPUs.
+def wait_for(pool: Pool, ticket: Ticket, asker: Asker) -> Ticket:
+    """See a ticket to what its asker wishes for.
 
     Raises:
         IpusTakenError: If the job does not wait, or not that often.

@@ -59,20 +59,35 @@ def run(line: CommandLine) -> int:
     network = look_at_hosts(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
-    if not plan.takes_lease or network is not None:  # the pool knows this machine only
+    if network is not None:  # the pool knows this machine only
         return _start(plan, line, network)
+    if not plan.takes_lease:
+        return _start_on_cores(plan, facts, line)
     from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
 
     with leased(plan, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
-        return _start(held if facts is None else place(held, facts.with_cores(held.cores)), line, network, lease)
+        if facts is None:
+            return _start_on_cores(held, None, line, lease)
+        facts = facts.with_cores(held.cores)
+        return _start_on_cores(place(held, facts), facts, line, lease)
 
 
-def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", lease: int | None = None) -> int:
+def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine, *leases: int) -> int:
+    """Start the job, on cores that no other job has if it wants such; None for facts: on those of the plan."""
+    if not plan.owns_cores:
+        return _start(plan, line, None, *leases)
+    from poprun.cli.core_leasing import cores_leased  # noqa: PLC0415 - few jobs want cores of their own
+
+    with cores_leased(plan, facts) as (placed, lease):
+        return _start(placed, line, None, *leases, lease)
+
+
+def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *leases: int) -> int:
     from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
 
     if line.prints_topology:
         screen.show(_render(plan, line))
-    return run_job(plan, environ=os.environ, verbosity=line.verbosity, lease=lease, network=network)
+    return run_job(plan, environ=os.environ, verbosity=line.verbosity, leases=leases, network=network)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from poprun.inventory import Cluster, VirtualIpu
+from poprun.inventory import CORE, Cluster, VirtualIpu
 from poprun.pool.records import PoolState
 from poprun.pool.wishes import Wish
 from poprun.ranges import fold_numbers
@@ -27,7 +27,8 @@ def refusal(wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares:
     else:
         free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
         there = f"of {len(cluster.ipus)} on this machine"
-        reason = f"the job needs {_count(wish.num_ipus)}, and {_is(len(free))} free {there}"
+        noun = "core" if cluster.kind == CORE else "virtual IPU"
+        reason = f"the job needs {_count(wish.num_ipus, noun)}, and {_is(len(free))} free {there}"
         lines = list(_holders(cluster, state, shares=shares))
     before = [lease for lease in state.waiting(wish.queue) if lease.id < own]
     lines += [f"waiting before it for {lease.num_ipus}: {lease}" for lease in before]
@@ -64,8 +65,8 @@ def _named(ipus: Sequence[VirtualIpu]) -> str:
     return f"{stems.pop()}{fold_numbers(sorted(map(int, numbers)))}"
 
 
-def _count(number: int) -> str:
-    return f"{number} virtual IPU{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _is(number: int) -> str:

@@ -42,16 +42,18 @@ class Wish:
         choose: Picks them, given the names of those that are taken; nothing when they do not suffice. For a
             partition it picks those of a new one.
         partition: The partition that it wants, or None.
+        queue_name: Tells what is in no partition and waited for on its own from other things.
     """
 
     num_ipus: int
     choose: Callable[[Collection[str]], Sequence[VirtualIpu]]
     partition: PartitionWish | None = None
+    queue_name: str = ""
 
     @property
     def queue(self) -> str:
-        """Who waits for the same thing waits in the same queue: the name of the partition, or none."""
-        return "" if self.partition is None else self.partition.name
+        """Who waits for the same thing waits in the same queue: the name of the partition, or that of the rest."""
+        return self.queue_name if self.partition is None else self.partition.name
 
     def can_be_met(self, state: PoolState) -> bool:
         """Whether what is wanted is free, for somebody at the head of the queue."""

@@ -10,7 +10,7 @@ and `tracebacks`.
 own), `whole_file`, and `sweep` (what is left).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from poprun.plan import LaunchPlan
 from poprun.routes import JobNetwork
@@ -23,7 +23,7 @@ def run_job(
     *,
     environ: Mapping[str, str],
     verbosity: int = 0,
-    lease: int | None = None,
+    leases: Sequence[int] = (),
     network: JobNetwork | None = None,
 ) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
@@ -37,8 +37,8 @@ def run_job(
         plan: What to start.
         environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        lease: Descriptor that every agent keeps open until its program has ended, or None: the lease on the job's
-            virtual IPUs lasts as long as somebody has it open.
+        leases: Descriptors that every agent of this host keeps open until its program has ended: a lease on
+            virtual IPUs or cores lasts as long as somebody has it open.
         network: How the hosts of the plan reach each other; None when there is only this machine.
 
     Raises:
@@ -47,4 +47,4 @@ def run_job(
     """
     from poprun.supervisor.attempts import run_attempts  # noqa: PLC0415 - a dry run does not pay for the supervisor
 
-    return run_attempts(plan, environ, verbosity, network, lease)
+    return run_attempts(plan, environ, verbosity, network, leases)

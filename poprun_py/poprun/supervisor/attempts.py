@@ -49,7 +49,7 @@ def run_attempts(
     environ: Mapping[str, str],
     verbosity: int,
     network: JobNetwork | None = None,
-    lease: int | None = None,
+    leases: Sequence[int] = (),
 ) -> int:
     """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
 
@@ -58,7 +58,7 @@ def run_attempts(
         environ: The environment that poprun was called in.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
         network: How the hosts of the job reach each other; None when there is only this machine.
-        lease: Descriptor that the agents of this host keep open until their programs have ended, or None.
+        leases: Descriptors that the agents of this host keep open until their programs have ended.
 
     Raises:
         LaunchError: If the launcher cannot be executed.
@@ -71,7 +71,7 @@ def run_attempts(
         restart_count=0,
         began_at_seconds=time.monotonic(),
         network=network,
-        lease=lease,
+        leases=tuple(leases),
     )
     ends: list[JobEnd] = []
     error = ""

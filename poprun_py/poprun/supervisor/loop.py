@@ -210,7 +210,7 @@ class Job:
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
             order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
-            self._links.tell(index, order, self._identity.with_lease(streams))
+            self._links.tell(index, order, self._identity.with_leases(streams))
             self._streams.close(streams)
         self._record.has_started = True
         if self._streams.sources:

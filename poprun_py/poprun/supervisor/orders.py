@@ -20,23 +20,23 @@ class JobIdentity:
         restart_count: Attempts before this one.
         began_at_seconds: Monotonic time at which the first attempt began.
         network: How the hosts of the job reach each other; None when there is only this machine.
-        lease: Descriptor that the agents of this host keep open until their programs have ended, or None.
+        leases: Descriptors that the agents of this host keep open until their programs have ended.
     """
 
     job_id: str
     restart_count: int
     began_at_seconds: float
     network: JobNetwork | None = None
-    lease: int | None = None
+    leases: tuple[int, ...] = ()
 
     @property
     def control_host(self) -> str | None:
         """Address of this machine at which the agents of other hosts report; None when there are none."""
         return None if self.network is None else self.network.control_host
 
-    def with_lease(self, streams: Sequence[int]) -> list[int]:
-        """The descriptors that an agent is given: those of its program, and the lease, which it keeps."""
-        return [*streams, self.lease] if self.lease is not None and streams else list(streams)
+    def with_leases(self, streams: Sequence[int]) -> list[int]:
+        """The descriptors that an agent is given: those of its program, and the leases, which it keeps."""
+        return [*streams, *self.leases] if streams else []
 
 
 def start_order(

@@ -1,0 +1,61 @@
+"""Which cores a job that wants its own is offered, beside those that other jobs have."""
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from poprun.binding import ProcessPlacement
+from poprun.cli.core_leasing import CoreAsker
+from tests.machines import LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, Machine, facts_of
+from tests.planning import planned
+
+
+def offered(
+    machine: Machine,
+    taken: Collection[int],
+    *,
+    is_fixed: bool = False,
+    **asked: Any,  # noqa: ANN401 - fields of a LaunchRequest
+) -> list[int]:
+    """The cores that a job on ``machine`` is offered while others hold those that are ``taken``."""
+    facts = facts_of(machine)
+    asker = CoreAsker(planned(facts, **asked), None if is_fixed else facts)
+    offer = [
+        core.index for core in asker.wish().choose({f"core/{number}" for number in taken} | {"cpu/0", "GPU-1"})
+    ]
+    if offer:
+        assert sorted(core for binding in asker.placed.bindings for core in binding.cores) == offer
+    return offer
+
+
+COMPACT: dict[str, Any] = {"placement": ProcessPlacement.COMPACT, "threads_per_replica": 1}
+CORE: dict[str, Any] = {"placement": ProcessPlacement.CORE, "threads_per_replica": 1}
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "taken", "offer"),
+    [
+        (LAPTOP, COMPACT, [], [0]),
+        (LAPTOP, COMPACT, [0, 2], [1]),
+        (LAPTOP, {**COMPACT, "num_instances": 2}, [0, 2], [1, 3]),
+        (LAPTOP, {**COMPACT, "num_instances": 2}, [0, 1, 2], []),
+        (LAPTOP, COMPACT, [0, 1, 2, 3], []),
+        (LAPTOP, CORE, [1], [0, 2, 3]),
+        (LAPTOP, {**CORE, "num_instances": 2}, [1], [0, 2]),
+        (LAPTOP_WITH_SMT, COMPACT, [4], [1, 5]),
+        (LAPTOP_WITH_SMT, COMPACT, [0, 1, 2, 7], []),
+        (TWO_SOCKETS, {**COMPACT, "num_instances": 2}, [0, 2, 4, 6, 8, 10, 12], [1, 3]),
+    ],
+)
+def test_cores_beside_those_of_others(
+    machine: Machine, asked: dict[str, Any], taken: list[int], offer: list[int]
+) -> None:
+    """Free ones only, whole physical cores, and nothing when they do not suffice."""
+    assert offered(machine, taken, **asked) == offer
+
+
+@pytest.mark.parametrize(("taken", "offer"), [([], [0, 1]), ([3], [0, 1]), ([1], [])])
+def test_a_plan_file_names_its_cores(taken: list[int], offer: list[int]) -> None:
+    """It gets just those, or waits for them."""
+    assert offered(LAPTOP, taken, is_fixed=True, **COMPACT | {"num_instances": 2}) == offer
