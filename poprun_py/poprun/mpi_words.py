@@ -91,7 +91,8 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
     )
 
 
-def _merged(variables: Variables, stronger: Variables) -> Variables:
+def merged(variables: Variables, stronger: Variables) -> Variables:
+    """Both, each name once; what is ``stronger`` wins."""
     return tuple(dict((*variables, *stronger)).items())
 
 
@@ -151,14 +152,14 @@ class JobWords:
     @property
     def variables(self) -> Variables:
         """Those of all programs."""
-        return _merged(self.for_job.variables, self.for_instances.variables)
+        return merged(self.for_job.variables, self.for_instances.variables)
 
     @property
     def instance_variables(self) -> tuple[tuple[int, Variables], ...]:
         """Those of single instances."""
         found: dict[int, Variables] = {}
         for index, words in self.for_one:
-            found[index] = _merged(found.get(index, ()), words.variables)
+            found[index] = merged(found.get(index, ()), words.variables)
         return tuple((index, variables) for index, variables in found.items() if variables)
 
     @property

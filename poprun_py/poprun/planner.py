@@ -13,13 +13,16 @@ from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.hosts import check_hosts
 from poprun.legality import check_count, check_counts, legal_instances
-from poprun.mpi_words import JobWords, Variables, check_instance_variables, read_job_words
+from poprun.mpi_words import JobWords, Variables, check_instance_variables, merged, read_job_words
 from poprun.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import OutputSettings, check_ending, check_output, check_path, check_remote
 from poprun.topology import MachineFacts, MpiRuntime
 from poprun.vipu_settings import check_vipu
+
+DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+"""Where Python was when a signal ended it, and what torch's own process groups disagree on."""
 
 THIS_MACHINE: Final = "localhost"
 
@@ -56,11 +59,12 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
+    variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
     check_instance_variables(words.instance_variables, num_instances)
     num_slots = num_instances // len(hosts) * request.ipus_per_replica
     devices = _choose_devices(request, facts, num_slots)
     num_cores = len(facts.cores) if devices else _num_cores(request, facts, num_slots)
-    threads = _choose_threads(request, facts, words.variables, num_cores * len(hosts) // num_replicas)
+    threads = _choose_threads(request, facts, variables, num_cores * len(hosts) // num_replicas)
     plan = LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
@@ -78,7 +82,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         mpi=mpi if is_here and not words.has_launcher_words else _without_forker(mpi),
         mpi_global_args=words.for_job.launcher_words,
         mpi_local_args=words.for_instances.launcher_words,
-        variables=words.variables,
+        variables=variables,
         instance_variables=words.instance_variables,
         executable_cache_path=request.executable_cache_path,
         vipu=request.vipu,

@@ -36,6 +36,7 @@ class LaunchRequest:
         instance_mpi_local_args: Pairs of an instance and its own extra words.
         placement: Which cores the instances get.
         threads_per_replica: Threads for each replica's arithmetic; None shares out the cores.
+        is_debugged: Whether programs are to say more of what goes wrong.
         is_deterministic: Whether torch is to use deterministic algorithms only.
         executable_cache_path: Directory for compiled programs, or None; a relative one starts at the job's working
             directory.
@@ -57,6 +58,7 @@ class LaunchRequest:
     instance_mpi_local_args: tuple[tuple[int, tuple[str, ...]], ...] = ()
     placement: ProcessPlacement = ProcessPlacement.SPREADNUMA
     threads_per_replica: int | None = None
+    is_debugged: bool = False
     is_deterministic: bool = False
     executable_cache_path: str | None = None
     vipu: VipuSettings = field(default_factory=VipuSettings)

@@ -42,6 +42,9 @@ def test_nothing_given_leaves_every_default_to_the_request() -> None:
             ["--mpi-global-args= --mca a 'b c'", "--mpi-global-args", "-x D"],
             {"mpi_global_args": ("--mca", "a", "b c", "-x", "D")},
         ),
+        (["--mpi-local-args", "'-x A=1 -x B=2'"], {"mpi_local_args": ("-x", "A=1", "-x", "B=2")}),
+        (["--mpi-global-args", "--tag-output \\\n -x A"], {"mpi_global_args": ("--tag-output", "-x", "A")}),
+        (["--debug=yes"], {"is_debugged": True}),
         (["--mpi-local-args", "-x A=1"], {"mpi_local_args": ("-x", "A=1")}),
         (["--threads-per-replica", "3"], {"threads_per_replica": 3}),
         (

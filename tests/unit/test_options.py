@@ -23,9 +23,11 @@ SECTIONS: Final = {
 
 POPRUN_OPTIONS: Final = {
     "version": "--version",
+    "version-format": "--version-format=full-json",
     "import-config": "--import-config=/dev/null",
     "export-config": "--export-config=job.yaml",
     "overwrite-config": "--overwrite-config=1",
+    "debug": "--debug=1",
     "host": "--host=host[0-2,4]",
     "num-replicas": "--num-replicas=8",
     "ipus-per-replica": "--ipus-per-replica=2",

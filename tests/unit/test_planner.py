@@ -17,6 +17,13 @@ from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, MPICH, planned, with_gpus
 
 
+def test_debugging_is_a_matter_of_variables() -> None:
+    """What the user says of the same variables is left alone."""
+    plan = planned(is_debugged=True, mpi_local_args=("-x", "PYTHONFAULTHANDLER=0"))
+
+    assert plan.variables == (("PYTHONFAULTHANDLER", "0"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+
+
 def test_the_plan_for_nothing_asked() -> None:
     """One instance with one replica on this machine, with all of its cores."""
     plan = make_plan(LaunchRequest(program=("/bin/true",)), LAPTOP)

@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from poprun.cli.command import PoprunCommand
-from poprun.cli.option import LINE, Given, values_by_section
+from poprun.cli.host_file import read_host_file
+from poprun.cli.option import LINE, REQUEST, Given, values_by_section
 from poprun.cli.options import EXAMPLES, OPTIONS
 from poprun.cli.origins import from_variables, from_words, layered, read_config_file
+from poprun.cli.versions import VersionFormat
 from poprun.emit import EmitKind
 from poprun.errors import UsageError
 from poprun.render import TopologyFormat
@@ -19,6 +21,7 @@ from poprun.vipu_settings import VipuSettings
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"
 _FORMAT: Final = "topology-format"
+_EVERYTHING: Final = 2
 _INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 
@@ -39,6 +42,8 @@ class CommandLine:
         is_dry_run: Whether to print the plan and start nothing.
         prints_topology: Whether to print the plan before it is started.
         prints_version: Whether to print the version and do nothing else.
+        version_format: How to print it; not None prints it, too.
+        host_file: A file of hosts, or None.
         topology_format: How to print it.
         emitted: The kind of job to write for a cluster in place of starting one, or None.
         image: The container image of such a job, or None.
@@ -55,6 +60,8 @@ class CommandLine:
     is_dry_run: bool = False
     prints_topology: bool = False
     prints_version: bool = False
+    version_format: VersionFormat | None = None
+    host_file: str | None = None
     topology_format: TopologyFormat = TopologyFormat.TABLE
     emitted: EmitKind | None = None
     image: str | None = None
@@ -90,12 +97,22 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
         given = layered(file, from_variables(environ), flags)
     values = values_by_section(given)
     line = CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
+    if line.host_file is not None:
+        _take_hosts(values.setdefault(REQUEST, {}), line.host_file)
     if _FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
         raise UsageError(
             f"--{_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
             "or --print-topology to print it and start"
         )
+    if values.get(REQUEST, {}).get("is_debugged"):
+        line = replace(line, verbosity=max(line.verbosity, _EVERYTHING))
     return line
+
+
+def _take_hosts(request: dict[str, Any], host_file: str) -> None:
+    if "hosts" in request:
+        raise UsageError(f"--hostfile {host_file} and --host both name the hosts: leave one of them out")
+    request["hosts"] = read_host_file(host_file)
 
 
 def _refuse_beside_plan(given: Sequence[Given]) -> None:

@@ -96,9 +96,16 @@ def _name(text: str) -> str:
 def _words(texts: Sequence[str]) -> tuple[str, ...]:
     """The words of each text, as a shell splits them."""
     try:
-        return tuple(word for text in texts for word in shlex.split(text))
+        return tuple(word for text in texts for word in _split(text))
     except ValueError as error:
         raise ValueError(str(error).lower()) from None
+
+
+def _split(text: str) -> list[str]:
+    """The words of ``text``, whose lines may go on; quotes around all of it, meant for a shell, are taken off."""
+    words = shlex.split(text.replace("\\\n", " "))
+    is_quoted = len(words) == 1 and words[0].lstrip().startswith("-") and " " in words[0].strip()
+    return shlex.split(words[0]) if is_quoted else words
 
 
 def _words_of_instances(texts: Sequence[str]) -> tuple[tuple[int, tuple[str, ...]], ...]:
@@ -108,8 +115,7 @@ def _words_of_instances(texts: Sequence[str]) -> tuple[tuple[int, tuple[str, ...
         index, colon, words = text.partition(":")
         if not colon or not index.strip().isdecimal():
             raise ValueError(f"{text!r} names no instance: write 0:'-x NAME=value'")
-        unquoted = _words([words])
-        pairs.append((int(index), _words(unquoted) if len(unquoted) == 1 else unquoted))
+        pairs.append((int(index), _words([words])))
     return tuple(pairs)
 
 

@@ -5,12 +5,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from popdist.contract import VERSION
 from poprun.advice import advise, advise_of_words
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables, origins
 from poprun.cli.other_hosts import look_at_hosts
+from poprun.cli.versions import VersionFormat, version_text
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan import LaunchPlan
 from poprun.planner import job_words, make_plan, place
@@ -35,8 +35,8 @@ def run(line: CommandLine) -> int:
     Raises:
         PoprunError: If there is no such plan or program, or the job cannot be started.
     """
-    if line.prints_version:
-        screen.show(f"poprun {VERSION}\n")
+    if line.prints_version or line.version_format is not None:
+        screen.show(version_text(line.version_format or VersionFormat.TEXT))
         return 0
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.emitted is not None:

@@ -12,8 +12,10 @@ from poprun.cli.kinds import (
     NUMBER_OR_AUTO,
     SUBNET,
     SWITCH,
+    one_of,
 )
 from poprun.cli.option import Group, Option, grouped
+from poprun.cli.versions import VersionFormat
 from poprun.request import LaunchRequest
 
 _DEFAULTS: Final = LaunchRequest()
@@ -22,6 +24,14 @@ GENERIC: Final = grouped(
     Group.GENERIC,
     Option(
         "version", "line.prints_version", FLAG, "Print the version and exit.", is_local=True, goes_with_plan=True
+    ),
+    Option(
+        "version-format",
+        "line.version_format",
+        one_of(VersionFormat, "FORMAT"),
+        "Print it as text, or with all that poprun depends on: full-text, full-json.",
+        is_local=True,
+        goes_with_plan=True,
     ),
     Option(
         "verbose",
@@ -70,6 +80,7 @@ CONFIGURATION: Final = grouped(
         "Where to run: a,b or host[0-2,4]. [default: this machine]",
         short="H",
     ),
+    Option("hostfile", "line.host_file", FILE, "File with a host on each line, in place of --host."),
     Option(
         "host-subnet",
         "remote.subnet",

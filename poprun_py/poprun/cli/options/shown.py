@@ -80,6 +80,12 @@ OUTPUT: Final = grouped(
 DEBUG: Final = grouped(
     Group.DEBUG,
     Option(
+        "debug",
+        "request.is_debugged",
+        SWITCH,
+        "Say all that -vv says, and have programs tell where they crash.",
+    ),
+    Option(
         "dry-run",
         "line.is_dry_run",
         SWITCH,

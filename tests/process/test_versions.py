@@ -1,0 +1,40 @@
+"""What ``--version`` prints."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from popdist.contract import VERSION
+from poprun.cli.versions import DEPENDENCIES, VersionFormat, version_text
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def test_text_is_one_line() -> None:
+    """As it has always been."""
+    assert version_text(VersionFormat.TEXT) == f"poprun {VERSION}\n"
+
+
+def test_the_full_formats_say_the_same() -> None:
+    """poprun, popdist, Python, every dependency of the project, and the MPI that would be used."""
+    required = [re.split(r"\W", name)[0] for name in tomllib.loads(PROJECT.read_text())["project"]["dependencies"]]
+    versions = json.loads(version_text(VersionFormat.FULL_JSON))
+    lines = [line.split(maxsplit=1) for line in version_text(VersionFormat.FULL_TEXT).splitlines()]
+
+    assert sorted(DEPENDENCIES) == sorted(required)
+    assert list(versions) == ["poprun", "popdist", "python", *DEPENDENCIES, "mpi"]
+    assert [[name, found or "not found"] for name, found in versions.items()] == lines
+    assert (versions["poprun"], versions["popdist"]) == (VERSION, VERSION)
+    assert re.match(r"\d+\.\d+", versions["torch"])
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dependency that is not installed has no version, and the others have theirs."""
+    monkeypatch.setattr("poprun.cli.versions.DEPENDENCIES", ("click", "no-such-distribution"))
+    versions = json.loads(version_text(VersionFormat.FULL_JSON))
+
+    assert versions["no-such-distribution"] is None
+    assert versions["click"]
