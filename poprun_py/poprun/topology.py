@@ -105,6 +105,29 @@ class Cpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """What Slurm has given to the job that poprun was called in.
+
+    Attributes:
+        job_id: Slurm's number of the job.
+        nodes: Names of its nodes, in Slurm's order. At least one.
+        node_here: What Slurm calls this machine; None on a machine that is no node, as where salloc was called.
+        tasks_per_node: Tasks of each node; empty when nobody asked for tasks.
+        cpus_per_node: Processors of each node; empty when Slurm does not tell.
+        num_gpus_per_node: GPUs of each node; 0 when nobody asked for any.
+        task: Rank and size of the step of which poprun itself is one of several tasks; None when it is not.
+    """
+
+    job_id: str
+    nodes: tuple[str, ...]
+    node_here: str | None = None
+    tasks_per_node: tuple[int, ...] = ()
+    cpus_per_node: tuple[int, ...] = ()
+    num_gpus_per_node: int = 0
+    task: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
     """What poprun found on the machine it runs on.
 

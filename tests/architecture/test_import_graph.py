@@ -42,7 +42,7 @@ LAYERS = {
         ("topology", "binding", "legality", "fields", "tag_format", "processes", "authentication"),
         ("settings", "vipu_settings", "mpi_words", "hosts", "placement", "routes", "link", "view", "inventory"),
         ("request", "plan", "pods"),
-        ("planner", "environment"),
+        ("planner", "environment", "allocations"),
         ("plan_file", "advice", "fitness"),
         ("agent", "probe", "pool", "launchers", "render"),
         ("supervisor", "monitor", "preflight", "emit"),

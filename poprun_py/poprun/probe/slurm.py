@@ -1,0 +1,64 @@
+"""The allocation of Slurm that poprun was called in, as its variables tell.
+
+Variables: sbatch(1) and salloc(1), "OUTPUT ENVIRONMENT VARIABLES". Inside a step srun(1) tells more.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+from poprun.errors import PlanError
+from poprun.hosts import parse_hosts
+from poprun.topology import Allocation
+
+_JOB: Final = "SLURM_JOB_ID"
+_NODES: Final = "SLURM_JOB_NODELIST"
+_NODE_HERE: Final = "SLURMD_NODENAME"
+_TASKS: Final = "SLURM_NTASKS"
+_TASKS_PER_NODE: Final = "SLURM_TASKS_PER_NODE"
+_CPUS_PER_NODE: Final = "SLURM_JOB_CPUS_PER_NODE"
+_GPUS_PER_NODE: Final = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")
+_STEP_TASKS: Final = "SLURM_STEP_NUM_TASKS"
+_STEP_TASK: Final = "SLURM_PROCID"
+
+
+def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
+    """The allocation that ``environment`` tells of; None outside Slurm.
+
+    Raises:
+        PlanError: If a variable of Slurm's is not of the form that Slurm writes.
+    """
+    if not environment.get(_JOB) or not environment.get(_NODES):
+        return None
+    is_counted = _TASKS in environment
+    return Allocation(
+        job_id=environment[_JOB],
+        nodes=parse_hosts(environment[_NODES]),
+        node_here=environment.get(_NODE_HERE),
+        tasks_per_node=_counts(environment, _TASKS_PER_NODE) if is_counted else (),
+        cpus_per_node=_counts(environment, _CPUS_PER_NODE),
+        num_gpus_per_node=next(filter(None, (_last_number(environment.get(it, "")) for it in _GPUS_PER_NODE)), 0),
+        task=_task(environment),
+    )
+
+
+def _counts(environment: Mapping[str, str], name: str) -> tuple[int, ...]:
+    """One number for each node, from Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for item in filter(None, environment.get(name, "").split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", item)
+        if match is None:
+            raise PlanError(f"{name}={environment[name]!r} is not of Slurm's form, such as 2(x3),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return tuple(counts)
+
+
+def _last_number(text: str) -> int:
+    """The count in ``4``, ``a100:4`` or ``gpu:a100:4``; 0 without one."""
+    match = re.search(r"([0-9]{1,6})$", text)
+    return int(match[1]) if match else 0
+
+
+def _task(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    rank, size = environment.get(_STEP_TASK, ""), environment.get(_STEP_TASKS, "")
+    return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
