@@ -98,6 +98,7 @@ def remote_settings() -> st.SearchStrategy[RemoteSettings]:
         subnet=st.none() | st.sampled_from(["10.0.0.0/16", "fd00::/64"]),
         ssh_config=st.none() | st.just("hosts/config"),
         synchronises_venv=st.booleans(),
+        slurm_job=st.none() | st.just("7"),
     )
 
 

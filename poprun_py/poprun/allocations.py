@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from poprun.errors import PlanError
 from poprun.hosts import fold_hosts
-from poprun.request import LaunchRequest
-from poprun.topology import Allocation
+from poprun.request import LauncherChoice, LaunchRequest
+from poprun.topology import Allocation, Gpu, MachineFacts
 
 
 def within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
@@ -38,10 +38,21 @@ def within(request: LaunchRequest, allocation: Allocation | None, *, is_counted:
     hosts = _hosts(request, allocation)
     if not is_counted and request.num_instances is not None:
         request = replace(request, num_instances=sum(_tasks(allocation, hosts)) or len(hosts))
-    is_here = hosts == (allocation.node_here,)
+    is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
     if not (is_here and allocation.tasks_per_node == (1,)):
         _check_tasks(request, allocation, hosts)
-    return replace(request, hosts=() if is_here else hosts)
+    if is_here:
+        return replace(request, hosts=())
+    return replace(request, hosts=hosts, remote=replace(request.remote, slurm_job=allocation.job_id))
+
+
+def facts_within(facts: MachineFacts, allocation: Allocation | None) -> MachineFacts:
+    """What each node of ``allocation`` is taken to have, where poprun runs on none of them and cannot look."""
+    if allocation is None or allocation.node_here is not None or facts.hostname in allocation.nodes:
+        return facts
+    cores = tuple(range(min(allocation.cpus_per_node, default=len(facts.cores))))
+    gpus = tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node))
+    return replace(facts, cores=cores, cpus=(), memory_nodes=(), gpus=gpus)
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:

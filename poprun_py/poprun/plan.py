@@ -24,6 +24,7 @@ class LauncherKind(StrEnum):
 
     MPI = "mpi"
     LOCAL = "local"
+    SRUN = "srun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

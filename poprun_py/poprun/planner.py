@@ -78,7 +78,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         bindings=(),
         threads_per_replica=threads,
         is_deterministic=request.is_deterministic,
-        launcher=LauncherKind.LOCAL if mpi is None else LauncherKind.MPI,
+        launcher=_launcher_kind(request, mpi),
         mpi=mpi if is_here and not words.has_launcher_words else _without_forker(mpi),
         mpi_global_args=words.for_job.launcher_words,
         mpi_local_args=words.for_instances.launcher_words,
@@ -156,7 +156,7 @@ def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int) 
 
 def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | None:
     choice = request.launcher
-    if choice is LauncherChoice.LOCAL:
+    if choice in (LauncherChoice.LOCAL, LauncherChoice.SRUN):
         return None
     if choice is LauncherChoice.MPI and facts.mpi is None:
         unknown = (
@@ -168,6 +168,20 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | Non
             "without MPI: --launcher local"
         )
     return facts.mpi
+
+
+def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
+    """Slurm itself where there is no MPI: its allocation is a condition."""
+    if mpi is not None:
+        return LauncherKind.MPI
+    if request.remote.slurm_job is not None and request.launcher is not LauncherChoice.LOCAL:
+        return LauncherKind.SRUN
+    if request.launcher is LauncherChoice.SRUN:
+        raise PlanError(
+            "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
+            "batch script (sbatch) or in the shell of salloc, or leave --launcher out"
+        )
+    return LauncherKind.LOCAL
 
 
 def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:

@@ -12,11 +12,12 @@ from poprun.vipu_settings import VipuSettings
 
 
 class LauncherChoice(StrEnum):
-    """How the processes are to be started: ``AUTO`` takes MPI where there is one."""
+    """How the processes are to be started: ``AUTO`` takes MPI where there is one, then Slurm inside of it."""
 
     AUTO = "auto"
     MPI = "mpi"
     LOCAL = "local"
+    SRUN = "srun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""How the hosts of a job reach each other: values that are found before it starts, and the words of ssh. Pure.
+"""How the hosts of a job reach each other: values that are found before it starts, and the words of ssh and srun.
 
 Host keys are checked as the user's configuration of ssh says; nothing here changes that. Nobody can type a
-password or a passphrase: what needs one is an error (ssh_config(5), BatchMode).
+password or a passphrase: what needs one is an error (ssh_config(5), BatchMode). Pure.
 """
 
 import shlex
@@ -49,3 +49,21 @@ def ssh_options(config: str | None) -> tuple[str, ...]:
 def ssh_words(config: str | None, host: str, command: Sequence[str]) -> tuple[str, ...]:
     """The argv that runs ``command``, as a POSIX shell splits it, on ``host``."""
     return ("ssh", *ssh_options(config), "-T", "--", host, shlex.join(command))
+
+
+def srun_words(job: str, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
+    """The words before a command that Slurm's ``job`` runs ``num_per_host`` times on each of ``hosts``.
+
+    The step shares what the job has with others (``--overlap``: a batch script may have steps of its own), is
+    bound to no cores that Slurm chooses, and is no MPI job of its: see srun(1). Ranks go to the hosts in blocks.
+    """
+    return (
+        *("srun", f"--jobid={job}", "--overlap", "--quiet", "--unbuffered", "--mpi=none", "--cpu-bind=none"),
+        *(
+            "--distribution=block",
+            "--overcommit",
+            f"--nodes={len(hosts)}",
+            f"--ntasks={len(hosts) * num_per_host}",
+        ),
+        *(f"--ntasks-per-node={num_per_host}", f"--nodelist={','.join(hosts)}", "--kill-on-bad-exit=0"),
+    )

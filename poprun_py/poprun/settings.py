@@ -68,11 +68,14 @@ class RemoteSettings:
         subnet: The subnet of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes.
         ssh_config: File with the configuration of ssh, or None for the user's own.
         synchronises_venv: Whether hosts that lack poprun's Python environment get a copy of it.
+        slurm_job: Slurm's number of the job in whose allocation the hosts are: then Slurm starts what runs there;
+            None is ssh.
     """
 
     subnet: str | None = None
     ssh_config: str | None = None
     synchronises_venv: bool = False
+    slurm_job: str | None = None
 
 
 def check_output(output: OutputSettings, num_instances: int) -> None:

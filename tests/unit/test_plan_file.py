@@ -83,7 +83,7 @@ def test_a_file_states_ranges() -> None:
             "hang_timeout_seconds": None,
             "report_file": None,
         },
-        "remote": {"subnet": None, "ssh_config": None, "synchronises_venv": False},
+        "remote": {"subnet": None, "ssh_config": None, "synchronises_venv": False, "slurm_job": None},
     }
 
 
@@ -167,7 +167,7 @@ def without(key: str) -> Callable[[Values], Values]:
             lambda plan: bound(("0-1", "0"))(plan) | {"placement": "disabled"},
             "placement is disabled and there are bindings",
         ),
-        (changed(launcher="slurm"), "launcher must be mpi or local, not 'slurm'"),
+        (changed(launcher="slurm"), "launcher must be mpi or local or srun, not 'slurm'"),
         (changed(launcher="local"), "launcher is local and mpi is /opt/mpich/bin/mpiexec"),
         (changed(mpi=None), "launcher is mpi and mpi is null"),
         (changed(mpi="mpich"), "mpi must be a mapping of names to values, not 'mpich'"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from poprun.advice import advise, advise_of_words
+from poprun.allocations import facts_within, within
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables, origins
@@ -17,6 +18,7 @@ from poprun.planner import job_words, make_plan, place
 from poprun.probe.gpus import find_gpus
 from poprun.probe.machine import machine_facts
 from poprun.probe.program import as_elsewhere, resolve_program
+from poprun.probe.slurm import find_allocation
 from poprun.render import render_plan
 from poprun.request import LauncherChoice
 from poprun.topology import MachineFacts
@@ -97,7 +99,10 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     request = line.request(program, working_directory)
     for misspelled in misspelled_variables(os.environ):
         screen.tell(f"warning: {misspelled}")
-    facts = machine_facts(os.environ, with_mpi=request.launcher is not LauncherChoice.LOCAL)
+    allocation = find_allocation(os.environ)
+    request = within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
+    has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
+    facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
     if facts.gpus and not request.vipu.is_offline:
         from poprun.cli.leasing import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
 

@@ -1,6 +1,7 @@
 """How a plan is brought to life: the commands that start one shim for each instance.
 
-Pure: a plan in, words out. `mpi` writes one command for an MPI runtime, `local` one for each instance.
+Pure: a plan in, words out. `mpi` writes one command for an MPI runtime, `slurm` one for srun, `local` one for each
+instance.
 """
 
 from poprun.launchers.base import SHIM_WORDS, LaunchCommand
@@ -11,7 +12,7 @@ __all__ = ["SHIM_WORDS", "LaunchCommand", "launch_commands"]
 
 
 def launch_commands(plan: LaunchPlan, network: JobNetwork | None = None) -> tuple[LaunchCommand, ...]:
-    """The commands that start the shims of ``plan``: one with MPI, one for each instance without.
+    """The commands that start the shims of ``plan``: one with MPI or Slurm, else one for each instance.
 
     Args:
         plan: The job.
@@ -21,6 +22,10 @@ def launch_commands(plan: LaunchPlan, network: JobNetwork | None = None) -> tupl
         from poprun.launchers import mpi  # noqa: PLC0415 - one of the two, the one that is used
 
         return (mpi.launch_command(plan, plan.mpi, network),)
+    if plan.launcher is LauncherKind.SRUN:
+        from poprun.launchers import slurm  # noqa: PLC0415 - as above
+
+        return (slurm.launch_command(plan),)
     from poprun.launchers import local  # noqa: PLC0415 - as above
 
     return local.launch_commands(plan)

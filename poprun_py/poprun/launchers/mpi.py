@@ -71,14 +71,15 @@ class Reach(NamedTuple):
 
 def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
     """Hydra's own variables may hold more options for ssh, and its proxies are told where mpiexec is."""
+    in_slurm = plan.remote.slurm_job is not None
     return Reach(
         words=(
-            *("-launcher", "ssh"),
+            *("-launcher", "slurm" if in_slurm else "ssh"),
             *(() if _is_ipv6(network.control_host) else ("-localhost", network.control_host)),
             *("-genvlist", ",".join(SHIM_VARIABLES)),
             *("-hosts", ",".join(_slots(plan))),
         ),
-        environment={_HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
+        environment={} if in_slurm else {_HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
     )
 
 

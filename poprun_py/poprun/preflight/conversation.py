@@ -1,4 +1,4 @@
-"""Questions to one host, and its answers: `remote_side`, sent to a bare interpreter there through ssh."""
+"""Questions to one host, and its answers: `remote_side`, sent to a bare interpreter there through ssh or srun."""
 
 import asyncio
 import json
@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from poprun.preflight import remote_side
-from poprun.routes import ssh_words
+from poprun.routes import srun_words, ssh_words
+from poprun.settings import RemoteSettings
 
 Answer = dict[str, Any]
 Part = TypeVar("Part")
@@ -39,13 +40,12 @@ class Conversation:
 
     Args:
         host: Its name.
-        ssh_config: File with the configuration of ssh; None for the user's own.
-        is_here: Whether it is the machine that poprun runs on, which needs no ssh.
+        remote: How it is reached; None for the machine that poprun runs on.
     """
 
-    def __init__(self, host: str, ssh_config: str | None, *, is_here: bool) -> None:
+    def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host
-        self._words = _COMMAND if is_here else ssh_words(ssh_config, host, _COMMAND)
+        self._words = _COMMAND if remote is None else _words(host, remote)
         self._process: Process | None = None
 
     async def begin(self) -> None:
@@ -91,6 +91,12 @@ class Conversation:
     def _write(self, data: bytes) -> None:
         with suppress(ConnectionError):
             _there(_there(self._process).stdin).write(data)
+
+
+def _words(host: str, remote: RemoteSettings) -> tuple[str, ...]:
+    if remote.slurm_job is not None:
+        return (*srun_words(remote.slurm_job, (host,), 1), *_COMMAND)
+    return ssh_words(remote.ssh_config, host, _COMMAND)
 
 
 def _there(part: Part | None) -> Part:

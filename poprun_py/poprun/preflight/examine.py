@@ -72,7 +72,7 @@ class _Examiner:
         self._plan = plan
         self._here = here
         names = dict.fromkeys((here, *plan.hosts))
-        self._lines = {name: Conversation(name, plan.remote.ssh_config, is_here=name == here) for name in names}
+        self._lines = {name: Conversation(name, None if name == here else plan.remote) for name in names}
         self._problems: list[Problem] = []
 
     async def examine(self) -> Examination:
@@ -124,7 +124,7 @@ class _Examiner:
             "mpi": plan.mpi.path if plan.mpi else "",
             "working_directory": plan.working_directory,
             "files": [os.path.join(plan.working_directory, file) for file in program_files(plan.program)],
-            "names": plan.hosts[:_MOST_NAMES],
+            "names": () if plan.remote.slurm_job else plan.hosts[:_MOST_NAMES],
         }
 
     def _judge(self, answers: Mapping[str, Answer]) -> None:

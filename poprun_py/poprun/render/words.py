@@ -39,7 +39,8 @@ def stands_for(instance: InstancePlan) -> str:
 
 def launcher_of(plan: LaunchPlan) -> str:
     """What starts the processes."""
-    return f"mpi: {plan.mpi}" if plan.mpi else "local"
+    slurm = "" if plan.remote.slurm_job is None else f", in Slurm's job {plan.remote.slurm_job}"
+    return (f"mpi: {plan.mpi}" if plan.mpi else str(plan.launcher)) + slurm
 
 
 def threads_of(plan: LaunchPlan) -> str:

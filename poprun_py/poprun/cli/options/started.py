@@ -22,7 +22,7 @@ MPI: Final = grouped(
         "launcher",
         "request.launcher",
         one_of(LauncherChoice),
-        f"Start with MPI, or without; auto: MPI where there is one. [default: {_DEFAULTS.launcher}]",
+        f"Start with MPI, or without; auto: MPI, where there is one. [default: {_DEFAULTS.launcher}]",
     ),
     Option(
         "mpi-global-args",
