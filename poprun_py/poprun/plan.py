@@ -144,6 +144,15 @@ class LaunchPlan:
         return self.num_instances_per_host * self.ipus_per_replica
 
     @property
+    def num_ilds(self) -> int:
+        """IPU-Link domains that the job spans; each has equally many instances, neighbours of each other."""
+        return self.vipu.num_ilds or 1
+
+    def ild_of(self, instance: int) -> int:
+        """The IPU-Link domain of an instance, among those of the job."""
+        return instance * self.num_ilds // self.num_instances
+
+    @property
     def takes_lease(self) -> bool:
         """Whether the job takes its virtual IPUs from the pool: on GPUs, and where they are counted or named."""
         vipu = self.vipu

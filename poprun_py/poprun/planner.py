@@ -10,8 +10,10 @@ from typing import Final
 
 from popdist.contract import NUM_THREADS
 from poprun.binding import ProcessPlacement
+from poprun.domains import num_ilds
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.hosts import check_hosts
+from poprun.inventory import Cluster
 from poprun.legality import check_count, check_counts, legal_instances
 from poprun.mpi_words import JobWords, Variables, check_instance_variables, merged, read_job_words
 from poprun.placement import Demand, HostMap, flat_map, place_instances
@@ -19,7 +21,7 @@ from poprun.plan import LauncherKind, LaunchPlan
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import OutputSettings, check_ending, check_output, check_path, check_remote
 from poprun.topology import MachineFacts, MpiRuntime
-from poprun.vipu_settings import check_vipu
+from poprun.vipu_settings import VipuSettings, check_vipu
 
 DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
 """Where Python was when a signal ended it, and what torch's own process groups disagree on."""
@@ -31,31 +33,26 @@ _BIND_TO: Final = "bind-to"
 _UNBOUND: Final = "none"
 
 
-def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
+def make_plan(request: LaunchRequest, facts: MachineFacts, pod: Cluster | None = None) -> LaunchPlan:
     """Decide everything that can be decided before a process starts.
 
     Args:
         request: What the user asked for.
         facts: What is known about the machine; each host is taken to be like it.
+        pod: The pod that is planned for in place of this machine, or None.
 
     Raises:
         PlanError: If the counts do not fit together or a value is out of its range; the message names the nearest
             legal choices.
         MpiNotFoundError: If MPI was asked for and there is none.
     """
-    hosts = request.hosts or (THIS_MACHINE,)
+    hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
     _check_hosts(hosts, facts)
     check_count("--ipus-per-replica", request.ipus_per_replica)
     num_instances = _num_instances(request, facts, len(hosts))
     check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
     num_replicas = request.num_replicas or num_instances
-    if request.threads_per_replica is not None:
-        check_count("--threads-per-replica", request.threads_per_replica)
-    check_output(request.output, num_instances)
-    check_ending(request.ending)
-    check_vipu(request.vipu, num_instances)
-    check_path("--executable-cache-path", request.executable_cache_path)
-    check_remote(request.remote)
+    _check_settings(request, num_instances)
     mpi = _choose_mpi(request, facts)
     is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
     words = job_words(request, mpi)
@@ -85,7 +82,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts) -> LaunchPlan:
         variables=variables,
         instance_variables=words.instance_variables,
         executable_cache_path=request.executable_cache_path,
-        vipu=request.vipu,
+        vipu=_fill_domains(request, pod, num_instances),
         output=_output(request.output, words),
         ending=request.ending,
         remote=request.remote,
@@ -131,6 +128,16 @@ def _output(asked: OutputSettings, words: JobWords) -> OutputSettings:
     """The settings that were asked for; the words for the launcher fill in what options leave open."""
     is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
     return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
+
+
+def _check_settings(request: LaunchRequest, num_instances: int) -> None:
+    if request.threads_per_replica is not None:
+        check_count("--threads-per-replica", request.threads_per_replica)
+    check_output(request.output, num_instances)
+    check_ending(request.ending)
+    check_vipu(request.vipu, num_instances)
+    check_path("--executable-cache-path", request.executable_cache_path)
+    check_remote(request.remote)
 
 
 def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
@@ -187,6 +194,13 @@ def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKi
 def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
     """MPICH with Hydra: its forker knows one host only, and none of the words that may be Hydra's own."""
     return mpi and replace(mpi, forker=None)
+
+
+def _fill_domains(request: LaunchRequest, pod: Cluster | None, num_instances: int) -> VipuSettings:
+    """What is asked of the pool, with the number of IPU-Link domains that it comes to."""
+    asked, per_replica = request.vipu.num_ilds, request.ipus_per_replica
+    number = num_ilds(asked, pod, num_instances=num_instances, ipus_per_replica=per_replica)
+    return replace(request.vipu, num_ilds=number)
 
 
 def _choose_devices(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ LAYERS = {
         ("errors", "ranges", "linux", "process_tree", "control", "users", "log_line"),
         ("topology", "binding", "legality", "fields", "tag_format", "processes", "authentication"),
         ("settings", "vipu_settings", "mpi_words", "hosts", "placement", "routes", "link", "view", "inventory"),
-        ("request", "plan", "pods"),
+        ("request", "plan", "pods", "domains"),
         ("planner", "environment", "allocations"),
         ("plan_file", "advice", "fitness"),
         ("agent", "probe", "pool", "launchers", "render"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from poprun.cli import screen
-from poprun.errors import IpusTakenError, PartitionError, PlanError
+from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.inventory import Cluster, VirtualIpu, size_of_partition
 from poprun.plan import LaunchPlan
 from poprun.pool.clusters import check_names, choose_cluster, pod_of
@@ -55,7 +55,15 @@ def leased(plan: LaunchPlan, find_gpus: FindGpus, *, is_fixed: bool) -> Iterator
         ticket = wait_for(pool, ticket, asker)
         yield _with_ipus(plan, asker.cluster, ticket.ipus), ticket.descriptor
     finally:
+        _release(pool, ticket)
+
+
+def _release(pool: Pool, ticket: Ticket) -> None:
+    """Give everything back; where that cannot be written any more, the end of this process ends the lease."""
+    try:
         pool.release(ticket)
+    except PoolError as error:
+        screen.tell(f"warning: {error}")
 
 
 def pool_of(plan: LaunchPlan) -> Pool:
@@ -200,10 +208,10 @@ def _with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> Laun
     """``plan`` on the IPUs that it was given: its GPUs, or the cores that its slots are a share of."""
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
     used = names[: plan.num_slots_per_host]
-    num_domains = len({by_name[name].domain for name in used if name in by_name})
+    num_domains = len({by_name[name].domain for name in names if name in by_name})
     if num_domains > plan.num_instances_per_host:
         raise PartitionError(
-            f"the {len(used)} virtual IPUs lie in {num_domains} IPU-Link domains, and each needs an instance: "
+            f"partition {plan.vipu.partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
             f"give --num-instances {num_domains} or more"
         )
     if plan.devices:

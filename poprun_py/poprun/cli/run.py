@@ -13,6 +13,7 @@ from poprun.cli.origins import misspelled_variables, origins
 from poprun.cli.other_hosts import look_at_hosts
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.inventory import Cluster
 from poprun.plan import LaunchPlan
 from poprun.planner import job_words, make_plan, place
 from poprun.probe.gpus import find_gpus
@@ -103,11 +104,14 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     request = within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
     has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
     facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
+    pod = _pod(request.vipu.pod)
+    if pod is not None:
+        facts = replace(facts, gpus=())
     if facts.gpus and not request.vipu.is_offline:
         from poprun.cli.leasing import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
 
         facts = replace(facts, gpus=mark_leased(facts.gpus, request.vipu.pool))
-    plan = make_plan(request, facts)
+    plan = make_plan(request, facts, pod)
     if line.exported_file is not None:
         _export(line, line.exported_file)
     of_words = advise_of_words(job_words(request, plan.mpi).left_out, plan.mpi)
@@ -120,6 +124,15 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
             screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
         screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
     return plan, facts
+
+
+def _pod(name: str | None) -> Cluster | None:
+    """The pod to plan for in place of this machine: it computes on the CPU, whatever there is here."""
+    if name is None:
+        return None
+    from poprun.pool.clusters import pod_of  # noqa: PLC0415 - most jobs know no pod
+
+    return pod_of(name)
 
 
 def _export(line: CommandLine, file: str) -> None:

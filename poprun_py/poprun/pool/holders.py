@@ -9,6 +9,7 @@ A lease of another boot has ended. If the file is gone, the process's id, start 
 import fcntl
 import os
 from contextlib import suppress
+from functools import cache
 
 from poprun.pool.records import Holder
 from poprun.process_tree import key_of
@@ -31,6 +32,7 @@ def this_process(words: str) -> Holder:
     )
 
 
+@cache
 def boot_id() -> str:
     """What names this run of the kernel (random(4)); empty where it has no name."""
     try:
@@ -40,6 +42,7 @@ def boot_id() -> str:
         return ""
 
 
+@cache
 def pid_namespace() -> str:
     """The name of the pid namespace of this process, such as ``pid:[4026531836]``."""
     try:

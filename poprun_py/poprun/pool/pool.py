@@ -10,8 +10,17 @@ from poprun.errors import IpusTakenError, PartitionError
 from poprun.inventory import VirtualIpu
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Lease, Partition, PoolState
-from poprun.pool.rows import add_lease, add_partition, delete_partition, end_leases, give_ipus, read_state
-from poprun.pool.schema import BUSY_SECONDS, lease_file, mode_of, opened
+from poprun.pool.rows import (
+    add_lease,
+    add_partition,
+    delete_partition,
+    end_leases,
+    give_ipus,
+    predecessors,
+    read_state,
+    taken_names,
+)
+from poprun.pool.schema import BUSY_SECONDS, checkpoint, lease_file, mode_of, opened
 from poprun.pool.wishes import PartitionWish, Wish, must_change
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
@@ -160,17 +169,21 @@ class Pool:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that may write, begun by ending the leases of processes that have ended."""
+        """A transaction that may write, begun by ending the leases of processes that have ended.
+
+        Who has ended is found before the lock is taken: who holds it keeps everybody waiting.
+        """
         with opened(self.file, self.busy_seconds) as connection:
+            ended = [lease.id for lease in read_state(connection).leases if not self.lives(lease)]
             connection.execute("BEGIN IMMEDIATE")
             try:
-                ended = [lease.id for lease in read_state(connection).leases if not self.lives(lease)]
                 end_leases(connection, ended)
                 yield connection
             except BaseException:
                 connection.execute("ROLLBACK")
                 raise
             connection.execute("COMMIT")
+            checkpoint(connection, self.file)
         for number in ended:
             with suppress(OSError):
                 os.unlink(lease_file(self.file, number))
@@ -185,22 +198,22 @@ class Pool:
 
 def _take(connection: sqlite3.Connection, number: int, wish: Wish) -> tuple[str, ...]:
     """Give the lease ``number`` what it wants; the names of its IPUs, none when it has to wait."""
-    state = read_state(connection)
-    if any(lease.id < number for lease in state.waiting(wish.queue)):
+    if predecessors(connection, number, wish.queue):
         return ()
     if wish.partition is None:
-        chosen = wish.choose(state.taken)
+        chosen = wish.choose(taken_names(connection))
         connection.executemany(
             "INSERT INTO ipu (name, position, lease) VALUES (?, ?, ?)",
             [(ipu.name, ipu.index, number) for ipu in chosen],
         )
         return tuple(ipu.name for ipu in chosen)
-    return _take_partition(connection, number, state, wish, wish.partition)
+    return _take_partition(connection, number, wish, wish.partition)
 
 
 def _take_partition(
-    connection: sqlite3.Connection, number: int, state: PoolState, wish: Wish, wanted: PartitionWish
+    connection: sqlite3.Connection, number: int, wish: Wish, wanted: PartitionWish
 ) -> tuple[str, ...]:
+    state = read_state(connection)
     found = state.partition(wanted.name)
     if found is not None and found.lease is not None:
         return ()

@@ -5,10 +5,15 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Any, Final
 
 from poprun.inventory import VirtualIpu
 from poprun.pool.records import Holder, Lease, Partition, PoolState
 from poprun.users import user_name
+
+_SELECT_LEASES: Final = (
+    "SELECT id, pid, start_ticks, boot_id, pid_namespace, user, words, since, num_ipus, queue FROM lease"
+)
 
 
 def read_state(connection: sqlite3.Connection) -> PoolState:
@@ -23,27 +28,12 @@ def read_state(connection: sqlite3.Connection) -> PoolState:
         if partition is not None:
             of_partition.setdefault(partition, []).append(name)
             lease_of_partition[partition] = lease
-    leases = connection.execute(
-        "SELECT id, pid, start_ticks, boot_id, pid_namespace, user, words, since, num_ipus, queue "
-        "FROM lease ORDER BY id"
-    )
+    leases = connection.execute(f"{_SELECT_LEASES} ORDER BY id")
     partitions = connection.execute(
         "SELECT name, cluster, allocation, num_domains, user, created_at, made_for FROM partition ORDER BY name"
     )
     return PoolState(
-        leases=tuple(
-            Lease(
-                id=row[0],
-                holder=Holder(
-                    pid=row[1], start_ticks=row[2], boot_id=row[3], pid_namespace=row[4], user=row[5], words=row[6]
-                ),
-                since_epoch_seconds=row[7],
-                num_ipus=row[8],
-                queue=row[9],
-                ipus=tuple(of_lease.get(row[0], ())),
-            )
-            for row in leases
-        ),
+        leases=tuple(_lease(row, of_lease.get(row[0], ())) for row in leases),
         partitions=tuple(
             Partition(
                 name=row[0],
@@ -59,6 +49,37 @@ def read_state(connection: sqlite3.Connection) -> PoolState:
             for row in partitions
         ),
     )
+
+
+def _lease(row: Sequence[Any], ipus: Sequence[str]) -> Lease:
+    number, pid, start_ticks, boot_id, pid_namespace, user, words, since, num_ipus, queue = row
+    holder = Holder(
+        pid=pid, start_ticks=start_ticks, boot_id=boot_id, pid_namespace=pid_namespace, user=user, words=words
+    )
+    return Lease(
+        id=number, holder=holder, since_epoch_seconds=since, num_ipus=num_ipus, queue=queue, ipus=tuple(ipus)
+    )
+
+
+def taken_names(connection: sqlite3.Connection) -> frozenset[str]:
+    """Names of IPUs in a partition or under a lease."""
+    return frozenset(name for (name,) in connection.execute("SELECT name FROM ipu"))
+
+
+def predecessors(connection: sqlite3.Connection, number: int, queue: str) -> list[int]:
+    """Numbers of the leases that wait in a queue before the lease ``number``, first come first."""
+    rows = connection.execute(
+        "SELECT id FROM lease WHERE id < ? AND queue = ? "
+        "AND NOT EXISTS (SELECT 1 FROM ipu WHERE ipu.lease = lease.id) ORDER BY id",
+        (number, queue),
+    )
+    return [found for (found,) in rows]
+
+
+def read_lease(connection: sqlite3.Connection, number: int) -> Lease | None:
+    """A lease that waits, or None when there is none of that number any more."""
+    row = connection.execute(f"{_SELECT_LEASES} WHERE id = ?", (number,)).fetchone()
+    return None if row is None else _lease(row, ())
 
 
 def add_lease(connection: sqlite3.Connection, holder: Holder, num_ipus: int, queue: str) -> int:

@@ -19,6 +19,7 @@ VERSION: Final = 1
 BUSY_SECONDS: Final = 120.0
 """How long to wait for others to finish their transactions, of milliseconds each."""
 
+_LONGEST_LOG_BYTES: Final = 4 * 2**20
 _FILE_BITS: Final = 0o666
 _FOLDER_BITS: Final = 0o777
 
@@ -83,7 +84,15 @@ def _connect(file: str, busy_seconds: float) -> sqlite3.Connection:
     )
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
     return connection
+
+
+def checkpoint(connection: sqlite3.Connection, file: str) -> None:
+    """Write the log back into the pool once it has grown: between transactions, so that nobody waits for it."""
+    with suppress(OSError):
+        if os.stat(f"{file}-wal").st_size > _LONGEST_LOG_BYTES:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 
 def _check(connection: sqlite3.Connection, file: str) -> None:
@@ -91,7 +100,7 @@ def _check(connection: sqlite3.Connection, file: str) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
         raise PoolError(
-            f"pool {file}: this is a database of another program, and was left as it is: "
+            f"pool {file}: this is no pool but another program's file, and was left as it is: "
             f"set {POOL_VARIABLE} to a file that poprun may make"
         )
     if version > VERSION:

@@ -1,21 +1,19 @@
 """Waiting for what others hold, without keeping them from their work: a look at a counter, and at one lock."""
 
+import sqlite3
 import time
 from typing import Final
 
 from poprun.pool.pool import Pool, Ticket
-from poprun.pool.records import PoolState
-from poprun.pool.rows import read_state
+from poprun.pool.rows import predecessors, read_lease, read_state
 from poprun.pool.schema import opened
 from poprun.pool.wishes import Wish
 
 _LOOK_SECONDS: Final = 0.02
-_NUM_NEXT: Final = 8
-"""How many of those in front look often."""
-_BEHIND_SECONDS: Final = 0.1
+"""How often the first in the queue looks; others more rarely the further behind they are."""
+_RAREST_SECONDS: Final = 1.0
 _PATIENT_SECONDS: Final = 60.0
-"""After so long, a look every second is soon enough."""
-_PATIENT_LOOK_SECONDS: Final = 1.0
+"""Whoever has waited for so long looks ten times more rarely."""
 
 
 def wait_for_turn(pool: Pool, ticket: Ticket, wish: Wish, timeout_seconds: float) -> None:
@@ -32,20 +30,27 @@ def wait_for_turn(pool: Pool, ticket: Ticket, wish: Wish, timeout_seconds: float
     """
     began = time.monotonic()
     with opened(pool.file, pool.busy_seconds) as connection:
-        version, state = None, PoolState()
         while (waited := time.monotonic() - began) < timeout_seconds:
-            (now,) = connection.execute("PRAGMA data_version").fetchone()
-            if now != version:
-                version, state = now, read_state(connection)
-            before = [lease for lease in state.waiting(wish.queue) if lease.id < ticket.id]
-            if not any(map(pool.lives, reversed(before))):
+            before = _living_predecessors(pool, connection, ticket, wish.queue)
+            if not before:
+                state = read_state(connection)
                 ended = [lease.id for lease in state.leases if not pool.lives(lease)]
                 if wish.can_be_met(state.without(ended)):
                     return
-            time.sleep(min(_pause(len(before), waited), timeout_seconds - waited))
+            time.sleep(min(_pause(before, waited), timeout_seconds - waited))
+
+
+def _living_predecessors(pool: Pool, connection: sqlite3.Connection, ticket: Ticket, queue: str) -> int:
+    """How many leases stand before that of this process, up to the nearest one whose process lives."""
+    numbers = predecessors(connection, ticket.id, queue)
+    while numbers:
+        lease = read_lease(connection, numbers[-1])
+        if lease is not None and pool.lives(lease):
+            break
+        numbers.pop()
+    return len(numbers)
 
 
 def _pause(num_before: int, waited_seconds: float) -> float:
-    if waited_seconds > _PATIENT_SECONDS:
-        return _PATIENT_LOOK_SECONDS
-    return _LOOK_SECONDS if num_before < _NUM_NEXT else _BEHIND_SECONDS
+    seconds = _LOOK_SECONDS * (1 + num_before) * (10 if waited_seconds > _PATIENT_SECONDS else 1)
+    return min(seconds, _RAREST_SECONDS)

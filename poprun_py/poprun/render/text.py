@@ -1,13 +1,13 @@
 """A plan as PopRun's own ASCII table.
 
-Four rows: hosts, ILDs (IPU-Link domains; the virtual IPUs of a job are one), instances, replicas; and one of the
+Four rows: hosts, ILDs (IPU-Link domains; one where there is no pod), instances, replicas; and one of the
 cores that the instances are bound to, if they are. A cell spans what belongs to it in the rows below. A table that
 would be wider than ``MAX_WIDTH`` is folded from the bottom up: the replicas of an instance into one range, then
 the instances of a host, then the hosts.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.hosts import fold_hosts
@@ -33,11 +33,12 @@ class _Cells:
     instances: Sequence[str]
     replicas: Sequence[str]
     cores: Sequence[str] = ()
+    ilds: Sequence[str] = ("0",)
 
     @property
     def labelled_rows(self) -> Sequence[tuple[str, Sequence[str]]]:
         """The rows that are shown."""
-        rows = (self.hosts, ("0",), self.instances, self.cores, self.replicas)
+        rows = (self.hosts, self.ilds, self.instances, self.cores, self.replicas)
         return [(label, row) for label, row in zip(_LABELS, rows, strict=True) if row]
 
     @property
@@ -59,7 +60,9 @@ class _Cells:
 
 def render_text(plan: LaunchPlan) -> str:
     """``plan`` as a table of ASCII characters."""
-    cells = next((cells for cells in _foldings(plan) if cells.width <= MAX_WIDTH), _folded_hosts(plan))
+    foldings = (_with_ilds(cells, plan.num_ilds) for cells in _foldings(plan))
+    widest = (cells for cells in foldings if cells.width <= MAX_WIDTH)
+    cells = next(widest, _with_ilds(_folded_hosts(plan), plan.num_ilds))
     label_rule = "-" * (_LABEL_WIDTH + 2)
     inner = len(label_rule) + 1 + cells.width
     lines = [" " + "=" * inner, f"|{_TITLE:^{inner}}|", f"|{'=' * inner}|"]
@@ -75,6 +78,12 @@ def _row(row: Sequence[str], cells: _Cells) -> Iterator[str]:
         return (f" {text:<{cells.leaf_width}} " for text in row)
     span = (cells.width + 1) // len(row) - 1
     return (f"{text:^{span}}" for text in row)
+
+
+def _with_ilds(cells: _Cells, num_ilds: int) -> _Cells:
+    """``cells`` with a cell for each IPU-Link domain where that divides their columns, else with one for all."""
+    divides = len(cells.replicas) % num_ilds == 0
+    return replace(cells, ilds=_items(num_ilds) if divides else [fold_numbers(range(num_ilds))])
 
 
 def _foldings(plan: LaunchPlan) -> Iterator[_Cells]:

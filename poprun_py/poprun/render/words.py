@@ -23,6 +23,7 @@ def size_of(plan: LaunchPlan) -> str:
             counted(plan.num_instances, "instance"),
             counted(plan.num_replicas, "replica"),
             counted(len(plan.hosts) * plan.num_slots_per_host, "virtual IPU"),
+            *([counted(plan.num_ilds, "IPU-Link domain")] if plan.num_ilds > 1 else ()),
             counted(len(plan.hosts), "host"),
         ]
     )
