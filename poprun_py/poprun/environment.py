@@ -4,7 +4,7 @@ Pure: what the user has set is an argument. The contract's own names live in `po
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from popdist import contract
@@ -52,16 +52,22 @@ def wished_job_id(user: Mapping[str, str]) -> str:
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
 
 
-def passed_environment(user: Mapping[str, str]) -> dict[str, str]:
+def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
     """The variables of the user's that go to other hosts: settings of the libraries that train, and search paths.
 
     What is particular to a machine or to a login (``HOME``, ``TMPDIR``, ``DISPLAY``, …) stays, and so does what
-    looks like a secret, because the way there is sealed and not encrypted.
+    looks like a secret, because the way there is sealed and not encrypted. What is ``named`` goes in any case;
+    a name that ends with ``*`` stands for all that begin so.
     """
+    beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
         name: value
         for name, value in user.items()
-        if (name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)) and not any(map(name.__contains__, _SECRET))
+        if name in named
+        or (beginnings and name.startswith(beginnings))
+        or (
+            (name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)) and not any(map(name.__contains__, _SECRET))
+        )
     }
 
 

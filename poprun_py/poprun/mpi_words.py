@@ -1,7 +1,8 @@
 """What words written for Open MPI's launcher ask for, whatever starts the job.
 
-Pure. poprun gives programs their variables and shows their output itself, so `-x`, `--tag-output`,
-`--output-filename` and `--allow-run-as-root` are its own to do; the rest is for the launcher, if it is Open MPI's.
+Pure. poprun gives programs their variables, shows their output and chooses their network itself, so `-x`,
+`--tag-output`, `--output-filename`, `--allow-run-as-root` and `--mca btl_tcp_if_include SUBNET` are its own to do;
+the rest is for the launcher, if it is Open MPI's.
 The words are those of https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
 """
 
@@ -40,6 +41,9 @@ _OPEN_MPI_ONLY: Final = {
 }
 """Open MPI's own options that may stand in poprun's, by how many words follow each."""
 
+_INTERFACES: Final = ("btl_tcp_if_include", "oob_tcp_if_include")
+"""Parameters of Open MPI's that say which network, or interface, the hosts talk over."""
+
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
 
@@ -51,6 +55,7 @@ class MpiWords:
         variables: Those of the programs, in the order in which they were written.
         is_tagged: Whether they ask for lines with tags.
         log_dir: Where they want the output kept, or None.
+        subnet: The network for the traffic between hosts, such as ``10.1.0.0/16``, or None.
         launcher_words: What is left for the launcher.
         left_out: What only Open MPI's launcher could do, where the job has another or none.
     """
@@ -58,6 +63,7 @@ class MpiWords:
     variables: Variables
     is_tagged: bool
     log_dir: str | None
+    subnet: str | None
     launcher_words: tuple[str, ...]
     left_out: tuple[str, ...]
 
@@ -69,7 +75,7 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
         PlanError: If a word lacks its value, or a variable has no name.
     """
     variables: list[tuple[str, str | None]] = []
-    is_tagged, log_dir = False, None
+    is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []
     left_out: list[str] = []
     for name, written in _split(words, option):
@@ -80,12 +86,17 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
         elif name == "output-filename":
             log_dir = written[-1]
         elif name != "allow-run-as-root":
+            network = _subnet(written)
+            subnet = network or subnet
+            if network and kind is not MpiKind.OPEN_MPI:
+                continue
             is_lost = kind is None or (kind is not MpiKind.OPEN_MPI and name in _OPEN_MPI_ONLY)
             (left_out if is_lost else for_launcher).extend(written)
     return MpiWords(
         variables=tuple(variables),
         is_tagged=is_tagged,
         log_dir=log_dir,
+        subnet=subnet,
         launcher_words=tuple(for_launcher),
         left_out=tuple(left_out),
     )
@@ -126,6 +137,18 @@ def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]
         if len(rest) < num_values:
             raise PlanError(f"{option}: {word} lacks its value")
         yield name if word.startswith("-") else "", [word, *(rest.pop() for _ in range(num_values))]
+
+
+def _subnet(written: Sequence[str]) -> str | None:
+    """The network that ``--mca btl_tcp_if_include 10.1.0.0/16`` and its like name; None for other words."""
+    if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
+        return None
+    from ipaddress import ip_network  # noqa: PLC0415 - hardly any job has such words
+
+    try:
+        return str(ip_network(written[2], strict=False)) if "/" in written[2] else None
+    except ValueError:
+        return None
 
 
 def _variable(text: str, option: str) -> tuple[str, str | None]:
@@ -171,6 +194,11 @@ class JobWords:
     def log_dir(self) -> str | None:
         """Where the output is to be kept, or None."""
         return self.for_instances.log_dir or self.for_job.log_dir
+
+    @property
+    def subnet(self) -> str | None:
+        """The network for the traffic between hosts, or None."""
+        return self.for_instances.subnet or self.for_job.subnet
 
     @property
     def has_launcher_words(self) -> bool:

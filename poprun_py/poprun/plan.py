@@ -177,6 +177,11 @@ class LaunchPlan:
         path = self.executable_cache_path
         return None if path is None else os.path.join(self.working_directory, path)
 
+    def passed_names(self, index: int | None = None) -> frozenset[str]:
+        """The variables whose values instance ``index`` is to have from poprun, or without it all instances."""
+        own = [variables for instance, variables in self.instance_variables if instance == index]
+        return frozenset(name for some in (self.variables, *own) for name, value in some if value is None)
+
     def variables_of(self, index: int) -> dict[str, str]:
         """The variables that the user gave instance ``index`` a value for."""
         own = [variables for instance, variables in self.instance_variables if instance == index]

@@ -85,7 +85,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: Cluster | None =
         vipu=_fill_domains(request, pod, num_instances),
         output=_output(request.output, words),
         ending=request.ending,
-        remote=request.remote,
+        remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
     )
     return place(plan, facts)
 

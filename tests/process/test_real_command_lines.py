@@ -59,15 +59,14 @@ def test_it_plans_as_it_stands(line: str, counts: tuple[int, ...], mpi: MpiRunti
 
 @pytest.mark.parametrize("mpi", [MPICH, None], ids=["mpich", "local"])
 @pytest.mark.parametrize(("line", "counts"), LINES, ids=range(len(LINES)))
-def test_only_networks_of_open_mpi_are_left_out(
-    line: str, counts: tuple[int, ...], mpi: MpiRuntime | None
-) -> None:
-    """Every variable reaches the plan, and no word but ``--mca`` and its two is lost without Open MPI."""
+def test_only_interfaces_are_left_out(line: str, counts: tuple[int, ...], mpi: MpiRuntime | None) -> None:
+    """Every variable reaches the plan; without Open MPI only the name of an interface is lost, and no subnet."""
     request = asked(line)
     words = job_words(request, mpi)
     num_variables = len({word.partition("=")[0] for word in _behind_x(request)})
 
-    assert set(words.left_out[::3]) <= {"--mca"}
+    assert set(words.left_out) <= {"--mca", "btl_tcp_if_include", "eno1"}
+    assert words.subnet == ("10.1.0.0/16" if "if_include 10.1.0.0/16" in line else words.subnet)
     assert len(words.variables) == num_variables
     assert (words.for_job.launcher_words, words.for_instances.launcher_words) == ((), ())
 

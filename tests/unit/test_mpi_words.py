@@ -12,7 +12,7 @@ from poprun.launchers import launch_commands
 from poprun.mpi_words import MpiWords, read_mpi_words
 from poprun.planner import job_words
 from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import OutputSettings
+from poprun.settings import OutputSettings, RemoteSettings
 from poprun.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH, planned
 
@@ -35,6 +35,7 @@ def test_what_poprun_does_itself(kind: MpiKind | None) -> None:
         variables=(("A", None), ("B", "1=2"), ("C", ""), ("D*", None)),
         is_tagged=True,
         log_dir="logs",
+        subnet=None,
         launcher_words=(),
         left_out=(),
     )
@@ -44,7 +45,7 @@ def test_what_poprun_does_itself(kind: MpiKind | None) -> None:
 @pytest.mark.parametrize(
     ("text", "mpich"),
     [
-        ("--mca btl_tcp_if_include eth0 --mca oob_tcp_if_include 10.1.0.0/16", ""),
+        ("--mca btl_tcp_if_include eth0 --mca oob_tcp_if_include 10.1.0.0/33", ""),
         ("-mca btl tcp,self --oversubscribe --timestamp-output --report-bindings", ""),
         ("-iface lo", "-iface lo"),
         ("--bind-to none --mca x y -genv A 1", "--bind-to none -genv A 1"),
@@ -98,6 +99,20 @@ def test_a_plan_has_what_was_asked_for() -> None:
     assert (second["A"], second["B"], second["RANK"]) == ("3", "4", "1")
     assert "B" not in first
     assert "HOME" not in first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_network_for_the_hosts(kind: MpiKind | None) -> None:
+    """A subnet is the job's, and nothing is left out; Open MPI is told, too. --host-subnet says it louder."""
+    words = ("--mca", "oob_tcp_if_include", "10.1.0.0/16", "--mca", "btl_tcp_if_include", "10.1.2.3/16")
+    mpi = {MpiKind.OPEN_MPI: OPEN_MPI, MpiKind.MPICH: MPICH, None: None}[kind]
+    node = replace(CLUSTER_NODE, mpi=mpi)
+
+    assert read(" ".join(words), kind).left_out == ()
+    assert read(" ".join(words), kind).launcher_words == (words if kind is MpiKind.OPEN_MPI else ())
+    assert planned(node, mpi_global_args=words).remote.subnet == "10.1.0.0/16"
+    louder = planned(node, mpi_global_args=words, remote=RemoteSettings(subnet="10.2.0.0/16"))
+    assert louder.remote.subnet == "10.2.0.0/16"
 
 
 def test_threads_that_are_asked_for_as_a_variable() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.contract import Contract, Endpoint
-from poprun.environment import CACHES, program_environment, wished_job_id
+from poprun.environment import CACHES, passed_environment, program_environment, wished_job_id
 from poprun.plan import LaunchPlan, StartFacts
 from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
 
@@ -113,3 +113,17 @@ def test_compiled_programs_have_one_place() -> None:
     assert env["POPDIST_EXECUTABLE_CACHE_PATH"] == env["POPTORCH_CACHE_DIR"] == "/home/me/cache"
     assert "TRITON_CACHE_DIR" not in env
     assert not set(CACHES) & set(program_environment(planned(), 0, {}))
+
+
+def test_what_is_named_goes_to_other_hosts() -> None:
+    """Besides the settings that go anyway: by name, by beginning, for one instance; even a secret."""
+    plan = planned(
+        num_instances=2,
+        mpi_local_args=("-x", "DATA", "-x", "MY_*", "-x", "HF_TOKEN", "-x", "SEED=1"),
+        instance_mpi_local_args=((1, ("-x", "OWN")),),
+    )
+    user = {"DATA": "d", "MY_A": "a", "HF_TOKEN": "t", "API_KEY": "k", "OWN": "o", "TORCH_A": "1", "HOME": "/h"}
+
+    assert set(passed_environment(user)) == {"TORCH_A"}
+    assert set(passed_environment(user, plan.passed_names(0))) == {"TORCH_A", "DATA", "MY_A", "HF_TOKEN"}
+    assert set(passed_environment(user, plan.passed_names(1))) == {"TORCH_A", "DATA", "MY_A", "HF_TOKEN", "OWN"}

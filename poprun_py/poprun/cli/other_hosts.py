@@ -34,7 +34,8 @@ def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
     found = examine_hosts(plan, here)
     screen.tell(f"hosts talk over {_ways(found.network)}: {found.reason}")
     if verbosity:
-        screen.tell(f"variables that go to other hosts: {', '.join(sorted(passed_environment(os.environ)))}")
+        passed = sorted(passed_environment(os.environ, plan.passed_names()))
+        screen.tell(f"variables that go to other hosts: {', '.join(passed)}")
     return found.network
 
 

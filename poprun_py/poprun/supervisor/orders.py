@@ -79,4 +79,8 @@ def _environment(
     if identity.network is None:
         return told
     route = identity.network.hosts[plan.instance(index).host_index]
-    return {**passed_environment(environ), **interface_environment(environ, route.interface), **told}
+    return {
+        **passed_environment(environ, plan.passed_names(index)),
+        **interface_environment(environ, route.interface),
+        **told,
+    }
