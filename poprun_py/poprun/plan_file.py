@@ -233,8 +233,6 @@ def _check(plan: LaunchPlan, source: str) -> None:
             f"{source}: launcher is {plan.launcher} and mpi is {plan.mpi.path if plan.mpi else 'null'}: "
             "give mpi with launcher mpi, and null with the others"
         )
-    if plan.launcher is LauncherKind.SRUN and plan.remote.slurm_job is None:
-        raise PlanError(f"{source}: launcher is srun and remote.slurm_job is null: name Slurm's job")
     if not plan.working_directory.startswith("/"):
         raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")
 

@@ -178,17 +178,11 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | Non
 
 
 def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
-    """Slurm itself where there is no MPI: its allocation is a condition."""
+    """Without MPI it is Slurm inside of an allocation, and where it was asked for."""
     if mpi is not None:
         return LauncherKind.MPI
-    if request.remote.slurm_job is not None and request.launcher is not LauncherChoice.LOCAL:
-        return LauncherKind.SRUN
-    if request.launcher is LauncherChoice.SRUN:
-        raise PlanError(
-            "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
-            "batch script (sbatch) or in the shell of salloc, or leave --launcher out"
-        )
-    return LauncherKind.LOCAL
+    is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
+    return LauncherKind.SRUN if is_slurm and request.launcher is not LauncherChoice.LOCAL else LauncherKind.LOCAL
 
 
 def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:

@@ -51,14 +51,17 @@ def ssh_words(config: str | None, host: str, command: Sequence[str]) -> tuple[st
     return ("ssh", *ssh_options(config), "-T", "--", host, shlex.join(command))
 
 
-def srun_words(job: str, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
+def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
     """The words before a command that Slurm's ``job`` runs ``num_per_host`` times on each of ``hosts``.
+
+    None is the job that the environment tells of.
 
     The step shares what the job has with others (``--overlap``: a batch script may have steps of its own), is
     bound to no cores that Slurm chooses, and is no MPI job of its: see srun(1). Ranks go to the hosts in blocks.
     """
     return (
-        *("srun", f"--jobid={job}", "--overlap", "--quiet", "--unbuffered", "--mpi=none", "--cpu-bind=none"),
+        *("srun", *(() if job is None else (f"--jobid={job}",)), "--overlap"),
+        *("--quiet", "--unbuffered", "--mpi=none", "--cpu-bind=none"),
         *(
             "--distribution=block",
             "--overcommit",

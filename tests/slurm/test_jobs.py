@@ -72,6 +72,24 @@ def test_both_mpis_start_on_all_nodes(allocated: Allocated, mpi: MpiEnvironment)
 
 
 @roomy
+def test_an_emitted_script_runs_the_job(slurm: dict[str, str], tmp_path: Path) -> None:
+    """What --emit prints, sbatch takes; poprun finds in the allocation what it was asked for."""
+    words = ("-H", "n[1-2]", "-n4", "--num-replicas=8", "--launcher=srun", "--tag-output=no", "--emit=sbatch")
+    script = tmp_path / "job.sh"
+    program = tmp_path / "hello.py"
+    program.write_text(HELLO)
+    script.write_text(Poprun()(*words, sys.executable, str(program), cwd=tmp_path).succeeded().out)
+
+    run(["sbatch", "--wait", str(script)], env=slurm, cwd=tmp_path, deadline_seconds=100.0).succeeded()
+
+    (output,) = tmp_path.glob("hello-*.out")
+    lines = sorted(
+        line for line in output.read_text().splitlines() if line[0].isdecimal() and "POPRUN" not in line
+    )
+    assert lines == ["0 4 0 0 n1", "1 4 1 0 n1", "2 4 0 1 n2", "3 4 1 1 n2"]
+
+
+@roomy
 def test_the_first_failure_ends_the_job(allocated: Allocated) -> None:
     """With the user's own traceback and the name of the node."""
     finished = allocated("--launcher=srun", sys.executable, "-c", FAIL)

@@ -41,6 +41,20 @@ GOLDEN = {
     "gpus.mpijob": GPU_PLAN,
     "gpus.jobset": GPU_PLAN,
 }
+SLURM_GOLDEN = """\
+#!/bin/bash
+# 4 instances · 8 replicas · 4 virtual IPUs · 2 hosts
+#SBATCH --job-name=train
+#SBATCH --output=train-%j.out
+#SBATCH --chdir="/data/my runs"
+#SBATCH --nodes=2
+#SBATCH --nodelist=a,b
+#SBATCH --ntasks-per-node=2
+#SBATCH --cpus-per-task=1
+#SBATCH --time=01:01:00
+
+exec /opt/python -m poprun --num-replicas=8 '--mpi-global-args=-x A' python train.py --epochs 3
+"""
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -50,6 +64,28 @@ def test_the_manifest(name: str) -> None:
 
     assert text == (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
     _check(text, EmitKind(name.partition(".")[2]))
+
+
+def test_the_batch_script() -> None:
+    """It asks Slurm for what the plan needs, and calls poprun, which finds it there."""
+    plan = replace(CPU_PLAN, working_directory="/data/my runs")
+    options = ("--num-replicas=8", "--mpi-global-args=-x A")
+    text = emit_job(plan, EmitKind.SBATCH, Surroundings(python="/opt/python", options=options))
+
+    assert text == SLURM_GOLDEN
+
+
+def test_the_batch_script_asks_for_gpus() -> None:
+    """As many as there are virtual IPUs on a node."""
+    text = emit_job(GPU_PLAN, EmitKind.SBATCH, Surroundings())
+
+    assert "#SBATCH --gpus-per-node=4\n" in text
+
+
+def test_a_line_break_fits_no_line_of_sbatch() -> None:
+    """It would end the line, and the rest would be a command."""
+    with pytest.raises(UsageError, match="has a line break in it"):
+        emit_job(replace(CPU_PLAN, working_directory="/a\nrm"), EmitKind.SBATCH, Surroundings())
 
 
 @st.composite

@@ -21,6 +21,11 @@ def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
         PlanError: If the plan starts its processes without MPI.
         HostsError: If a host cannot take part.
     """
+    if plan.launcher is LauncherKind.SRUN and plan.remote.slurm_job is None:
+        raise PlanError(
+            "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
+            "batch script (--emit sbatch writes one), or in the shell of salloc, or leave --launcher out"
+        )
     here = names_of_this_machine(plan.hosts) & set(plan.hosts)
     if here == set(plan.hosts):
         return None

@@ -3,7 +3,7 @@
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from poprun.advice import advise, advise_of_words
 from poprun.allocations import facts_within, within
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from poprun.routes import JobNetwork
 
 
+_ENGINES_OWN: Final = ("host", "num-instances", "image")
+"""Options that a batch script leaves to what it asks Slurm for."""
+
+
 def run(line: CommandLine) -> int:
     """Do what ``line`` asks for.
 
@@ -45,7 +49,8 @@ def run(line: CommandLine) -> int:
     if line.emitted is not None:
         from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
 
-        screen.show(emit_job(plan, line.emitted, Surroundings(image=line.image)))
+        surroundings = Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
+        screen.show(emit_job(plan, line.emitted, surroundings))
         return 0
     if line.is_dry_run:
         screen.show(_render(plan, line))
@@ -133,6 +138,14 @@ def _pod(name: str | None) -> Cluster | None:
     from poprun.pool.clusters import pod_of  # noqa: PLC0415 - most jobs know no pod
 
     return pod_of(name)
+
+
+def _options_again(line: CommandLine) -> tuple[str, ...]:
+    """The words with which poprun makes the same plan again, where the hosts come from the cluster's engine."""
+    if line.plan_file is not None:
+        return (f"--plan={os.path.abspath(line.plan_file)}",)
+    kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)
+    return tuple(f"--{one.option.name}={text}" for one in kept for text in one.texts)
 
 
 def _export(line: CommandLine, file: str) -> None:

@@ -20,6 +20,7 @@ class EmitKind(StrEnum):
 
     MPIJOB = "mpijob"
     JOBSET = "jobset"
+    SBATCH = "sbatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,21 @@ class Surroundings:
 
     Attributes:
         image: The container image that holds the program, or None.
+        python: The interpreter that runs poprun.
+        options: The words of poprun's command line that the plan was made from, without those that are for the
+            print-out.
     """
 
     image: str | None = None
+    python: str = "python3"
+    options: tuple[str, ...] = ()
 
 
-_WRITERS: Final = {EmitKind.MPIJOB: "poprun.emit.mpijob", EmitKind.JOBSET: "poprun.emit.jobset"}
+_WRITERS: Final = {
+    EmitKind.MPIJOB: "poprun.emit.mpijob",
+    EmitKind.JOBSET: "poprun.emit.jobset",
+    EmitKind.SBATCH: "poprun.emit.sbatch",
+}
 """The module of each kind; its ``write`` makes the text."""
 
 

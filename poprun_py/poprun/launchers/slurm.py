@@ -15,9 +15,12 @@ _RANK = "SLURM_PROCID"
 
 def launch_command(plan: LaunchPlan) -> LaunchCommand:
     """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
-    job = plan.remote.slurm_job or ""
     return LaunchCommand(
-        words=(*srun_words(job, plan.hosts, plan.num_instances_per_host), "--input=none", *SHIM_WORDS),
+        words=(
+            *srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host),
+            "--input=none",
+            *SHIM_WORDS,
+        ),
         environment={RANK_VARIABLE: _RANK},
         death_signal=signal.SIGTERM,
     )

@@ -97,7 +97,7 @@ DEBUG: Final = grouped(
         "emit",
         "line.emitted",
         one_of(EmitKind, "KIND"),
-        "Print the job for Kubernetes and start nothing: mpijob (MPI Operator) or jobset.",
+        "Print the job for a cluster and start nothing: mpijob, jobset (Kubernetes) or sbatch.",
         is_local=True,
         goes_with_plan=True,
     ),
