@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WHERE = (
     "import os, socket; print(socket.gethostname(), os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])"
 )
-VARIABLES = "import os; print(os.environ.get('TORCH_A'), os.environ.get('HF_TOKEN'), os.environ.get('TMPDIR'))"
+VARIABLES = "import os; print(*map(os.environ.get, ('TORCH_A', 'HF_TOKEN', 'TMPDIR', 'NAMED', 'GIVEN')))"
 KEY = "POPRUN_CONTROL_KEY"
 
 
@@ -41,11 +41,12 @@ def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) ->
 
 @pytest.mark.deadline(120)
 def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPoprun) -> None:
-    """What the libraries are told goes to other hosts; what belongs to a machine, or is a secret, does not."""
-    words = (sys.executable, "-c", VARIABLES)
-    finished = hosts_poprun(network, "-v", "--host=n2,n3", "-n", "2", *words, TORCH_A="1", HF_TOKEN=KEY)
+    """What the libraries are told goes to other hosts, and what ``-x`` names; a machine's own and secrets stay."""
+    words = ("--mpi-local-args=-x NAMED -x GIVEN=g", sys.executable, "-c", VARIABLES)
+    layout = ("-v", "--host=n2,n3", "-n", "2")
+    finished = hosts_poprun(network, *layout, *words, TORCH_A="1", HF_TOKEN=KEY, NAMED="n")
 
-    assert finished.succeeded().lines == [f"[1,{n}]<stdout>:1 None /run/tmp" for n in range(2)]
+    assert finished.succeeded().lines == [f"[1,{n}]<stdout>:1 None /run/tmp n g" for n in range(2)]
     (told,) = [line for line in finished.err.splitlines() if "variables that go to other hosts" in line]
     assert "TORCH_A" in told
     assert "HF_TOKEN" not in told
