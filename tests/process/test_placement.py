@@ -143,6 +143,7 @@ def one_core(*options: str, num_threads: int = 1) -> tuple[str, ...]:
     return ("--launcher", "local", *placement, *options, sys.executable, "-c", HOLD)
 
 
+@pytest.mark.deadline(150)
 @pytest.mark.skipif(
     len({cpu.core for cpu in read_cpus(CORES)}) == 1 or len(usable_cores()) < len(CORES),
     reason="two jobs cannot have a physical core each, or a control group grants less time than there are cores",

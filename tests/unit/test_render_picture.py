@@ -14,6 +14,7 @@ from poprun.plan import LaunchPlan
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.picture.measures import MAX_WIDTH, Grid, measure
 from poprun.render.picture.scene import Gap, HostScene, make_scene
+from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 
 PICTURES = Path(__file__).with_name("pictures")
@@ -45,6 +46,15 @@ def small_plans(draw: st.DrawFn) -> LaunchPlan:
         num_replicas=num_hosts * num_local * num_replicas,
         ipus_per_replica=draw(st.integers(1, 3)),
     )
+
+
+@pytest.mark.parametrize("topology_format", [TopologyFormat.SVG, TopologyFormat.HTML])
+def test_who_points_at_an_instance_sees_what_it_is_bound_to(topology_format: TopologyFormat) -> None:
+    """Its cores and the node of its memory; nothing of it where nothing is bound."""
+    bound, free = planned(facts_of(TWO_SOCKETS), num_instances=2), planned(LAPTOP, num_instances=2)
+
+    assert "bound to cores 1,3,5,7,9,11,13,15, memory of node 1" in render_plan(bound, topology_format)
+    assert "bound to" not in render_plan(free, topology_format)
 
 
 @pytest.mark.parametrize("file", GOLDEN)

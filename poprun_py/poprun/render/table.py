@@ -19,7 +19,7 @@ from poprun.hosts import fold_hosts
 from poprun.plan import InstancePlan, LaunchPlan
 from poprun.ranges import fold_numbers
 from poprun.render.details import Details
-from poprun.render.words import launcher_of, numbered, size_of, stands_for, threads_of
+from poprun.render.words import bound_to, launcher_of, numbered, size_of, stands_for, threads_of
 
 MAX_HOSTS: Final = 4
 MAX_INSTANCES: Final = 8
@@ -166,10 +166,7 @@ def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
 
 
 def _binding(binding: Binding) -> str:
-    instances = f"instance{'s' if len(binding.instances) > 1 else ''} {fold_numbers(binding.instances)}"
-    nodes = binding.memory_nodes
-    memory = f", memory of node{'s' if len(nodes) > 1 else ''} {fold_numbers(nodes)}" if nodes else ""
-    return f"{instances}: {numbered('core', binding.cores)}{memory}"
+    return f"{numbered('instance', binding.instances)}: {bound_to(binding)}"
 
 
 def _abbreviated(hosts: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from poprun.binding import Binding
 from poprun.plan import InstancePlan, LaunchPlan
 from poprun.ranges import fold_numbers
 
@@ -36,6 +37,12 @@ def stands_for(instance: InstancePlan) -> str:
     if all(name.isdecimal() for name in instance.devices):
         return numbered("GPU", [int(name) for name in instance.devices])
     return ", ".join(instance.devices)
+
+
+def bound_to(binding: Binding) -> str:
+    """What some instances are bound to: ``cores 0-7, memory of node 0``."""
+    memory = f", memory of {numbered('node', binding.memory_nodes)}" if binding.memory_nodes else ""
+    return f"{numbered('core', binding.cores)}{memory}"
 
 
 def launcher_of(plan: LaunchPlan) -> str:

@@ -4,7 +4,7 @@ from typing import Final
 
 from poprun.hosts import fold_hosts
 from poprun.plan import InstancePlan, LaunchPlan
-from poprun.render.words import counted, numbered, stands_for
+from poprun.render.words import bound_to, counted, numbered, stands_for
 
 MAX_LENGTH: Final = 60
 """Characters of a list of hosts; a longer one is cut."""
@@ -34,6 +34,7 @@ def of_instance(instance: InstancePlan) -> str:
             f"on host {instance.host}, number {instance.local_index} there",
             replicas if len(instance.replicas) == 1 else f"{replicas}, which take turns",
             f"{numbered('virtual IPU', instance.slots)}: {stands_for(instance)}",
+            *([] if instance.binding is None else [f"bound to {bound_to(instance.binding)}"]),
         ]
     )
 
