@@ -99,7 +99,11 @@ def test_advice_is_no_output(poprun: Poprun) -> None:
         (["-n", "4", "--num-replicas", "6", "true"], 2, "nearest: 4 or 8 replicas, or 2, 3 or 6 instances"),
         (["--num-replicas", "two", "true"], 2, "--num-replicas two: give a whole number"),
         (["--host", "n[2-1]", "true"], 2, "runs backwards"),
-        (["--host", "192.0.2.7", "true"], 2, "--host 192.0.2.7 is not this machine"),
+        (
+            ["--launcher", "local", "--host", "192.0.2.7", "true"],
+            2,
+            "--launcher local starts processes on this machine",
+        ),
         (["--plan", "/nowhere/plan.json"], 2, "--plan /nowhere/plan.json: No such file or directory"),
         (["--plan", "/"], 2, "--plan /: Is a directory"),
         ([], 2, "there is no PROGRAM to start"),
