@@ -45,7 +45,7 @@ LAYERS = {
         ("planner", "environment", "allocations"),
         ("plan_file", "advice", "fitness"),
         ("agent", "probe", "pool", "launchers", "render"),
-        ("supervisor", "monitor", "preflight", "emit"),
+        ("supervisor", "monitor", "preflight", "emit", "doctor"),
         ("cli", "vipu"),
         ("__main__",),
     ),

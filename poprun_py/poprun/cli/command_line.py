@@ -11,6 +11,7 @@ from poprun.cli.option import LINE, REQUEST, Given, values_by_section
 from poprun.cli.options import EXAMPLES, OPTIONS
 from poprun.cli.origins import from_variables, from_words, layered, read_config_file
 from poprun.cli.versions import VersionFormat
+from poprun.doctor import ReportFormat
 from poprun.emit import EmitKind
 from poprun.errors import UsageError
 from poprun.render import TopologyFormat
@@ -22,6 +23,7 @@ _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"
 _FORMAT: Final = "topology-format"
 _EVERYTHING: Final = 2
+_REPORT_FORMAT: Final = "format"
 _INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 
@@ -45,6 +47,8 @@ class CommandLine:
         version_format: How to print it; not None prints it, too.
         host_file: A file of hosts, or None.
         topology_format: How to print it.
+        asks_doctor: Whether to tell what poprun would use on this machine, and do nothing else.
+        report_format: How to tell it.
         emitted: The kind of job to write for a cluster in place of starting one, or None.
         image: The container image of such a job, or None.
         verbosity: How often ``-v`` was given.
@@ -63,6 +67,8 @@ class CommandLine:
     version_format: VersionFormat | None = None
     host_file: str | None = None
     topology_format: TopologyFormat = TopologyFormat.TABLE
+    asks_doctor: bool = False
+    report_format: ReportFormat = ReportFormat.TABLE
     emitted: EmitKind | None = None
     image: str | None = None
     verbosity: int = 0
@@ -106,6 +112,8 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
         )
     if values.get(REQUEST, {}).get("is_debugged"):
         line = replace(line, verbosity=max(line.verbosity, _EVERYTHING))
+    if _REPORT_FORMAT in texts and not line.asks_doctor:
+        raise UsageError(f"--{_REPORT_FORMAT} says how --doctor prints: for that of a plan, use --{_FORMAT}")
     return line
 
 

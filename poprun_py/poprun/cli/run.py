@@ -45,14 +45,12 @@ def run(line: CommandLine) -> int:
     if line.prints_version or line.version_format is not None:
         screen.show(version_text(line.version_format or VersionFormat.TEXT))
         return 0
-    plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
-    if line.emitted is not None:
-        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
+    if line.asks_doctor:
+        from poprun.cli.consultation import consult  # noqa: PLC0415 - needed here only
 
-        surroundings = Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
-        screen.show(emit_job(plan, line.emitted, surroundings))
-        return 0
-    if line.is_dry_run:
+        return consult(line.report_format)
+    plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
+    if line.is_dry_run or line.emitted is not None:
         screen.show(_render(plan, line))
         return 0
     if not plan.program:
@@ -215,6 +213,12 @@ def _read(file: str) -> str:
 
 
 def _render(plan: LaunchPlan, line: CommandLine) -> str:
+    if line.emitted is not None:
+        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
+
+        return emit_job(
+            plan, line.emitted, Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
+        )
     return render_plan(
         plan,
         line.topology_format,

@@ -2,8 +2,21 @@
 
 from typing import Final
 
-from poprun.cli.kinds import FILE, FOLDER, INSTANCES, NAME, NUMBER, SECONDS, SECONDS_OR_OFF, SWITCH, TEXT, one_of
+from poprun.cli.kinds import (
+    FILE,
+    FLAG,
+    FOLDER,
+    INSTANCES,
+    NAME,
+    NUMBER,
+    SECONDS,
+    SECONDS_OR_OFF,
+    SWITCH,
+    TEXT,
+    one_of,
+)
 from poprun.cli.option import Group, Option, grouped
+from poprun.doctor import ReportFormat
 from poprun.emit import EmitKind
 from poprun.render import TopologyFormat
 from poprun.settings import EndingSettings
@@ -92,6 +105,20 @@ DEBUG: Final = grouped(
         "Print the plan and start nothing.",
         is_local=True,
         goes_with_plan=True,
+    ),
+    Option(
+        "doctor",
+        "line.asks_doctor",
+        FLAG,
+        "Tell what poprun would use on this machine, and what is missing.",
+        is_local=True,
+    ),
+    Option(
+        "format",
+        "line.report_format",
+        one_of(ReportFormat),
+        f"How --doctor tells it. [default: {ReportFormat.TABLE}]",
+        is_local=True,
     ),
     Option(
         "emit",

@@ -1,0 +1,128 @@
+"""What symptoms mean, as a table and as JSON."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from poprun.doctor import ReportFormat
+from poprun.doctor.diagnosis import State, can_run, diagnose
+from poprun.doctor.report import render_findings
+from poprun.doctor.symptoms import Libraries, Symptoms, read_libraries
+from poprun.probe.memory import MemoryLimits
+from tests.planning import LAPTOP, MPICH, with_gpus
+
+GIB = 2**30
+VERSIONS = {"torch": "2.13.0+cpu", "mpi4py": "4.1.2", "popdist": "0.1.0"}
+HEALTHY = Symptoms(
+    python="3.12.3",
+    interpreter="/env/bin/python",
+    libraries=Libraries(versions=VERSIONS, has_gloo=True),
+    facts=replace(LAPTOP, mpi=MPICH),
+    cpu_quota=None,
+    memory=MemoryLimits(machine_bytes=16 * GIB, shared_bytes=8 * GIB, shared_free_bytes=8 * GIB),
+    can_share_memory=True,
+    ssh="OpenSSH_9.2p1",
+    slurm="slurm 24.11",
+    slurm_job="77",
+)
+NO_TORCH = {"torch": "ModuleNotFoundError: No module named 'torch'"}
+BARE = replace(
+    HEALTHY,
+    libraries=Libraries(problems=NO_TORCH, versions={"popdist": "0.0.9"}),
+    facts=replace(with_gpus("fb"), unknown_mpi=("/usr/bin/mpirun",), memory_nodes=(0, 1)),
+    cpu_quota=2.5,
+    memory=MemoryLimits(
+        machine_bytes=16 * GIB, group_bytes=4 * GIB, address_space_bytes=2 * GIB, shared_free_bytes=64 * 2**20
+    ),
+    ssh="",
+    slurm="",
+)
+
+HEALTHY_TABLE = """\
+Python    ok      3.12.3, /env/bin/python
+torch     ok      2.13.0+cpu, for the CPU
+popdist   ok      0.1.0
+MPI       ok      MPICH 5.0.2, /opt/mpich/bin/mpiexec
+GPUs      absent  none: virtual IPUs are shares of the cores
+cores     ok      4 (0-3)
+memory    ok      16.0 GiB
+/dev/shm  ok      8.0 GiB free
+ssh       ok      OpenSSH_9.2p1
+Slurm     ok      slurm 24.11, inside job 77
+
+jobs of this machine can run
+"""
+
+BARE_TABLE = """\
+Python    ok       3.12.3, /env/bin/python
+torch     fails    ModuleNotFoundError: No module named 'torch'
+                   → /env/bin/python -m pip install torch
+popdist   fails    0.0.9, but poprun is 0.1.0
+                   → /env/bin/python -m pip install poprun==0.1.0
+MPI       absent   none, so jobs start without it, on this machine only; of neither family: /usr/bin/mpirun
+                   → /env/bin/python -m pip install mpich
+GPUs      warning  2, free: 0; torch sees 0
+                   → install a torch that is built for the CUDA of this machine's driver
+cores     ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2.5
+memory    ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 GiB for each process
+/dev/shm  warning  0.1 GiB free, where data loaders leave their batches
+                   → start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm
+ssh       absent   none: no jobs on other hosts
+                   → install an ssh client (Debian: apt install openssh-client)
+Slurm     absent   none
+
+no job can run before that is mended
+"""
+
+
+@pytest.mark.parametrize(("symptoms", "table"), [(HEALTHY, HEALTHY_TABLE), (BARE, BARE_TABLE)])
+def test_the_table(symptoms: Symptoms, table: str) -> None:
+    """What was found and what to do, and in the last line whether a job can run."""
+    assert render_findings(diagnose(symptoms), ReportFormat.TABLE, width=120) == table
+
+
+@pytest.mark.parametrize(
+    ("symptoms", "failing"),
+    [
+        (HEALTHY, set()),
+        (BARE, {"torch", "popdist"}),
+        (replace(HEALTHY, can_share_memory=False), {"/dev/shm"}),
+        (replace(HEALTHY, memory=MemoryLimits()), {"/dev/shm"}),
+        (replace(HEALTHY, libraries=replace(HEALTHY.libraries, has_gloo=False)), {"torch"}),
+        (replace(HEALTHY, facts=LAPTOP, ssh="", slurm=""), set()),
+        (replace(HEALTHY, libraries=replace(HEALTHY.libraries, problems={"mpi4py": "ImportError: no"})), set()),
+    ],
+)
+def test_what_no_job_can_do_without(symptoms: Symptoms, failing: set[str]) -> None:
+    """Only what every job needs fails; each such finding says what to do."""
+    findings = diagnose(symptoms)
+    fails = [finding for finding in findings if finding.state is State.FAILS]
+
+    assert {finding.subject for finding in fails} == failing
+    assert all(finding.remedy for finding in fails)
+    assert can_run(findings) == (not failing)
+
+
+def test_json() -> None:
+    """A program reads the same findings."""
+    report = json.loads(render_findings(diagnose(BARE), ReportFormat.JSON))
+
+    assert (report["version"], report["can_run"]) == (1, False)
+    assert report["findings"][1] == {
+        "subject": "torch",
+        "state": "fails",
+        "found": NO_TORCH["torch"],
+        "remedy": "/env/bin/python -m pip install torch",
+    }
+
+
+def test_what_the_other_python_says() -> None:
+    """Its last line counts, whatever libraries print when they are imported; silence is a problem of torch's."""
+    answer = 'a warning\n\n{"torch": "2", "devices": 3, "gloo": true, "mpi4py_problem": "ImportError: x"}\n'
+
+    assert read_libraries(answer) == Libraries(
+        versions={"torch": "2"}, problems={"mpi4py": "ImportError: x"}, num_devices=3, has_gloo=True
+    )
+    assert "did not answer within" in read_libraries(None).problems["torch"]
+    assert "did not answer within" in read_libraries("").problems["torch"]
