@@ -7,6 +7,7 @@ made.
 import atexit
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError
 from popdist.groups import Group, Notice
 from popdist.presence import presence
+from popdist.process_group.registration import register
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -116,8 +118,9 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
     need not be called.
 
     Args:
-        backend: ``None`` sends each tensor by its device: gloo for CPU tensors, NCCL for CUDA tensors.
-            ``"gloo"`` or ``"nccl"`` refuses the tensors of the other.
+        backend: ``None`` sends each tensor by its device: CPU tensors through memory that the instances share
+            where they are all on one host, over gloo where they are not; CUDA tensors over NCCL. ``"gloo"``
+            refuses CUDA tensors, ``"nccl"`` CPU tensors.
         timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
 
     Raises:
@@ -143,6 +146,8 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
         connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
     finally:
         presence.go_on()
+    if "torch" in sys.modules:
+        register()
     group = Group(connected, found.contract.num_instances, _state.notice)
     try:
         group.agree(

@@ -1,6 +1,7 @@
 """What holds for torch's collectives over the backend ``popdist``: run on every rank of a real job.
 
-A law is a function ``law_...``; each computes what it expects from the ranks' numbers alone.
+A law is a function ``law_...``; each computes what it expects from the ranks' numbers alone. Those of the memory
+beneath run in the same jobs.
 """
 
 import os
@@ -14,6 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.contract import host_memory_laws
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -24,13 +30,19 @@ SIZES = (0, 1, 5, 20_000, 400_000)
 
 
 def run_all() -> int:
-    """Every law, in the order of this file; how many there are."""
+    """Every law of this file and the other one, in their order; how many there are."""
     dist.init_process_group("popdist", timeout=TIMEOUT)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    laws = all_laws()
     for law in laws:
         law()
     dist.destroy_process_group()
     return len(laws)
+
+
+def all_laws() -> list[Callable[[], None]]:
+    """Those of the memory beneath, then those of this file."""
+    named = [*vars(host_memory_laws).items(), *globals().items()]
+    return [law for name, law in named if name.startswith("law_")]
 
 
 def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -46,6 +58,13 @@ def everybody(size: int, dtype: torch.dtype) -> Tensor:
 def joined(size: int, ranks: Iterable[int]) -> Tensor:
     """What these ranks bring, one after the other."""
     return torch.cat([numbers(rank, size, torch.float32) for rank in ranks])
+
+
+def same_everywhere(tensor: Tensor) -> bool:
+    """Whether every rank has the same bits."""
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return all(torch.equal(rows[0], row) for row in rows)
 
 
 @contextmanager
@@ -218,9 +237,38 @@ def law_a_ddp_step_takes_no_gloo() -> None:
     assert counts == {}
     for parameter in model.parameters():
         assert parameter.grad is not None
-        rows = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, parameter.grad)
-        assert all(torch.equal(rows[0], row) for row in rows)
+        assert same_everywhere(parameter.grad)
+
+
+def law_a_fully_sharded_step_takes_no_gloo() -> None:
+    """Gathering, scattering and clipping of ``fully_shard``, and ``full_tensor`` of what it makes."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 3))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with counted_gloo() as counts:
+        model(torch.randn(4, 8)).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        weight = next(model.parameters())
+        assert isinstance(weight, DTensor)
+        assert isinstance(norm, DTensor)
+        whole, length = weight.full_tensor(), norm.full_tensor()
+    assert counts == {}
+    assert whole.shape == (7, 8)
+    assert same_everywhere(whole.detach())
+    assert same_everywhere(length.detach())
+
+
+def law_calls_to_gloo_are_counted() -> None:
+    """What says that there are none sees those that there are."""
+    if dist.get_world_size() > 1:
+        with counted_gloo() as counts:
+            law_what_is_rare_goes_through_gloo()
+        assert counts["gloo:gather"] == 1
 
 
 def law_threads_end_with_their_group() -> None:

@@ -11,6 +11,6 @@ DEADLINE_SECONDS = 150.0
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("num_instances", [1, 2, 3])
 def test_laws(num_instances: int) -> None:
-    """Every law of process_group_laws.py, on every rank."""
+    """Every law of process_group_laws.py and host_memory_laws.py, on every rank."""
     counts = run_world(process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
-    assert counts == [len([name for name in vars(process_group_laws) if name.startswith("law_")])] * num_instances
+    assert counts == [len(process_group_laws.all_laws())] * num_instances

@@ -11,11 +11,8 @@ from typing import Final
 
 from popdist.tree import tree_sum
 
-CACHE_BYTES: Final = 1 << 19
-"""What all rows of one block take together: half of a usual second-level cache."""
-
-SMALLEST_BLOCK_BYTES: Final = 1 << 15
-"""Below this a block costs more to start than to add."""
+BLOCK_BYTES: Final = 1 << 18
+"""Length of a block. Two rows are added at a time, and two blocks fit a usual second-level cache of 1 MiB."""
 
 LINE_BYTES: Final = 64
 """Shares begin at multiples of it, so that no two ranks write into one line of cache."""
@@ -45,8 +42,8 @@ def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
 
 
-def blocks(elements: range, num_rows: int, element_bytes: int) -> Iterator[slice]:
-    """``elements`` in pieces of which all rows fit the cache at once."""
-    width = max(SMALLEST_BLOCK_BYTES, CACHE_BYTES // num_rows) // element_bytes
+def blocks(elements: range, element_bytes: int) -> Iterator[slice]:
+    """``elements`` in blocks."""
+    width = BLOCK_BYTES // element_bytes
     for start in range(elements.start, elements.stop, width):
         yield slice(start, min(start + width, elements.stop))

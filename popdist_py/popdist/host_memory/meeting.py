@@ -28,6 +28,9 @@ TOKEN_BYTES: Final = 32
 TOKEN_OFFSET: Final = PAGE_BYTES - TOKEN_BYTES
 """The token stands at the end of the first page."""
 
+_DOOR_SECONDS: Final = 5.0
+"""How long to wait for a call at the door: those that are served have knocked before."""
+
 _WHERE_SEGMENTS_ARE: Final = "/memfd:popdist"
 
 _CREDENTIALS: Final = struct.Struct("3i")
@@ -141,10 +144,10 @@ class Meeting:
         served: set[int] = set()
         with suppress(OSError):
             while len(served) < num_calls:
-                door.settimeout(self._seconds_left())
+                door.settimeout(_DOOR_SECONDS)
                 call, _ = door.accept()
                 with call:
-                    call.settimeout(self._seconds_left())
+                    call.settimeout(_DOOR_SECONDS)
                     if _peer(call)[1] == os.geteuid() and len(said := call.recv(_RANK.size)) == _RANK.size:
                         socket.send_fds(call, [b"."], [segment.descriptor])
                         served.add(_RANK.unpack(said)[0])

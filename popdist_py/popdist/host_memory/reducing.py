@@ -17,7 +17,7 @@ from popdist.host_memory.flags import operation, purpose
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.slots import Slots
 
-WHOLE_BYTES: Final = 1 << 14
+WHOLE_BYTES: Final = 1 << 16
 """Up to this size each of three and more ranks adds all by itself: that takes one meeting in place of two."""
 
 _ALL_REDUCE: Final[dict[Op, int]] = {op: operation(f"all_reduce ({op})") for op in get_args(Op)}

@@ -38,7 +38,7 @@ class Reduction:
         self._divisor = len(rows) if op == "mean" else None
         self._then = then
         elements = share(num_elements, flags.rank, flags.size, rows[0].element_size())
-        pieces = list(blocks(elements, len(rows), rows[0].element_size()))
+        pieces = list(blocks(elements, rows[0].element_size()))
         is_half = dtype in HALVES
         targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
         self._pieces = [([row[it] for row in rows], [out[it] for out in targets]) for it in pieces]

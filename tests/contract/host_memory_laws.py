@@ -1,0 +1,188 @@
+"""What holds for the memory that the processes of a host share: run on every rank of a real job."""
+
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from popdist.errors import BackendError, CollectiveError
+from popdist.host_memory import fences, flags, group, meeting
+from popdist.host_memory.collectives import HostCollectives
+from popdist.host_memory.group import HostGroup
+from popdist.host_memory.mailboxes import Mailboxes
+from popdist.tree import tree_sum
+
+TIMEOUT_SECONDS: Final = 60.0
+
+_names = count()
+
+
+def connect() -> HostGroup | None:
+    """A group of all ranks."""
+    store: Any = PrefixStore(f"law {next(_names)}", dist.distributed_c10d._get_default_store())
+    return HostGroup.connect(store, dist.get_rank(), dist.get_world_size(), timeout_seconds=TIMEOUT_SECONDS)
+
+
+@contextmanager
+def connected() -> Iterator[HostGroup]:
+    """A group of all ranks, which leave it together."""
+    made = connect()
+    assert made is not None
+    yield made
+    made.barrier()
+    made.close()
+
+
+def values(rank: int, length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers whose sum depends on the order of addition."""
+    return torch.randn(length, generator=torch.Generator().manual_seed(rank)).mul_(10.0**rank).to(dtype)
+
+
+def in_tree_order(dtype: torch.dtype, length: int) -> torch.Tensor:
+    """The sum of all ranks' numbers as `popdist.tree` has it."""
+    rows = [values(rank, length, dtype).float() for rank in range(dist.get_world_size())]
+    return tree_sum(rows, torch.add).to(dtype)
+
+
+def law_a_reduction_in_place_has_the_bits_of_the_tree() -> None:
+    """Of every length, in halves too, and every rank sees the sum in every row; it can be run again."""
+    with connected() as made:
+        for length in (0, 1, 17, 300_001):
+            for dtype in (torch.float32, torch.bfloat16):
+                block = made.allocate(max(length, 1) * dtype.itemsize)
+                rows = [row.view(dtype)[:length] for row in block.rows]
+                reduction = made.reduction(rows)
+                for _ in range(2):
+                    rows[made.rank].copy_(values(made.rank, length, dtype))
+                    reduction.run()
+                    assert all(torch.equal(row, in_tree_order(dtype, length)) for row in rows)
+                    made.barrier()
+                block.release()
+
+
+def law_a_reduction_goes_where_it_is_told() -> None:
+    """Into outputs of another dtype, after what is done to it on its way, in an order of the caller's."""
+    with connected() as made:
+        block, out = made.allocate(400), made.allocate(200)
+        rows = [row.view(torch.float32) for row in block.rows]
+        made.reduction(
+            rows,
+            outputs=[row.view(torch.float16) for row in out.rows],
+            pairs=[(0, rank) for rank in range(1, made.size)],
+            then=lambda total: total.mul_(3.0),
+        )
+        rows[made.rank].fill_(float(made.rank))
+        made.reduction(rows, outputs=[out.of(0).view(torch.float16)], then=lambda total: total.mul_(3.0)).run()
+        expected = 3.0 * made.size * (made.size - 1) / 2
+        assert (out.of(0).view(torch.float16) == expected).all()
+
+
+def law_segments_come_through_the_door_where_proc_does_not_lead_to_them() -> None:
+    """And where neither does, there is no group on any rank, although only one of them failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_open_through_proc", lambda _hello: None)
+        with connected() as made:
+            block = made.allocate(1)
+            block.mine[0] = made.rank + 1
+            made.barrier()
+            assert [int(row[0]) for row in block.rows] == list(range(1, made.size + 1))
+        if dist.get_rank() == 0:
+            patch.setattr(meeting, "_knock", lambda _hello, _rank: None)
+        made_without = connect()
+        assert (made_without is None) == (dist.get_world_size() > 1)
+
+
+def law_a_foreign_segment_proves_no_host() -> None:
+    """The token counts: memory in which another one stands is not taken for the rank's that announced it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr(meeting, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
+        found = connect()
+    assert (found is None) == (dist.get_world_size() > 1)
+
+
+def law_a_shortage_is_an_error_on_every_rank() -> None:
+    """No rank has the block then, and the group goes on."""
+    with connected() as made:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if made.rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with pytest.raises(BackendError, match=r"room for .*shared memory"):
+                made.allocate(1 << 22)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert made.allocate(1 << 22).mine.sum() == 0
+
+
+def law_where_memory_is_not_ordered_fences_keep_it() -> None:
+    """The same results with a memory barrier around every flag; without one, there is no group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "make_fence", lambda: fences.make_fence("riscv64"))
+        with connected() as made:
+            tensor = torch.ones(100_000)
+            HostCollectives(made).all_reduce(tensor)
+            assert (tensor == made.size).all()
+        if dist.get_rank() == 0:
+            patch.setattr(fences, "_SYSCALL_NUMBERS", {})
+        assert connect() is None
+
+
+def law_messages_reach_any_set_of_ranks() -> None:
+    """In order, from each to each, whatever the others do; a wait that was too short can be taken up again."""
+    with connected() as made:
+        boxes = Mailboxes(made, num_words=3)
+        for turn in range(5):
+            others = [rank for rank in range(made.size) if rank != made.rank and (rank + made.rank + turn) % 2]
+            boxes.send(others, [made.rank, turn, -1])
+            assert [boxes.receive(other, TIMEOUT_SECONDS) for other in others] == [[it, turn, -1] for it in others]
+        made.barrier()
+        if made.size > 1 and made.rank == 0:
+            assert boxes.receive(1, 0.01) is None
+        made.barrier()
+        if made.rank == 1:
+            boxes.send([0], [7, 8, 9])
+        if made.size > 1 and made.rank == 0:
+            assert boxes.receive(1, TIMEOUT_SECONDS) == [7, 8, 9]
+
+
+def law_a_purpose_can_be_read() -> None:
+    """What ranks disagree on is told in words."""
+    with connected() as made:
+        if made.size > 1:
+            with pytest.raises(CollectiveError, match=r"rank 0: allocate.*\n.*ranks? 1.*: barrier"):
+                made.allocate(5) if made.rank == 0 else made.barrier()
+        assert flags.describe(flags.purpose(0)) == "barrier"
+
+
+def law_a_sleeper_wakes() -> None:
+    """A rank that has waited long enough to sleep goes on when the others come, and so does one that is left."""
+    with connected() as made:
+        if made.rank:
+            threading.Event().wait(0.2)
+        made.barrier()
+
+
+def law_who_has_left_is_named() -> None:
+    """The others do not wait for it, at this meeting or a later one."""
+    made = connect()
+    assert made is not None
+    made.barrier()
+    if made.rank == made.size - 1:
+        made.close()
+        calls: list[Callable[[], object]] = [made.barrier, lambda: made.allocate(1)]
+        for call in calls:
+            with pytest.raises(BackendError, match="has left the group"):
+                call()
+    else:
+        for _ in range(2):
+            with pytest.raises(BackendError, match=f"rank {made.size - 1} was closed|had given up"):
+                made.barrier()
+        made.close()

@@ -1,0 +1,83 @@
+"""One rank of a job that loses ranks: ``losing_ranks.py FOLDER RANK SIZE`` prints what it was told of them."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import distributed as dist
+
+from popdist.host_memory.flags import Flags
+
+PATIENCE = timedelta(seconds=100)
+"""Longer than the test may take: who waits it out has not noticed a death."""
+
+SHORT_SECONDS = 0.5
+
+
+def main(folder: str, rank: str, size: str) -> None:
+    """Wait for a late rank, then for one that dies in the middle of an all-reduce."""
+    dist.init_process_group(
+        "popdist",
+        init_method=f"file://{Path(folder) / 'store'}",
+        rank=int(rank),
+        world_size=int(size),
+        timeout=PATIENCE,
+    )
+    be_late()
+    lose_one()
+
+
+def be_late() -> None:
+    """The last rank comes when the others have stopped waiting."""
+    group: Any = dist.new_group(backend="popdist", timeout=PATIENCE)
+    group.host_group.flags.timeout_seconds = SHORT_SECONDS
+    if dist.get_rank() == dist.get_world_size() - 1:
+        dist.barrier()
+        tell("late", lambda: dist.all_reduce(torch.ones(1), group=group))
+        tell("later", lambda: dist.all_reduce(torch.ones(1), group=group))
+    else:
+        tell("late", lambda: dist.all_reduce(torch.ones(1), group=group))
+        tell("later", lambda: dist.all_reduce(torch.ones(1), group=group, async_op=True).wait())
+        dist.barrier()
+
+
+def lose_one() -> None:
+    """Rank 1 is killed when it has sent a part of what it has."""
+    if dist.get_rank() == 1:
+        meet, num_meetings = Flags.meet, iter(range(100))
+
+        def meet_thrice(flags: Flags, *arguments: Any) -> int:  # noqa: ANN401 - as it is called
+            if next(num_meetings) == 3:
+                die()
+            return meet(flags, *arguments)
+
+        faulty: Any = Flags
+        faulty.meet = meet_thrice
+    tensor = torch.ones(1 << 20)
+    tell("lost", lambda: dist.all_reduce(tensor))
+    tell("lost for ever", dist.barrier)
+
+
+def die() -> NoReturn:
+    """Be killed without a chance to say so."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def tell(what: str, call: Callable[[], object]) -> None:
+    """Print what ``call`` raised."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - torch raises of every kind
+        os.write(1, f"{what}: {error}\n".encode())
+    else:
+        os.write(1, f"{what}: nothing\n".encode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
