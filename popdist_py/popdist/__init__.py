@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from popdist.presence import report
     from popdist.queries import (
         device,
+        devices,
         instance_index,
         ipus_per_replica,
         job_id,
@@ -91,7 +92,7 @@ _NAMES = {
     "preemption": "check_preemption on_preemption",
     "presence": "report",
     "queries": (
-        "device instance_index ipus_per_replica job_id local_instance_index local_replicas num_instances "
+        "device devices instance_index ipus_per_replica job_id local_instance_index local_replicas num_instances "
         "num_local_replicas num_replicas"
     ),
     "training.gradients": "all_reduce_gradients",
@@ -137,6 +138,7 @@ __all__ = [
     "checksum",
     "data_loader",
     "device",
+    "devices",
     "execute_on_instances",
     "finalize",
     "finalizeBackend",

@@ -6,6 +6,8 @@ from popdist.context import environment
 from popdist.environments import Launcher
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -86,7 +88,7 @@ def job_id() -> str:
 
 
 def device() -> "torch.device":
-    """The device that this instance computes on.
+    """The device that this instance computes on: the first of ``devices()``.
 
     Under poprun it is the first of the CUDA devices that the instance was given, or the CPU when it was given
     none. Under another launcher, and outside a job, it is ``cuda:<local instance index>``, or the first of those
@@ -96,12 +98,25 @@ def device() -> "torch.device":
     Raises:
         ContractError: If the environment promises a job and does not describe one.
     """
-    import torch  # noqa: PLC0415 - the only query that needs it
+    return devices()[0]
+
+
+def devices() -> "tuple[torch.device, ...]":
+    """All devices of this instance, whose replicas take turns on them: one for each of ``ipus_per_replica()``.
+
+    Under poprun they are the CUDA devices that it was given, under another launcher and outside a job those after
+    the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and starts no
+    CUDA context.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    import torch  # noqa: PLC0415 - queries do without it
 
     found = environment()
-    if found.launcher is Launcher.POPRUN:
-        ordinals = found.contract.devices[:1]
-    else:
-        first = found.contract.local_instance_index * found.contract.ipus_per_replica
-        ordinals = (first,) if first < torch.cuda.device_count() else ()
-    return torch.device("cuda", ordinals[0]) if ordinals else torch.device("cpu")
+    contract = found.contract
+    ordinals: Sequence[int] = contract.devices
+    if found.launcher is not Launcher.POPRUN:
+        first = contract.local_instance_index * contract.ipus_per_replica
+        ordinals = range(first, min(first + contract.ipus_per_replica, torch.cuda.device_count()))
+    return tuple(torch.device("cuda", ordinal) for ordinal in ordinals) or (torch.device("cpu"),)

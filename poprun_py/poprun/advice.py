@@ -32,9 +32,9 @@ def advise_of_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str | No
 def _lines(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     if facts.gpus and not plan.devices:
         yield _not_enough_gpus(plan, facts)
-    busy = [gpu.name for gpu in facts.gpus if gpu.name in plan.devices and not gpu.is_free]
-    if busy:
-        yield f"another process holds memory on {_gpus(busy)}, and the job needs it all the same"
+    busy = [gpu.name for gpu in facts.gpus if gpu.name in plan.devices and gpu.occupants]
+    if busy and plan.vipu.shares_devices:
+        yield f"another process holds memory on {_gpus(busy)}, and the job shares it"
     if not plan.devices and plan.num_instances_per_host * max(1, _threads(plan, facts)) > len(plan.cores):
         yield _too_many_threads(plan, _threads(plan, facts))
     else:

@@ -79,6 +79,13 @@ def descendants(root: int) -> list[ProcessKey]:
     return found
 
 
+def ancestors(pid: int) -> Iterator[int]:
+    """The ids of the processes above a process, its parent first."""
+    while (stat := _read_stat(pid)) is not None and stat.parent > 0:
+        yield stat.parent
+        pid = stat.parent
+
+
 def words_of(pid: int) -> list[str]:
     """The argv of a process; empty when it is gone, a zombie, or a thread of the kernel."""
     try:

@@ -7,6 +7,7 @@ import pytest
 
 from poprun.advice import advise
 from poprun.topology import MachineFacts
+from poprun.vipu_settings import VipuSettings
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import LAPTOP, planned, with_gpus
 
@@ -65,7 +66,12 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
             {"ipus_per_replica": 2},
             ("2 virtual IPUs need as many GPUs, and there is 1 GPU: computing on the CPU",),
         ),
-        (with_gpus("b"), {}, ("another process holds memory on GPU 0, and the job needs it all the same",)),
+        (with_gpus("b"), {}, ()),
+        (
+            with_gpus("b"),
+            {"vipu": VipuSettings(shares_devices=True)},
+            ("another process holds memory on GPU 0, and the job shares it",),
+        ),
         (facts_of(TWO_SOCKETS), {"num_instances": 4}, ()),
         (facts_of(TWO_SOCKETS, 0, 1), {"num_instances": 2}, ()),
         (

@@ -42,6 +42,7 @@ def test_under_poprun_the_contract_tells(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (popdist.ipus_per_replica(), popdist.getNumIpusPerReplica()) == (2, 2)
     assert (popdist.local_replicas(), popdist.getReplicaIndexOffset()) == (range(12, 16), 12)
     assert (str(popdist.device()), popdist.getDeviceId()) == ("cuda:2", 2)
+    assert [str(device) for device in popdist.devices()] == ["cuda:2", "cuda:3"]
     assert popdist.isPopdistEnvSet()
     assert popdist.checkNumIpusPerReplica(2)
     assert not popdist.is_main()
@@ -54,6 +55,7 @@ def test_without_devices_an_instance_computes_on_the_cpu(monkeypatch: pytest.Mon
     ):
         monkeypatch.setenv(name, value)
     assert (str(popdist.device()), popdist.getDeviceId()) == ("cpu", 1)
+    assert [str(device) for device in popdist.devices()] == ["cpu"]
 
 
 def test_half_a_contract_is_an_error_in_every_query(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from poprun.cli.leasing import pool_of, wait_for
+from poprun.cli.queueing import pool_of, wait_for
 from poprun.errors import PlanError
 from poprun.inventory import CORE, Cluster, VirtualIpu
 from poprun.placement import flat_map

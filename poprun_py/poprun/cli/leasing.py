@@ -6,40 +6,42 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 from poprun.cli import screen
-from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
+from poprun.cli.queueing import pool_file, pool_of, wait_for
+from poprun.errors import PartitionError, PlanError, PoolError
 from poprun.inventory import Cluster, VirtualIpu, size_of_partition
 from poprun.plan import LaunchPlan
 from poprun.pool.clusters import check_names, choose_cluster, pod_of
-from poprun.pool.place import DEFAULT_POOL
+from poprun.pool.holders import is_here
 from poprun.pool.pool import Pool, Ticket
-from poprun.pool.refusals import refusal
-from poprun.pool.waiting import wait_for_turn
+from poprun.pool.records import PoolState
 from poprun.pool.wishes import PartitionWish, Wish
+from poprun.process_tree import ancestors
 from poprun.topology import Gpu
+from poprun.users import user_name
 
 FindGpus = Callable[[], Sequence[Gpu]]
-
-_ATTEMPT_SECONDS = 1.0
-_OCCUPANTS_SECONDS = 5.0
-"""How often to ask the driver whether a process outside the pool still holds memory."""
 
 
 def mark_leased(gpus: Sequence[Gpu], pool: str | None) -> tuple[Gpu, ...]:
     """``gpus`` with a mark at those that jobs and partitions of the pool hold."""
-    taken = Pool(_absolute(pool)).state().taken
+    taken = Pool(pool_file(pool)).state().taken
     return tuple(replace(gpu, is_leased=(gpu.uuid or gpu.name) in taken) for gpu in gpus)
 
 
 @contextmanager
-def leased(plan: LaunchPlan, find_gpus: FindGpus, *, is_fixed: bool) -> Iterator[tuple[LaunchPlan, int]]:
+def leased(
+    plan: LaunchPlan, gpus: Sequence[Gpu], find_gpus: FindGpus, *, is_fixed: bool
+) -> Iterator[tuple[LaunchPlan, tuple[int, ...]]]:
     """Hold the virtual IPUs of a job; its plan with them, and the descriptor that is the lease.
+
+    A job that a program of another job starts runs on that one's GPUs, and needs no lease of its own.
 
     Args:
         plan: The job.
-        find_gpus: Looks at the GPUs of this machine.
+        gpus: The GPUs of this machine.
+        find_gpus: Looks at them again.
         is_fixed: Whether the job needs just those devices that its plan names.
 
     Raises:
@@ -48,14 +50,40 @@ def leased(plan: LaunchPlan, find_gpus: FindGpus, *, is_fixed: bool) -> Iterator
         PlanError: If there can never be as many.
         PoolError: If the pool cannot be used.
     """
-    asker = _Asker(plan, find_gpus, is_fixed=is_fixed)
     pool = pool_of(plan)
+    state = pool.state()
+    plan = _in_only_partition(plan, state)
+    asker = _Asker(plan, gpus, find_gpus, is_fixed=is_fixed)
+    inherited = _inherited(asker.cluster, state) if plan.devices else []
+    if len(inherited) >= plan.num_slots_per_host:
+        yield _with_ipus(plan, asker.cluster, inherited[: plan.num_slots_per_host]), ()
+        return
     ticket = pool.ask(shlex.join(plan.program), asker.wish())
     try:
         ticket = wait_for(pool, ticket, asker)
-        yield _with_ipus(plan, asker.cluster, ticket.ipus), ticket.descriptor
+        yield _with_ipus(plan, asker.cluster, ticket.ipus), (ticket.descriptor,)
     finally:
         _release(pool, ticket)
+
+
+def _in_only_partition(plan: LaunchPlan, state: PoolState) -> LaunchPlan:
+    """``plan`` in the one partition that there is, if it names none, that one is its user's own, and it fits."""
+    if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
+        return plan
+    (only,) = state.partitions
+    is_own = only.user == user_name(os.getuid()) and only.lease is None
+    if not is_own or only.size != size_of_partition(plan.num_slots_per_host):
+        return plan
+    screen.tell(f"partition {only.name} is the only one there is: used")
+    return replace(plan, vipu=replace(plan.vipu, partition=only.name))
+
+
+def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
+    """The IPUs that a job holds among whose processes this one is, in slot order."""
+    above = set(ancestors(os.getpid()))
+    leases = (lease for lease in state.leases if lease.holder.pid in above and is_here(lease.holder))
+    held = {name for lease in leases for name in lease.ipus}
+    return [ipu.name for ipu in cluster.ipus if ipu.name in held]
 
 
 def _release(pool: Pool, ticket: Ticket) -> None:
@@ -66,43 +94,20 @@ def _release(pool: Pool, ticket: Ticket) -> None:
         screen.tell(f"warning: {error}")
 
 
-def pool_of(plan: LaunchPlan) -> Pool:
-    """The pool that a job asks."""
-    return Pool(_absolute(plan.vipu.pool), plan.vipu.server_timeout_seconds)
-
-
-class Asker(Protocol):
-    """What a job wishes for, and of what."""
-
-    plan: LaunchPlan
-    cluster: Cluster
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether processes outside the pool may have to end first."""
-
-    def wish(self, *, looks_again: bool = False) -> Wish:
-        """The wish, as the machine is at the moment."""
-
-
-def _absolute(pool: str | None) -> str:
-    return os.path.abspath(pool or DEFAULT_POOL)
-
-
 class _Asker:
     """What a job wishes for, as the machine is at the moment."""
 
-    def __init__(self, plan: LaunchPlan, find_gpus: FindGpus, *, is_fixed: bool) -> None:
+    def __init__(self, plan: LaunchPlan, gpus: Sequence[Gpu], find_gpus: FindGpus, *, is_fixed: bool) -> None:
         self.plan = plan
         self._find_gpus = find_gpus
         self._is_fixed = is_fixed
-        self.cluster = self._find_cluster()
+        self.cluster = self._cluster_of(gpus)
         self._check()
 
     def wish(self, *, looks_again: bool = False) -> Wish:
         """The wish; GPUs are looked at again for processes outside the pool where that is asked for."""
         if looks_again and self.plan.devices:
-            self.cluster = self._find_cluster()
+            self.cluster = self._cluster_of(self._find_gpus())
         vipu = self.plan.vipu
         if vipu.partition is None:
             return Wish(num_ipus=self.plan.num_slots_per_host, choose=self._choose(self.plan.num_slots_per_host))
@@ -130,12 +135,12 @@ class _Asker:
         """Whether processes outside the pool hold memory on GPUs that the job might use."""
         return not self.plan.vipu.shares_devices and any(ipu.occupants for ipu in self.cluster.ipus)
 
-    def _find_cluster(self) -> Cluster:
+    def _cluster_of(self, gpus: Sequence[Gpu]) -> Cluster:
         vipu = self.plan.vipu
         is_counted = vipu.ipus_per_host is not None
         return choose_cluster(
             socket.gethostname(),
-            self._find_gpus() if self.plan.devices else (),
+            gpus if self.plan.devices else (),
             len(self.plan.cores),
             ipus_per_host=vipu.ipus_per_host
             if is_counted or vipu.partition or self.plan.devices
@@ -176,32 +181,6 @@ class _Asker:
 
     def _is_known(self, name: str) -> bool:
         return self.cluster.is_open or any(ipu.name == name for ipu in self.cluster.ipus)
-
-
-def wait_for(pool: Pool, ticket: Ticket, asker: Asker) -> Ticket:
-    """See a ticket to what its asker wishes for.
-
-    Raises:
-        IpusTakenError: If the job does not wait, or not that often.
-    """
-    vipu = asker.plan.vipu
-    attempts_left = vipu.partition_attempts - 1 if vipu.partition else 0
-    is_told = False
-    while not ticket.ipus:
-        wish = asker.wish()
-        words = refusal(wish, asker.cluster, pool.state(), own=ticket.id, shares=vipu.shares_devices)
-        if not vipu.waits_for_devices and not attempts_left:
-            raise IpusTakenError(words)
-        if not is_told:
-            screen.tell(f"waiting: {words.replace('; queue for them with --wait-for-devices', '')}")
-        is_told = True
-        if vipu.waits_for_devices:
-            wait_for_turn(pool, ticket, wish, _OCCUPANTS_SECONDS if asker.waits_for_others else float("inf"))
-        else:
-            attempts_left -= 1
-            wait_for_turn(pool, ticket, wish, _ATTEMPT_SECONDS)
-        ticket = pool.try_again(ticket, asker.wish(looks_again=True))
-    return ticket
 
 
 def _with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:

@@ -71,11 +71,12 @@ def run(line: CommandLine) -> int:
         return _start_on_cores(plan, facts, line)
     from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
 
-    with leased(plan, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
+    gpus = find_gpus(os.environ) if facts is None else facts.gpus
+    with leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, leases):
         if facts is None:
-            return _start_on_cores(held, None, line, lease)
+            return _start_on_cores(held, None, line, *leases)
         facts = facts.with_cores(held.cores)
-        return _start_on_cores(place(held, facts), facts, line, lease)
+        return _start_on_cores(place(held, facts), facts, line, *leases)
 
 
 def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine, *leases: int) -> int:

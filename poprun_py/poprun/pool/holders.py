@@ -94,9 +94,14 @@ def lives(holder: Holder, file: str) -> bool:
         os.close(descriptor)
 
 
+def is_here(holder: Holder) -> bool:
+    """Whether the process of a lease has its id in the pid namespace of this process, and this boot."""
+    return holder.boot_id == boot_id() and holder.pid_namespace == pid_namespace()
+
+
 def _process_lives(holder: Holder) -> bool:
     """What ids say; a process of another pid namespace cannot be seen, and is taken to live."""
-    if holder.pid_namespace != pid_namespace():
+    if not is_here(holder):
         return True
     try:
         os.kill(holder.pid, 0)

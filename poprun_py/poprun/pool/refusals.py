@@ -1,16 +1,19 @@
 """Who holds what a job wants, in words. Pure."""
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from poprun.inventory import CORE, Cluster, VirtualIpu
 from poprun.pool.records import PoolState
 from poprun.pool.wishes import Wish
 from poprun.ranges import fold_numbers
 
-_MOST_LINES = 12
+_MOST_LINES: Final = 12
 
 
-def refusal(wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares: bool) -> str:
+def refusal(
+    wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares: bool, advises: bool = True
+) -> str:
     """Why a job does not get what it wants now.
 
     Args:
@@ -19,6 +22,7 @@ def refusal(wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares:
         state: What stands in the pool.
         own: Number of the job's own place in the queue.
         shares: Whether processes outside the pool do not matter.
+        advises: Whether to say what can be done about it.
     """
     if wish.partition is not None and (found := state.partition(wish.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
@@ -33,10 +37,10 @@ def refusal(wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares:
     before = [lease for lease in state.waiting(wish.queue) if lease.id < own]
     lines += [f"waiting before it for {lease.num_ipus}: {lease}" for lease in before]
     shown = lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more"]
-    cure = "queue for them with --wait-for-devices"
+    cure = "queue with --wait-for-devices"
     if not shares and any(ipu.occupants for ipu in cluster.ipus):
         cure += ", or use GPUs together with others with --share-devices"
-    return "\n  ".join([f"{reason}; {cure}", *shown])
+    return "\n  ".join([f"{reason}; {cure}" if advises else reason, *shown])
 
 
 def _holders(cluster: Cluster, state: PoolState, *, shares: bool) -> Iterator[str]:

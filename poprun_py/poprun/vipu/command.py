@@ -42,6 +42,9 @@ def main() -> None:
         vipu.main(prog_name="vipu", standalone_mode=False)
     except PoprunError as error:
         _fail(str(error), error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         _fail(error.format_message(), error.exit_code)
     except click.Abort:
