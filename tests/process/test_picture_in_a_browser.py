@@ -10,6 +10,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from poprun.hosts import parse_hosts
 from poprun.render import TopologyFormat, render_plan
+from poprun.vipu_settings import VipuSettings
 from tests.planning import CLUSTER_NODE, planned
 
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
@@ -18,7 +19,7 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {},
     {"hosts": parse_hosts("node[0-3]"), "num_instances": 16, "num_replicas": 32, "ipus_per_replica": 4},
     {"hosts": parse_hosts("node[00-15].cluster.example.org"), "num_instances": 1024},
-    {"hosts": parse_hosts("node[00-31]"), "num_instances": 2048},
+    {"hosts": parse_hosts("node[00-31]"), "num_instances": 2048, "vipu": VipuSettings(num_ilds=32)},
 )
 """From one virtual IPU to 2,048."""
 

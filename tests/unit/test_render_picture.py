@@ -14,6 +14,7 @@ from poprun.plan import LaunchPlan
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.picture.measures import MAX_WIDTH, Grid, measure
 from poprun.render.picture.scene import Gap, HostScene, make_scene
+from poprun.vipu_settings import VipuSettings
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 
@@ -24,7 +25,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 LAPTOP_PLAN = planned(LAPTOP, num_instances=2, num_replicas=4)
 GPU_PLAN = planned(with_gpus("bfbf"), hosts=("a", "b"), num_instances=2, ipus_per_replica=2)
 FOLDED_PLAN = planned(CLUSTER_NODE, hosts=parse_hosts("n[0-31]"), num_instances=2048)
+DOMAIN_PLAN = planned(LAPTOP, hosts=("a", "b"), num_instances=8, vipu=VipuSettings(num_ilds=4))
 GOLDEN = {
+    "domains.svg": DOMAIN_PLAN,
+    "domains.html": DOMAIN_PLAN,
+    "domains.mermaid": DOMAIN_PLAN,
     "laptop.svg": LAPTOP_PLAN,
     "laptop.html": LAPTOP_PLAN,
     "laptop.mermaid": LAPTOP_PLAN,

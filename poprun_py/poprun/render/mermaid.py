@@ -11,7 +11,7 @@ from poprun.plan import InstancePlan, LaunchPlan
 from poprun.render.picture import details
 from poprun.render.picture.drawing import NUM_HUES
 from poprun.render.picture.scene import Gap, HostScene, make_scene
-from poprun.render.words import numbered, size_of, stands_for
+from poprun.render.words import domains_of, numbered, size_of, stands_for
 
 MAX_INSTANCES: Final = 64
 """Up to which nothing is folded."""
@@ -36,22 +36,25 @@ def render_mermaid(plan: LaunchPlan) -> str:
 
 
 def _host(plan: LaunchPlan, host: HostScene, position: int) -> Iterator[str]:
-    yield f'  subgraph h{position}["{_escaped(host.name)}"]'
+    per_host = plan.num_instances_per_host
+    domains = domains_of(plan, range(host.index * per_host, (host.index + 1) * per_host))
+    yield f'  subgraph h{position}["{_escaped(", ".join(filter(None, [host.name, domains])))}"]'
     yield "    direction TB"
     names = []
     for number, scene in enumerate(host.instances):
         name = f"h{position}i{number}"
         names.append(name)
-        yield "  " + (_gap(plan, scene, name) if isinstance(scene, Gap) else _instance(scene.plan, name))
+        yield "  " + (_gap(plan, scene, name) if isinstance(scene, Gap) else _instance(plan, scene.plan, name))
     yield from (f"  {line}" for line in _links(names, columns=4))
     yield "  end"
 
 
-def _instance(instance: InstancePlan, name: str) -> str:
+def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:
+    numbers = range(instance.index, instance.index + 1)
     words = [
         f"<b>instance {instance.index}</b>",
         numbered("replica", instance.replicas),
-        numbered("IPU", instance.slots),
+        " of ".join(filter(None, [numbered("IPU", instance.slots), domains_of(plan, numbers)])),
         _escaped(stands_for(instance)),
     ]
     return f'  {name}["{"<br/>".join(words)}"]:::hue{instance.index % NUM_HUES}'

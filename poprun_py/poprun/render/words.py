@@ -45,6 +45,13 @@ def bound_to(binding: Binding) -> str:
     return f"{numbered('core', binding.cores)}{memory}"
 
 
+def domains_of(plan: LaunchPlan, instances: range) -> str:
+    """The IPU-Link domains of neighbouring instances: ``ILD 0``, ``ILDs 0-1``; nothing where all are one."""
+    if plan.num_ilds == 1:
+        return ""
+    return numbered("ILD", range(plan.ild_of(instances[0]), plan.ild_of(instances[-1]) + 1))
+
+
 def launcher_of(plan: LaunchPlan) -> str:
     """What starts the processes."""
     slurm = "" if plan.remote.slurm_job is None else f", in Slurm's job {plan.remote.slurm_job}"

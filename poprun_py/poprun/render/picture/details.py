@@ -4,7 +4,7 @@ from typing import Final
 
 from poprun.hosts import fold_hosts
 from poprun.plan import InstancePlan, LaunchPlan
-from poprun.render.words import bound_to, counted, numbered, stands_for
+from poprun.render.words import bound_to, counted, domains_of, numbered, stands_for
 
 MAX_LENGTH: Final = 60
 """Characters of a list of hosts; a longer one is cut."""
@@ -21,11 +21,12 @@ def of_host(plan: LaunchPlan, index: int) -> str:
             numbered("instance", instances),
             numbered("replica", _replicas(plan, instances)),
             f"{numbered('virtual IPU', range(plan.num_slots_per_host))}",
+            *filter(None, [domains_of(plan, instances)]),
         ]
     )
 
 
-def of_instance(instance: InstancePlan) -> str:
+def of_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
     """What instance ``instance`` is, owns, and computes on."""
     replicas = numbered("replica", instance.replicas)
     return "\n".join(
@@ -34,6 +35,7 @@ def of_instance(instance: InstancePlan) -> str:
             f"on host {instance.host}, number {instance.local_index} there",
             replicas if len(instance.replicas) == 1 else f"{replicas}, which take turns",
             f"{numbered('virtual IPU', instance.slots)}: {stands_for(instance)}",
+            *filter(None, [domains_of(plan, range(instance.index, instance.index + 1))]),
             *([] if instance.binding is None else [f"bound to {bound_to(instance.binding)}"]),
         ]
     )

@@ -11,7 +11,7 @@ from poprun.render.picture import details
 from poprun.render.picture.markup import element, escaped
 from poprun.render.picture.measures import Measures, cut, label, measure, text_width
 from poprun.render.picture.scene import Gap, HostScene, InstanceScene, Scene
-from poprun.render.words import stands_for
+from poprun.render.words import domains_of, stands_for
 
 NUM_HUES: Final = 8
 NUM_SHADES: Final = 4
@@ -37,7 +37,7 @@ def draw(scene: Scene, group: Group) -> Drawing:
     """``scene`` as elements, whose groups ``group`` makes."""
     artist = _Artist(scene, measure(scene), group)
     width, height = artist.measures.cards.size
-    legend_width, legend = _legend(height + LEGEND)
+    legend_width, legend = _legend(height + LEGEND, has_domains=scene.plan.num_ilds > 1)
     return Drawing(max(width, legend_width), height + LEGEND + 6, "".join([*artist.hosts(), *legend]))
 
 
@@ -64,11 +64,18 @@ class _Artist:
         measures, level = self.measures, self.measures.level
         card, boxes, size = measures.cards, measures.boxes, level.text + 2
         padding = (card.width - boxes.size[0]) // 2
-        name = cut(host.name, card.width - 4 * level.space, size)
+        per_host = self.scene.plan.num_instances_per_host
+        domains = domains_of(self.scene.plan, range(host.index * per_host, (host.index + 1) * per_host))
+        room = card.width - 5 * level.space - text_width(domains, level.text)
+        name = cut(host.name, room, size)
         elements = [
             element("rect", class_="card", width=card.width, height=card.height, rx=3 * level.space),
             _text(name, (2 * level.space + 1, (measures.heading + size * 7 // 10) // 2), size, class_="name"),
         ]
+        if domains:
+            end = card.width - 2 * level.space - text_width(domains, level.text) // 2
+            baseline = (measures.heading + level.text * 7 // 10) // 2
+            elements.append(_text(domains, (end, baseline), level.text, class_="note"))
         for index, instance in enumerate(host.instances):
             x, y = boxes.place(index)
             place_inside = (x + padding, y + measures.heading)
@@ -98,7 +105,8 @@ class _Artist:
         left = (box.width - chips.size[0]) // 2
         for index, slot in enumerate(scene.slots):
             chip_x, chip_y = chips.place(index)
-            elements.append(self.chip(slot, (left + chip_x, y + chip_y)))
+            class_ = "ipu odd" if self.scene.plan.ild_of(instance.index) % 2 else "ipu"
+            elements.append(self.chip(slot, (left + chip_x, y + chip_y), class_))
         y += chips.size[1] + level.space
         elements += self.bars(instance.replicas, y)
         if level.is_wordy:
@@ -106,15 +114,15 @@ class _Artist:
             words = cut(stands_for(instance), box.width - level.space, level.text - 1)
             elements.append(_text(words, (box.width // 2, y), level.text - 1, class_="note"))
         hue = f"instance h{instance.index % NUM_HUES}"
-        return self.group(hue, details.of_instance(instance), place, elements)
+        return self.group(hue, details.of_instance(self.scene.plan, instance), place, elements)
 
-    def chip(self, slot: int | Gap, place: tuple[int, int]) -> str:
-        """A virtual IPU, or the gap for many."""
+    def chip(self, slot: int | Gap, place: tuple[int, int], class_: str) -> str:
+        """A virtual IPU, or the gap for many; those of neighbouring IPU-Link domains differ."""
         chips, size = self.measures.chips, self.measures.level.text
         is_wordy = self.measures.level.is_wordy
         word = "…" if isinstance(slot, Gap) else f"IPU {slot}" if is_wordy else str(slot)
         rect = element(
-            "rect", class_="ipu", x=place[0], y=place[1], width=chips.width, height=chips.height, rx=size // 4
+            "rect", class_=class_, x=place[0], y=place[1], width=chips.width, height=chips.height, rx=size // 4
         )
         return rect + _text(word, (place[0] + chips.width // 2, _middle(place[1], chips.height, size)), size)
 
@@ -162,10 +170,13 @@ class _Artist:
         return self.group("more", words, place, elements)
 
 
-def _legend(base: int) -> tuple[int, list[str]]:
+def _legend(base: int, *, has_domains: bool) -> tuple[int, list[str]]:
     """What each shape is, in a line that stands on ``base``; its width, and its elements."""
     x, elements = 0, []
-    for class_, words in (("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("s0", "replica")):
+    shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("s0", "replica")]
+    if has_domains:
+        shapes.insert(3, ("ipu odd", "one of an odd IPU-Link domain (ILD)"))
+    for class_, words in shapes:
         elements.append(element("rect", class_=class_, x=x + 1, y=base - 11, width=20, height=13, rx=3))
         elements.append(_text(words, (x + 28, base), 12, class_="line"))
         x += 52 + text_width(words, 12)

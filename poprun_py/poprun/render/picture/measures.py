@@ -6,7 +6,7 @@ from itertools import product
 from typing import Final
 
 from poprun.render.picture.scene import HostScene, InstanceScene, Scene
-from poprun.render.words import numbered, stands_for
+from poprun.render.words import domains_of, numbered, stands_for
 
 MAX_WIDTH: Final = 1200
 """Of a picture whose parts allow it."""
@@ -129,9 +129,11 @@ def measure(scene: Scene) -> Measures:
     num_bars = num_replicas if num_replicas <= level.max_bars else 1
     has_words = level.is_wordy or _widest(scene, level, has_words=True) <= chips.size[0]
     box = _box(level, chips, num_bars, _widest(scene, level, has_words=has_words))
+    domains = domains_of(scene.plan, range(scene.plan.num_instances_per_host))
+    name = text_width("m" * _MIN_NAME, level.text + 2) + text_width(domains, level.text)
     boxes, cards = min(
         (
-            _grids(level, box, (len(host.instances), len(scene.hosts)), columns)
+            _grids(level, box, (len(host.instances), len(scene.hosts)), columns, name)
             for columns in product(range(1, len(host.instances) + 1), range(1, len(scene.hosts) + 1))
         ),
         key=_ugliness,
@@ -186,12 +188,12 @@ def _box(level: Level, chips: Grid, num_bars: int, widest: int) -> tuple[int, in
 
 
 def _grids(
-    level: Level, box: tuple[int, int], counts: tuple[int, int], columns: tuple[int, int]
+    level: Level, box: tuple[int, int], counts: tuple[int, int], columns: tuple[int, int], name: int
 ) -> tuple[Grid, Grid]:
     boxes = Grid(counts[0], columns[0], *box, 2 * level.space)
     width, height = boxes.size
     padding = 4 * level.space
-    width = max(width, text_width("m" * _MIN_NAME, level.text + 2))
+    width = max(width, name)
     card = (width + padding, height + heading(level) + padding // 2)
     return boxes, Grid(counts[1], columns[1], *card, 4 * level.space)
 
