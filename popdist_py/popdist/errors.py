@@ -31,8 +31,8 @@ class NotInitializedError(PopdistError):
     """A call that needs the other instances came before ``init()`` or after ``finalize()``."""
 
 
-class BackendError(PopdistError):
-    """The instances could not be connected, or one of them was lost."""
+class BackendError(PopdistError, RuntimeError):
+    """The instances could not be connected, or one of them was lost; a RuntimeError, as torch's own is."""
 
 
 class CollectiveError(PopdistError):

@@ -149,6 +149,8 @@ def as_backend_error(what: str) -> Iterator[None]:
     presence.wait_again()
     try:
         yield
+    except BackendError:
+        raise
     except RuntimeError as error:
         reason = str(error).partition(". ")[0].splitlines()[0]
         raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error

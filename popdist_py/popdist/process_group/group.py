@@ -41,6 +41,7 @@ from popdist.process_group.forms import (
     seconds,
 )
 from popdist.process_group.lane import Lane
+from popdist.process_group.tracing import never_traced
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")
@@ -57,6 +58,7 @@ Options = Any
 _ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
 
 
+@never_traced
 class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     """The ranks of one group; made by torch.
 

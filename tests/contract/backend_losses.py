@@ -1,0 +1,80 @@
+"""A rank is killed in the middle of a collective: the others hear of it, in time, and leave."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from tests.contract.forked_ranks import Rank, run_ranks
+
+TIMEOUT = timedelta(seconds=4)
+LEAVE_SECONDS = 30.0
+"""More than the timeout, on a machine with much to do; less than for ever."""
+
+MIDDLE_SECONDS = 0.05
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _lost(rank: Rank, victim: int, collective: Callable[[], object], die: Callable[[], object]) -> None:
+    """The victim meets the others once, then dies as ``die`` says; the others go on until they are told."""
+    distributed.barrier()
+    if rank.rank == victim:
+        die()
+    begin, message = time.monotonic(), ""
+    try:
+        while True:
+            collective()
+    except RuntimeError as error:
+        message = str(error)
+    took = time.monotonic() - begin
+    assert took < TIMEOUT.total_seconds() + LEAVE_SECONDS, took
+    assert f"rank {victim}" in message, message
+
+
+def before_it_comes(rank: Rank) -> None:
+    """The others wait for one that does not come."""
+    _lost(rank, 1, lambda: distributed.all_reduce(torch.ones(3)), _die)
+
+
+def with_calls_begun(rank: Rank) -> None:
+    """It has begun a large call and dies while the others are in it."""
+
+    def begin_and_die() -> None:
+        distributed.all_reduce(torch.ones(4_000_000), async_op=True)
+        _die()
+
+    _lost(rank, 0, lambda: distributed.all_reduce(torch.ones(4_000_000)), begin_and_die)
+
+
+def anywhere(rank: Rank) -> None:
+    """It dies somewhere in a row of calls, on whichever line that is."""
+
+    def die_soon() -> None:
+        threading.Timer(MIDDLE_SECONDS, _die).start()
+
+    _lost(rank, 2, lambda: distributed.all_reduce(torch.ones(300_000)), die_soon)
+
+
+def asynchronously(rank: Rank) -> None:
+    """The wait for a call raises, as the call itself would have."""
+
+    def wait() -> None:
+        work = distributed.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        work.wait()
+
+    _lost(rank, 2, wait, _die)
+
+
+def run_all(backend: str) -> None:
+    """Every way to die, with three ranks."""
+    for way, victim in ((before_it_comes, 1), (with_calls_begun, 0), (anywhere, 2), (asynchronously, 2)):
+        run_ranks(way, backend, 3, timeout=TIMEOUT, victims=(victim,))

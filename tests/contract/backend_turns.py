@@ -1,0 +1,80 @@
+"""The laws of a torch backend about who comes when: asynchronous calls, several groups, ranks that stay away."""
+
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch.distributed import ReduceOp
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tests.contract.backend_laws import all_brought, brought, expected, same
+from tests.contract.forked_ranks import Rank
+
+
+def law_a_call_can_return_before_the_others_come(rank: Rank) -> None:
+    """The last rank comes only when the others have gone on; waits may come in any order."""
+    store = _get_default_store()
+    if rank.is_last:
+        store.wait([f"gone-on-{other}" for other in range(rank.num_ranks - 1)])
+    tensors = [brought(rank.rank, torch.float32, size) for size in (5, 100_000, 3)]
+    works = [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]
+    if not rank.is_last:
+        assert not any(work.is_completed() for work in works if work)
+        store.set(f"gone-on-{rank.rank}", "")
+    for work in reversed(works):
+        assert work is not None
+        assert work.wait()
+        assert work.is_completed()
+    for tensor in tensors:
+        assert same(tensor, expected(all_brought(rank, torch.float32, len(tensor)), ReduceOp.SUM))
+
+
+def law_a_future_brings_the_result(rank: Rank) -> None:
+    """As DistributedDataParallel's hooks ask for it."""
+    tensor = torch.full((4,), float(rank.rank))
+    work = distributed.all_reduce(tensor, async_op=True)
+    assert work is not None
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert doubled.wait().tolist() == [2.0 * sum(range(rank.num_ranks))] * 4
+
+
+def law_two_groups_may_be_used_in_opposite_order(rank: Rank) -> None:
+    """Each has its own worker, so neither waits for the other one."""
+    groups = [distributed.new_group(), distributed.new_group()]
+    tensors = [torch.full((1000,), 1.0), torch.full((1000,), 2.0)]
+    order = (0, 1) if rank.rank % 2 else (1, 0)
+    works = {which: distributed.all_reduce(tensors[which], group=groups[which], async_op=True) for which in order}
+    for which in order:
+        work = works[which]
+        assert work is not None
+        work.wait()
+        assert tensors[which].tolist() == [rank.num_ranks * (which + 1.0)] * 1000
+    for group in groups:
+        distributed.destroy_process_group(group)
+
+
+def law_a_part_of_the_ranks_is_a_group_too(rank: Rank) -> None:
+    """Roots are numbers of the whole job; the tree is over the group's own ranks."""
+    members = list(range(0, rank.num_ranks, 2))
+    group = distributed.new_group(members)
+    if rank.rank in members:
+        tensor = brought(rank.rank, torch.float32, 1025)
+        distributed.all_reduce(tensor, group=group)
+        assert same(tensor, expected([brought(member, torch.float32, 1025) for member in members], ReduceOp.SUM))
+        distributed.broadcast(tensor.fill_(rank.rank), members[-1], group=group)
+        assert tensor.tolist() == [members[-1]] * 1025
+        distributed.destroy_process_group(group)
+
+
+def law_a_rank_that_does_not_come_is_named(rank: Rank) -> None:
+    """When the timeout of the group is over, and by those that came."""
+    group = distributed.new_group(timeout=timedelta(seconds=1))
+    assert isinstance(group, distributed.ProcessGroup)
+    if rank.num_ranks > 1 and not rank.is_last:
+        message = ""
+        try:
+            distributed.all_reduce(torch.ones(3), group=group)
+        except RuntimeError as error:
+            message = str(error)
+        assert f"rank {rank.num_ranks - 1}" in message, message
+    distributed.barrier(rank.gloo)
