@@ -17,7 +17,7 @@ from popdist.errors import BackendError, CollectiveError
 from popdist.headers import name_instances
 from popdist.host_memory.bells import Bells
 from popdist.host_memory.fences import Fence
-from popdist.host_memory.waiting import NUM_SPINS, Lives, is_crowded, wait_until
+from popdist.host_memory.waiting import NUM_SPINS, Lives, wait_until
 
 COUNTER: Final = 0
 PURPOSES: Final = 1
@@ -81,7 +81,7 @@ class Flags:
         self._names = names
         self._lives = lives
         self._fence = fence
-        self._is_crowded = is_crowded(len(pages))
+        self._is_crowded = lives.are_crowded
         self._spins = range(1 if self._is_crowded else NUM_SPINS)
         self._bells = Bells(pages, rank)
         self.ring = self._bells.ring

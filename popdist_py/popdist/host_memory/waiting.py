@@ -8,7 +8,7 @@ looks now and then in case it was not, and asks whether those who are missing st
 import os
 import select
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -61,9 +61,16 @@ def wait_until(
     return True
 
 
-def is_crowded(num_processes: int) -> bool:
-    """Whether so many processes have fewer cores."""
-    return num_processes > len(os.sched_getaffinity(0))
+def is_crowded(pids: Collection[int]) -> bool:
+    """Whether these processes have fewer cores than they are, all together: each may be bound to one of its own.
+
+    One that the kernel does not let us ask about counts as having none.
+    """
+    cores: set[int] = set()
+    for pid in pids:
+        with suppress(OSError):
+            cores |= os.sched_getaffinity(pid)
+    return len(pids) > len(cores)
 
 
 class Lives:
@@ -71,9 +78,13 @@ class Lives:
 
     Args:
         pids: The processes to watch, by any keys. One that the kernel does not let us watch counts as living.
+
+    Attributes:
+        are_crowded: Whether they and this process had fewer cores than they are, in the beginning.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
+        self.are_crowded = is_crowded([os.getpid(), *pids.values()])
         self._descriptors: dict[int, int] = {}
         for key, pid in pids.items():
             with suppress(OSError):
