@@ -23,7 +23,7 @@ from measuring.documents import put, table
 from measuring.medians import Median, median
 
 MOST = 1.3
-SAMPLE_SECONDS = 0.01
+SAMPLE_SECONDS = 0.02
 MIB = 1024**2
 NUM_STEPS = 4
 

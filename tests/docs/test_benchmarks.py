@@ -11,7 +11,7 @@ import pytest
 from tests.docs.markdown import ROOT
 from tests.running import run
 
-LONG_SECONDS = 180.0
+LONG_SECONDS = 230.0
 """For those that start several jobs; reached only by what hangs."""
 
 slow = pytest.mark.deadline(LONG_SECONDS + 10)
