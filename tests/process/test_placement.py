@@ -22,8 +22,12 @@ own = sorted(os.sched_getaffinity(0))
 print(json.dumps([int(os.environ["RANK"]), own, json.loads(child.stdout), [*policies]]))
 """
 
+pytestmark = pytest.mark.deadline(150)
+
+DEADLINE_SECONDS = 100.0
+"""Whatever else runs, it runs on the cores that these programs are bound to, too."""
+
 CORES = sorted(os.sched_getaffinity(0))
-SOME_CORES = CORES[:2]
 
 
 HOLD = """\
@@ -41,7 +45,7 @@ def _pool_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def where(poprun: Poprun, *words: str, cwd: Path | None = None) -> list[tuple[set[int], set[int], set[str]]]:
     """What each instance tells: its cores, those of a child of its own, and the policies of its memory."""
-    finished = poprun(*words, cwd=cwd).succeeded()
+    finished = poprun(*words, cwd=cwd, deadline_seconds=DEADLINE_SECONDS).succeeded()
     told = sorted(json.loads(line) for line in finished.lines)
     return [(set(own), set(child), set(policies)) for _, own, child, policies in told]
 
@@ -143,7 +147,6 @@ def one_core(*options: str, num_threads: int = 1) -> tuple[str, ...]:
     return ("--launcher", "local", *placement, *options, sys.executable, "-c", HOLD)
 
 
-@pytest.mark.deadline(150)
 @pytest.mark.skipif(
     len({cpu.core for cpu in read_cpus(CORES)}) == 1 or len(usable_cores()) < len(CORES),
     reason="two jobs cannot have a physical core each, or a control group grants less time than there are cores",
