@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 import popdist
+from popdist import context
 from popdist.checkpoint import load_latest, save
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
@@ -34,14 +35,24 @@ OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 ]
 
 
-def run_all(folder: Path) -> int:
-    """Every law of this file; how many there were."""
+def run_all(folder: Path, apart: bool) -> int:  # noqa: FBT001 - how run_world passes it
+    """Every law of this file, perhaps as if no two instances shared memory; how many there were."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    backend: Any = context.current_group().backend
+    if apart:
+        type(backend).host_group = None
+    else:
+        assert (host_group() is None) == (popdist.num_instances() == 1)
     laws = [law for name, law in globals().items() if name.startswith("law_")]
     for law in laws:
         popdist.barrier()
         law(folder) if law.__code__.co_argcount else law()
     return len(laws)
+
+
+def host_group() -> object:
+    """What the instances of the host share."""
+    return context.current_group().backend.host_group
 
 
 class Wide(nn.Module):
@@ -122,7 +133,7 @@ def law_bits_are_those_without_it() -> None:
     """Of weights and of the state, for every optimizer of torch that treats each element by itself."""
     for optimizer_class, settings in OPTIMIZERS:
         model, plain, other, sharded = pair(optimizer_class, **settings)
-        for number in range(3):
+        for number in range(2):
             step(model, other, number=number)
             plain.step()
             sharded.step()
@@ -208,6 +219,23 @@ def law_a_scaler_skips_the_same_steps() -> None:
     assert plain.state_dict()["state"][0]["step"] == sharded.state_dict()["state"][0]["step"] == 3
 
 
+def law_clipping_has_torchs_bits() -> None:
+    """Of the norm and of the gradients, for each norm; one that is not finite is an error on demand."""
+    model, other = popdist.ReplicatedModel(Wide()), popdist.ReplicatedModel(Wide())
+    for norm_type in (2.0, 1.0, float("inf")):
+        step(model, other)
+        expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+        assert torch.equal(other.clip_grad_norm_(0.01, norm_type), expected)
+        for left, right in zip(model.parameters(), other.parameters(), strict=True):
+            assert (left.grad is None) == (right.grad is None)
+            assert left.grad is None or right.grad is None or torch.equal(left.grad, right.grad)
+    other.hidden.weight.grad[0, 0] = float("nan")
+    with refused(RuntimeError, "the norm is nan, and error_if_nonfinite=True"):
+        other.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    other.zero_grad()
+    assert other.clip_grad_norm_(1.0) == 0
+
+
 def law_states_load_either_way_round() -> None:
     """The sharded optimizer goes on from the state of one that is not, and that one from its."""
     model, plain, other, sharded = pair(optim.AdamW, lr=0.01)
@@ -280,6 +308,34 @@ def law_optimizers_that_look_at_whole_parameters_are_refused() -> None:
             popdist.ShardedOptimizer(model, kind)
     with refused(popdist.OptimizerError, "updates a half of a parameter to other bits than the whole"):
         popdist.ShardedOptimizer(model, Scaled)
+
+
+def law_parameters_are_one_copy_on_a_host() -> None:
+    """What one instance writes, all read; another optimizer, which would step once per instance, is refused."""
+    if host_group() is None:
+        return
+    model = popdist.ReplicatedModel(Net())
+    with torch.no_grad():
+        model.first.weight.fill_(1.0 + popdist.instance_index())
+    optimizer = popdist.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    assert (model.first.weight == 1.0).all()
+    popdist.barrier()
+    with torch.no_grad():
+        if is_last():
+            model.first.weight.fill_(7.0)
+    popdist.barrier()
+    assert (model.first.weight == 7.0).all()
+    with refused(
+        popdist.OptimizerError, r"SGD.step\(\) on a parameter of shape .* that all instances of this host share"
+    ):
+        optim.SGD(model.parameters(), lr=0.1).step()
+    train(model, share(samples(popdist.num_replicas())))
+    optimizer.step()
+    own = copy.deepcopy(model)
+    optim.SGD(own.parameters(), lr=0.1).step()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def law_what_does_not_fit_is_refused() -> None:

@@ -11,12 +11,16 @@ DEADLINE_SECONDS = 120.0
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
-@pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (2, 4), (3, 3), (4, 4)])
-def test_laws(tmp_path: Path, num_instances: int, num_replicas: int) -> None:
-    """Every law of sharding_laws.py, on every instance."""
+@pytest.mark.parametrize(
+    ("num_instances", "num_replicas", "apart"),
+    [(1, 1, False), (2, 4, False), (3, 3, False), (4, 4, False), (3, 6, True)],
+)
+def test_laws(tmp_path: Path, num_instances: int, num_replicas: int, apart: bool) -> None:  # noqa: FBT001 - a case
+    """Every law of sharding_laws.py, on every instance, where they share memory and where they do not."""
     counts = run_world(
         sharding_laws.run_all,
         tmp_path,
+        apart,
         num_instances=num_instances,
         num_replicas=num_replicas,
         timeout_seconds=DEADLINE_SECONDS,

@@ -6,12 +6,14 @@ What each instance brings depends on its index, so each can work out the gradien
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding
 
 import popdist
+from popdist import context
 from popdist.dealing import parts
 from tests.contract.collective_laws import refused
 
@@ -189,6 +191,48 @@ def law_gradients_are_added_wide() -> None:
         assert model.weight.grad.dtype == dtype
         assert model.weight.grad.stride() == model.weight.stride()
         torch.testing.assert_close(model.weight.grad, (total / len(replicas)).to(dtype))
+
+
+def address(parameter: nn.Parameter) -> int:
+    """Where its gradient is."""
+    assert parameter.grad is not None
+    return parameter.grad.data_ptr()
+
+
+def law_gradients_are_added_where_they_lie() -> None:
+    """On one host: after the first step nothing but headers is sent, and each gradient keeps its place."""
+    backend = context.current_group().backend
+    if backend.host_group is None:
+        return
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    batch = samples(2 * popdist.num_replicas())
+    train(model, share(batch))
+    places = [address(it) for it in model.parameters()]
+    with (
+        mock.patch.object(backend, "all_gather", side_effect=AssertionError),
+        mock.patch.object(backend, "broadcast", side_effect=AssertionError),
+    ):
+        for _ in range(2):
+            model.zero_grad()
+            train(model, share(batch))
+    check_gradient(model, batch)
+    assert [address(it) for it in model.parameters()] == places
+
+
+def law_a_graph_of_gradients_is_kept() -> None:
+    """Within a micro batch a gradient may be differentiated again, and passes add up."""
+    model = popdist.ReplicatedModel(nn.Linear(4, 4))
+    x, _ = share(samples(2 * popdist.num_replicas()))
+    for part in model.micro_batches(x):
+        model(part).square().mean().backward(create_graph=True)
+        model.weight.grad.square().sum().backward()
+    found = [it.grad.clone() for it in model.parameters() if it.grad is not None]
+    for part in model.micro_batches(x):
+        loss = model(part).square().mean()
+        (slope,) = torch.autograd.grad(loss, model.weight, create_graph=True)
+        (loss + slope.square().sum()).backward()
+    for first, second in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(first, second.grad)
 
 
 def law_no_sample_at_all_is_an_error() -> None:

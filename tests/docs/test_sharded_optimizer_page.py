@@ -1,4 +1,4 @@
-"""The page about the sharded optimizer tells the truth: its script runs, alone and as a job."""
+"""The page about the sharded optimizer tells the truth: its blocks, in their order, run, alone and as a job."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,10 @@ from tests.docs.markdown import ROOT, blocks
 from tests.running import Poprun, run
 
 
-def test_the_script_of_the_page_runs(poprun: Poprun, tmp_path: Path) -> None:
+def test_the_blocks_of_the_page_run(poprun: Poprun, tmp_path: Path) -> None:
     """Without a launcher, and with two instances."""
-    (block,) = [it for it in blocks(ROOT / "docs" / "sharded-optimizer.md") if it.language == "python"]
-    (tmp_path / "script.py").write_text(block.text, encoding="utf-8")
+    texts = [it.text for it in blocks(ROOT / "docs" / "sharded-optimizer.md") if it.language == "python"]
+    (tmp_path / "script.py").write_text("\n".join(texts), encoding="utf-8")
 
     run([sys.executable, str(tmp_path / "script.py")]).succeeded()
     poprun("--launcher", "local", "-n", "2", str(tmp_path / "script.py")).succeeded()

@@ -8,7 +8,7 @@ which of them has computed, and shows the loop to write.
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from popdist.errors import BatchError, MicroBatchError
 from popdist.layout import ReplicaLayout
 from popdist.training.buffers import ReplicaBuffers
 from popdist.training.closing import NotFinite, ReplicaSum, not_finite_error
-from popdist.training.flat_gradients import ModelGradients
+from popdist.training.model_gradients import ModelGradients
 
 LOOP: Final = """
     model = popdist.ReplicatedModel(module)
@@ -28,6 +28,13 @@ LOOP: Final = """
         for x, y in model.micro_batches(batch):
             loss_fn(model(x), y).backward()
         optimizer.step()"""
+
+
+class Taking(Protocol):
+    """A step that is being made."""
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """A gradient of its micro batch has been accumulated."""
 
 
 class AutomaticReduction:
@@ -52,8 +59,8 @@ class AutomaticReduction:
     ) -> None:
         self.is_computing = False
         """Whether the process is in a micro batch, where gradients are expected."""
-        self.is_in_step = False
-        """Whether the process is in a step, in a micro batch or between two."""
+        self.step: Taking | None = None
+        """The step that the process is in, in a micro batch or between two."""
         self._module = module
         self._gradients = gradients
         self._buffers = buffers
@@ -83,13 +90,18 @@ class AutomaticReduction:
         return self.is_computing and self._watch.covers(parameter)
 
     def notice_gradient(self, parameter: torch.Tensor) -> None:
-        """A backward pass that nobody expected is running: reduce after it, or refuse it.
+        """A gradient has been accumulated, perhaps by a backward pass that nobody expected.
 
-        Another model of the same parameter may expect it: a module that was wrapped again, or a part of two.
+        In a micro batch the step takes it. Elsewhere it is reduced after the pass, or refused. Another model of
+        the same parameter may expect it: a module that was wrapped again, or a part of two.
         """
+        if self.is_computing:
+            if self.step is not None:
+                self.step.take(parameter)
+            return
         if self._num_suspensions or any(model.expects(parameter) for model in tuple(_all)):
             return
-        if self.is_in_step:
+        if self.step is not None:
             raise MicroBatchError(
                 "backward() between the micro batches of a step: call it within `with model.micro_batch(i)`, or "
                 "within `with model.no_sync()` where this model's gradients play no part"
@@ -109,9 +121,10 @@ class AutomaticReduction:
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
-            total = ReplicaSum(group, self._layout, gradients, self._buffers)
+            memory = self._gradients.memory(group, self._layout)
+            total = ReplicaSum(group, self._layout, memory, self._buffers)
             self._buffers.end_replica(has_run=True)
-            total.push(gradients.take(), 1.0, gradients.used())
+            total.push(memory.take_all(), 1.0, gradients.used())
             total.finish("mean", not_finite=found)
             self._buffers.begin_step()
         elif found is not None:
@@ -155,7 +168,7 @@ class BackwardWatch:
 
         def tell(parameter: torch.Tensor) -> None:
             owner = owner_of()
-            if owner is not None and not owner.is_computing:
+            if owner is not None:
                 owner.notice_gradient(parameter)
 
         if parameter.requires_grad:

@@ -17,9 +17,9 @@ from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.presence import presence
 from popdist.training.buffers import ReplicaBuffers
-from popdist.training.flat_gradients import FlatGradients
-from popdist.training.reduction import ReplicaTree, nodes_of
-from popdist.training.rows import Rows, scale_rows
+from popdist.training.flat_gradients import FlatGradients, GradientRows
+from popdist.training.gradient_memory import GradientMemory
+from popdist.training.reduction import nodes_of
 from popdist.tree import TreeSum, finish
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -76,7 +76,7 @@ class ReplicaSum:
     Args:
         group: All instances of the job.
         layout: Which replicas each of them owns.
-        gradients: Those of the parameters, which must be the same on all instances.
+        memory: Of the gradients of the parameters, which must be the same on all instances.
         buffers: Of the model; None leaves them alone.
 
     Raises:
@@ -84,19 +84,20 @@ class ReplicaSum:
     """
 
     def __init__(
-        self, group: Group, layout: ReplicaLayout, gradients: FlatGradients, buffers: ReplicaBuffers | None = None
+        self, group: Group, layout: ReplicaLayout, memory: GradientMemory, buffers: ReplicaBuffers | None = None
     ) -> None:
         check_whole_job(group, layout)
         self._group = group
         self._layout = layout
-        self._gradients = gradients
+        self._memory = memory
+        self._gradients = memory.gradients
         self._buffers = buffers
         first = layout.replicas_of(group.backend.instance_index).start
-        self._rows = ReplicaTree(group, layout)
+        self._rows: TreeSum[GradientRows] = TreeSum(layout.num_replicas, memory.add, start=first)
         self._weights: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=first)
         self._used = 0
 
-    def push(self, rows: Rows, weight: float, used: int) -> None:
+    def push(self, rows: GradientRows, weight: float, used: int) -> None:
         """Take the next local replica's gradients, added up with their weights, and the parameters it ``used``."""
         self._rows.push(rows)
         self._weights.push(weight)
@@ -123,7 +124,7 @@ class ReplicaSum:
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
-        rows = scale_rows(self._rows.finish(), over=total / unit if reduction == "mean" else 1)
+        rows = self._memory.finish(self._rows.nodes, total / unit if reduction == "mean" else 1.0)
         num_parameters = len(self._gradients.names)
         self._gradients.give(rows, mask & ((1 << num_parameters) - 1))
         if self._buffers is not None and mask >> num_parameters:

@@ -1,44 +1,76 @@
 """The gradients of a model's parameters as rows of numbers that can be added.
 
-One row for each device and dtype in which gradients are added. A parameter without a gradient stands in its row as
-zeros, and a mask remembers which had one.
+One row for each device and dtype in which gradients are added. Each parameter has a slot in its row, which has its
+shape and order of memory: a view of it can be the parameter's ``.grad``. A parameter without a gradient has zeros
+in its slot, and a mask remembers which had one.
 """
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import CollectiveError
-from popdist.training.rows import Rows, cut, join, num_reals, wide_dtype
+from popdist.training.rows import Rows, num_reals, scale_rows, wide_dtype
+
+ALIGNMENT: Final = 16
+"""In numbers: slots begin at lines of cache, and those of complex parameters at even places."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
+@dataclass(slots=True, kw_only=True)
+class RowKind:
     """Parameters whose gradients lie in one row.
 
     Attributes:
         device: Where they are.
         dtype: In which their gradients are added.
-        members: Positions among all parameters, with the parameters.
+        members: Positions among all parameters, with the parameters and where their slots begin.
+        size: Numbers in the row.
     """
 
     device: torch.device
     dtype: torch.dtype
-    members: list[tuple[int, Parameter]]
+    members: list[tuple[int, Parameter, int]] = field(default_factory=list)
+    size: int = 0
 
-    @property
-    def size(self) -> int:
-        """Numbers in the row."""
-        return sum(num_reals(parameter) for _, parameter in self.members)
+    def append(self, index: int, parameter: Parameter) -> None:
+        """Give ``parameter`` a slot at the end."""
+        self.members.append((index, parameter, self.size))
+        self.size += -(-num_reals(parameter) // ALIGNMENT) * ALIGNMENT
 
 
-ParameterKind = tuple[int, bool, torch.device, torch.dtype]
-"""What tells whether a parameter's place in the rows is still right: identity, whether it is trained, and kind."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GradientRows:
+    """Room for one gradient of all parameters.
+
+    Attributes:
+        rows: Flat tensors, one for each kind.
+        slots: For each parameter, by its identity, its part of them.
+    """
+
+    rows: Rows
+    slots: dict[int, Tensor]
+
+    def clear(self) -> None:
+        """Fill them with zeros."""
+        for row in self.rows:
+            row.zero_()
+
+    def take(self, parameter: Tensor) -> None:
+        """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is still in the cache.
+
+        What has another dtype or a graph stays where it is: :meth:`FlatGradients.fill` copies it later.
+        """
+        slot, gradient = self.slots.get(id(parameter)), parameter.grad
+        if slot is None or gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
+            return
+        if gradient.layout == torch.strided and gradient.data_ptr() != slot.data_ptr():
+            parameter.grad = slot.copy_(gradient).detach()
 
 
 class FlatGradients:
@@ -50,13 +82,15 @@ class FlatGradients:
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self.names: list[str] = []
-        groups: dict[tuple[torch.device, torch.dtype], _Group] = {}
+        self._orders: list[str] = []
+        kinds: dict[tuple[torch.device, torch.dtype], RowKind] = {}
         for name, parameter in named_parameters:
             if parameter.requires_grad:
-                new = _Group(device=parameter.device, dtype=wide_dtype(parameter.dtype), members=[])
-                groups.setdefault((new.device, new.dtype), new).members.append((len(self.names), parameter))
+                new = RowKind(device=parameter.device, dtype=wide_dtype(parameter.dtype))
+                kinds.setdefault((new.device, new.dtype), new).append(len(self.names), parameter)
                 self.names.append(name)
-        self._groups = list(groups.values())
+                self._orders.append(name if parameter.is_contiguous() else f"{name} {parameter.stride()}")
+        self.kinds = list(kinds.values())
 
     def __str__(self) -> str:
         """What must be the same on all instances, in words."""
@@ -65,111 +99,79 @@ class FlatGradients:
     @cached_property
     def _text(self) -> str:
         rows = (
-            f"{group.size} {str(group.dtype).removeprefix('torch.')} on {group.device.type}"
-            for group in self._groups
+            f"{sum(num_reals(it) for _, it, _ in kind.members)} {str(kind.dtype).removeprefix('torch.')} "
+            f"on {kind.device.type}"
+            for kind in self.kinds
         )
-        digest = hashlib.blake2b("\n".join(self.names).encode(), digest_size=4).hexdigest()
+        digest = hashlib.blake2b("\n".join(self._orders).encode(), digest_size=4).hexdigest()
         return f"{len(self.names)} parameters, names {digest}: {', '.join(rows)}"
 
     def used(self) -> int:
         """Which parameters have a gradient now: bit i stands for ``names[i]``."""
-        return sum(
-            1 << i for group in self._groups for i, parameter in group.members if parameter.grad is not None
-        )
+        return sum(1 << i for kind in self.kinds for i, it, _ in kind.members if it.grad is not None)
 
     def not_finite(self) -> int | None:
         """The first parameter whose gradient holds NaN or infinity; None when there is none."""
         found = [
             i
-            for group in self._groups
-            for i, parameter in group.members
-            if parameter.grad is not None and not parameter.grad.isfinite().all()
+            for kind in self.kinds
+            for i, it, _ in kind.members
+            if it.grad is not None and not it.grad.isfinite().all()
         ]
         return min(found, default=None)
 
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
-        for group in self._groups:
-            for _, parameter in group.members:
+        for kind in self.kinds:
+            for _, parameter, _ in kind.members:
                 parameter.grad = None
 
-    def take(self) -> Rows:
-        """A copy of all gradients; zeros for a parameter without one.
+    def make_rows(self, rows: Rows | None = None) -> GradientRows:
+        """Room in ``rows``, which have the kinds' sizes and dtypes; None for new ones, all zero."""
+        rows = rows or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in self.kinds]
+        slots = {
+            id(parameter): _slot(row, start, parameter)
+            for kind, row in zip(self.kinds, rows, strict=True)
+            for _, parameter, start in kind.members
+        }
+        return GradientRows(rows=rows, slots=slots)
+
+    @torch.no_grad()
+    def fill(self, into: GradientRows, times: float = 1.0) -> None:
+        """Copy every gradient that is not there yet into its slot, and zeros for those without; then multiply.
 
         Raises:
             CollectiveError: If a gradient is sparse.
         """
-        return [join((self._gradient(i, p) for i, p in group.members), group.dtype) for group in self._groups]
+        for kind in self.kinds:
+            for index, parameter, _ in kind.members:
+                slot, gradient = into.slots[id(parameter)], parameter.grad
+                if gradient is None:
+                    slot.zero_()
+                elif gradient.layout != torch.strided:
+                    raise CollectiveError(
+                        f"the gradient of {self.names[index]} is sparse, and replicas add dense ones: make it "
+                        "with sparse=False"
+                    )
+                elif gradient.data_ptr() != slot.data_ptr():
+                    slot.copy_(gradient)
+        scale_rows(into.rows, times=times)
 
-    def zeros(self) -> Rows:
-        """What a micro batch without samples contributes."""
-        return [torch.zeros(group.size, dtype=group.dtype, device=group.device) for group in self._groups]
-
-    def give(self, rows: Rows, used: int) -> None:
+    def give(self, rows: GradientRows, used: int) -> None:
         """Set the ``.grad`` of each parameter in ``used`` to its part of ``rows``, and all others to None.
 
-        The gradients may share memory with ``rows``.
+        The gradients share memory with ``rows``, unless they are of another dtype.
         """
-        for group, row in zip(self._groups, rows, strict=True):
-            parts = cut(row, [parameter for _, parameter in group.members])
-            for (index, parameter), gradient in zip(group.members, parts, strict=True):
-                parameter.grad = gradient if used >> index & 1 else None
-
-    def _gradient(self, index: int, parameter: Parameter) -> Tensor:
-        if parameter.grad is None:
-            return torch.zeros(num_reals(parameter), device=parameter.device)
-        if parameter.grad.layout != torch.strided:
-            raise CollectiveError(
-                f"the gradient of {self.names[index]} is sparse, and replicas add dense ones: make it with "
-                "sparse=False"
-            )
-        return parameter.grad.detach()
+        for kind in self.kinds:
+            for index, parameter, _ in kind.members:
+                slot = rows.slots[id(parameter)]
+                parameter.grad = slot.detach().to(parameter.dtype) if used >> index & 1 else None
 
 
-class ModelGradients:
-    """The gradients of the parameters that a model trains now.
-
-    Args:
-        module: The model; its parameters may change from step to step.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._kinds: list[ParameterKind] = []
-        self._found = FlatGradients(())
-        self.device = torch.device("cpu")
-        """Where the first parameter was when they were last cleared or found; the CPU without one."""
-
-    def clear(self) -> None:
-        """Set every ``.grad`` to None."""
-        parameters = _parameters_of(self._module)
-        for it in parameters:
-            if it.requires_grad:
-                it.grad = None
-        if parameters:
-            self.device = parameters[0].device
-
-    def find(self) -> FlatGradients:
-        """Those of this moment; made anew only when the parameters have changed."""
-        kinds = [(id(it), it.requires_grad, it.device, it.dtype) for it in _parameters_of(self._module)]
-        if kinds != self._kinds:
-            self._found, self._kinds = FlatGradients(self._module.named_parameters()), kinds
-            self.device = kinds[0][2] if kinds else torch.device("cpu")
-        return self._found
-
-
-def _parameters_of(module: nn.Module) -> list[Parameter]:
-    """The parameters in ``module``, in a fixed order; a tied one may come twice.
-
-    Several times faster than ``module.parameters()``, because this is asked in every step.
-    """
-    found: list[Parameter | None] = []
-    seen, waiting = {module}, [module]
-    while waiting:
-        current = waiting.pop()
-        found += current._parameters.values()  # noqa: SLF001 - what parameters() reads
-        for child in current._modules.values():  # noqa: SLF001 - as above
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
-    return [it for it in found if it is not None]
+def _slot(row: Tensor, start: int, parameter: Parameter) -> Tensor:
+    """The numbers of ``row`` from ``start`` in the shape and order of memory of ``parameter``."""
+    flat = row[start : start + num_reals(parameter)]
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    dense = torch.empty_like(parameter, device="meta", requires_grad=False)
+    return flat.as_strided(dense.shape, dense.stride())

@@ -1,6 +1,7 @@
 """Gradients for a loop that does its own backward pass: one replica in each instance, no micro batches."""
 
-from typing import Literal
+import weakref
+from typing import Final, Literal
 
 from torch import nn
 
@@ -8,7 +9,10 @@ from popdist import context
 from popdist.errors import BatchError
 from popdist.training.automatic import LOOP
 from popdist.training.closing import ReplicaSum
-from popdist.training.flat_gradients import FlatGradients
+from popdist.training.model_gradients import ModelGradients
+
+_known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()
+"""Of each module, so that the memory is used again."""
 
 
 def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean") -> None:
@@ -40,7 +44,8 @@ def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean")
             f"all_reduce_gradients is for one replica in each instance, and this job has {layout.num_replicas} "
             f"replicas in {layout.num_instances} instances: each needs its own micro batches. Write\n{LOOP}"
         )
-    gradients = FlatGradients(module.named_parameters())
-    replicas = ReplicaSum(group, layout, gradients)
-    replicas.push(gradients.take(), 1.0, gradients.used())
+    known = _known.setdefault(module, ModelGradients(module))
+    memory = known.memory(group, layout)
+    replicas = ReplicaSum(group, layout, memory)
+    replicas.push(memory.take_all(), 1.0, memory.gradients.used())
     replicas.finish(op)

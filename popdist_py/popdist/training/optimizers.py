@@ -10,7 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from popdist import context
 from popdist.boundaries import boundaries
-from popdist.errors import MicroBatchError
+from popdist.errors import MicroBatchError, OptimizerError
+from popdist.training.shared_weights import has_shared, is_shared_with_others
 
 
 class Stepping(Protocol):
@@ -52,6 +53,7 @@ def _count_step(*_: object) -> None:
 def _refuse_step_without_gradient(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     if context.is_initialized():
         context.current_group().raise_failure()
+    _refuse_shared_weights(optimizer)
     if not _stepping:
         return
     parameters: set[int] = {id(it) for group in optimizer.param_groups for it in _parameters(group)}
@@ -61,6 +63,19 @@ def _refuse_step_without_gradient(optimizer: Optimizer, _args: object, _kwargs: 
             "optimizer.step() before the gradients of all replicas are there: call it after the "
             "micro_batches loop, or after model.reduce_gradients()"
         )
+
+
+def _refuse_shared_weights(optimizer: Optimizer) -> None:
+    """Each instance would do the same update to the one copy."""
+    if not has_shared():
+        return
+    for it in [it for group in optimizer.param_groups for it in _parameters(group)]:
+        if is_shared_with_others(it, optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.step() on a parameter of shape {tuple(it.shape)} that all instances "
+                "of this host share, because a ShardedOptimizer was made for it: step with that one, or give each "
+                "instance a copy of its own first (parameter.data = parameter.data.clone())"
+            )
 
 
 def _parameters(group: dict[str, list[Parameter]]) -> list[Parameter]:

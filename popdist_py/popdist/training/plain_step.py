@@ -4,12 +4,13 @@ Nothing is added up and nobody is asked, so the step costs as little as can be, 
 without popdist. What it says and refuses is what `popdist.training.step` does.
 """
 
+from torch import Tensor
+
 from popdist.errors import BatchError
 from popdist.groups import Group
 from popdist.presence import presence
 from popdist.training.closing import NotFinite, Reduction, not_finite_error
-from popdist.training.flat_gradients import ModelGradients
-from popdist.training.rows import scale_rows
+from popdist.training.model_gradients import ModelGradients
 from popdist.training.step import out_of_order
 
 
@@ -53,6 +54,9 @@ class PlainStep:
             raise out_of_order(index, position, num_local_replicas=1, accumulation=1)
         return 0
 
+    def take(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated: it stays where it is."""
+
     def collect(self, weight: float) -> None:
         """The micro batch has seen its backward passes."""
         self._weight = weight
@@ -70,7 +74,9 @@ class PlainStep:
             self._check_finite()
         if reduction == "sum" and self._weight != 1:
             gradients = self._gradients.find()
-            gradients.give(scale_rows(gradients.take(), times=self._weight or 0.0), gradients.used())
+            rows = gradients.make_rows()
+            gradients.fill(rows, times=self._weight or 0.0)
+            gradients.give(rows, gradients.used())
         presence.count_step()
 
     def _check_finite(self) -> None:

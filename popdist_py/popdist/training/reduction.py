@@ -6,7 +6,6 @@ finishes the same tree: so the bits of the sum do not depend on how the replicas
 
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from popdist.groups import Group
@@ -45,27 +44,31 @@ class ReplicaTree:
         own = self._tree.nodes
         if self._layout.num_instances == 1:
             return finish(own, self._layout.num_replicas, add_rows)
-        return [self._add_instances(list(row_of_nodes)) for row_of_nodes in zip(*own.values(), strict=True)]
+        for row_of_nodes in zip(*(rows for rows in own.values()), strict=True):
+            add_instances(self._group, self._layout, list(row_of_nodes))
+        return next(iter(own.values()))
 
-    def _add_instances(self, own: list[Tensor]) -> Tensor:
-        """The sum of one row over the partial sums of all instances; ``own`` are this instance's."""
-        num_replicas = self._layout.num_replicas
-        nodes = [nodes_of(self._layout, instance) for instance in range(self._layout.num_instances)]
-        most_nodes = max(map(len, nodes))
-        total = torch.empty_like(own[0])
-        for start in range(0, len(total), CHUNK_SIZE):
-            chunk = total[start : start + CHUNK_SIZE]
-            sent = chunk.new_zeros(most_nodes, len(chunk))
-            for row, partial in zip(sent, own, strict=False):
-                row.copy_(partial[start : start + CHUNK_SIZE])
-            received = self._group.backend.all_gather(sent)
-            partials = {
-                node: received[instance, index]
-                for instance, owned in enumerate(nodes)
-                for index, node in enumerate(owned)
-            }
-            chunk.copy_(finish(partials, num_replicas, Tensor.add_))
-        return total
+
+def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
+    """Make the first of ``own`` the sum over the partial sums of all instances, of which ``own`` are this one's.
+
+    Raises:
+        BackendError: If an instance was lost or did not come in time.
+    """
+    nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+    most_nodes, total = max(map(len, nodes)), own[0]
+    for start in range(0, len(total), CHUNK_SIZE):
+        chunk = total[start : start + CHUNK_SIZE]
+        sent = chunk.new_zeros(most_nodes, len(chunk))
+        for row, partial in zip(sent, own, strict=False):
+            row.copy_(partial[start : start + CHUNK_SIZE])
+        received = group.backend.all_gather(sent)
+        partials = {
+            node: received[instance, index]
+            for instance, owned in enumerate(nodes)
+            for index, node in enumerate(owned)
+        }
+        chunk.copy_(finish(partials, layout.num_replicas, Tensor.add_))
 
 
 def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:

@@ -11,6 +11,7 @@ from popdist import context
 from popdist.arguments import seed_number, whole_number
 from popdist.errors import BatchError, WeightsError
 from popdist.training.batches import Nest
+from popdist.training.clipping import clip_grad_norm
 from popdist.training.closing import Reduction
 from popdist.training.randomness import ReplicaRandomness
 from popdist.training.replication import Replication
@@ -184,6 +185,29 @@ class ReplicatedModel(nn.Module):
             GradientError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
         """
         self._replication.reduce(reduction)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients down to a norm of ``max_norm``, after the loop; every instance calls it.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which may be used as well: each instance takes the norms of some of
+        the parameters only, and on the CPU the bits are the same.
+
+        Args:
+            max_norm: The largest norm of all gradients together.
+            norm_type: Which norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: Raise when the norm is NaN or infinity, and leave the gradients.
+
+        Returns:
+            The norm before scaling.
+
+        Raises:
+            RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
+            CollectiveError, BackendError: If the instances do other things, or one was lost.
+        """
+        group = context.current_group()
+        return clip_grad_norm(group, self.module, max_norm, norm_type, must_be_finite=error_if_nonfinite)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, ``backward()`` outside the loop leaves this instance's gradients as they are.

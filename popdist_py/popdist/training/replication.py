@@ -14,7 +14,7 @@ from popdist.training.automatic import AutomaticReduction
 from popdist.training.batches import Nest, to_device
 from popdist.training.buffers import ReplicaBuffers
 from popdist.training.closing import Reduction, check_reduction
-from popdist.training.flat_gradients import ModelGradients
+from popdist.training.model_gradients import ModelGradients
 from popdist.training.plain_step import PlainStep
 from popdist.training.randomness import RandomScope, ReplicaRandomness
 from popdist.training.splitting import Split, check_weight, split_batch
@@ -70,7 +70,7 @@ class Replication:
             )
         boundaries.begin_step(self)
         self._step = self._make_step(accumulation)
-        self.automatic.is_in_step = True
+        self.automatic.step = self._step
         optimizers.begin(self)
         return self._step
 
@@ -81,7 +81,7 @@ class Replication:
         return GradientStep(
             group,
             self.layout,
-            gradients=self._gradients.find(),
+            memory=self._gradients.memory(group, self.layout),
             buffers=self._buffers,
             accumulation=accumulation,
             checks_finite=self._checks_finite,
@@ -161,8 +161,8 @@ class Replication:
             self._close()
 
     def _close(self) -> None:
-        self._step = None
-        self.automatic.is_in_step = self.automatic.is_computing = False
+        self._step = self.automatic.step = None
+        self.automatic.is_computing = False
         optimizers.end(self)
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
             self._buffers.begin_step()  # the next pass may be one outside the loop, which nothing announces

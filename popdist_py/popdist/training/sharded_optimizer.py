@@ -1,11 +1,13 @@
 """An optimizer whose work and state are shared by the instances: each updates its part of every step."""
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
@@ -15,8 +17,13 @@ from popdist.training.closing import check_whole_job
 from popdist.training.elementwise import check_elementwise, quiet_step
 from popdist.training.pieces import Pieces, group_by_kind
 from popdist.training.replicated import ReplicatedModel
+from popdist.training.settings import in_words, is_optimizer_class, settings_of
 from popdist.training.sharded_parameters import ShardedParameter, shard_parameters
-from popdist.training.sharded_state import State, gather_state, own_state
+from popdist.training.sharded_state import State, copy_state, gather_state, own_state
+from popdist.training.shared_weights import share_weights
+
+if TYPE_CHECKING:
+    from popdist.host_memory.group import HostGroup
 
 
 class ShardedOptimizer(Optimizer):
@@ -54,15 +61,17 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         if not isinstance(model, ReplicatedModel):
             raise OptimizerError(f"ShardedOptimizer takes a popdist.ReplicatedModel, not a {type(model).__name__}")
-        if not _is_optimizer(optimizer_class):
+        if not is_optimizer_class(optimizer_class):
             raise OptimizerError(f"ShardedOptimizer takes a class of optimizers, not {optimizer_class!r}")
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._optimizer_class = optimizer_class
         self._keys: frozenset[str] = frozenset()
         self._sharded: list[ShardedParameter] = []
         self._pieces: list[Pieces] | None = None
+        self._in_common: set[int] = set()
+        self._host: HostGroup | None = None
         self._inside: Optimizer | None = None
-        self._group().agree(f"ShardedOptimizer({optimizer_class.__name__}{_in_words(defaults)})")
+        self._group().agree(f"ShardedOptimizer({optimizer_class.__name__}{in_words(defaults)})")
         self._given = defaults
         super().__init__(model.parameters() if params is None else params, defaults)
 
@@ -77,8 +86,9 @@ class ShardedOptimizer(Optimizer):
         try:
             named = [(self._name_of(it), it) for it in group["params"]]
             device = named[0][1].device if named else torch.device("cpu")
-            settings = _settings_of(group)
+            settings = settings_of(group)
             keys = check_elementwise(self._optimizer_class, self._given, settings, device)
+            self._share(named)
             sharded = shard_parameters(named, self._group())
         except Exception:
             del self.param_groups[-1]
@@ -89,7 +99,7 @@ class ShardedOptimizer(Optimizer):
             self.defaults = self._inside.defaults
         else:
             self._inside.add_param_group(inner)
-        for name, value in _settings_of(self._inside.param_groups[-1]).items():
+        for name, value in settings_of(self._inside.param_groups[-1]).items():
             group.setdefault(name, value)
         self._keys |= keys
         self._sharded += sharded
@@ -128,7 +138,7 @@ class ShardedOptimizer(Optimizer):
             for it in self._sharded:
                 it.shard.grad = None
         for own, within in zip(self.param_groups, inside.param_groups, strict=True):
-            own.update(_settings_of(within))
+            own.update(settings_of(within))
         self._publish(group)
         return loss
 
@@ -180,8 +190,8 @@ class ShardedOptimizer(Optimizer):
     def remember(self) -> Callable[[], None]:
         """What gives this instance's part of the state, and the settings, back as they are now."""
         inside = self._settled_inside()
-        states = {piece: _copy(state) for piece, state in inside.state.items()}
-        settings = [_settings_of(group) for group in self.param_groups]
+        states = {piece: copy_state(state) for piece, state in inside.state.items()}
+        settings = [settings_of(group) for group in self.param_groups]
 
         def give_back() -> None:
             inside.state.clear()
@@ -195,16 +205,29 @@ class ShardedOptimizer(Optimizer):
         """Get what the others have updated."""
         num_instances = len(group.instances)
         if self._pieces is None:
-            kinds = group_by_kind(self._sharded) if num_instances > 1 else []
+            apart = [it for it in self._sharded if id(it.whole) not in self._in_common]
+            kinds = group_by_kind(apart) if num_instances > 1 else []
             self._pieces = [Pieces(it, num_instances) for it in kinds]
         for pieces in self._pieces:
             pieces.exchange(group)
+        if self._in_common and self._host is not None:
+            self._host.barrier()
+
+    def _share(self, named: list[tuple[str, Parameter]]) -> None:
+        """Make parameters one copy for the host, if all instances are on one."""
+        group = self._group()
+        text = "\n".join(f"{name} {tuple(it.shape)} {it.dtype} {it.device.type}" for name, it in named)
+        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+        group.agree(f"ShardedOptimizer.add_param_group({len(named)} parameters, names and shapes {digest})")
+        self._host = group.backend.host_group
+        if self._host is not None:
+            self._in_common |= share_weights(self._host, named, self)
 
     def _settled_inside(self) -> Optimizer:
         """The optimizer of this instance's pieces, with the settings that the groups have now."""
         assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
-            within.update(_settings_of(own))
+            within.update(settings_of(own))
         return self._inside
 
     def _name_of(self, parameter: Tensor) -> str:
@@ -220,20 +243,3 @@ class ShardedOptimizer(Optimizer):
         group = context.current_group()
         check_whole_job(group, context.environment().contract.layout)
         return group
-
-
-def _is_optimizer(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Optimizer)
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _in_words(settings: Mapping[str, Any]) -> str:
-    plain = (bool, int, float, str, tuple, type(None))
-    return "".join(f", {name}={it!r}" if isinstance(it, plain) else f", {name}" for name, it in settings.items())
-
-
-def _copy(state: State) -> State:
-    return {key: it.clone() if isinstance(it, Tensor) else it for key, it in state.items()}

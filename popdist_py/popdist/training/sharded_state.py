@@ -57,6 +57,11 @@ def own_state(it: ShardedParameter, whole: State, keys: frozenset[str]) -> State
     }
 
 
+def copy_state(state: State) -> State:
+    """The same in memory of its own."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
 def _piece(it: ShardedParameter, value: Tensor) -> Tensor:
     return flat_like(value.view(it.whole.shape), it.whole, it.name)[it.mine.start : it.mine.stop]
 

@@ -11,14 +11,16 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Final
 
+from torch import Tensor
+
 from popdist.errors import BatchError, PopdistError
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words
 from popdist.layout import ReplicaLayout
 from popdist.training.buffers import ReplicaBuffers
 from popdist.training.closing import NotFinite, Reduction, ReplicaSum, check_whole_job, lost_step
-from popdist.training.flat_gradients import FlatGradients
-from popdist.training.rows import Rows, add_rows, scale_rows
+from popdist.training.flat_gradients import GradientRows
+from popdist.training.gradient_memory import GradientMemory
 from popdist.tree import TreeSum, finish
 
 FAREWELL_SECONDS: Final = 3.0
@@ -34,7 +36,7 @@ class GradientStep:
     Args:
         group: All instances of the job.
         layout: Which replicas each of them owns.
-        gradients: Of the model's parameters. The ``.grad`` of those that are trained is set to None.
+        memory: Of the gradients of the model's parameters. The ``.grad`` of those that are trained is set to None.
         buffers: Of the model.
         accumulation: Micro batches of each local replica.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
@@ -45,7 +47,7 @@ class GradientStep:
         group: Group,
         layout: ReplicaLayout,
         *,
-        gradients: FlatGradients,
+        memory: GradientMemory,
         buffers: ReplicaBuffers,
         accumulation: int,
         checks_finite: bool,
@@ -55,17 +57,20 @@ class GradientStep:
         self.accumulation = accumulation
         self._group = group
         self._layout = layout
-        self._gradients = gradients
+        self._memory = memory
+        self._gradients = memory.gradients
         self._buffers = buffers
         self._checks_finite = checks_finite
         check_whole_job(group, layout)
         self._gradients.clear()
+        memory.begin()
         self._announced: Exchange | None = None
         self._scales = False
         self._unit: float | None = 1.0
         self._position = 0
         self._not_finite: NotFinite | None = None
         self._is_open = True
+        self._current: GradientRows | None = None
         self._begin_replica()
         if layout.num_replicas > 1:
             buffers.begin_step()
@@ -77,7 +82,7 @@ class GradientStep:
 
     @cached_property
     def _sum(self) -> ReplicaSum:
-        return ReplicaSum(self._group, self._layout, self._gradients, self._buffers)
+        return ReplicaSum(self._group, self._layout, self._memory, self._buffers)
 
     def announce(self, heaviest: float, reduction: Reduction) -> None:
         """Tell the others this instance's heaviest weight; for a mean, all are divided by the job's."""
@@ -101,7 +106,13 @@ class GradientStep:
         if not self._position <= index < self.num_micro_batches:
             raise out_of_order(index, self._position, self._layout.num_local_replicas, self.accumulation)
         self._skip_to(index)
+        self._current = self._next_rows()
         return self._replica
+
+    def take(self, parameter: Tensor) -> None:
+        """A gradient of the micro batch that was begun has been accumulated in ``.grad``."""
+        if self._current is not None:
+            self._current.take(parameter)
 
     def collect(self, weight: float) -> None:
         """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``.
@@ -115,11 +126,12 @@ class GradientStep:
         if self._checks_finite and weight and self._not_finite is None:
             parameter = self._gradients.not_finite()
             self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
+        rows, self._current = self._current or self._next_rows(), None
         if weight:
             self._used |= self._gradients.used()
-            rows = scale_rows(self._gradients.take(), times=weight / unit)
+            self._gradients.fill(rows, times=weight / unit)
         else:
-            rows = self._gradients.zeros()
+            rows.clear()
         self._gradients.clear()
         self._has_run = True
         self._push(rows, weight)
@@ -158,22 +170,27 @@ class GradientStep:
         return first + self._position // self.accumulation
 
     def _begin_replica(self) -> None:
-        self._rows: TreeSum[Rows] = TreeSum(self.accumulation, add_rows)
+        self._rows: TreeSum[GradientRows] = TreeSum(self.accumulation, self._memory.add)
         self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
         self._used = 0
         self._has_run = False
 
     def _skip_to(self, index: int) -> None:
         while self._position < index:
-            self._push(self._gradients.zeros(), 0.0)
+            rows = self._next_rows()
+            rows.clear()
+            self._push(rows, 0.0)
 
-    def _push(self, rows: Rows, weight: float) -> None:
+    def _next_rows(self) -> GradientRows:
+        return self._memory.rows_for(self._position // self.accumulation, self._position % self.accumulation)
+
+    def _push(self, rows: GradientRows, weight: float) -> None:
         """Add the next micro batch to its replica, and a finished replica to the job."""
         self._rows.push(rows)
         self._weights.push(weight)
         self._position += 1
         if self._rows.position == self.accumulation:
-            replica_sum = finish(self._rows.nodes, self.accumulation, add_rows)
+            replica_sum = finish(self._rows.nodes, self.accumulation, self._memory.add)
             weights = finish(self._weights.nodes, self.accumulation, operator.add)
             self._sum.push(replica_sum, weights, self._used)
             self._buffers.end_replica(has_run=self._has_run)

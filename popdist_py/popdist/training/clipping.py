@@ -1,0 +1,53 @@
+"""Clipping gradients by their norm, with the work shared by the instances."""
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.utils import clip_grads_with_norm_
+
+from popdist.groups import Group
+from popdist.training.shards import deal_elements
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    group: Group, module: Module, max_norm: float, norm_type: float, *, must_be_finite: bool
+) -> Tensor:
+    """Scale gradients down to ``max_norm``: see ``ReplicatedModel.clip_grad_norm_``.
+
+    Each instance takes the norms of some of the gradients. They are of whole parameters, so that the norm of the
+    norms has the bits of torch's for any number of instances.
+    """
+    parameters = [it for it in module.parameters() if it.grad is not None]
+    gradients = [it.grad for it in parameters if it.grad is not None]
+    text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
+    group.agree(text)
+    if not gradients:
+        return torch.tensor(0.0)
+    norms = _norms(group, gradients, norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if must_be_finite and not total.isfinite():
+        raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this
+    clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _norms(group: Group, gradients: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient, in its dtype, on the device of the first."""
+    device, own = gradients[0].device, group.backend.instance_index
+    sizes = [it.numel() for it in gradients]
+    shares = deal_elements(sizes, len(group.instances), may_cut=[False] * len(sizes))
+    owner_of = [_owner([share[i] for share in shares]) for i in range(len(gradients))]
+    found = torch.zeros(len(gradients), dtype=torch.float64)
+    for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True)):
+        if owner == own:
+            found[index] = torch.linalg.vector_norm(gradient, norm_type)
+    everybody = group.backend.all_gather(found)
+    return [
+        everybody[owner, index].to(device, gradient.dtype.to_real())
+        for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True))
+    ]
+
+
+def _owner(ranges: list[range]) -> int:
+    return next((owner for owner, it in enumerate(ranges) if it), 0)

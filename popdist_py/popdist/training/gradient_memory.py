@@ -1,0 +1,113 @@
+"""Where the gradients of an instance's replicas are added up: memory that is used again in every step.
+
+On a host whose instances share memory, the gradient that ends as an instance's part of the job's sum lies there
+from the start: autograd's results are moved into it while they are in the cache, and the sum over the instances is
+made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody.
+"""
+
+from collections.abc import Mapping
+
+from popdist.groups import Group
+from popdist.host_memory.group import HostGroup
+from popdist.layout import ReplicaLayout
+from popdist.training.flat_gradients import FlatGradients, GradientRows
+from popdist.training.reduction import add_instances, nodes_of
+from popdist.training.rows import add_rows, scale_rows
+from popdist.training.shared_rows import SharedRows
+from popdist.tree import Node, finish, span
+
+
+class GradientMemory:
+    """Rows for the gradients of micro batches, and their sum over the job.
+
+    Args:
+        group: All instances of the job.
+        layout: Which replicas each of them owns.
+        gradients: Of one model, the same on all instances when they are added.
+    """
+
+    def __init__(self, group: Group, layout: ReplicaLayout, gradients: FlatGradients) -> None:
+        self.group = group
+        self.gradients = gradients
+        self._layout = layout
+        instance, num_replicas = group.backend.instance_index, layout.num_replicas
+        first = layout.replicas_of(instance).start
+        self._node_at = {
+            span(node, num_replicas).start - first: k for k, node in enumerate(nodes_of(layout, instance))
+        }
+        self._own: list[GradientRows] = []
+        self._free: list[GradientRows] = []
+        self._shared: SharedRows | None = None
+        is_on_cpu = all(kind.device.type == "cpu" for kind in gradients.kinds)
+        self._host: HostGroup | None = group.backend.host_group
+        if not is_on_cpu or not gradients.kinds:
+            self._host = None
+
+    def begin(self) -> None:
+        """A step begins: what the rows hold is no longer needed."""
+        self._free = list(self._own)
+
+    def rows_for(self, replica: int, position: int) -> GradientRows:
+        """Room for a micro batch.
+
+        Args:
+            replica: Its replica, among those of this instance.
+            position: Which of the replica's micro batches it is.
+        """
+        if self._shared is not None and position == 0 and replica in self._node_at:
+            return self._shared.mine[self._node_at[replica]]
+        if not self._free:
+            self._own.append(self.gradients.make_rows())
+            self._free.append(self._own[-1])
+        return self._free.pop()
+
+    def take_all(self) -> GradientRows:
+        """All gradients that there are, as those of the one micro batch of a step."""
+        self.begin()
+        rows = self.rows_for(0, 0)
+        self.gradients.fill(rows)
+        return rows
+
+    def add(self, left: GradientRows, right: GradientRows) -> GradientRows:
+        """Add ``right``, which is no longer needed then, to ``left``."""
+        add_rows(left.rows, right.rows)
+        self._free.append(right)
+        return left
+
+    def finish(self, nodes: Mapping[Node, GradientRows], over: float) -> GradientRows:
+        """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
+
+        Args:
+            nodes: This instance's part of the tree.
+            over: The same on all instances.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+        own = list(nodes.values())
+        if self._shared is None and self._host is not None:
+            self._share(self._host, own)
+        if self._shared is not None:
+            return self._shared.reduce(over)
+        if self._layout.num_instances == 1:
+            total = finish(nodes, self._layout.num_replicas, self.add)
+        else:
+            for row_of_nodes in zip(*(it.rows for it in own), strict=True):
+                add_instances(self.group, self._layout, list(row_of_nodes))
+            total = own[0]
+        scale_rows(total.rows, over=over)
+        return total
+
+    def _share(self, host: HostGroup, own: list[GradientRows]) -> None:
+        """Bring ``own`` into shared memory, where they are from now on, if there is room.
+
+        Not before: that all instances have the same gradients is known only when they come to add them.
+        """
+        self._host = None
+        self._shared = SharedRows.allocate(host, self._layout, self.gradients)
+        if self._shared is None:
+            return
+        for mine, rows in zip(self._shared.mine, own, strict=True):
+            for there, here in zip(mine.rows, rows.rows, strict=True):
+                there.copy_(here)
+        self._own = [it for it in self._own if it not in own]
