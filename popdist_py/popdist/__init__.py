@@ -8,8 +8,6 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from popdist import contract
-
 if TYPE_CHECKING:
     from popdist import checkpoint
     from popdist.collectives import all_gather, all_reduce, barrier, broadcast
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
     from popdist.training.sharded_optimizer import ShardedOptimizer
     from popdist.training.weights import broadcast_weights, checksum
 
+    __version__: str
+
 _NAMES = {
     "collectives": "all_gather all_reduce barrier broadcast",
     "compat": (
@@ -101,9 +101,10 @@ _NAMES = {
     "training.weights": "broadcast_weights checksum",
 }
 _MODULES = frozenset({"checkpoint"})
-if contract.PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
+_PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
+"""As `popdist.contract` has it: every program that imports torch comes by here, and loads no more than it must."""
+if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
     import_module("popdist.presence").begin()
-__version__ = contract.VERSION
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
@@ -177,6 +178,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"popdist.{name}")
+    if name == "__version__":
+        return import_module("popdist.contract").VERSION
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'popdist' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)

@@ -19,6 +19,7 @@ from popdist.context import current_group
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
 from popdist.headers import name_instances
+from popdist.presence import presence
 from popdist.tree import tree_sum
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -59,7 +60,11 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
     backend = current_group().backend
     flat = _flat(tensor)
     if backend.host is not None and not tensor.is_cuda:
-        backend.host.all_reduce(flat, op)
+        presence.wait_again()
+        try:
+            backend.host.all_reduce(flat, op)
+        finally:
+            presence.go_on()
         return _give_back(tensor, flat)
     width = max(1, CHUNK_BYTES // (len(backend.instances) * tensor.element_size()))
     for piece in flat.split(width):
