@@ -29,6 +29,11 @@ PASSED_PREFIXES: Final = (
 )
 """The variables that go to other hosts, by name and by beginning."""
 
+HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"
+"""What Hydra's ssh is called with; poprun's own words take the place of the user's."""
+
+_LAUNCHER_NAMES: Final = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "SSH_AUTH_SOCK", "KRB5CCNAME")
+_LAUNCHER_PREFIXES: Final = ("HYDRA_", "MPIEXEC_", "OMPI_", "OPAL_", "PRTE_", "PMIX_")
 _SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
 _INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -69,6 +74,20 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
             (name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)) and not any(map(name.__contains__, _SECRET))
         )
     }
+
+
+def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the MPI launcher of a job of several hosts gets, and with it the programs on this one.
+
+    Hydra sends all that it has to every host, unsealed, and each there picks what is for the shims. So it gets
+    only what may go to other hosts, and what it needs itself.
+    """
+    own = {
+        name: value
+        for name, value in user.items()
+        if (name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)) and name != HYDRA_SSH_OPTIONS
+    }
+    return {**passed_environment(user), **own}
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:

@@ -2,15 +2,17 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.hosts.network import TMPDIR, Network
 from tests.running import Finished, run
 
 ROOT = Path(__file__).parents[2]
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 DEADLINE_SECONDS = 100.0
 
 
@@ -27,26 +29,26 @@ class HostPoprun:
     name: str
 
     def words(
-        self, network: Network, *arguments: str, host: str = "n1", cwd: Path = ROOT, **variables: str
+        self, network: Network, arguments: Sequence[str], cwd: Path = ROOT, env: Mapping[str, str] = NO_VARIABLES
     ) -> list[str]:
-        """The argv of one call on ``host``, from here."""
+        """The argv of one call on the first host, from here."""
         path = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
-        settings = {"PATH": path, "TMPDIR": TMPDIR, "POPRUN_SSH_CONFIG": str(network.ssh_config), **variables}
+        settings = {"PATH": path, "TMPDIR": TMPDIR, "POPRUN_SSH_CONFIG": str(network.ssh_config), **env}
         told = [f"{name}={value}" for name, value in settings.items()]
         command = ["env", f"--chdir={cwd}", *told, str(self.python), "-m", "poprun", *arguments]
-        return network.hosts[host].enter(command)
+        return network.hosts["n1"].enter(command)
 
     def __call__(
-        self, network: Network, *arguments: str, host: str = "n1", cwd: Path = ROOT, **variables: str
+        self, network: Network, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
     ) -> Finished:
-        """Run a job to its end."""
-        words = self.words(network, *arguments, host=host, cwd=cwd, **variables)
+        """Run a job to its end; ``env`` are variables beside those of this process."""
+        words = self.words(network, arguments, cwd, env or NO_VARIABLES)
         return run(words, deadline_seconds=DEADLINE_SECONDS)
 
     @contextmanager
     def started(self, network: Network, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
         """A job that runs on when the block begins; it must have ended when the block ends."""
-        words = self.words(network, *arguments)
+        words = self.words(network, arguments)
         with subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 WHERE = (
     "import os, socket; print(socket.gethostname(), os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME'])"
 )
-VARIABLES = "import os; print(*map(os.environ.get, ('TORCH_A', 'HF_TOKEN', 'TMPDIR', 'NAMED', 'GIVEN')))"
+NAMES = "'TORCH_A', 'HF_TOKEN', 'OTHER', 'TMPDIR', 'NAMED', 'GIVEN'"
+VARIABLES = f"import os; print(*map(os.environ.get, ({NAMES})))"
 KEY = "POPRUN_CONTROL_KEY"
 
 
@@ -41,12 +42,12 @@ def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) ->
 
 @pytest.mark.deadline(120)
 def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPoprun) -> None:
-    """What the libraries are told goes to other hosts, and what ``-x`` names; a machine's own and secrets stay."""
+    """Programs have the same on all hosts: what the libraries are told, what ``-x`` names, and no secret."""
     words = ("--mpi-local-args=-x NAMED -x GIVEN=g", sys.executable, "-c", VARIABLES)
-    layout = ("-v", "--host=n2,n3", "-n", "2")
-    finished = hosts_poprun(network, *layout, *words, TORCH_A="1", HF_TOKEN=KEY, NAMED="n")
+    variables = {"TORCH_A": "1", "HF_TOKEN": KEY, "NAMED": "n", "OTHER": "o", "HYDRA_LAUNCHER_EXTRA_ARGS": "-q"}
+    finished = hosts_poprun(network, "-v", "--host=n1,n2", "-n", "2", *words, env=variables).succeeded()
 
-    assert finished.succeeded().lines == [f"[1,{n}]<stdout>:1 None /run/tmp n g" for n in range(2)]
+    assert finished.lines == [f"[1,{n}]<stdout>:1 None None /run/tmp n g" for n in range(2)]
     (told,) = [line for line in finished.err.splitlines() if "variables that go to other hosts" in line]
     assert "TORCH_A" in told
     assert "HF_TOKEN" not in told

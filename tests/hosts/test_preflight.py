@@ -11,7 +11,7 @@ import pytest
 import popdist.contract
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import Network
-from tests.running import Finished
+from tests.running import Finished, run
 
 HOSTS = ("n1", "n2", "n3", "n4", "n5", "n6")
 CONTRACT = Path(popdist.contract.__file__)
@@ -138,3 +138,23 @@ def test_jobs_of_other_hosts_are_started_with_mpi(poprun: HostPoprun, spoilt: Ne
 
     assert finished.code == 2
     assert "--launcher local starts processes on this machine only, and n[1-2] is not" in finished.err
+
+
+@pytest.mark.deadline(120)
+def test_hosts_that_lack_the_environment_get_it(spoilt: Network, tmp_path: Path) -> None:
+    """The job then runs there as if it had always been; hosts that have it are left alone."""
+    folder = tmp_path / "environments" / "mine"
+    folder.parent.mkdir()
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)]).succeeded()
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    (packages / "borrowed.pth").write_text("\n".join(path for path in sys.path if path))
+    spoilt.hosts["n2"].run("mount", "-t", "tmpfs", "none", str(folder.parent))
+    poprun = HostPoprun(python=folder / "bin" / "python", name="mpich")
+    words = ("--host", "n1,n2", "-n", "2", str(poprun.python), "-c", "import sys; print(sys.prefix)")
+
+    refused = table(poprun(spoilt, *words))
+    finished = poprun(spoilt, "--synchronise-python-venv", "yes", *words).succeeded()
+
+    assert refused[0][:2] == ["n2", f"there is no Python at {poprun.python}"]
+    assert finished.lines == [f"[1,{n}]<stdout>:{folder}" for n in range(2)]
+    assert f"copying {folder} to n2" in finished.err

@@ -36,7 +36,7 @@ def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
         )
     from poprun.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
 
-    found = examine_hosts(plan, here)
+    found = examine_hosts(plan, here, screen.tell)
     screen.tell(f"hosts talk over {_ways(found.network)}: {found.reason}")
     if verbosity:
         passed = sorted(passed_environment(os.environ, plan.passed_names()))

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
 from poprun.control import CONTROL_ADDRESS, CONTROL_KEY, RANK_VARIABLE
+from poprun.environment import HYDRA_SSH_OPTIONS
 from poprun.launchers.base import SHIM_WORDS, LaunchCommand
 from poprun.plan import LaunchPlan
 from poprun.routes import JobNetwork, ssh_options
@@ -20,8 +21,6 @@ from poprun.topology import MpiKind, MpiRuntime
 
 SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY, RANK_VARIABLE)
 """What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
-
-_HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,11 @@ class Reach(NamedTuple):
 
 
 def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
-    """Hydra's own variables may hold more options for ssh, and its proxies are told where mpiexec is."""
+    """Hydra's proxies are told where mpiexec is.
+
+    Of what stands in its list, Hydra 5 leaves out the variable that is the last of its environment: it must be
+    none of the shims', so the options for ssh come last.
+    """
     in_slurm = plan.remote.slurm_job is not None
     return Reach(
         words=(
@@ -79,7 +82,7 @@ def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
             *("-genvlist", ",".join(SHIM_VARIABLES)),
             *("-hosts", ",".join(_slots(plan))),
         ),
-        environment={} if in_slurm else {_HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
+        environment={} if in_slurm else {HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
     )
 
 

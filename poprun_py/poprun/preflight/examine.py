@@ -3,15 +3,18 @@
 import asyncio
 import os
 import socket
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from popdist import contract
 from poprun.errors import HostsError
+from poprun.hosts import fold_hosts
 from poprun.plan import LaunchPlan
 from poprun.preflight.addresses import Choice, choose_addresses
 from poprun.preflight.conversation import Answer, Conversation, NoAnswerError, python_file
+from poprun.preflight.environment_copy import copy_environment, environment_folder
 from poprun.preflight.judgement import (
     Problem,
     judge,
@@ -23,9 +26,11 @@ from poprun.preflight.judgement import (
 )
 from poprun.routes import HostRoute, JobNetwork
 
-_FACTS_SECONDS: Final = 8.0
+_FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
-_SLOTS_SECONDS: Final = 2.0
+_SLOTS_SECONDS: Final = 3.0
+_USUAL_SECONDS: Final = 0.4
+"""How long this machine takes for its own answer when it has nothing else to do."""
 _FOLDERS: Final = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
     os.path.dirname(os.path.abspath(contract.__file__)),
@@ -47,17 +52,34 @@ class Examination:
     reason: str
 
 
-def examine_hosts(plan: LaunchPlan, here: Collection[str]) -> Examination:
-    """Look at every host of ``plan``.
+def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> Examination:
+    """Look at every host of ``plan``, and bring the Python environment to those that lack it, if the plan says so.
 
     Args:
         plan: The job.
         here: The names among its hosts that mean this machine; at most one.
+        tell: Tells the user of something that takes long.
 
     Raises:
         HostsError: If a host cannot take part; the message has a table with all of them, with cause and remedy.
     """
-    return asyncio.run(_Examiner(plan, next(iter(here), _HERE)).examine())
+    return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
+
+
+async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> Examination:
+    found, problems = await _Examiner(plan, here).examine()
+    lacking = list(dict.fromkeys(problem.host for problem in problems if problem.lacks_environment))
+    if lacking and plan.remote.synchronises_venv:
+        folder = environment_folder()
+        tell(f"copying {folder} to {fold_hosts(lacking)}")
+        problems = await copy_environment(folder, lacking, plan.remote.ssh_config)
+        if not problems:
+            found, problems = await _Examiner(plan, here).examine()
+    if found is None:
+        order = {host: number for number, host in enumerate(plan.hosts)}
+        ordered = sorted(problems, key=lambda problem: order.get(problem.host, -1))
+        raise HostsError(render_problems(ordered, len(plan.hosts)))
+    return found
 
 
 class _Examiner:
@@ -74,8 +96,10 @@ class _Examiner:
         names = dict.fromkeys((here, *plan.hosts))
         self._lines = {name: Conversation(name, None if name == here else plan.remote) for name in names}
         self._problems: list[Problem] = []
+        self._slowness = 1.0
 
-    async def examine(self) -> Examination:
+    async def examine(self) -> tuple[Examination | None, list[Problem]]:
+        """What was found when nothing is wrong, and what is."""
         try:
             answers = await self._ask_all()
             self._judge(answers)
@@ -87,19 +111,16 @@ class _Examiner:
         finally:
             await asyncio.gather(*(line.end() for line in self._lines.values()))
         if self._problems:
-            order = {host: number for number, host in enumerate(self._plan.hosts)}
-            problems = sorted(self._problems, key=lambda problem: order.get(problem.host, -1))
-            raise HostsError(render_problems(problems, len(self._plan.hosts)))
+            return None, self._problems
         routes = tuple(choice.routes[host] for host in self._plan.hosts)
-        return Examination(
-            network=JobNetwork(control_host=choice.routes[self._here].address, hosts=routes), reason=choice.reason
-        )
+        network = JobNetwork(control_host=choice.routes[self._here].address, hosts=routes)
+        return Examination(network=network, reason=choice.reason), []
 
     async def _ask_all(self) -> dict[str, Answer]:
         """The answer of every host that gives one in time."""
         question = self._question()
         tasks = {name: asyncio.create_task(self._ask(line, question)) for name, line in self._lines.items()}
-        await asyncio.wait(tasks.values(), timeout=_FACTS_SECONDS)
+        await self._wait(tasks.values(), _FACTS_SECONDS)
         answers = {}
         for name, task in tasks.items():
             if not task.done():
@@ -112,8 +133,18 @@ class _Examiner:
         return answers
 
     async def _ask(self, line: Conversation, question: Answer) -> Answer:
+        began_at_seconds = time.monotonic()
         await line.begin()
-        return await line.ask(question)
+        answer = await line.ask(question)
+        if line.host == self._here:
+            self._slowness = max(1.0, (time.monotonic() - began_at_seconds) / _USUAL_SECONDS)
+        return answer
+
+    async def _wait(self, tasks: Collection["asyncio.Task[Answer]"], seconds: float) -> None:
+        """Wait for hosts; longer on a machine that is so busy that its own answer took longer than usual."""
+        _, pending = await asyncio.wait(tasks, timeout=seconds)
+        if pending and self._slowness > 1:
+            await asyncio.wait(pending, timeout=seconds * (self._slowness - 1))
 
     def _question(self) -> Answer:
         plan = self._plan
@@ -143,7 +174,7 @@ class _Examiner:
         question = {"ask": "slots", "folders": list(_FOLDERS)}
         tasks = [asyncio.create_task(self._lines[name].ask(question)) for name in asked]
         if tasks:
-            await asyncio.wait(tasks, timeout=_SLOTS_SECONDS)
+            await self._wait(tasks, _SLOTS_SECONDS)
         for name, task in zip(asked, tasks, strict=True):
             if task.done() and not task.exception():
                 self._problems += judge_slots(name, task.result(), self._plan)
@@ -174,7 +205,7 @@ class _Examiner:
                 for name in asked
             ]
             if tasks:
-                await asyncio.wait(tasks, timeout=_ROUTE_SECONDS)
+                await self._wait(tasks, _ROUTE_SECONDS)
             for name, task in zip(asked, tasks, strict=True):
                 self._note_route(routes[name], host, task)
 

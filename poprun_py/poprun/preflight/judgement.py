@@ -48,11 +48,13 @@ class Problem:
         host: The host.
         cause: What was found there.
         remedy: What to do about it.
+        lacks_environment: Whether a copy of poprun's Python environment may be the remedy, too.
     """
 
     host: str
     cause: str
     remedy: str
+    lacks_environment: bool = False
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str) -> Problem:
@@ -85,6 +87,7 @@ def _no_python(host: str, python_file: str) -> Problem:
         host=host,
         cause=f"there is no Python at {python_file}",
         remedy="make the same environment there, or have poprun do so: --synchronise-python-venv yes",
+        lacks_environment=True,
     )
 
 
@@ -140,6 +143,7 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
         host=host,
         cause=cause,
         remedy="install the same as here, or have poprun do so: --synchronise-python-venv yes",
+        lacks_environment=True,
     )
 
 
@@ -153,10 +157,10 @@ def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iter
         yield Problem(host=host, cause=cause, remedy="give it one, or use Open MPI")
     if found is None:
         cause = f"there is no MPI at {wanted.path}"
-        yield Problem(host=host, cause=cause, remedy=f"install {wanted.name} there")
+        yield Problem(host=host, cause=cause, remedy=f"install {wanted.name} there", lacks_environment=True)
     elif found.name != wanted.name:
         cause = f"{wanted.path} is {found.name} there, {wanted.name} here"
-        yield Problem(host=host, cause=cause, remedy="install the same on both")
+        yield Problem(host=host, cause=cause, remedy="install the same on both", lacks_environment=True)
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:

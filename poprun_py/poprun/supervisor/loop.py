@@ -103,9 +103,10 @@ class Job:
 
             self._monitor = MonitorProcess(self._environ)
         self._remove_sessions()
+        door = {CONTROL_ADDRESS: self._links.door.address, CONTROL_KEY: self._links.door.key}
         self._launcher.start(
             launch_commands(self._plan, self._identity.network),
-            {**self._environ, CONTROL_ADDRESS: self._links.door.address, CONTROL_KEY: self._links.door.key},
+            {**self._identity.launcher_environment(self._environ), **door},
             self._plan.working_directory,
         )
         import poprun.supervisor.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started

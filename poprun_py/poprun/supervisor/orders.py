@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
 from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
 from poprun.control import Message
-from poprun.environment import interface_environment, passed_environment, program_environment
+from poprun.environment import interface_environment, launcher_environment, passed_environment, program_environment
 from poprun.plan import LaunchPlan, StartFacts
 from poprun.routes import JobNetwork
 
@@ -33,6 +33,10 @@ class JobIdentity:
     def control_host(self) -> str | None:
         """Address of this machine at which the agents of other hosts report; None when there are none."""
         return None if self.network is None else self.network.control_host
+
+    def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
+        """What of ``environ`` the launcher gets."""
+        return environ if self.network is None else launcher_environment(environ)
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
         """The descriptors that an agent is given: those of its program, and the leases, which it keeps."""
