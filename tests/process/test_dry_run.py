@@ -147,6 +147,24 @@ def test_the_launcher_is_told_with_its_reason(poprun: Poprun) -> None:
     assert "POPDIST_NUM_TOTAL_REPLICAS=2" in finished.out
 
 
+def test_options_from_everywhere(poprun: Poprun, tmp_path: Path) -> None:
+    """A file that a dry run wrote, a variable and a flag make one plan, and ``-v`` shows who said what."""
+    written = ("--launcher", "local", "-n", "2", "--num-replicas", "4", "--export-config", "job.yaml", "--dry-run")
+    poprun(*written, cwd=tmp_path).succeeded()
+    words = ("--import-config", "job.yaml", "--num-replicas", "12", "--dry-run", "-v")
+    out = poprun(*words, cwd=tmp_path, env={"POPRUN_NUM_INSTANCES": "6"}).succeeded().out
+
+    assert (tmp_path / "job.yaml").read_text() == "num-instances: 2\nnum-replicas: 4\nlauncher: local\n"
+    assert "6 instances · 12 replicas" in out
+    rows = [line.removeprefix("options").split(maxsplit=2) for line in out.splitlines()]
+    assert ["num-instances", "6", "POPRUN_NUM_INSTANCES"] in rows
+    assert ["num-replicas", "12", "command line"] in rows
+    assert ["launcher", "local", "job.yaml:3"] in rows
+
+    refused = poprun(*written, cwd=tmp_path)
+    assert (refused.code, "there is such a file" in refused.err) == (2, True)
+
+
 def test_nobody_reads_what_is_printed(poprun: Poprun) -> None:
     """A reader that goes away ends poprun quietly, as it ends any other program of a pipe."""
     read, write = os.pipe()

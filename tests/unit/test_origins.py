@@ -43,6 +43,26 @@ def test_the_later_wins(file: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "variables", "placement"),
+    [
+        ([], {}, "core"),
+        (["--numa-aware=no"], {}, "disabled"),
+        (["--process-placement=compact", "--numa-aware=no"], {"POPRUN_NUMA_AWARE": "yes"}, "compact"),
+        (["--numa-aware=no"], {"POPRUN_PROCESS_PLACEMENT": "compact"}, "disabled"),
+    ],
+)
+def test_two_options_for_one_thing(
+    tmp_path: Path, words: list[str], variables: dict[str, str], placement: str
+) -> None:
+    """The stronger place counts, whichever of the two is written there."""
+    file = tmp_path / "job.yaml"
+    file.write_text("process-placement: core\nnuma-aware: yes\n")
+    line = read(file, *words, **variables)
+
+    assert line.request((), "/").placement == placement
+
+
 def test_every_value_has_an_origin(file: Path) -> None:
     """With its defaults the list names every option but those that only look."""
     rows = {name: (value, origin) for name, value, origin in origins(read(file).given, with_defaults=True)}

@@ -45,9 +45,18 @@ def read_config_file(path: str) -> tuple[Given, ...]:
 
 
 def layered(*layers: Iterable[Given]) -> tuple[Given, ...]:
-    """What holds when each of ``layers`` overrides those before it, in the order of the table."""
-    found = {one.option.name: one for layer in layers for one in layer}
-    return tuple(found[option.name] for option in OPTIONS if option.name in found)
+    """What holds when each of ``layers`` overrides those before it, in the order of the table.
+
+    Of two options for one field the stronger layer's counts, and within a layer the one further down in the table.
+    """
+    found = {
+        one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
+    }
+    return tuple(sorted(found.values(), key=_place_in_table))
+
+
+def _place_in_table(one: Given) -> int:
+    return OPTIONS.index(one.option)
 
 
 def origins(given: Iterable[Given], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
