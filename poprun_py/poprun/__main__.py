@@ -69,6 +69,10 @@ def _open_closed_streams() -> None:
 def _run(words: Sequence[str]) -> int:
     from click.exceptions import Exit  # noqa: PLC0415 - Ctrl-C is heard before this import
 
+    from poprun.cli.known_names import asked_completion  # noqa: PLC0415 - see above
+
+    if (instruction := asked_completion()) is not None:
+        return _complete(instruction)
     from poprun.cli.command_line import read_command_line  # noqa: PLC0415 - see above
 
     try:
@@ -78,6 +82,15 @@ def _run(words: Sequence[str]) -> int:
     from poprun.cli.run import run  # noqa: PLC0415 - --help and --version do without it
 
     return run(line)
+
+
+def _complete(instruction: str) -> int:
+    from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks for it
+    from poprun.cli.known_names import names_of_this_machine  # noqa: PLC0415 - see above
+    from poprun.cli.screen import show  # noqa: PLC0415 - see above
+
+    show(answer(instruction, names_of_this_machine()))
+    return 0
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -27,6 +27,7 @@ class Kind:
         read_all: For an option that may be repeated: the value that all its texts together stand for. The last
             text counts where this is None.
         is_switch: Whether the option is on without a value, and ``--no-…`` is off.
+        choices: All values that there are, if they are few.
         is_counted: Whether the option takes no value and how often it is written counts.
     """
 
@@ -34,6 +35,7 @@ class Kind:
     read: Callable[[str], Any]
     read_all: Callable[[Sequence[str]], Any] | None = None
     is_switch: bool = False
+    choices: tuple[str, ...] = ()
     is_counted: bool = False
 
     def value(self, texts: Sequence[str]) -> Any:  # noqa: ANN401 - whatever the kind makes of them
@@ -159,4 +161,4 @@ def one_of(choices: type[Enum], metavar: str = "") -> Kind:
             raise ValueError(f"give one of {', '.join(names)}")
         return choices(text)
 
-    return Kind(metavar=metavar or f"[{'|'.join(names)}]", read=read)
+    return Kind(metavar=metavar or f"[{'|'.join(names)}]", read=read, choices=tuple(names))

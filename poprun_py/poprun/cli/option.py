@@ -20,6 +20,9 @@ REQUEST: Final = "request"
 
 VARIABLE_PREFIX: Final = "POPRUN_"
 
+COMPLETION: Final = "_POPRUN_COMPLETE"
+"""What a shell's script sets to ask for completions; who wants a script calls with ``bash_source`` in it."""
+
 
 class Group(StrEnum):
     """The parts of the help page, in its order, which is PopRun's."""
