@@ -5,6 +5,8 @@ from dataclasses import replace
 
 from poprun.launchers import launch_commands
 from poprun.request import LauncherChoice
+from poprun.routes import HostRoute, JobNetwork
+from poprun.settings import RemoteSettings
 from poprun.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH, planned
 
@@ -59,3 +61,21 @@ def test_without_mpi_each_instance_has_its_own_command() -> None:
 
     assert [command.environment["POPRUN_INSTANCE"] for command in commands] == ["0", "1", "2"]
     assert {command.words[1:3] for command in commands} == {("-I", "-S")}
+
+
+def test_other_hosts_are_named_and_no_value_is() -> None:
+    """Each runtime is told the hosts, how to call ssh, and the names of what the shims need."""
+    route = {name: HostRoute(name=name, address=f"10.0.0.{name[1]}", interface="eth0") for name in ("n1", "n2")}
+    network = JobNetwork(control_host="10.0.0.9", hosts=tuple(route.values()))
+    asked = {"hosts": ("n1", "n2"), "num_instances": 4, "remote": RemoteSettings(ssh_config="/c")}
+    names = ("POPRUN_CONTROL", "POPRUN_CONTROL_KEY", "POPRUN_RANK_VARIABLE")
+    (mpich,) = launch_commands(planned(CLUSTER_NODE, **asked), network)
+    (open_mpi,) = launch_commands(planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), **asked), network)
+
+    assert mpich.words[1:9] == (
+        *("-launcher", "ssh", "-localhost", "10.0.0.9", "-genvlist", ",".join(names), "-hosts", "n1:2,n2:2"),
+    )
+    assert list(mpich.environment)[-1] == "HYDRA_LAUNCHER_EXTRA_ARGS"
+    assert open_mpi.words[1:3] == ("--host", "n1:2,n2:2")
+    assert open_mpi.words[5].startswith("ssh -F /c -o BatchMode=yes")
+    assert [word for word in open_mpi.words if word.startswith("POPRUN_")] == list(names)

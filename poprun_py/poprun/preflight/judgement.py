@@ -18,7 +18,7 @@ _SSH_CAUSES: Final = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
         "its host key is not the one that ssh knows",
-        "if the host was set up anew, forget its old key with ssh-keygen -R {host}; if not, ask who answers there",
+        "set up anew? then ssh-keygen -R {host}; if not, ask who answers there",
     ),
     (
         r"Host key verification failed|No .* host key is known",

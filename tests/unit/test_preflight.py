@@ -1,0 +1,59 @@
+"""What is made of the hosts' answers."""
+
+from poprun.preflight.addresses import choose_addresses
+from poprun.preflight.judgement import Problem, no_answer, render_problems
+
+BOTH = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("lo", "::1"), ("ib0", "fd00::1")]
+OLD = [("lo", "127.0.0.1"), ("eth0", "10.0.0.2")]
+NEW = [("lo", "::1"), ("eth0", "fd00::3")]
+
+
+def test_the_way_of_ssh_decides() -> None:
+    """The address that it reached, and its family on the hosts that it need not reach."""
+    choice = choose_addresses({"a": BOTH, "b": BOTH}, {"b": "fd00::1"}, None)
+
+    assert {route.address for route in choice.routes.values()} == {"fd00::1"}
+    assert choice.problems == ()
+
+
+def test_all_hosts_have_one_family() -> None:
+    """IPv4 where ssh took both; a host without it has a problem, or IPv6 is taken when that is what all have."""
+    four = choose_addresses({"a": BOTH, "b": OLD}, {"a": "fd00::1", "b": "10.0.0.2"}, None)
+    six = choose_addresses({"a": BOTH, "b": NEW}, {}, None)
+    none = choose_addresses({"a": OLD, "b": NEW}, {"a": "10.0.0.2"}, None)
+
+    assert [route.address for route in four.routes.values()] == ["10.1.0.1", "10.0.0.2"]
+    assert [route.address for route in six.routes.values()] == ["fd00::1", "fd00::3"]
+    assert [problem.host for problem in none.problems] == ["b"]
+
+
+def test_a_subnet_decides_before_everything() -> None:
+    """On each host its first address there; the interface comes with it."""
+    choice = choose_addresses({"a": BOTH, "b": OLD}, {"a": "10.0.0.1"}, "10.1.0.0/16")
+
+    assert (choice.routes["a"].interface, choice.routes["a"].address) == ("ib0", "10.1.0.1")
+    assert [problem.host for problem in choice.problems] == ["b"]
+
+
+def test_hosts_with_the_same_problem_share_a_row() -> None:
+    """A table for a thousand hosts is as long as it has kinds of trouble."""
+    problems = [Problem(host=f"n{n}", cause="it does not answer", remedy=f"ssh n{n} true") for n in range(1000)]
+    text = render_problems([*problems, Problem(host="m", cause="other", remedy="mend m")], 2000)
+
+    assert text.splitlines() == [
+        "1001 of 2000 hosts cannot take part:",
+        "  host      cause               remedy",
+        "  n[0-999]  it does not answer  ssh HOST true",
+        "  m         other               mend m",
+    ]
+
+
+def test_what_ssh_says_becomes_a_cause() -> None:
+    """And what it says that nobody expects is shown."""
+    refused = no_answer("a", 255, "a@b: Permission denied (publickey).", "/bin/python3")
+    strange = no_answer("a", 255, "kex: out of luck", "/bin/python3")
+
+    assert refused.cause == "ssh refuses the login"
+    assert strange.cause == "ssh failed: kex: out of luck"
+    assert no_answer("a", 127, "sh: no such file", "/bin/python3").cause == "there is no Python at /bin/python3"
+    assert no_answer("a", None, "", "/bin/python3").cause == "it does not answer in time"
