@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from popdist.host_memory.flags import Flags
 
-PATIENCE = timedelta(seconds=100)
+PATIENCE = timedelta(seconds=300)
 """Longer than the test may take: who waits it out has not noticed a death."""
 
 SHORT_SECONDS = 0.5

@@ -10,6 +10,8 @@ import popdist
 from popdist import contract
 from popdist.process_group.registration import register
 
+DEADLINE_SECONDS = 120.0
+
 AFTER_IMPORT = """
 import os, sys
 import torch.distributed as dist
@@ -29,11 +31,14 @@ print("POPDIST" in dist.Backend._plugins)
 def run(program: str, autoload: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a program prints."""
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", autoload)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=DEADLINE_SECONDS
+    )
     assert done.stderr == ""
     return done.stdout.split()
 
 
+@pytest.mark.deadline(2 * DEADLINE_SECONDS + 10)
 def test_torch_finds_it_without_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the entry point; nothing that takes time to load is loaded, and no file stays open."""
     registered, loaded, num_files = run(AFTER_IMPORT, "1", monkeypatch)
@@ -47,6 +52,7 @@ def test_its_name_for_the_page_is_the_contracts() -> None:
     assert popdist.__version__ == contract.VERSION
 
 
+@pytest.mark.deadline(2 * DEADLINE_SECONDS + 10)
 def test_init_registers_it_where_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have switched torch's entry points off."""
     assert run(AFTER_INIT, "0", monkeypatch) == ["False", "True"]
