@@ -4,6 +4,8 @@ What each instance brings depends on its index, so each can work out the gradien
 """
 
 import copy
+import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -219,12 +221,34 @@ def law_gradients_are_added_where_they_lie() -> None:
     assert [address(it) for it in model.parameters()] == places
 
 
+def law_memory_of_models_that_are_gone_is_given_back() -> None:
+    """Shared pages stay as long as a gradient is in them, and no longer."""
+    host = context.current_group().backend.host_group
+    if host is None:
+        return
+    numbers = samples(2 * popdist.num_replicas())
+    wide = 1 << 17
+    before = host.num_bytes
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, wide)))
+    train(model, share((numbers[0], numbers[1])))
+    weight = model.get_parameter("1.weight")
+    assert host.num_bytes >= before + 16 * wide
+    del model
+    gc.collect()
+    assert weight.grad is not None
+    assert weight.grad.any()
+    weight.grad = None
+    gc.collect()
+    assert host.num_bytes < before + 16 * wide
+
+
 def law_a_graph_of_gradients_is_kept() -> None:
     """Within a micro batch a gradient may be differentiated again, and passes add up."""
     model = popdist.ReplicatedModel(nn.Linear(4, 4))
     x, _ = share(samples(2 * popdist.num_replicas()))
     for part in model.micro_batches(x):
-        model(part).square().mean().backward(create_graph=True)
+        with warnings.catch_warnings(action="ignore"):  # torch's, of a cycle between parameter and gradient
+            model(part).square().mean().backward(create_graph=True)
         model.weight.grad.square().sum().backward()
     found = [it.grad.clone() for it in model.parameters() if it.grad is not None]
     for part in model.micro_batches(x):

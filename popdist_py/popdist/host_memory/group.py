@@ -12,7 +12,9 @@
 """
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Self
 
 from torch import Tensor
@@ -57,6 +59,19 @@ class SharedBlock:
         A block that is never released goes when the group is closed and the last view of it is gone.
         """
         self._segment.release(self._offset, whole_pages(len(self.mine)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Memory of one rank; made by :meth:`HostGroup.reserve`.
+
+    Attributes:
+        offset: Where it is in the rank's segment.
+        row: It: a flat uint8 tensor, all zero.
+    """
+
+    offset: int
+    row: Tensor
 
 
 class HostGroup:
@@ -135,11 +150,31 @@ class HostGroup:
         group.barrier()  # so a process that is watched is one that was there after the watch had begun
         return group
 
-    def allocate(self, num_bytes: int) -> SharedBlock:
-        """A row of ``num_bytes`` for each rank, all zero, mapped by all.
+    @property
+    def num_bytes(self) -> int:
+        """How much memory this rank's rows take in all."""
+        return self._segment.num_bytes
+
+    def reserve(self, num_bytes: int) -> Reservation:
+        """Memory of this rank that :meth:`allocate` can make known to the others later; no collective.
+
+        It is given back when the last view of it is gone here, so the others may use it in operations of the group
+        only.
+
+        Raises:
+            BackendError: If there is no room.
+        """
+        offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
+        window = map_window(self._segment.descriptor, offset, length)
+        weakref.finalize(window, self._segment.release, offset, length).atexit = False
+        return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
+
+    def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
+        """A row of ``num_bytes`` for each rank, mapped by all; all zero, unless it was reserved before.
 
         Args:
             num_bytes: At least 1; the same on every rank.
+            reserved: What is this rank's row; as long as that. None for new memory.
 
         Raises:
             BackendError: If some rank has no room for its row: every rank raises it, and the group goes on.
@@ -147,7 +182,7 @@ class HostGroup:
         """
         trouble, rows = "", []
         try:
-            offset = self._segment.grow(num_bytes)
+            offset = self._segment.grow(num_bytes) if reserved is None else reserved.offset
         except BackendError as error:
             offset, trouble = -1, str(error)
         self.flags.say(offset + 1)
@@ -155,13 +190,16 @@ class HostGroup:
         offsets = [it - 1 for it in self.flags.said()]
         if not trouble and -1 not in offsets:
             try:
-                rows = [self._map(rank, it, num_bytes) for rank, it in enumerate(offsets)]
+                rows = [
+                    self._map(rank, it, num_bytes) if reserved is None or rank != self.rank else reserved.row
+                    for rank, it in enumerate(offsets)
+                ]
             except (OSError, ValueError) as error:
                 trouble = f"cannot map {num_bytes} bytes of each rank: {error}"
         self.flags.say(1 if rows else 0)
         self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
         if not all(said := self.flags.said()):
-            if offset >= 0:
+            if offset >= 0 and reserved is None:
                 self._segment.release(offset, whole_pages(num_bytes))
             without = self.flags.name([rank for rank, has_room in enumerate(said) if not has_room])
             raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")

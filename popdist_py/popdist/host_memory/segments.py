@@ -55,6 +55,11 @@ class Segment:
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._num_bytes = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of the machine's memory: what was reserved and not given back."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
     def grow(self, num_bytes: int) -> int:
         """Reserve whole pages for ``num_bytes`` more, all zero; the offset where they begin.
 

@@ -61,6 +61,11 @@ class GradientRows:
         for row in self.rows:
             row.zero_()
 
+    def copy(self, other: "GradientRows") -> None:
+        """Fill them with what ``other`` holds."""
+        for row, values in zip(self.rows, other.rows, strict=True):
+            row.copy_(values)
+
     def take(self, parameter: Tensor) -> None:
         """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is still in the cache.
 

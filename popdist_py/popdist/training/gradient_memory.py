@@ -6,14 +6,16 @@ made in place, each instance a share of the elements. Elsewhere the parts are se
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 
+from popdist.errors import BackendError
 from popdist.groups import Group
-from popdist.host_memory.group import HostGroup
+from popdist.host_memory.group import HostGroup, Reservation
 from popdist.layout import ReplicaLayout
 from popdist.training.flat_gradients import FlatGradients, GradientRows
 from popdist.training.reduction import add_instances, nodes_of
 from popdist.training.rows import add_rows, scale_rows
-from popdist.training.shared_rows import SharedRows
+from popdist.training.shared_rows import SharedRows, num_bytes_of
 from popdist.tree import Node, finish, span
 
 
@@ -37,11 +39,15 @@ class GradientMemory:
         }
         self._own: list[GradientRows] = []
         self._free: list[GradientRows] = []
-        self._shared: SharedRows | None = None
         is_on_cpu = all(kind.device.type == "cpu" for kind in gradients.kinds)
-        self._host: HostGroup | None = group.backend.host_group
-        if not is_on_cpu or not gradients.kinds:
-            self._host = None
+        self._host = group.backend.host_group if is_on_cpu and gradients.kinds else None
+        self._reserved: Reservation | None = None
+        self._shared: SharedRows | None = None
+        self._is_connected = False
+        if self._host is not None:
+            with suppress(BackendError):
+                self._reserved = self._host.reserve(num_bytes_of(layout, gradients))
+                self._shared = SharedRows(self._host, layout, gradients, self._reserved.row)
 
     def begin(self) -> None:
         """A step begins: what the rows hold is no longer needed."""
@@ -85,9 +91,9 @@ class GradientMemory:
             BackendError: If an instance was lost or did not come in time.
         """
         own = list(nodes.values())
-        if self._shared is None and self._host is not None:
-            self._share(self._host, own)
-        if self._shared is not None:
+        if self._host is not None and not self._is_connected:
+            self._connect(self._host, own)
+        if self._is_connected and self._shared is not None:
             return self._shared.reduce(over)
         if self._layout.num_instances == 1:
             total = finish(nodes, self._layout.num_replicas, self.add)
@@ -98,16 +104,20 @@ class GradientMemory:
         scale_rows(total.rows, over=over)
         return total
 
-    def _share(self, host: HostGroup, own: list[GradientRows]) -> None:
-        """Bring ``own`` into shared memory, where they are from now on, if there is room.
+    def _connect(self, host: HostGroup, own: list[GradientRows]) -> None:
+        """Make the instances' rows known to all; where one has no room, they are sent as between hosts.
 
         Not before: that all instances have the same gradients is known only when they come to add them.
         """
-        self._host = None
-        self._shared = SharedRows.allocate(host, self._layout, self.gradients)
-        if self._shared is None:
+        try:
+            block = host.allocate(num_bytes_of(self._layout, self.gradients), self._reserved)
+        except BackendError:
+            self._host = None
             return
+        if self._shared is None:
+            self._shared = SharedRows(host, self._layout, self.gradients, block.mine)
         for mine, rows in zip(self._shared.mine, own, strict=True):
-            for there, here in zip(mine.rows, rows.rows, strict=True):
-                there.copy_(here)
-        self._own = [it for it in self._own if it not in own]
+            if mine is not rows:
+                mine.copy(rows)
+        self._shared.connect(block)
+        self._is_connected = True

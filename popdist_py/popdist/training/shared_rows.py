@@ -1,11 +1,10 @@
 """Gradients in memory that all instances of a host map, and their sum, which is made there."""
 
-from typing import Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from popdist.errors import BackendError
 from popdist.host_memory.group import HostGroup, SharedBlock
 from popdist.layout import ReplicaLayout
 from popdist.training.flat_gradients import FlatGradients, GradientRows
@@ -13,26 +12,39 @@ from popdist.training.reduction import nodes_of
 from popdist.training.rows import Rows
 from popdist.tree import finish
 
+if TYPE_CHECKING:
+    from popdist.host_memory.reduction import Reduction
+
 
 class SharedRows:
-    """Room for the parts of the job's sum that the instances make; each is mapped by all.
+    """Room for the parts of the job's sum that the instances make.
 
     Args:
         host: The instances, all of one host.
         layout: Which replicas each of them owns.
-        gradients: The same on all instances.
-        block: Room for the parts of each.
+        gradients: The same on all instances when they are added.
+        room: This instance's memory, of :func:`num_bytes_of` bytes.
 
     Attributes:
         mine: This instance's parts, as `popdist.training.reduction.nodes_of` names them.
     """
 
-    def __init__(
-        self, host: HostGroup, layout: ReplicaLayout, gradients: FlatGradients, block: SharedBlock
-    ) -> None:
-        nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+    def __init__(self, host: HostGroup, layout: ReplicaLayout, gradients: FlatGradients, room: Tensor) -> None:
+        self._host = host
+        self._layout = layout
+        self._gradients = gradients
+        self.mine = [
+            gradients.make_rows(_rows_in(room, gradients, position))
+            for position, _ in enumerate(nodes_of(layout, host.rank))
+        ]
+        self._over = 1.0
+        self._reductions: list[Reduction] = []
+
+    def connect(self, block: SharedBlock) -> None:
+        """From now on all instances' rooms, which are those of ``block``, are added."""
+        nodes = [nodes_of(self._layout, instance) for instance in range(self._layout.num_instances)]
         parts = [
-            [_rows_in(block.of(instance), gradients, position) for position, _ in enumerate(owned)]
+            [_rows_in(block.of(instance), self._gradients, position) for position, _ in enumerate(owned)]
             for instance, owned in enumerate(nodes)
         ]
         every_part = [part for owned in parts for part in owned]
@@ -43,28 +55,16 @@ class SharedRows:
             pairs.append((left, right))
             return left
 
-        finish(numbers, layout.num_replicas, add)
-        self.mine = [gradients.make_rows(part) for part in parts[host.rank]]
-        self._over = 1.0
+        finish(numbers, self._layout.num_replicas, add)
         self._reductions = [
-            host.reduction(
+            self._host.reduction(
                 [part[kind] for part in every_part],
                 outputs=[owned[0][kind] for owned in parts],
                 pairs=pairs,
                 then=self._divide,
             )
-            for kind in range(len(gradients.kinds))
+            for kind in range(len(self._gradients.kinds))
         ]
-
-    @classmethod
-    def allocate(cls, host: HostGroup, layout: ReplicaLayout, gradients: FlatGradients) -> Self | None:
-        """Shared room for ``gradients``; None, on every instance, where there is not enough. All call it."""
-        num_parts = max(len(nodes_of(layout, instance)) for instance in range(layout.num_instances))
-        try:
-            block = host.allocate(num_parts * _num_bytes(gradients))
-        except BackendError:
-            return None
-        return cls(host, layout, gradients, block)
 
     def reduce(self, over: float) -> GradientRows:
         """The sum of all parts divided by ``over``, in the memory of this instance's first one; all call it.
@@ -82,7 +82,13 @@ class SharedRows:
             piece.div_(self._over)
 
 
-def _num_bytes(gradients: FlatGradients) -> int:
+def num_bytes_of(layout: ReplicaLayout, gradients: FlatGradients) -> int:
+    """How much room each instance needs: the same for all."""
+    num_parts = max(len(nodes_of(layout, instance)) for instance in range(layout.num_instances))
+    return num_parts * _part_bytes(gradients)
+
+
+def _part_bytes(gradients: FlatGradients) -> int:
     return sum(_room(it.size, it.dtype) for it in gradients.kinds)
 
 
@@ -93,7 +99,7 @@ def _room(size: int, dtype: torch.dtype) -> int:
 
 def _rows_in(memory: Tensor, gradients: FlatGradients, position: int) -> Rows:
     """The rows of an instance's part at ``position`` of its ``memory``."""
-    start, rows = position * _num_bytes(gradients), []
+    start, rows = position * _part_bytes(gradients), []
     for kind in gradients.kinds:
         rows.append(memory[start : start + kind.size * kind.dtype.itemsize].view(kind.dtype))
         start += _room(kind.size, kind.dtype)
