@@ -125,3 +125,13 @@ def test_the_memory_can_be_measured_again() -> None:
         "--width 512",
     ):
         assert word in finished.out
+
+
+@slow
+def test_the_pool_can_be_measured_again() -> None:
+    """A few contenders and jobs: every job gets its turn, and none is on an IPU that another one has."""
+    words = ["--jobs", "3", "--ipus", "2", "--leases", "2", "--seconds", "0.1"]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "pool.py"), *words]).succeeded()
+
+    for word in ("transactions of 3 contenders", "p99", "rounds, 2 at best", "  0 lost or on an IPU", "--jobs 3"):
+        assert word in finished.out

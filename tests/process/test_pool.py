@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from poprun.pool.pool import Pool
 from tests.leftovers import wait_until_none
 from tests.running import Finished, Poprun, run
 
@@ -129,16 +130,17 @@ def test_many_jobs_at_once_never_overlap(poprun: Poprun, pool: Path, tmp_path: P
 
 
 def test_first_come_first_served(job: Poprun, tmp_path: Path) -> None:
-    """Jobs get their turn in the order in which they came, and nobody slips past one that waits for more."""
+    """Jobs get their turn in the order in which they came; nobody slips past, nobody waits for a killed one."""
     log = tmp_path / "log"
     with job.started("--ipus-per-replica", "6", "sh", "-c", "echo up; read word") as running:
         await_line(running)
-        late = [waiting(job, "--ipus-per-replica", str(n), "sh", "-c", f"echo {n} >> {log}") for n in (8, 7, 2)]
+        late = [waiting(job, "--ipus-per-replica", str(n), "sh", "-c", f"echo {n} >> {log}") for n in (8, 5, 7, 2)]
+        late[1].kill()
         hasty = job("-n", "1", "true")
         running.communicate("\n", timeout=40)
-        for process in late:
-            process.communicate(timeout=40)
+        ends = [(process.communicate(timeout=50), process.returncode) for process in late]
 
+    assert [code for _, code in ends] == [0, -signal.SIGKILL, 0, 0]
     assert hasty.code == 69
     assert "waiting before it for 8: process" in hasty.err
     assert log.read_text().split() == ["8", "7", "2"]
@@ -150,6 +152,45 @@ def waiting(job: Poprun, *words: str) -> "subprocess.Popen[bytes]":
     assert process.stderr is not None
     assert b"waiting: the job needs" in process.stderr.readline()
     return process
+
+
+CONTENDER = """
+import fcntl, sys
+from poprun.inventory import cpu_cluster
+from poprun.pool.pool import Pool
+from poprun.pool.waiting import wait_for_turn
+from poprun.pool.wishes import Wish
+marks = {f"cpu/{index}": open(f"mark-{index}", "w") for index in range(3)}
+pool, wish = Pool(sys.argv[1]), Wish(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))
+for _ in range(int(sys.argv[2])):
+    ticket = pool.ask("contender", wish)
+    while not ticket.ipus:
+        wait_for_turn(pool, ticket, wish, 60.0)
+        ticket = pool.try_again(ticket, wish)
+    (ipu,) = ticket.ipus
+    fcntl.flock(marks[ipu], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    print("held", flush=True)
+    fcntl.flock(marks[ipu], fcntl.LOCK_UN)
+    pool.release(ticket)
+"""
+
+
+@pytest.mark.deadline(120)
+def test_killed_contenders_lose_nothing(pool: Path, tmp_path: Path) -> None:
+    """Processes are killed in the middle of leases and transactions: the others get on, and no IPU stays held."""
+    command = [sys.executable, "-c", CONTENDER, str(pool)]
+    survivors, victims = (
+        [subprocess.Popen([*command, turns], cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        for turns in ("15", "1000000")
+    )
+    for victim in victims:
+        await_line(victim)
+        victim.kill()
+    ends = [(contender.communicate(timeout=100), contender.returncode) for contender in (*survivors, *victims)]
+
+    assert [code for _, code in ends] == [0, 0, 0, *[-signal.SIGKILL] * 3], ends
+    assert Pool(str(pool)).state().taken == frozenset()
+    assert run([*command, "1"], cwd=tmp_path).succeeded().out == "held\n"
 
 
 def test_a_gpu_on_which_others_compute_is_taken(
