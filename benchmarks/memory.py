@@ -25,7 +25,7 @@ from measuring.medians import Median, median
 MOST = 1.3
 SAMPLE_SECONDS = 0.02
 MIB = 1024**2
-NUM_STEPS = 4
+NUM_STEPS = 10
 
 
 def train(kind: str, layers: int, width: int) -> None:
