@@ -206,7 +206,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         num_instances=contract.num_instances,
         instance_index=contract.instance_index,
         address=rendezvous.own_address(contract),
-        is_one_host=rendezvous.is_one_host(contract),
+        num_local_instances=contract.num_local_instances,
         timeout_seconds=timeout_seconds,
     )
     return torch_dist.TorchBackend(connections, tuple(range(contract.num_instances)), device_types)

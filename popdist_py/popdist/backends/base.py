@@ -52,11 +52,25 @@ class Backend(Protocol):
     def host_group(self) -> "HostGroup | None":
         """That memory."""
 
+    @property
+    def neighbours(self) -> "HostCollectives | None":
+        """In a job of several hosts, collectives in the memory of this one, among the instances that it has.
+
+        They are neighbours in the order of the job, and on every host as many. None on all instances otherwise.
+        """
+
     def start_exchange(self, header: list[int]) -> PendingExchange:
         """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """Every instance's ``tensor`` (same shape, dtype and type of device), stacked along a new first dimension.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def all_to_all(self, tensor: "Tensor") -> "Tensor":
+        """Row *j* goes to the *j*-th instance of the set; row *i* of the result came from the *i*-th.
 
         Raises:
             BackendError: If an instance was lost or did not come in time.

@@ -46,8 +46,8 @@ class Mesh:
         instance_index: This one.
         address: Address of this host at which the others reach it, of loopback when all share it; None lets gloo
             choose.
-        is_one_host: Whether all instances are said to share this host: then CPU tensors go through its memory,
-            where mapping it proves that they do.
+        num_local_instances: Instances that are said to share this host. If these are all, CPU tensors go through
+            its memory; if each host has as many, those of a host add there. Mapping it proves that they share it.
         timeout_seconds: How long a lost or late instance is waited for.
     """
 
@@ -58,7 +58,7 @@ class Mesh:
         num_instances: int,
         instance_index: int,
         address: str | None,
-        is_one_host: bool,
+        num_local_instances: int,
         timeout_seconds: float,
     ) -> None:
         self.num_instances = num_instances
@@ -71,7 +71,9 @@ class Mesh:
         self._waiting: list[Thread] = []
         self.control = self._connect("control")
         self.gloo = self._connect("gloo")
-        self.host = self._share_memory() if is_one_host else None
+        is_one_host = num_local_instances == num_instances
+        self.host = self._share_memory(range(num_instances)) if is_one_host else None
+        self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
         self.mailboxes = None if self.host is None else Mailboxes(self.host.group, NUM_WORDS)
 
     def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
@@ -85,15 +87,35 @@ class Mesh:
             options._timeout = self._timeout  # noqa: SLF001 - as above
             return gloo(store, self.instance_index, self.num_instances, options)
 
-    def _share_memory(self) -> HostCollectives | None:
+    def _share_memory(self, instances: range) -> HostCollectives | None:
+        """The memory of a host that ``instances`` share, of which this is one."""
         group = HostGroup.connect(
-            PrefixStore("host", self._store),
-            self.instance_index,
-            self.num_instances,
+            PrefixStore(f"host/{instances.start}", self._store),
+            self.instance_index - instances.start,
+            len(instances),
             timeout_seconds=self.timeout_seconds,
-            names=Names(members=tuple(range(self.num_instances)), noun="instance"),
+            names=Names(members=tuple(instances), noun="instance"),
         )
         return None if group is None else HostCollectives(group)
+
+    def _share_with_neighbours(self, num_local: int) -> HostCollectives | None:
+        """The memory of this one of several hosts; None on all unless each has as many instances in a row."""
+        if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
+            return None
+        first = self.instance_index - self.instance_index % num_local
+        found = self._share_memory(range(first, first + num_local))
+        if all(self._tell_all(found is not None)):
+            return found
+        if found is not None:
+            found.group.close()
+        return None
+
+    def _tell_all(self, number: int) -> list[int]:
+        """What every instance tells."""
+        told = torch.empty(self.num_instances, 1, dtype=torch.int64)
+        with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
+            self.gloo.allgather([list(told.unbind())], [torch.tensor([int(number)])]).wait()
+        return told.flatten().tolist()
 
     @property
     def nccl(self) -> Any:  # noqa: ANN401 - as above
@@ -136,8 +158,9 @@ class Mesh:
         """Drop the connections."""
         self.settle()
         self.control = None
-        if self.host is not None:
-            self.host.group.close()
+        for shared in (self.host, self.neighbours):
+            if shared is not None:
+                shared.group.close()
 
 
 @contextmanager

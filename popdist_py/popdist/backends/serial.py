@@ -26,7 +26,7 @@ class SerialBackend:
         device_types: Types of the devices whose tensors are accepted.
     """
 
-    host = host_group = None
+    host = host_group = neighbours = None
     """There is nobody to share memory with."""
 
     def __init__(self, instance_index: int = 0, *, device_types: frozenset[str]) -> None:
@@ -41,6 +41,10 @@ class SerialBackend:
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """A copy with a first dimension of 1."""
         return tensor.clone().unsqueeze(0)
+
+    def all_to_all(self, tensor: "Tensor") -> "Tensor":
+        """A copy: the one row stays here."""
+        return tensor.clone()
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
         """The tensor is the root's already."""

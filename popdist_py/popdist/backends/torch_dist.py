@@ -148,6 +148,11 @@ class TorchBackend:
         """As :attr:`host`."""
         return None if self.host is None else self.host.group
 
+    @property
+    def neighbours(self) -> HostCollectives | None:
+        """The memory of this host, for a whole job of several hosts."""
+        return self._mesh.neighbours if self._is_whole_job and "cpu" in self.device_types else None
+
     def start_exchange(self, header: list[int]) -> TorchExchange | HostExchange:
         """Send ``header`` to every other member."""
         if self._mesh.mailboxes is not None:
@@ -174,6 +179,24 @@ class TorchBackend:
                 for work in [work for peer, row in pairs for work in self._swap(peer, mine, row)]:
                     work.wait()
         return gathered
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Row *j* of ``tensor`` goes to the *j*-th member; row *i* of the result came from the *i*-th."""
+        if tensor.is_cuda and not self._is_whole_job:
+            return self.all_to_all(tensor.cpu()).to(tensor.device)
+        received = torch.empty_like(tensor)
+        sent, rows = [_as_bytes(row) for row in tensor], [_as_bytes(row) for row in received]
+        with as_backend_error("the data of the other instances did not come"):
+            if self.host is not None and not tensor.is_cuda:
+                self.host.all_to_all(rows, sent)
+            elif self._is_whole_job:
+                group = self._mesh.nccl if tensor.is_cuda else self._mesh.gloo
+                group.alltoall_base(_as_bytes(received), _as_bytes(tensor), [], []).wait()
+            else:
+                pairs = zip(self.instances, sent, rows, strict=True)
+                for work in [work for peer, mine, row in pairs for work in self._swap(peer, mine, row)]:
+                    work.wait()
+        return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite ``tensor`` with the root's."""

@@ -17,9 +17,9 @@ from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.presence import presence
 from popdist.training.buffers import ReplicaBuffers
+from popdist.training.exchange import nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
 from popdist.training.gradient_memory import GradientMemory
-from popdist.training.reduction import nodes_of
 from popdist.tree import TreeSum, finish
 
 Reduction: TypeAlias = Literal["mean", "sum"]

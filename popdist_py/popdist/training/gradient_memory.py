@@ -12,8 +12,8 @@ from popdist.errors import BackendError
 from popdist.groups import Group
 from popdist.host_memory.group import HostGroup, Reservation
 from popdist.layout import ReplicaLayout
+from popdist.training.exchange import add_instances, nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
-from popdist.training.reduction import add_instances, nodes_of
 from popdist.training.rows import add_rows, scale_rows
 from popdist.training.shared_rows import SharedRows, num_bytes_of
 from popdist.tree import Node, finish, span

@@ -4,17 +4,11 @@ An instance adds what it can of the tree over all replicas, the instances exchan
 finishes the same tree: so the bits of the sum do not depend on how the replicas are dealt to instances.
 """
 
-from typing import Final
-
-from torch import Tensor
-
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+from popdist.training.exchange import add_instances
 from popdist.training.rows import Rows, add_rows
-from popdist.tree import Node, TreeSum, aligned_nodes, finish
-
-CHUNK_SIZE: Final = 1 << 20
-"""Numbers of one partial sum that are exchanged at once: bounds what all instances' sums take in memory."""
+from popdist.tree import TreeSum, finish
 
 
 class ReplicaTree:
@@ -47,31 +41,3 @@ class ReplicaTree:
         for row_of_nodes in zip(*(rows for rows in own.values()), strict=True):
             add_instances(self._group, self._layout, list(row_of_nodes))
         return next(iter(own.values()))
-
-
-def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
-    """Make the first of ``own`` the sum over the partial sums of all instances, of which ``own`` are this one's.
-
-    Raises:
-        BackendError: If an instance was lost or did not come in time.
-    """
-    nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
-    most_nodes, total = max(map(len, nodes)), own[0]
-    for start in range(0, len(total), CHUNK_SIZE):
-        chunk = total[start : start + CHUNK_SIZE]
-        sent = chunk.new_zeros(most_nodes, len(chunk))
-        for row, partial in zip(sent, own, strict=False):
-            row.copy_(partial[start : start + CHUNK_SIZE])
-        received = group.backend.all_gather(sent)
-        partials = {
-            node: received[instance, index]
-            for instance, owned in enumerate(nodes)
-            for index, node in enumerate(owned)
-        }
-        chunk.copy_(finish(partials, layout.num_replicas, Tensor.add_))
-
-
-def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
-    """The partial sums that ``instance`` can make of its own replicas."""
-    replicas = layout.replicas_of(instance)
-    return aligned_nodes(replicas.start, replicas.stop, layout.num_replicas)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from popdist.host_memory.group import HostGroup, SharedBlock
 from popdist.layout import ReplicaLayout
+from popdist.training.exchange import nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
-from popdist.training.reduction import nodes_of
 from popdist.training.rows import Rows
 from popdist.tree import finish
 
