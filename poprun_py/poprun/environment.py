@@ -33,7 +33,7 @@ HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"
 """What Hydra's ssh is called with; poprun's own words take the place of the user's."""
 
 _LAUNCHER_NAMES: Final = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "SSH_AUTH_SOCK", "KRB5CCNAME")
-_LAUNCHER_PREFIXES: Final = ("HYDRA_", "MPIEXEC_", "OMPI_", "OPAL_", "PRTE_", "PMIX_")
+_LAUNCHER_PREFIXES: Final = ("HYDRA_", "MPIEXEC_", "OMPI_", "OPAL_", "PRTE_", "PMIX_", "SLURM")
 _SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
 _INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

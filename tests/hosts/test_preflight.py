@@ -1,5 +1,6 @@
 """What is wrong with a host is found before anything starts, on all hosts at once, and told with its remedy."""
 
+import os
 import re
 import shutil
 import sys
@@ -141,8 +142,11 @@ def test_jobs_of_other_hosts_are_started_with_mpi(poprun: HostPoprun, spoilt: Ne
 
 
 @pytest.mark.deadline(120)
-def test_hosts_that_lack_the_environment_get_it(spoilt: Network, tmp_path: Path) -> None:
+def test_hosts_that_lack_the_environment_get_it(
+    spoilt: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job then runs there as if it had always been; hosts that have it are left alone."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # it has no MPI of its own
     folder = tmp_path / "environments" / "mine"
     folder.parent.mkdir()
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)]).succeeded()

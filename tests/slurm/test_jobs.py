@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.leftovers import TOKEN_VARIABLE
 from tests.running import Finished, MpiEnvironment, Poprun, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -102,7 +103,8 @@ def test_the_first_failure_ends_the_job(allocated: Allocated) -> None:
 @roomy
 def test_a_job_ends_with_poprun(slurm: dict[str, str]) -> None:
     """SIGKILL of poprun leaves nothing on any node: the fixture that looks for what is left finds no process."""
-    poprun = Poprun().command("--launcher=srun", sys.executable, "-c", KILL_POPRUN)[1:]
+    seen = f"--mpi-global-args=-x {TOKEN_VARIABLE}"
+    poprun = Poprun().command("--launcher=srun", seen, sys.executable, "-c", KILL_POPRUN)[1:]
     shell = ["sh", "-c", '"$@"; echo "code $?"', "sh", sys.executable, "-c", TELL_PID, *poprun]
     finished = run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *shell], env=slurm, deadline_seconds=100.0)
 
