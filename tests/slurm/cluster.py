@@ -40,7 +40,7 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
 _START_SECONDS = 60.0
-_STOP_SECONDS = 20.0
+_STOP_SECONDS = 5.0
 _ASK_AGAIN_SECONDS = 0.1
 
 
