@@ -1,6 +1,7 @@
 """The laws of the sharded optimizer, the same for any number of instances; each runs all of them."""
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.optim.optimizer import ParamsT
 import popdist
 from popdist import context
 from popdist.checkpoint import load_latest, save
+from popdist.host_memory.group import HostGroup
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
@@ -50,9 +52,10 @@ def run_all(folder: Path, apart: bool) -> int:  # noqa: FBT001 - how run_world p
     return len(laws)
 
 
-def host_group() -> object:
-    """What the instances of the host share."""
-    return context.current_group().backend.host_group
+def host_group() -> HostGroup | None:
+    """Those that share this host's memory, in a job of one host or of several."""
+    backend = context.current_group().backend
+    return backend.host_group or (backend.neighbours.group if backend.neighbours else None)
 
 
 class Wide(nn.Module):
@@ -314,14 +317,16 @@ def law_parameters_are_one_copy_on_a_host() -> None:
     """What one instance writes, all read; another optimizer, which would step once per instance, is refused."""
     if host_group() is None:
         return
+    host = host_group()
+    assert host is not None
     model = popdist.ReplicatedModel(Net())
     with torch.no_grad():
         model.first.weight.fill_(1.0 + popdist.instance_index())
     optimizer = popdist.ShardedOptimizer(model, optim.SGD, lr=0.1)
-    assert (model.first.weight == 1.0).all()
+    assert (model.first.weight == 1.0 + popdist.instance_index() - host.rank).all()
     popdist.barrier()
     with torch.no_grad():
-        if is_last():
+        if host.rank == host.size - 1:
             model.first.weight.fill_(7.0)
     popdist.barrier()
     assert (model.first.weight == 7.0).all()
@@ -365,3 +370,7 @@ def law_instances_must_do_the_same() -> None:
     with refused(popdist.CollectiveError, r"ShardedOptimizer.state_dict.*ShardedOptimizer.step|step.*state_dict"):
         optimizer.state_dict() if is_last() else optimizer.step()
     optimizer.step()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{run_all(Path(sys.argv[1]), apart=False)}\n")

@@ -6,8 +6,10 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import sharding_laws
+from tests.contract.on_hosts import run_on_hosts
 
 DEADLINE_SECONDS = 120.0
+NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
@@ -25,4 +27,13 @@ def test_laws(tmp_path: Path, num_instances: int, num_replicas: int, apart: bool
         num_replicas=num_replicas,
         timeout_seconds=DEADLINE_SECONDS,
     )
-    assert counts == [len([name for name in vars(sharding_laws) if name.startswith("law_")])] * num_instances
+    assert counts == [NUM_LAWS] * num_instances
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_laws_on_two_hosts(tmp_path: Path) -> None:
+    """Every law where two and two instances share memory."""
+    texts = run_on_hosts(
+        "-m", "tests.contract.sharding_laws", str(tmp_path), num_hosts=2, num_local=2, num_replicas=4
+    )
+    assert texts == [f"{NUM_LAWS}\n"] * 4

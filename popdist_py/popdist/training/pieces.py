@@ -1,4 +1,4 @@
-"""How instances that do not share memory get what each has updated: everybody sends its pieces to all others."""
+"""How copies of the weights in different memories become equal again: everybody sends its pieces to all others."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.groups import Group
+from popdist.backends.base import Backend
 from popdist.training.sharded_parameters import ShardedParameter
 from popdist.training.shards import flat_view
 
@@ -19,39 +19,39 @@ class Pieces:
 
     Args:
         sharded: At least one.
-        num_instances: Of the job.
+        backend: The instances that send them to each other.
     """
 
-    def __init__(self, sharded: Sequence[ShardedParameter], num_instances: int) -> None:
+    def __init__(self, sharded: Sequence[ShardedParameter], backend: Backend) -> None:
+        self._backend = backend
         self._like = sharded[0].whole.detach()
         width = max(1, CHUNK_BYTES // self._like.element_size())
         flats = [flat_view(it.whole.detach(), it.name) for it in sharded]
         self._rounds: list[list[list[Tensor]]] = []
-        for instance in range(num_instances):
+        for member, instance in enumerate(backend.instances):
             owned = zip(flats, (it.ranges[instance] for it in sharded), strict=True)
             for number, views in enumerate(_in_rounds([flat[it.start : it.stop] for flat, it in owned], width)):
                 if number == len(self._rounds):
-                    self._rounds.append([[] for _ in range(num_instances)])
-                self._rounds[number][instance] = views
+                    self._rounds.append([[] for _ in backend.instances])
+                self._rounds[number][member] = views
 
-    def exchange(self, group: Group) -> None:
-        """Overwrite the pieces of all other instances with what these have.
+    def exchange(self) -> None:
+        """Overwrite the pieces of all other members with what these have.
 
         Raises:
             BackendError: If an instance was lost or did not come in time.
         """
-        own = group.backend.instance_index
+        own = self._backend.instances.index(self._backend.instance_index)
         for pieces in self._rounds:
             lengths = [sum(map(len, views)) for views in pieces]
             sent = self._like.new_zeros(max(lengths))
             if lengths[own]:
                 torch.cat(pieces[own], out=sent[: lengths[own]])
-            received = group.backend.all_gather(sent)
-            for instance, (row, views) in enumerate(zip(received, pieces, strict=True)):
-                if instance != own:
-                    for view, part in zip(
-                        views, row[: lengths[instance]].split(list(map(len, views))), strict=True
-                    ):
+            received = self._backend.all_gather(sent)
+            for member, (row, views) in enumerate(zip(received, pieces, strict=True)):
+                if member != own:
+                    parts = row[: lengths[member]].split(list(map(len, views)))
+                    for view, part in zip(views, parts, strict=True):
                         view.copy_(part)
 
 

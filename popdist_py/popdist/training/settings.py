@@ -5,7 +5,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Kinds of settings that have a text of their own."""
 
 
 def is_optimizer_class(kind: object) -> bool:
@@ -21,5 +22,5 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def in_words(settings: Mapping[str, Any]) -> str:
     """Settings as further arguments of a call; what has no text of its own by its name only."""
     return "".join(
-        f", {name}={value!r}" if isinstance(value, _PLAIN) else f", {name}" for name, value in settings.items()
+        f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )

@@ -1,13 +1,11 @@
 """An optimizer whose work and state are shared by the instances: each updates its part of every step."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
@@ -15,15 +13,12 @@ from popdist.errors import OptimizerError
 from popdist.groups import Group
 from popdist.training.closing import check_whole_job
 from popdist.training.elementwise import check_elementwise, quiet_step
-from popdist.training.pieces import Pieces, group_by_kind
 from popdist.training.replicated import ReplicatedModel
 from popdist.training.settings import in_words, is_optimizer_class, settings_of
-from popdist.training.sharded_parameters import ShardedParameter, shard_parameters
+from popdist.training.sharded_agreement import digest_of, report
+from popdist.training.sharded_parameters import ShardedParameter, describe, shard_parameters
 from popdist.training.sharded_state import State, copy_state, gather_state, own_state
-from popdist.training.shared_weights import share_weights
-
-if TYPE_CHECKING:
-    from popdist.host_memory.group import HostGroup
+from popdist.training.weight_copies import WeightCopies
 
 
 class ShardedOptimizer(Optimizer):
@@ -67,9 +62,7 @@ class ShardedOptimizer(Optimizer):
         self._optimizer_class = optimizer_class
         self._keys: frozenset[str] = frozenset()
         self._sharded: list[ShardedParameter] = []
-        self._pieces: list[Pieces] | None = None
-        self._in_common: set[int] = set()
-        self._host: HostGroup | None = None
+        self._copies = WeightCopies()
         self._inside: Optimizer | None = None
         self._group().agree(f"ShardedOptimizer({optimizer_class.__name__}{in_words(defaults)})")
         self._given = defaults
@@ -88,8 +81,10 @@ class ShardedOptimizer(Optimizer):
             device = named[0][1].device if named else torch.device("cpu")
             settings = settings_of(group)
             keys = check_elementwise(self._optimizer_class, self._given, settings, device)
-            self._share(named)
-            sharded = shard_parameters(named, self._group())
+            whole_job = self._group()
+            whole_job.agree(f"ShardedOptimizer.add_param_group({describe(named)})")
+            self._copies.share(whole_job, named, self)
+            sharded = shard_parameters(named, whole_job)
         except Exception:
             del self.param_groups[-1]
             raise
@@ -103,7 +98,6 @@ class ShardedOptimizer(Optimizer):
             group.setdefault(name, value)
         self._keys |= keys
         self._sharded += sharded
-        self._pieces = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
@@ -116,7 +110,9 @@ class ShardedOptimizer(Optimizer):
             What ``closure`` returned, or None.
 
         Raises:
-            OptimizerError: If a parameter was moved, or a gradient is sparse.
+            OptimizerError: If a parameter was moved, a gradient is sparse, or an instance failed or has other
+                settings.
+            Exception: What the optimizer says; the others then raise an OptimizerError.
             MicroBatchError: If the gradients of all replicas are not there.
             CollectiveError: If the instances do other things.
             BackendError: If an instance was lost or did not come in time.
@@ -125,22 +121,38 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for it in self._sharded:
-            it.check()
-        group = self._group()
-        group.agree(f"ShardedOptimizer.step() of {len(self._sharded)} parameters")
+        group, text = self._group(), f"ShardedOptimizer.step() of {len(self._sharded)} parameters"
+        self._begin(group, text)
+        trouble = self._update()
+        self._copies.publish(group, self._sharded)
+        report(group, f"{text}, the update", trouble)
+        return loss
+
+    def _begin(self, group: Group, text: str) -> None:
+        """Wait until all instances are here, so that nobody reads the weights any more."""
+        trouble: OptimizerError | None = None
+        try:
+            for it in self._sharded:
+                it.check()
+        except OptimizerError as error:
+            trouble = error
+        report(group, text, trouble, digest_of(self.param_groups, self.defaults))
+
+    def _update(self) -> Exception | None:
+        """Update this instance's pieces; what went wrong, if anything did."""
         inside = self._settled_inside()
         try:
             for it in self._sharded:
                 it.lend_gradient()
             quiet_step(inside)
+        except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
+            return error
         finally:
             for it in self._sharded:
                 it.shard.grad = None
         for own, within in zip(self.param_groups, inside.param_groups, strict=True):
             own.update(settings_of(within))
-        self._publish(group)
-        return loss
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer as it would be without sharding, on every instance; all instances call it.
@@ -200,28 +212,6 @@ class ShardedOptimizer(Optimizer):
                 group.update(before)
 
         return give_back
-
-    def _publish(self, group: Group) -> None:
-        """Get what the others have updated."""
-        num_instances = len(group.instances)
-        if self._pieces is None:
-            apart = [it for it in self._sharded if id(it.whole) not in self._in_common]
-            kinds = group_by_kind(apart) if num_instances > 1 else []
-            self._pieces = [Pieces(it, num_instances) for it in kinds]
-        for pieces in self._pieces:
-            pieces.exchange(group)
-        if self._in_common and self._host is not None:
-            self._host.barrier()
-
-    def _share(self, named: list[tuple[str, Parameter]]) -> None:
-        """Make parameters one copy for the host, if all instances are on one."""
-        group = self._group()
-        text = "\n".join(f"{name} {tuple(it.shape)} {it.dtype} {it.device.type}" for name, it in named)
-        digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-        group.agree(f"ShardedOptimizer.add_param_group({len(named)} parameters, names and shapes {digest})")
-        self._host = group.backend.host_group
-        if self._host is not None:
-            self._in_common |= share_weights(self._host, named, self)
 
     def _settled_inside(self) -> Optimizer:
         """The optimizer of this instance's pieces, with the settings that the groups have now."""

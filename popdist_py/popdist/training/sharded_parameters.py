@@ -1,7 +1,9 @@
 """The parameters of a sharded optimizer, each cut into one piece for each instance."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -9,6 +11,9 @@ from torch.nn import Parameter
 from popdist.errors import OptimizerError
 from popdist.groups import Group
 from popdist.training.shards import deal_elements, flat_like, flat_view, may_be_cut
+
+Named: TypeAlias = tuple[str, Parameter]
+"""A parameter of the model, after its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +60,38 @@ class ShardedParameter:
             self.shard.grad = flat[self.mine.start : self.mine.stop]
 
 
-def shard_parameters(named: Sequence[tuple[str, Parameter]], group: Group) -> list[ShardedParameter]:
+def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
     """Cut parameters into one piece of about equal size for each instance of ``group``.
+
+    Those that are trained now are dealt by themselves, so that everybody gets as much work; frozen ones have no
+    state and may be most of a model.
 
     Raises:
         OptimizerError: If the memory of one has gaps or overlaps.
     """
-    wholes = [parameter for _, parameter in named]
-    may_cut = [may_be_cut(it) for it in wholes]
-    shares = deal_elements([it.numel() for it in wholes], len(group.instances), may_cut=may_cut)
-    sharded = []
-    for (name, whole), *ranges in zip(named, *shares, strict=True):
-        mine = ranges[group.backend.instance_index]
-        piece = flat_view(whole.detach(), name)[mine.start : mine.stop]
-        sharded.append(
-            ShardedParameter(
-                name=name,
-                whole=whole,
-                ranges=tuple(ranges),
-                mine=mine,
-                shard=Parameter(piece),
-                address=whole.data_ptr(),
-            )
-        )
-    return sharded
+    ranges: dict[str, list[range]] = {}
+    for is_trained in (True, False):
+        dealt = [it for it in named if it[1].requires_grad is is_trained]
+        sizes = [whole.numel() for _, whole in dealt]
+        may_cut = [may_be_cut(whole) for _, whole in dealt]
+        shares = deal_elements(sizes, len(group.instances), may_cut=may_cut)
+        ranges |= {name: owned for (name, _), *owned in zip(dealt, *shares, strict=True)}
+    return [_shard(name, whole, tuple(ranges[name]), group.backend.instance_index) for name, whole in named]
+
+
+def _shard(name: str, whole: Parameter, ranges: tuple[range, ...], instance: int) -> ShardedParameter:
+    mine = ranges[instance]
+    piece = flat_view(whole.detach(), name)[mine.start : mine.stop]
+    return ShardedParameter(
+        name=name, whole=whole, ranges=ranges, mine=mine, shard=Parameter(piece), address=whole.data_ptr()
+    )
+
+
+def describe(named: Sequence[Named]) -> str:
+    """What must be the same on all instances, in words: how many, and a digest of what they are."""
+    text = "\n".join(
+        f"{name} {tuple(it.shape)} {it.stride()} {it.dtype} {it.device.type} {it.requires_grad}"
+        for name, it in named
+    )
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{len(named)} parameters, names and shapes {digest}"

@@ -1,6 +1,6 @@
 """One copy of parameters for all instances of a host, in memory that each of them maps.
 
-Whoever updates a part of them does so for all; a meeting before and after keeps the others from reading meanwhile.
+Whoever updates a part of them does so for all; the instances meet before and after, so nobody reads meanwhile.
 """
 
 import weakref
@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import BackendError
-from popdist.host_memory.group import HostGroup
+from popdist.groups import Group
+from popdist.host_memory.group import HostGroup, SharedBlock
 from popdist.training.shards import flat_view
 
 _LINE_BYTES = 64
@@ -25,12 +26,12 @@ class _Shared:
     Attributes:
         parameter: It, not kept alive by this.
         address: Where it was put; elsewhere it is no longer shared.
-        owner: Identity of the optimizer that may step on it.
+        owner: The optimizer that may step on it, not kept alive by this: when it has gone, none may.
     """
 
     parameter: weakref.ref[Parameter]
     address: int
-    owner: int
+    owner: weakref.ref[object]
 
 
 _shared: dict[int, _Shared] = {}
@@ -38,27 +39,30 @@ _shared: dict[int, _Shared] = {}
 
 
 @torch.no_grad()
-def share_weights(host: HostGroup, named: Iterable[tuple[str, Parameter]], owner: object) -> set[int]:
-    """Make parameters views of one copy, with the values of rank 0; all ranks call it, with the same ones.
+def share_weights(
+    group: Group, host: HostGroup, named: Iterable[tuple[str, Parameter]], owner: object
+) -> set[int]:
+    """Make parameters views of one copy on each host, with the values of its first instance.
 
     Args:
-        host: The instances of the host.
+        group: All instances of the job, which all call this, with the same parameters.
+        host: Those of this host.
         named: Parameters that are dense in memory; those that are not on the CPU stay where they are.
         owner: The one optimizer that may step on them from now on.
 
     Returns:
-        Identities of those that are shared: none where memory is short.
+        Identities of those that are shared, the same parameters on all instances: none where a host is short of
+        memory.
 
     Raises:
-        BackendError, CollectiveError: If a rank was lost, or does something else.
+        BackendError, CollectiveError: If an instance was lost, or does something else.
     """
     flats = [(it, flat_view(it.detach(), name)) for name, it in named if it.device.type == "cpu" and it.numel()]
     if not flats:
         return set()
     sizes = [-(-flat.nbytes // _LINE_BYTES) * _LINE_BYTES for _, flat in flats]
-    try:
-        block = host.allocate(sum(sizes))
-    except BackendError:
+    block = _room_on_all_hosts(group, host, sum(sizes))
+    if block is None:
         return set()
     if host.rank:
         block.release()
@@ -74,10 +78,25 @@ def share_weights(host: HostGroup, named: Iterable[tuple[str, Parameter]], owner
     return {id(parameter) for parameter, _ in flats}
 
 
+def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedBlock | None:
+    """Memory of this host; None on all instances of the job if one host has none."""
+    block = None
+    try:
+        block = host.allocate(num_bytes)
+    except BackendError:
+        host.flags.raise_failure()
+    has_room = group.start(f"ShardedOptimizer, one copy of {num_bytes} bytes on each host", [block is not None])
+    if all(said for (said,) in has_room.wait()):
+        return block
+    if block is not None:
+        block.release()
+    return None
+
+
 def _remember(parameter: Parameter, owner: object) -> None:
     key = id(parameter)
     reference = weakref.ref(parameter, lambda _: _shared.pop(key, None))
-    _shared[key] = _Shared(parameter=reference, address=parameter.data_ptr(), owner=id(owner))
+    _shared[key] = _Shared(parameter=reference, address=parameter.data_ptr(), owner=weakref.ref(owner))
 
 
 def has_shared() -> bool:
@@ -86,11 +105,11 @@ def has_shared() -> bool:
 
 
 def is_shared_with_others(parameter: Tensor, owner: object) -> bool:
-    """Whether ``parameter`` is one copy for all instances of the host and another optimizer's than ``owner``."""
+    """Whether ``parameter`` is one copy for all instances of the host and not one that ``owner`` may step on."""
     known = _shared.get(id(parameter))
     return (
         known is not None
         and known.parameter() is parameter
         and known.address == parameter.data_ptr()
-        and known.owner != id(owner)
+        and known.owner() is not owner
     )
