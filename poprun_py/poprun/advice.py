@@ -29,6 +29,14 @@ def advise_of_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str | No
     return f"{words}: left out, these are words for Open MPI and MPICH starts the job; -x and --tag-output work"
 
 
+def advise_of_hosts(plan: LaunchPlan) -> str | None:
+    """What to know about hosts that nobody has looked at; None for a job of one host."""
+    if len(plan.hosts) == 1:
+        return None
+    here = _gpus(plan.devices) if plan.devices else f"cores {fold_numbers(plan.cores)}"
+    return f"planned as if each of the {len(plan.hosts):,} hosts had what this machine has: {here}"
+
+
 def _lines(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     if facts.gpus and not plan.devices:
         yield _not_enough_gpus(plan, facts)
@@ -40,8 +48,6 @@ def _lines(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     else:
         yield from _crowded(plan, _threads(plan, facts))
     yield from _idle_devices(plan, facts) if plan.devices else _idle_cores(plan, facts)
-    if len(plan.hosts) > 1:
-        yield _assumed_hosts(plan)
 
 
 def _not_enough_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
@@ -98,11 +104,6 @@ def _idle_cores(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
         busy = plan.num_instances_per_host * threads
         used = min(num_cores, better // len(plan.hosts) * threads)
         yield _take_turns(plan, better, busy=busy, used=used, total=_count(num_cores, "core"))
-
-
-def _assumed_hosts(plan: LaunchPlan) -> str:
-    here = _gpus(plan.devices) if plan.devices else f"cores {fold_numbers(plan.cores)}"
-    return f"planned as if each of the {len(plan.hosts):,} hosts had what this machine has: {here}"
 
 
 def _largest(plan: LaunchPlan, num_per_host: int) -> int:

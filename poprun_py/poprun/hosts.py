@@ -20,6 +20,7 @@ _ITEM: Final = r"(?:[^,\[\]]|\[[^\[\]]*\])+"
 _PART: Final = r"\[([^\[\]]*)\]|([^\[\]]+)"
 _RANGE: Final = r"([0-9]{1,253})(?:-([0-9]{1,253}))?"
 _NAME: Final = r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*"
+_ADDRESS: Final = r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]"
 _NUMBERED: Final = r"(.*?)([0-9]+)([^0-9]*)"
 
 _CURE: Final = "write hosts like a,b or host[0-2,4]"
@@ -30,7 +31,8 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
     Args:
         text: Names with commas between them; a bracket holds numbers and ranges, a number's leading zeros are
-            kept, and one name may have several brackets. Blanks around a name are dropped.
+            kept, and one name may have several brackets. Blanks around a name are dropped, and so are the
+            brackets of an IPv6 address.
 
     Raises:
         PlanError: If a name, bracket or range is malformed, a host is named twice, or there are more than
@@ -137,6 +139,8 @@ def _split(text: str) -> list[str]:
 
 
 def _read_item(item: str, text: str) -> list[_Part]:
+    if address := re.fullmatch(_ADDRESS, item):
+        return [address[1]]
     parts = re.findall(_PART, item)
     return [literal or _read_bracket(bracket, text) for bracket, literal in parts]
 

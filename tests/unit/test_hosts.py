@@ -23,6 +23,7 @@ from tests.planning import host_lists
         ("n[7]", ("n7",)),
         ("r[0-1]n[0-1]", ("r0n0", "r0n1", "r1n0", "r1n1")),
         ("n[1-2]-ib.example.org", ("n1-ib.example.org", "n2-ib.example.org")),
+        ("[fd00::2],[::ffff:10.0.0.7],a", ("fd00::2", "::ffff:10.0.0.7", "a")),
         ("login,n[1-2],10.0.0.7,::1", ("login", "n1", "n2", "10.0.0.7", "::1")),
     ],
 )

@@ -1,7 +1,10 @@
 """What is made of the hosts' answers."""
 
 from poprun.preflight.addresses import choose_addresses
-from poprun.preflight.judgement import Problem, no_answer, render_problems
+from poprun.preflight.judgement import judge_places
+from poprun.preflight.problems import Problem, render_problems
+from poprun.preflight.silence import no_answer
+from poprun.routes import HostRoute
 
 BOTH = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("lo", "::1"), ("ib0", "fd00::1")]
 OLD = [("lo", "127.0.0.1"), ("eth0", "10.0.0.2")]
@@ -37,8 +40,8 @@ def test_a_subnet_decides_before_everything() -> None:
 
 def test_hosts_with_the_same_problem_share_a_row() -> None:
     """A table for a thousand hosts is as long as it has kinds of trouble."""
-    problems = [Problem(host=f"n{n}", cause="it does not answer", remedy=f"ssh n{n} true") for n in range(1000)]
-    text = render_problems([*problems, Problem(host="m", cause="other", remedy="mend m")], 2000)
+    problems = [Problem(host=f"n{n}", cause="it does not answer", remedy="ssh {host} true") for n in range(1000)]
+    text = render_problems([*problems, Problem(host="m", cause="other", remedy="mend {host}")], 2000)
 
     assert text.splitlines() == [
         "1001 of 2000 hosts cannot take part:",
@@ -52,8 +55,22 @@ def test_what_ssh_says_becomes_a_cause() -> None:
     """And what it says that nobody expects is shown."""
     refused = no_answer("a", 255, "a@b: Permission denied (publickey).", "/bin/python3")
     strange = no_answer("a", 255, "kex: out of luck", "/bin/python3")
+    broken = no_answer("a", 3, "greeting\nno module", "/bin/python3")
+    in_slurm = no_answer("a", 1, "srun: error: no", "/bin/python3", in_slurm=True)
 
+    assert broken.cause == "/bin/python3 ended there with exit code 3: no module"
+    assert in_slurm.cause == "srun could not ask it: srun: error: no"
     assert refused.cause == "ssh refuses the login"
     assert strange.cause == "ssh failed: kex: out of luck"
     assert no_answer("a", 127, "sh: no such file", "/bin/python3").cause == "there is no Python at /bin/python3"
     assert no_answer("a", None, "", "/bin/python3").cause == "it does not answer in time"
+
+
+def test_each_host_is_named_once_under_whichever_of_its_names() -> None:
+    """Hosts that have each other's address are one; that many have the same beside theirs says nothing."""
+    bridge = ("docker0", "172.17.0.1")
+    places = {"a": [*BOTH, bridge], "a-ib": [*BOTH, bridge], "b": [*OLD, bridge]}
+    ways = {"a": "10.0.0.1", "a-ib": "10.1.0.1", "b": "10.0.0.2"}
+    routes = {name: HostRoute(name=name, interface="eth0", address=ways[name]) for name in ways}
+
+    assert [(it.host, it.cause) for it in judge_places(places, routes)] == [("a-ib", "it is the same host as a")]

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.advice import advise, advise_of_words
+from poprun.advice import advise, advise_of_hosts, advise_of_words
 from poprun.allocations import facts_within, within
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
@@ -119,7 +119,8 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     if line.exported_file is not None:
         _export(line, line.exported_file)
     of_words = advise_of_words(job_words(request, plan.mpi).left_out, plan.mpi)
-    for advice in (*advise(plan, facts), *filter(None, [of_words])):
+    of_hosts = advise_of_hosts(plan) if line.is_dry_run or line.emitted is not None else None
+    for advice in (*advise(plan, facts), *filter(None, [of_words, of_hosts])):
         screen.tell(f"warning: {advice}")
     if line.verbosity:
         for option in (one.option for one in line.given if one.option.why_no_effect):

@@ -5,14 +5,11 @@ the same family, because a connection has one.
 """
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from poprun.preflight.judgement import Problem
-from poprun.routes import HostRoute
-
-Places = Sequence[tuple[str, str]]
-"""A host's addresses as (interface, address)."""
+from poprun.preflight.problems import Problem
+from poprun.routes import HostRoute, Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,11 @@ class Conversation:
         self._words = _COMMAND if remote is None else _words(host, remote)
         self._process: Process | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is somebody to be asked."""
+        return self._process is not None
+
     async def begin(self) -> None:
         """Send the text that answers.
 

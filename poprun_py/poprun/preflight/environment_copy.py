@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from poprun.errors import HostsError
-from poprun.preflight.judgement import Problem
+from poprun.preflight.problems import Problem
 from poprun.routes import ssh_options
 
 _SILENCE_SECONDS: Final = 60

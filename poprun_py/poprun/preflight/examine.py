@@ -3,7 +3,7 @@
 import asyncio
 import os
 import socket
-import time
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -13,27 +13,28 @@ from poprun.errors import HostsError
 from poprun.hosts import fold_hosts
 from poprun.plan import LaunchPlan
 from poprun.preflight.addresses import Choice, choose_addresses
-from poprun.preflight.conversation import Answer, Conversation, NoAnswerError, python_file
+from poprun.preflight.conversation import Answer, python_file
 from poprun.preflight.environment_copy import copy_environment, environment_folder
 from poprun.preflight.judgement import (
-    Problem,
     judge,
+    judge_names,
+    judge_places,
+    judge_routes,
     judge_slots,
-    judge_together,
-    no_answer,
     program_files,
-    render_problems,
 )
+from poprun.preflight.problems import Problem, render_problems
+from poprun.preflight.rounds import Rounds
+from poprun.preflight.silence import no_answer
 from poprun.routes import HostRoute, JobNetwork
 
 _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
 _SLOTS_SECONDS: Final = 3.0
-_USUAL_SECONDS: Final = 0.4
-"""How long this machine takes for its own answer when it has nothing else to do."""
+_VERSION_FILE: Final = os.path.abspath(contract.__file__)
 _FOLDERS: Final = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-    os.path.dirname(os.path.abspath(contract.__file__)),
+    os.path.dirname(_VERSION_FILE),
 )
 _HERE: Final = "this machine"
 _MOST_NAMES: Final = 256
@@ -93,15 +94,13 @@ class _Examiner:
     def __init__(self, plan: LaunchPlan, here: str) -> None:
         self._plan = plan
         self._here = here
-        names = dict.fromkeys((here, *plan.hosts))
-        self._lines = {name: Conversation(name, None if name == here else plan.remote) for name in names}
+        self._rounds = Rounds(dict.fromkeys((here, *plan.hosts)), here, plan.remote)
         self._problems: list[Problem] = []
-        self._slowness = 1.0
 
     async def examine(self) -> tuple[Examination | None, list[Problem]]:
         """What was found when nothing is wrong, and what is."""
         try:
-            answers = await self._ask_all()
+            answers = await self._ask_for_facts()
             self._judge(answers)
             await self._ask_for_slots(answers)
             choice = self._choose(answers)
@@ -109,54 +108,33 @@ class _Examiner:
             if self._here in choice.routes:
                 await self._try_routes(choice.routes)
         finally:
-            await asyncio.gather(*(line.end() for line in self._lines.values()))
+            await self._rounds.end()
         if self._problems:
             return None, self._problems
         routes = tuple(choice.routes[host] for host in self._plan.hosts)
         network = JobNetwork(control_host=choice.routes[self._here].address, hosts=routes)
         return Examination(network=network, reason=choice.reason), []
 
-    async def _ask_all(self) -> dict[str, Answer]:
-        """The answer of every host that gives one in time."""
-        question = self._question()
-        tasks = {name: asyncio.create_task(self._ask(line, question)) for name, line in self._lines.items()}
-        await self._wait(tasks.values(), _FACTS_SECONDS)
-        answers = {}
-        for name, task in tasks.items():
-            if not task.done():
-                task.cancel()
-                self._problems.append(no_answer(name, None, "", python_file()))
-            elif isinstance(error := task.exception(), NoAnswerError):
-                self._problems.append(no_answer(name, error.code, error.words, python_file()))
-            else:
-                answers[name] = task.result()
-        return answers
+    async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
+        """The answer of every host that gives one in time; it is a problem of the others that they do not."""
+        found = await self._rounds.ask(questions, seconds)
+        in_slurm = self._plan.remote.slurm_job is not None
+        for name, error in found.silent.items():
+            self._problems.append(no_answer(name, error.code, error.words, python_file(), in_slurm=in_slurm))
+        return found.answers
 
-    async def _ask(self, line: Conversation, question: Answer) -> Answer:
-        began_at_seconds = time.monotonic()
-        await line.begin()
-        answer = await line.ask(question)
-        if line.host == self._here:
-            self._slowness = max(1.0, (time.monotonic() - began_at_seconds) / _USUAL_SECONDS)
-        return answer
-
-    async def _wait(self, tasks: Collection["asyncio.Task[Answer]"], seconds: float) -> None:
-        """Wait for hosts; longer on a machine that is so busy that its own answer took longer than usual."""
-        _, pending = await asyncio.wait(tasks, timeout=seconds)
-        if pending and self._slowness > 1:
-            await asyncio.wait(pending, timeout=seconds * (self._slowness - 1))
-
-    def _question(self) -> Answer:
+    async def _ask_for_facts(self) -> dict[str, Answer]:
         plan = self._plan
-        return {
+        question = {
             "ask": "facts",
             "folders": list(_FOLDERS),
-            "version_file": os.path.abspath(contract.__file__),
+            "version_file": _VERSION_FILE,
             "mpi": plan.mpi.path if plan.mpi else "",
             "working_directory": plan.working_directory,
             "files": [os.path.join(plan.working_directory, file) for file in program_files(plan.program)],
             "names": () if plan.remote.slurm_job else plan.hosts[:_MOST_NAMES],
         }
+        return await self._ask(dict.fromkeys((self._here, *plan.hosts), question), _FACTS_SECONDS)
 
     def _judge(self, answers: Mapping[str, Answer]) -> None:
         here = answers.get(self._here)
@@ -164,23 +142,16 @@ class _Examiner:
             return
         for name, answer in answers.items():
             if name in self._plan.hosts:
-                self._problems += judge(name, answer, self._plan, here)
-        self._problems += judge_together(answers, self._plan.hosts)
+                self._problems += judge(name, answer, self._plan, here, sys.prefix)
+        self._problems += judge_names(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
         """See that the hosts with nothing wrong have the virtual IPUs that the job uses."""
         bad = {problem.host for problem in self._problems}
         asked = [name for name in answers if name in self._plan.hosts and name not in bad]
         question = {"ask": "slots", "folders": list(_FOLDERS)}
-        tasks = [asyncio.create_task(self._lines[name].ask(question)) for name in asked]
-        if tasks:
-            await self._wait(tasks, _SLOTS_SECONDS)
-        for name, task in zip(asked, tasks, strict=True):
-            if task.done() and not task.exception():
-                self._problems += judge_slots(name, task.result(), self._plan)
-            else:
-                task.cancel()
-                self._problems.append(no_answer(name, None, "", python_file()))
+        for name, slots in (await self._ask(dict.fromkeys(asked, question), _SLOTS_SECONDS)).items():
+            self._problems += judge_slots(name, slots, self._plan)
 
     def _choose(self, answers: Mapping[str, Answer]) -> Choice:
         """The addresses of the hosts that answered, and of this machine."""
@@ -191,35 +162,30 @@ class _Examiner:
         reached = {name: way[2] for name, way in ways.items()}
         if ways:
             reached[self._here] = next(iter(ways.values()))[0]
-        return choose_addresses(places, reached, self._plan.remote.subnet)
+        choice = choose_addresses(places, reached, self._plan.remote.subnet)
+        if self._plan.remote.slurm_job is None:  # Slurm's nodes are as many as it says, wherever they are
+            routes = {host: choice.routes[host] for host in self._plan.hosts if host in choice.routes}
+            self._problems += judge_places(places, routes)
+        return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """See that every host reaches this machine from the address that it is to use."""
+        """See that every host reaches this machine and the host of instance 0 from its address for the job.
+
+        Here the agents report, there the instances meet.
+        """
+        first = self._plan.hosts[0]
         host = routes[self._here].address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN) as listener:
-            question = {"ask": "route", "host": host, "port": listener.getsockname()[1]}
-            asked = [name for name in routes if name != self._here]
-            tasks = [
-                asyncio.create_task(self._lines[name].ask({**question, "from": routes[name].address}))
-                for name in asked
-            ]
-            if tasks:
-                await self._wait(tasks, _ROUTE_SECONDS)
-            for name, task in zip(asked, tasks, strict=True):
-                self._note_route(routes[name], host, task)
-
-    def _note_route(self, route: HostRoute, host: str, task: "asyncio.Task[Answer]") -> None:
-        if not task.done():
-            task.cancel()
-            problem = "timed out"
-        else:
-            problem = str(task.exception() or task.result()["problem"])
-        if problem:
-            self._problems.append(
-                Problem(
-                    host=route.name,
-                    cause=f"it does not reach this machine from {route.address} at {host}: {problem}",
-                    remedy="open the network between them to all ports, or choose another with --host-subnet",
-                )
-            )
+            targets = {"this machine": (host, listener.getsockname()[1])}
+            if first in routes and first != self._here:
+                question = {"ask": "listen", "host": routes[first].address}
+                for answer in (await self._ask({first: question}, _ROUTE_SECONDS)).values():
+                    targets[first] = (routes[first].address, answer["port"])
+            questions = {
+                name: {"ask": "route", "from": route.address, "targets": list(targets.values())}
+                for name, route in routes.items()
+                if name != self._here
+            }
+            for name, answer in (await self._ask(questions, _ROUTE_SECONDS)).items():
+                self._problems += judge_routes(routes[name], targets, answer["problems"])

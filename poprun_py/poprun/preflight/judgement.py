@@ -1,94 +1,15 @@
 """What is wrong with a host, from what it answered: cause and remedy in words. Pure."""
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from poprun.plan import LaunchPlan
+from poprun.preflight.problems import Problem
 from poprun.probe.mpi import read_version
 from poprun.ranges import fold_numbers
+from poprun.routes import HostRoute, Places
 from poprun.topology import MpiKind, MpiRuntime
-
-SSH_FAILED: Final = 255
-_NO_COMMAND: Final = (126, 127)
-
-_SSH_CAUSES: Final = (
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
-        "its host key is not the one that ssh knows",
-        "set up anew? then ssh-keygen -R {host}; if not, ask who answers there",
-    ),
-    (
-        r"Host key verification failed|No .* host key is known",
-        "ssh does not know its host key",
-        "compare and accept the key once: ssh {host} true",
-    ),
-    (r"Permission denied", "ssh refuses the login", "let this user in without a password: ssh-copy-id {host}"),
-    (
-        r"Could not resolve hostname|Name or service not known",
-        "nobody knows this name",
-        "check the spelling, or give the host in ~/.ssh/config or /etc/hosts",
-    ),
-    (r"Connection refused", "no sshd listens there", "start sshd on the host, or name its port in ~/.ssh/config"),
-    (
-        r"timed out|No route to host|Network is unreachable|Host is down",
-        "it does not answer",
-        "see that the host is up and lets ssh in: ssh {host} true",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What keeps a host out of a job.
-
-    Attributes:
-        host: The host.
-        cause: What was found there.
-        remedy: What to do about it.
-        lacks_environment: Whether a copy of poprun's Python environment may be the remedy, too.
-    """
-
-    host: str
-    cause: str
-    remedy: str
-    lacks_environment: bool = False
-
-
-def no_answer(host: str, code: int | None, words: str, python_file: str) -> Problem:
-    """Why a host did not answer.
-
-    Args:
-        host: The host.
-        code: Exit code of ssh; None when time was over.
-        words: What it said.
-        python_file: The interpreter that was to answer.
-    """
-    if code is None:
-        return Problem(
-            host=host, cause="it does not answer in time", remedy=f"see that this is quick: ssh {host} true"
-        )
-    if code in _NO_COMMAND and words.startswith("ssh:"):
-        return Problem(host=host, cause="there is no ssh here", remedy="install an ssh client on this machine")
-    if code in _NO_COMMAND:
-        return _no_python(host, python_file)
-    if code == SSH_FAILED:
-        for pattern, cause, remedy in _SSH_CAUSES:
-            if re.search(pattern, words, re.IGNORECASE):
-                return Problem(host=host, cause=cause, remedy=remedy.format(host=host))
-    said = words.splitlines()[-1] if words else f"exit code {code}"
-    return Problem(host=host, cause=f"ssh failed: {said}", remedy=f"see that this works: ssh {host} true")
-
-
-def _no_python(host: str, python_file: str) -> Problem:
-    return Problem(
-        host=host,
-        cause=f"there is no Python at {python_file}",
-        remedy="make the same environment there, or have poprun do so: --synchronise-python-venv yes",
-        lacks_environment=True,
-    )
 
 
 def program_files(program: Sequence[str]) -> list[str]:
@@ -97,7 +18,9 @@ def program_files(program: Sequence[str]) -> list[str]:
     return [program[0], *([script] if script else [])]
 
 
-def judge(host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any]) -> Iterator[Problem]:
+def judge(
+    host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
+) -> Iterator[Problem]:
     """What is wrong with ``host``: everything that its answer shows.
 
     Args:
@@ -105,6 +28,7 @@ def judge(host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[
         answer: What it said.
         plan: The job.
         here: What this machine said to the same questions.
+        environment: The folder of the Python environment that poprun runs in.
     """
     if answer["python"] != here["python"]:
         yield Problem(
@@ -113,9 +37,15 @@ def judge(host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[
             remedy="install the same Python on both",
         )
     if answer["sources"] != here["sources"]:
-        yield _other_popdist(host, answer, here)
+        yield _other_popdist(host, answer, here, environment)
     if plan.mpi is not None:
         yield from _judge_mpi(host, plan.mpi, answer)
+        if plan.mpi.kind is MpiKind.OPEN_MPI and answer["temporary"]:
+            yield Problem(
+                host=host,
+                cause=f"Open MPI cannot write to {answer['temporary']}",
+                remedy="make room there, or set TMPDIR to another folder for logins on the host",
+            )
     if not answer["has_directory"]:
         yield Problem(
             host=host,
@@ -131,19 +61,20 @@ def judge(host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[
             yield Problem(host=host, cause=f"{file} is {problem}", remedy="let this user read it: chmod a+r")
 
 
-def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]) -> Problem:
+def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str) -> Problem:
     folder = next(folder for folder, digest in here["sources"].items() if answer["sources"][folder] != digest)
     if not answer["sources"][folder]:
         cause = f"there is no {os.path.basename(folder)} in {folder}"
-    elif answer["version"] != here["version"]:
+    elif answer["version"] and answer["version"] != here["version"]:
         cause = f"poprun and popdist are {answer['version']} there, {here['version']} here"
     else:
-        cause = f"poprun and popdist {here['version']} differ from those here, in {folder}"
+        cause = f"{os.path.basename(folder)} is not the same there as here, in {folder}"
+    is_copied = folder.startswith(os.path.join(environment, ""))
     return Problem(
         host=host,
         cause=cause,
-        remedy="install the same as here, or have poprun do so: --synchronise-python-venv yes",
-        lacks_environment=True,
+        remedy=f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}",
+        lacks_environment=is_copied,
     )
 
 
@@ -151,7 +82,7 @@ def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iter
     found = read_version(wanted.path, answer["mpi"])
     if ":" in host:
         cause = "the MPI launchers do not take an IPv6 address in place of a name"
-        yield Problem(host=host, cause=cause, remedy="give it a name in /etc/hosts or ~/.ssh/config")
+        yield Problem(host=host, cause=cause, remedy="name it in /etc/hosts or ~/.ssh/config, and use that name")
     elif wanted.kind is MpiKind.MPICH and not any(_is_outer_ipv4(address) for _, address in answer["addresses"]):
         cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
         yield Problem(host=host, cause=cause, remedy="give it one, or use Open MPI")
@@ -182,23 +113,53 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
         )
 
 
-def judge_together(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
-    """What is wrong between the hosts: two names of one host, a name with two meanings.
+def judge_names(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
+    """The names that mean different addresses on different hosts.
 
     Args:
         answers: What each host said, by its name; this machine's is among them.
         hosts: Those that the job is to run on.
     """
-    seen: dict[tuple[str, ...], str] = {}
-    for host, answer in answers.items():
-        identity = tuple(answer["ssh"][2:])
-        first = seen.setdefault(identity, host) if identity else host
-        if first != host:
+    for name in hosts:
+        yield from _judge_name(name, answers)
+
+
+def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
+    """The hosts that are the same as another: each has the address of the other.
+
+    Args:
+        places: The addresses of each host, by its name.
+        routes: The way to each host that has one, in the job's order.
+    """
+    own = {host: {address for _, address in places[host]} for host in routes}
+    owners: dict[str, str] = {}
+    for host, route in routes.items():
+        first = owners.get(route.address, host)
+        if first != host and routes[first].address in own[host]:
             yield Problem(
                 host=host, cause=f"it is the same host as {first}", remedy="name each host once in --host"
             )
-    for name in hosts:
-        yield from _judge_name(name, answers)
+        for address in own[host]:
+            owners.setdefault(address, host)
+
+
+def judge_routes(
+    route: HostRoute, targets: Mapping[str, tuple[str, int]], problems: Sequence[str]
+) -> Iterator[Problem]:
+    """The ``targets`` that a host does not reach.
+
+    Args:
+        route: The way to the host, whose address its own connections have, too.
+        targets: Address and port of what it is to reach, by its name.
+        problems: What was wrong with each of them, in their order; empty where it was reached.
+    """
+    for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
+        if problem:
+            yield Problem(
+                host=route.name,
+                cause=f"it does not reach {name} from {route.address} at {address}: {problem}",
+                remedy="open the network between them to all ports, or choose another with --host-subnet",
+            )
 
 
 def _judge_name(name: str, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
@@ -229,24 +190,3 @@ def _is_loopback(address: str) -> bool:
 
 def _first(addresses: set[str]) -> str:
     return min(addresses)
-
-
-def render_problems(problems: Sequence[Problem], num_hosts: int) -> str:
-    """One table of all problems; hosts with the same one share a row."""
-    from poprun.hosts import fold_hosts  # noqa: PLC0415 - only a mistake pays for it
-
-    rows: dict[tuple[str, str], list[str]] = {}
-    for problem in problems:
-        key = (problem.cause, problem.remedy.replace(problem.host, "HOST"))
-        rows.setdefault(key, []).append(problem.host)
-    bad = list(dict.fromkeys(problem.host for problem in problems))
-    cells = [
-        (fold_hosts(hosts), cause, remedy.replace("HOST", hosts[0]) if len(hosts) == 1 else remedy)
-        for (cause, remedy), hosts in rows.items()
-    ]
-    widths = [max(len(row[column]) for row in [*cells, ("host", "cause", "remedy")]) for column in range(2)]
-    lines = [
-        f"  {host:{widths[0]}}  {cause:{widths[1]}}  {remedy}"
-        for host, cause, remedy in [("host", "cause", "remedy"), *cells]
-    ]
-    return "\n".join([f"{len(bad)} of {num_hosts} hosts cannot take part:", *lines])

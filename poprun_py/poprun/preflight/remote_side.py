@@ -18,6 +18,8 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 from typing import Any
 
 MARK = "poprun-preflight:"
@@ -28,6 +30,7 @@ _MAX_ADDRESSES = 1024
 _MPI_SECONDS = 5.0
 _CONNECT_SECONDS = 2.0
 _RESOLVE_SECONDS = 3
+_ROOM_BYTES = 1024 * 1024
 _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
 Question = (
@@ -39,7 +42,7 @@ def main() -> None:
     """Answer until nobody asks any more."""
     for line in sys.stdin:
         question = json.loads(line)
-        answer = {"facts": facts, "slots": slots, "route": route}[question["ask"]](question)
+        answer = _ANSWERS[question["ask"]](question)
         sys.stdout.write(MARK + json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -55,6 +58,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "mpi": mpi_version(question["mpi"]),
         "has_directory": os.path.isdir(question["working_directory"]),
         "files": {file: look_at(file) for file in question["files"]},
+        "temporary": room(temporary_folder()),
         "addresses": addresses(),
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
         "names": resolve(question["names"]),
@@ -106,6 +110,21 @@ def look_at(file: str) -> str:
     if not os.path.exists(file):
         return "missing"
     return "" if os.access(file, os.R_OK) or os.access(file, os.X_OK) else "not readable"
+
+
+def temporary_folder() -> str:
+    """Where Open MPI's daemons keep what a job leaves for its processes."""
+    return next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")  # noqa: S108 - what they take
+
+
+def room(folder: str) -> str:
+    """Why nothing can be written in ``folder``, which is named in it; empty when there is room."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_BYTES))
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return ""
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -163,16 +182,33 @@ def slots(question: dict[str, Any]) -> dict[str, Any]:
     return {"cores": list(usable_cores()), "gpus": [gpu.name for gpu in gpus if gpu.is_free]}
 
 
+def listen(question: dict[str, Any]) -> dict[str, Any]:
+    """Let other hosts reach ``host``, an address of this one, until nobody asks any more; the port."""
+    family = socket.AF_INET6 if ":" in question["host"] else socket.AF_INET
+    _listeners.append(socket.create_server((question["host"], 0), family=family, backlog=socket.SOMAXCONN))
+    return {"port": _listeners[-1].getsockname()[1]}
+
+
 def route(question: dict[str, Any]) -> dict[str, Any]:
-    """Whether poprun can be reached from an address of this host; what was wrong, or nothing."""
-    try:
-        connection = socket.create_connection(
-            (question["host"], question["port"]), _CONNECT_SECONDS, (question["from"], 0)
-        )
-    except OSError as error:
-        return {"problem": error.strerror or str(error)}
-    connection.close()
-    return {"problem": ""}
+    """What keeps this host from each of ``targets``, hosts and ports, when it starts at ``from``; or nothing."""
+    problems = [""] * len(question["targets"])
+
+    def reach(number: int, target: list[Any]) -> None:
+        try:
+            socket.create_connection(tuple(target), _CONNECT_SECONDS, (question["from"], 0)).close()
+        except OSError as error:
+            problems[number] = error.strerror or str(error)
+
+    threads = [threading.Thread(target=reach, args=it) for it in enumerate(question["targets"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {"problems": problems}
+
+
+_ANSWERS = {"facts": facts, "slots": slots, "listen": listen, "route": route}
+_listeners: list[socket.socket] = []
 
 
 if __name__ == "__main__":
