@@ -6,6 +6,7 @@ An agent sends *events*, poprun sends *orders*:
 |-------------------|-----------------------------------------------------|----------------------------------|
 | `hello`           | the agent lives                                     | instance, pid, shim, runtime, …  |
 | `started`         | the program runs                                    | pid, memory_not_bound if it is not|
+| `failed_to_hold`  | nobody keeps the job's lease on its host any more   | errno                            |
 | `failed_to_bind`  | its cores are not to be had                         | errno, cores                     |
 | `failed_to_start` | the program could not be executed                   | errno, place                     |
 | `stats`           | what the program's tree uses and how far it is      | memory_bytes, progress, …        |
@@ -76,6 +77,7 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "stillborn": {"instance": int},
     VIEW_EVENT: {},
     "started": {"pid": int},
+    "failed_to_hold": {"errno": int},
     "failed_to_bind": {"errno": int, "cores": list},
     "failed_to_start": {"errno": int, "place": str},
     "stats": {"progress": str},

@@ -8,7 +8,7 @@ Standard library only: the agents run this in a bare interpreter.
 import os
 import resource
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 _KIBIBYTE = 1024
@@ -64,8 +64,13 @@ def key_of(pid: int) -> ProcessKey | None:
     return None if stat is None else stat.key
 
 
-def descendants(root: int) -> list[ProcessKey]:
-    """Every living descendant of the process ``root``, parents before children; zombies are left out."""
+def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
+    """Every living descendant of the process ``root``, parents before children; zombies are left out.
+
+    Args:
+        root: Its id.
+        apart_from: Ids of descendants that are left out, with all below them.
+    """
     children: dict[int, list[_Stat]] = {}
     for stat in _all_stats():
         children.setdefault(stat.parent, []).append(stat)
@@ -73,6 +78,8 @@ def descendants(root: int) -> list[ProcessKey]:
     parents = [root]
     for parent in parents:
         for stat in children.get(parent, ()):
+            if stat.key.pid in apart_from:
+                continue
             parents.append(stat.key.pid)
             if stat.state != "Z":
                 found.append(stat.key)
@@ -124,13 +131,17 @@ def catches(pid: int, signum: int) -> bool:
     return signum > 0 and any(int(mask, 16) >> (signum - 1) & 1 for mask in masks)
 
 
-def own_tree() -> list[ProcessKey]:
-    """Every living descendant of this process, which must be a subreaper: without a child it has none at all."""
+def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
+    """Every living descendant of this process, which must be a subreaper: without a child it has none at all.
+
+    Args:
+        apart_from: Ids of descendants that are left out, with all below them.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return []
-    return descendants(os.getpid())
+    return descendants(os.getpid(), apart_from)
 
 
 def reap() -> Iterator[Ended]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _CONNECT_SECONDS: Final = 7
+_SSH_ALIVE: Final = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _SSH_OPTIONS: Final = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}")
 
 Places = Sequence[tuple[str, str]]
@@ -24,11 +25,15 @@ class HostRoute:
         name: What the user calls it.
         address: Its IP address for the job's traffic. All hosts of a job have one of the same family.
         interface: The network interface that has this address.
+        devices: CUDA devices that the job holds there, in slot order; empty for those of the plan.
+        keeper: Where the agents of that host are given the job's lease; empty when it has none.
     """
 
     name: str
     address: str
     interface: str
+    devices: tuple[str, ...] = ()
+    keeper: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +43,12 @@ class JobNetwork:
     Attributes:
         control_host: Address of this machine at which the agents report.
         hosts: The hosts of the plan, in its order.
+        keepers: Children of poprun through which it keeps the leases on them.
     """
 
     control_host: str
     hosts: tuple[HostRoute, ...]
+    keepers: tuple[int, ...] = ()
 
 
 def ssh_options(config: str | None) -> tuple[str, ...]:
@@ -52,6 +59,16 @@ def ssh_options(config: str | None) -> tuple[str, ...]:
 def ssh_words(config: str | None, host: str, command: Sequence[str]) -> tuple[str, ...]:
     """The argv that runs ``command``, as a POSIX shell splits it, on ``host``."""
     return ("ssh", *ssh_options(config), "-T", "--", host, shlex.join(command))
+
+
+def kept_words(config: str | None, job: str | None, host: str, command: Sequence[str]) -> tuple[str, ...]:
+    """The argv that runs ``command`` on ``host`` for as long as the job lasts, in Slurm's ``job`` if there is one.
+
+    ssh finds out when the host is lost, and ends.
+    """
+    if job is not None:
+        return (*srun_words(job, (host,), 1), *command)
+    return ("ssh", *ssh_options(config), *_SSH_ALIVE, "-T", "--", host, shlex.join(command))
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:

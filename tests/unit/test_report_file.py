@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from poprun.leases import HeldLease
 from poprun.plan_file import plan_to_dict
 from poprun.supervisor.excerpt import LastWords
 from poprun.supervisor.findings import Findings
@@ -35,6 +36,7 @@ END = JobEnd(
     stop_reason="instance 1 failed",
     findings=Findings(words={1: LastWords(summary="ValueError: x", lines=("ValueError: x",))}),
 )
+LEASE = HeldLease(host="n1", names=("GPU 0", "GPU 1"), pool="/pool", partition="p")
 
 JOB = {
     "version": 1,
@@ -43,6 +45,7 @@ JOB = {
     "exit_code": 143,
     "error": "",
     "plan": plan_to_dict(PLAN),
+    "leases": [{"host": "n1", "held": ["GPU 0", "GPU 1"], "partition": "p", "pool": "/pool"}],
     "attempts": [
         {
             "started_at": "2023-11-14T22:13:20.500Z",
@@ -91,7 +94,7 @@ JOB = {
 
 def test_every_key_of_the_report() -> None:
     """Whoever reads the file counts on them; a change of one is a new version."""
-    assert job_to_dict(PLAN, "j", [END]) == JOB
+    assert job_to_dict(PLAN, "j", [END], leases=[LEASE]) == JOB
     assert json.loads(render_job(JOB)) == JOB
     assert "[1.5, 3000],\n" in render_job(JOB)
 

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from poprun.agent.binding import bind
+from poprun.agent.lease import fetch_lease, give_up_lease
 from poprun.agent.ports import hold_master_port, open_store_listener
 from poprun.agent.shared_memory import remove_abandoned
 from poprun.agent.streams import NUM_STREAMS, connect_streams, detach_streams
@@ -80,6 +81,7 @@ class Agent:
         self._began_at_seconds = time.monotonic()
         self._watch = Watch()
         self._question: StackQuestion | None = None
+        self._keeper = ""
 
     def run(self) -> None:
         """Serve orders until the program's whole tree has ended, or there is nothing to start."""
@@ -112,6 +114,7 @@ class Agent:
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
         if self._is_orphan and self._is_remote:
+            give_up_lease(self._keeper)
             self._end_runtime()
 
     def _end_runtime(self) -> None:
@@ -192,6 +195,13 @@ class Agent:
         if self._ports:
             environment[order["store_variable"]] = str(self._ports[1].fileno())
         environment[order["progress_variable"]] = str(self._watch.open_page(order))
+        self._keeper = order["keeper"]
+        try:
+            self._streams += fetch_lease(self._keeper)
+        except OSError as error:
+            self._tell({"event": "failed_to_hold", "errno": error.errno or 0})
+            self._is_over = True
+            return
         try:
             to_tell = bind(order["cores"], order["memory_nodes"])
         except OSError as error:

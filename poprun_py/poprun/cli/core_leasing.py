@@ -2,12 +2,14 @@
 
 import shlex
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from poprun.cli import screen
 from poprun.cli.queueing import pool_of, wait_for
 from poprun.errors import PlanError
 from poprun.inventory import CORE, Cluster, VirtualIpu
+from poprun.leases import HeldLease
 from poprun.placement import flat_map
 from poprun.plan import LaunchPlan
 from poprun.planner import place
@@ -19,12 +21,15 @@ _QUEUE = "core/"
 
 
 @contextmanager
-def cores_leased(plan: LaunchPlan, facts: MachineFacts | None) -> Iterator[tuple[LaunchPlan, int]]:
-    """Hold the cores that the instances have to themselves; the plan with them, and the descriptor of the lease.
+def cores_leased(
+    plan: LaunchPlan, facts: MachineFacts | None, tell: Callable[[str], None] = screen.tell
+) -> Iterator[tuple[LaunchPlan, HeldLease]]:
+    """Hold the cores that the instances have to themselves on this machine; the plan with them, and the lease.
 
     Args:
         plan: The job.
         facts: What the job may use of the machine; None when it needs just those cores that its plan names.
+        tell: Tells the user of waiting.
 
     Raises:
         IpusTakenError: If other jobs hold them, and this one does not wait.
@@ -34,8 +39,9 @@ def cores_leased(plan: LaunchPlan, facts: MachineFacts | None) -> Iterator[tuple
     pool = pool_of(plan)
     ticket = pool.ask(shlex.join(plan.program), asker.wish())
     try:
-        ticket = wait_for(pool, ticket, asker)
-        yield asker.placed, ticket.descriptor
+        ticket = wait_for(pool, ticket, asker, tell)
+        held = HeldLease(host=plan.hosts[0], names=ticket.ipus, pool=pool.file, descriptor=ticket.descriptor)
+        yield asker.placed, held
     finally:
         pool.release(ticket)
 

@@ -1,6 +1,7 @@
 """From a place in the pool's queue to what it waits for: at once, later, or an error that says who has it."""
 
 import os
+from collections.abc import Callable
 from typing import Protocol
 
 from poprun.cli import screen
@@ -42,8 +43,8 @@ def pool_file(pool: str | None) -> str:
     return os.path.abspath(pool or DEFAULT_POOL)
 
 
-def wait_for(pool: Pool, ticket: Ticket, asker: Asker) -> Ticket:
-    """See a ticket to what its asker wishes for.
+def wait_for(pool: Pool, ticket: Ticket, asker: Asker, tell: Callable[[str], None] = screen.tell) -> Ticket:
+    """See a ticket to what its asker wishes for; ``tell`` is called when that means waiting.
 
     Raises:
         IpusTakenError: If the job does not wait, or not that often.
@@ -65,7 +66,7 @@ def wait_for(pool: Pool, ticket: Ticket, asker: Asker) -> Ticket:
             )
             if gives_up:
                 raise IpusTakenError(words)
-            screen.tell(f"waiting: {words}")
+            tell(f"waiting: {words}")
         is_told = True
         if vipu.waits_for_devices:
             wait_for_turn(pool, ticket, wish, _OCCUPANTS_SECONDS if asker.waits_for_others else float("inf"))

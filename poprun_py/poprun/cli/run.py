@@ -14,6 +14,7 @@ from poprun.cli.other_hosts import look_at_hosts
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.inventory import Cluster
+from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
 from poprun.planner import job_words, make_plan, place
 from poprun.probe.gpus import find_gpus
@@ -65,21 +66,31 @@ def run(line: CommandLine) -> int:
     network = look_at_hosts(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
-    if network is not None:  # the pool knows this machine only
-        return _start(plan, line, network)
+    if network is not None:
+        return _start_on_hosts(plan, line, network)
     if not plan.takes_lease:
         return _start_on_cores(plan, facts, line)
     from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
 
     gpus = find_gpus(os.environ) if facts is None else facts.gpus
-    with leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, leases):
+    with leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
         if facts is None:
-            return _start_on_cores(held, None, line, *leases)
+            return _start_on_cores(held, None, line, lease)
         facts = facts.with_cores(held.cores)
-        return _start_on_cores(place(held, facts), facts, line, *leases)
+        return _start_on_cores(place(held, facts), facts, line, lease)
 
 
-def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine, *leases: int) -> int:
+def _start_on_hosts(plan: LaunchPlan, line: CommandLine, network: "JobNetwork") -> int:
+    """Start the job on several hosts, with what it holds on each of them."""
+    if not (plan.takes_lease or plan.owns_cores):
+        return _start(plan, line, network)
+    from poprun.cli.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs of several hosts hold nothing
+
+    with leased_on_hosts(plan, network, is_fixed=line.plan_file is not None) as (kept, leases):
+        return _start(plan, line, kept, *leases)
+
+
+def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine, *leases: HeldLease) -> int:
     """Start the job, on cores that no other job has if it wants such; None for facts: on those of the plan."""
     if not plan.owns_cores:
         return _start(plan, line, None, *leases)
@@ -89,11 +100,14 @@ def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandL
         return _start(placed, line, None, *leases, lease)
 
 
-def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *leases: int) -> int:
+def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *leases: HeldLease) -> int:
     from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
 
     if line.prints_topology:
         screen.show(_render(plan, line))
+    if line.verbosity:
+        for lease in leases:
+            screen.tell(f"holds {lease}")
     return run_job(plan, environ=os.environ, verbosity=line.verbosity, leases=leases, network=network)
 
 

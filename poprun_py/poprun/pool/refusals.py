@@ -1,12 +1,12 @@
 """Who holds what a job wants, in words. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
-from poprun.inventory import CORE, Cluster, VirtualIpu
+from poprun.inventory import CORE, Cluster
+from poprun.leases import fold_names
 from poprun.pool.records import PoolState
 from poprun.pool.wishes import Wish
-from poprun.ranges import fold_numbers
 
 _MOST_LINES: Final = 12
 
@@ -46,27 +46,17 @@ def refusal(
 def _holders(cluster: Cluster, state: PoolState, *, shares: bool) -> Iterator[str]:
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
     for lease in state.leases:
-        held = [by_name[name] for name in lease.ipus if name in by_name]
+        held = [str(by_name[name]) for name in lease.ipus if name in by_name]
         if held:
-            yield f"{_named(held)}: {lease}"
+            yield f"{fold_names(held)}: {lease}"
     for partition in state.partitions:
-        held = [by_name[name] for name in partition.ipus if name in by_name]
+        held = [str(by_name[name]) for name in partition.ipus if name in by_name]
         if partition.lease is None and held:
-            yield f"{_named(held)}: partition {partition.name} of {partition.user}"
+            yield f"{fold_names(held)}: partition {partition.name} of {partition.user}"
     if not shares:
         for ipu in cluster.ipus:
             if ipu.occupants:
                 yield f"{ipu}: memory is held outside the pool by {', '.join(map(str, ipu.occupants))}"
-
-
-def _named(ipus: Sequence[VirtualIpu]) -> str:
-    """``GPU 0-3``, ``cpu/0-3``; devices that are called otherwise one by one."""
-    names = [str(ipu) for ipu in ipus]
-    stems = {name.rstrip("0123456789") for name in names}
-    numbers = [name.removeprefix(stem) for name in names for stem in stems]
-    if len(stems) > 1 or not all(number.isdecimal() for number in numbers):
-        return ", ".join(names)
-    return f"{stems.pop()}{fold_numbers(sorted(map(int, numbers)))}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -95,14 +95,7 @@ def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iter
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Whether ``host`` has what the plan uses there; ``slots`` is what it said."""
-    lacking = [device for device in plan.devices if device not in slots["gpus"]]
-    if lacking:
-        yield Problem(
-            host=host,
-            cause=f"GPU {', '.join(lacking)} is not there or not free",
-            remedy=f"wait for it, or ask for {len(slots['gpus'])} virtual IPUs on each host at most",
-        )
+    """Whether ``host`` has the cores that the plan binds to; ``slots`` is what it said. GPUs: see its pool."""
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
     if missing:
         there = fold_numbers(slots["cores"])

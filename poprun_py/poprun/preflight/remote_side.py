@@ -173,13 +173,11 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 
 
 def slots(question: dict[str, Any]) -> dict[str, Any]:
-    """The cores and the GPUs that a job may use here, as poprun itself finds them."""
+    """The cores that a job may use here, as poprun itself finds them."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
     from poprun.probe.cores import usable_cores  # noqa: PLC0415 - not before it is known to be the same
-    from poprun.probe.gpus import find_gpus  # noqa: PLC0415 - as above
 
-    gpus = find_gpus(os.environ)
-    return {"cores": list(usable_cores()), "gpus": [gpu.name for gpu in gpus if gpu.is_free]}
+    return {"cores": list(usable_cores())}
 
 
 def listen(question: dict[str, Any]) -> dict[str, Any]:

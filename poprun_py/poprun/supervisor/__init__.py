@@ -12,6 +12,7 @@ own), `whole_file`, and `sweep` (what is left).
 
 from collections.abc import Mapping, Sequence
 
+from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
 from poprun.routes import JobNetwork
 
@@ -23,7 +24,7 @@ def run_job(
     *,
     environ: Mapping[str, str],
     verbosity: int = 0,
-    leases: Sequence[int] = (),
+    leases: Sequence[HeldLease] = (),
     network: JobNetwork | None = None,
 ) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
@@ -37,8 +38,8 @@ def run_job(
         plan: What to start.
         environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        leases: Descriptors that every agent of this host keeps open until its program has ended: a lease on
-            virtual IPUs or cores lasts as long as somebody has it open.
+        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
+            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
         network: How the hosts of the plan reach each other; None when there is only this machine.
 
     Raises:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from poprun.environment import wished_job_id
 from poprun.errors import UsageError
+from poprun.leases import HeldLease
 from poprun.linux import become_subreaper
 from poprun.plan import LaunchPlan
 from poprun.routes import JobNetwork
@@ -49,7 +50,7 @@ def run_attempts(
     environ: Mapping[str, str],
     verbosity: int,
     network: JobNetwork | None = None,
-    leases: Sequence[int] = (),
+    leases: Sequence[HeldLease] = (),
 ) -> int:
     """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
 
@@ -58,7 +59,7 @@ def run_attempts(
         environ: The environment that poprun was called in.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
         network: How the hosts of the job reach each other; None when there is only this machine.
-        leases: Descriptors that the agents of this host keep open until their programs have ended.
+        leases: What the job holds; the agents of this host keep the descriptors open until their programs end.
 
     Raises:
         LaunchError: If the launcher cannot be executed.
@@ -84,7 +85,7 @@ def run_attempts(
             raise
         finally:
             if file is not None:
-                _write_report(file, plan, identity.job_id, ends, error)
+                _write_report(file, plan, identity, ends, error)
     _tell(ends, plan)
     return exit_code(ends[-1])
 
@@ -119,11 +120,11 @@ def _checked_report_file(plan: LaunchPlan) -> str | None:
     return file
 
 
-def _write_report(file: str, plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: str) -> None:
+def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequence[JobEnd], error: str) -> None:
     from poprun.supervisor.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
     from poprun.supervisor.whole_file import write_whole  # noqa: PLC0415 - as above
 
-    text = render_job(job_to_dict(plan, job_id, ends, error))
+    text = render_job(job_to_dict(plan, identity.job_id, ends, error, identity.leases))
     try:
         write_whole(file, text)
     except OSError as problem:

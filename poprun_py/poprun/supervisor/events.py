@@ -43,10 +43,8 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
         return _after_look(status, event, now_seconds)
     if kind == "exited":
         return _after_exit(status, event, phase)
-    if kind == "failed_to_start":
-        return _after_failed_start(status, event, now_seconds)
-    if kind == "failed_to_bind":
-        return _after_failed_binding(status, event, now_seconds)
+    if kind in _FAILURES:
+        return _FAILURES[kind](status, event, now_seconds)
     if kind == "shim_lost" and phase < Phase.INTERRUPTED and not is_over:
         return _with_problem(status, SHIM_KILLED, now_seconds)
     if kind == "ended":
@@ -105,6 +103,24 @@ def _after_failed_binding(status: InstanceStatus, event: dict[str, Any], now_sec
         problem=f"cannot be bound to cores {wanted}, not all of which are to be had here "
         f"({os.strerror(event['errno'])}): make the plan on such a machine, or use --process-placement disabled",
     )
+
+
+def _after_lost_lease(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
+    return replace(
+        status,
+        state=InstanceState.EXITED,
+        exit_code=NOT_BOUND,
+        exited_at_seconds=now_seconds,
+        problem=f"who kept the job's lease on this host has ended ({os.strerror(event['errno'])}): start it again",
+    )
+
+
+_FAILURES: Final = {
+    "failed_to_start": _after_failed_start,
+    "failed_to_hold": _after_lost_lease,
+    "failed_to_bind": _after_failed_binding,
+}
+"""The events of an agent whose program has not come to life."""
 
 
 def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> InstanceStatus:

@@ -245,7 +245,7 @@ class Job:
         self._await_launcher(signals)
         if self._monitor is not None:
             self._monitor.wait()
-        self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds)
+        self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
         self._remove_sessions()
         if self._relay is not None:

@@ -1,14 +1,15 @@
 """What an agent is told when its program is to start. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
 from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
 from poprun.control import Message
 from poprun.environment import interface_environment, launcher_environment, passed_environment, program_environment
+from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan, StartFacts
-from poprun.routes import JobNetwork
+from poprun.routes import HostRoute, JobNetwork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,14 +21,14 @@ class JobIdentity:
         restart_count: Attempts before this one.
         began_at_seconds: Monotonic time at which the first attempt began.
         network: How the hosts of the job reach each other; None when there is only this machine.
-        leases: Descriptors that the agents of this host keep open until their programs have ended.
+        leases: What the job holds.
     """
 
     job_id: str
     restart_count: int
     began_at_seconds: float
     network: JobNetwork | None = None
-    leases: tuple[int, ...] = ()
+    leases: tuple[HeldLease, ...] = ()
 
     @property
     def control_host(self) -> str | None:
@@ -40,7 +41,17 @@ class JobIdentity:
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
         """The descriptors that an agent is given: those of its program, and the leases, which it keeps."""
-        return [*streams, *self.leases] if streams else []
+        leases = [lease.descriptor for lease in self.leases if lease.descriptor is not None]
+        return [*streams, *leases] if streams else []
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        """Children of poprun that keep the leases on other hosts from one attempt to the next."""
+        return () if self.network is None else self.network.keepers
+
+    def route(self, plan: LaunchPlan, index: int) -> HostRoute | None:
+        """The host of instance ``index``; None when there is only this machine."""
+        return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
 
 def start_order(
@@ -58,11 +69,13 @@ def start_order(
     master, store = meeting
     binding = plan.instance(index).binding
     start = StartFacts(job_id=identity.job_id, restart_count=identity.restart_count, master=master, store=store)
+    route = identity.route(plan, index)
     return {
         "order": "start",
         "words": plan.program,
         "working_directory": plan.working_directory,
-        "environment": _environment(plan, index, environ, identity, start),
+        "environment": _environment(plan, index, environ, route, start),
+        "keeper": route.keeper if route else "",
         "cores": binding.cores if binding else (),
         "memory_nodes": binding.memory_nodes if binding else (),
         "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR],
@@ -76,13 +89,14 @@ def start_order(
 
 
 def _environment(
-    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, start: StartFacts
+    plan: LaunchPlan, index: int, environ: Mapping[str, str], route: HostRoute | None, start: StartFacts
 ) -> dict[str, str]:
     """What an agent adds to its own environment: on one machine that is the user's already."""
+    if route is None:
+        return program_environment(plan, index, environ, start)
+    if route.devices:
+        plan = replace(plan, devices=route.devices)
     told = program_environment(plan, index, environ, start)
-    if identity.network is None:
-        return told
-    route = identity.network.hosts[plan.instance(index).host_index]
     return {
         **passed_environment(environ, plan.passed_names(index)),
         **interface_environment(environ, route.interface),

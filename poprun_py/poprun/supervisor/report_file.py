@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from popdist import contract
+from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
 from poprun.plan_file import plan_to_dict
 from poprun.ranges import fold_numbers
@@ -22,7 +23,9 @@ _DIGITS: Final = 3
 _MILLISECONDS: Final = 1000
 
 
-def job_to_dict(plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: str = "") -> dict[str, object]:
+def job_to_dict(
+    plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: str = "", leases: Sequence[HeldLease] = ()
+) -> dict[str, object]:
     """The job as values that JSON knows.
 
     Args:
@@ -30,6 +33,7 @@ def job_to_dict(plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: st
         job_id: Its id.
         ends: How its attempts ended, in order; none when the first could not be started.
         error: Why poprun itself gave up; empty when it did not.
+        leases: What the job held.
     """
     return {
         "version": VERSION,
@@ -38,6 +42,7 @@ def job_to_dict(plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: st
         "exit_code": exit_code(ends[-1]) if ends and not error else None,
         "error": error,
         "plan": plan_to_dict(plan),
+        "leases": [_lease_to_dict(lease) for lease in leases],
         "attempts": [_attempt_to_dict(plan, end) for end in ends],
     }
 
@@ -45,6 +50,10 @@ def job_to_dict(plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: st
 def render_job(job: Mapping[str, object]) -> str:
     """The report's text: a sample of memory on a line, and ASCII only, whatever bytes the program's words hold."""
     return _SAMPLE.sub(r"[\1, \2]", json.dumps(job, indent=1)) + "\n"
+
+
+def _lease_to_dict(lease: HeldLease) -> dict[str, object]:
+    return {"host": lease.host, "held": list(lease.names), "partition": lease.partition, "pool": lease.pool}
 
 
 def _attempt_to_dict(plan: LaunchPlan, end: JobEnd) -> dict[str, object]:

@@ -1,0 +1,233 @@
+"""The leases of a job of several hosts: taken on each host's own pool before anything starts, on all or on none.
+
+A process on each host (`host_keeper`) asks the pool there. Hosts are asked one after the other, in an order that
+is the same for all jobs, whatever they call the hosts: a job that waits holds only hosts that come before the one
+it waits for, so two jobs never wait for each other, and of two that want the same hosts at once one gets them all.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, Final, Self
+
+from popdist import contract
+from poprun import errors
+from poprun.cli import screen
+from poprun.control import RECEIVE_BYTES, LineReader
+from poprun.errors import HostsError, PoprunError
+from poprun.leases import KEEPER_MARK, HeldLease
+from poprun.plan import LaunchPlan
+from poprun.plan_file import plan_to_dict
+from poprun.probe.machine import names_of_this_machine
+from poprun.routes import JobNetwork, kept_words
+from poprun.settings import RemoteSettings
+
+_HELLO_SECONDS: Final = 60.0
+_SLACK_SECONDS: Final = 60.0
+_LEAVE_SECONDS: Final = 3.0
+_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__)))
+_COMMAND: Final = (
+    sys.executable,
+    "-I",
+    os.path.join(os.path.dirname(os.path.abspath(__file__)), "host_keeper.py"),
+    _FOLDER,
+)
+_MARK: Final = KEEPER_MARK.encode()
+
+Message = dict[str, Any]
+
+
+@contextmanager
+def leased_on_hosts(
+    plan: LaunchPlan, network: JobNetwork, *, is_fixed: bool
+) -> Iterator[tuple[JobNetwork, tuple[HeldLease, ...]]]:
+    """Hold what the job needs on each of its hosts; the network with what each has given, and the leases.
+
+    Args:
+        plan: The job.
+        network: How its hosts reach each other.
+        is_fixed: Whether the job needs just those devices that its plan names.
+
+    Raises:
+        PoprunError: What a host's pool answers, with the host's name: see `poprun.cli.leasing.leased`.
+        HostsError: If a host does not answer, or two are one machine.
+    """
+    here = names_of_this_machine(plan.hosts)
+    keepers: list[Keeper] = []
+    try:
+        for host in plan.hosts:
+            keepers.append(Keeper(host, None if host in here else plan.remote))  # noqa: PERF401 - else they leak
+        for keeper in keepers:
+            keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": is_fixed})
+        until = time.monotonic() + _HELLO_SECONDS
+        machines = {keeper.host: str(keeper.answer("machine", until)["machine"]) for keeper in keepers}
+        check_machines(machines)
+        granted = {
+            keeper.host: keeper.take(_until(plan))
+            for keeper in sorted(keepers, key=lambda keeper: machines[keeper.host])
+        }
+        yield _with_grants(network, granted, keepers), _leases(plan, granted)
+    finally:
+        _end(keepers)
+
+
+def check_machines(machines: Mapping[str, str]) -> None:
+    """See that each host has a pool of its own.
+
+    Args:
+        machines: What tells the pools of the hosts from each other, by host.
+
+    Raises:
+        HostsError: If two hosts share one: a job would wait for itself.
+    """
+    first: dict[str, str] = {}
+    for host, machine in machines.items():
+        if (twin := first.setdefault(machine, host)) != host:
+            raise HostsError(
+                f"{twin} and {host} have one pool of virtual IPUs, so they are one machine: name it once in "
+                "--host, or give each a pool of its own with --pool, in a folder that each host has to itself"
+            )
+
+
+def _until(plan: LaunchPlan) -> float | None:
+    """When a host must have answered; None where the job waits for others."""
+    vipu = plan.vipu
+    if vipu.waits_for_devices:
+        return None
+    return time.monotonic() + 2 * vipu.server_timeout_seconds + vipu.partition_attempts + _SLACK_SECONDS
+
+
+def _with_grants(network: JobNetwork, granted: Mapping[str, Message], keepers: Sequence["Keeper"]) -> JobNetwork:
+    hosts = tuple(
+        replace(route, devices=tuple(granted[route.name]["devices"]), keeper=granted[route.name]["address"])
+        for route in network.hosts
+    )
+    return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in keepers))
+
+
+def _leases(plan: LaunchPlan, granted: Mapping[str, Message]) -> tuple[HeldLease, ...]:
+    return tuple(
+        HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
+        for host in plan.hosts
+        for names, pool, partition in granted[host]["held"]
+    )
+
+
+def _end(keepers: Sequence["Keeper"]) -> None:
+    for keeper in keepers:
+        keeper.release()
+    until = time.monotonic() + _LEAVE_SECONDS
+    for keeper in keepers:
+        keeper.end(until)
+
+
+class Keeper:
+    """The process that keeps the lease on one host, at the other end of a line.
+
+    Args:
+        host: What the plan calls the host.
+        remote: How it is reached; None for the machine that poprun runs on.
+    """
+
+    def __init__(self, host: str, remote: RemoteSettings | None) -> None:
+        self.host = host
+        self._lines = LineReader()
+        self._heard: list[bytes] = []
+        self._holds = False
+        words = _COMMAND if remote is None else kept_words(remote.ssh_config, remote.slurm_job, host, _COMMAND)
+        try:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HostsError(f"{words[0]}: {error.strerror}") from None
+
+    @property
+    def pid(self) -> int:
+        """The process here that leads there."""
+        return self._process.pid
+
+    def say(self, message: Message) -> Self:
+        """Send a line; whether somebody reads it shows when an answer is waited for."""
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        return self
+
+    def take(self, until: float | None) -> Message:
+        """Have it take what the job needs; what it was given.
+
+        Raises:
+            PoprunError: What the pool there answers.
+            HostsError: If nobody answers, before the monotonic time ``until`` if there is one.
+        """
+        granted = self.say({"order": "take"}).answer("held", until)
+        self._holds = True
+        return granted
+
+    def answer(self, wanted: str, until: float | None) -> Message:
+        """The next message that has ``wanted``; what is told meanwhile goes to the user.
+
+        Raises:
+            PoprunError: If it is an error.
+            HostsError: If none comes, before the monotonic time ``until`` if there is one.
+        """
+        while True:
+            message = self._hear(until)
+            if wanted in message:
+                return message
+            if "told" in message:
+                screen.tell(f"host {self.host}: {message['told']}")
+            elif "error" in message:
+                kind = getattr(errors, message["kind"], PoprunError)
+                raise kind(f"host {self.host}: {message['error']}")
+
+    def release(self) -> None:
+        """Have it give back what it holds, and hang up."""
+        if self._holds:
+            self.say({"order": "release"})
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+    def end(self, until: float) -> None:
+        """See that it has gone, before the monotonic time ``until``."""
+        try:
+            self._process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _hear(self, until: float | None) -> Message:
+        while not self._heard:
+            lines, _ = self._lines.feed(self._read(until))
+            self._heard += [line for line in lines if _MARK in line]
+        message: Message = json.loads(self._heard.pop(0).partition(_MARK)[2])
+        return message
+
+    def _read(self, until: float | None) -> bytes:
+        stream = self._process.stdout
+        if stream is None:
+            return b""
+        patience = None if until is None else max(0.0, until - time.monotonic())
+        readable, _, _ = select.select([stream], [], [], patience)
+        data = os.read(stream.fileno(), RECEIVE_BYTES) if readable else b""
+        if not data:
+            how = "does not answer" if not readable else "hung up"
+            raise HostsError(
+                f"host {self.host}: who keeps its virtual IPUs {how}: see that this works: ssh {self.host} true"
+            )
+        return data
