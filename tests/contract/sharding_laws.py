@@ -1,7 +1,10 @@
 """The laws of the sharded optimizer, the same for any number of instances; each runs all of them."""
 
 import copy
+import gc
+import pickle
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -348,6 +351,8 @@ def law_what_does_not_fit_is_refused() -> None:
     model = popdist.ReplicatedModel(Net())
     with refused(popdist.OptimizerError, r"shape \(3, 3\) is none of the model's"):
         popdist.ShardedOptimizer(model, optim.SGD, [nn.Parameter(torch.zeros(3, 3))])
+    with refused(popdist.OptimizerError, "holds one of them twice"), warnings.catch_warnings(action="ignore"):
+        popdist.ShardedOptimizer(model, optim.SGD, [model.first.bias, model.first.bias])
     with refused(popdist.OptimizerError, "takes a class of optimizers"):
         popdist.ShardedOptimizer(model, optim.SGD(model.parameters()))  # type: ignore[arg-type] # the subject
     with refused(popdist.OptimizerError, "takes a popdist.ReplicatedModel, not a Net"):
@@ -363,6 +368,11 @@ def law_instances_must_do_the_same() -> None:
     if popdist.num_instances() == 1:
         return
     model = popdist.ReplicatedModel(Net())
+    other = popdist.ReplicatedModel(Wide())
+    if is_last():
+        other.hidden.weight.data = other.hidden.weight.data.t().contiguous().t()
+    with refused(popdist.CollectiveError, "names and shapes"):
+        popdist.ShardedOptimizer(other, optim.SGD)
     with refused(popdist.CollectiveError, r"ShardedOptimizer\(Adam.*ShardedOptimizer\(SGD"):
         popdist.ShardedOptimizer(model, optim.SGD if is_last() else optim.Adam)
     optimizer = popdist.ShardedOptimizer(model, optim.SGD)
@@ -370,6 +380,92 @@ def law_instances_must_do_the_same() -> None:
     with refused(popdist.CollectiveError, r"ShardedOptimizer.state_dict.*ShardedOptimizer.step|step.*state_dict"):
         optimizer.state_dict() if is_last() else optimizer.step()
     optimizer.step()
+
+
+class Fragile(optim.SGD):
+    """Fails when it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - torch's has two overloads
+        """Half of a step, perhaps."""
+        if Fragile.fails:
+            raise ValueError("no room for the state")
+        return super().step(closure)
+
+
+def law_a_failure_on_one_instance_is_one_on_all() -> None:
+    """In its part of the update, in what comes before it, and when its settings are others."""
+    model = popdist.ReplicatedModel(Net())
+    optimizer = popdist.ShardedOptimizer(model, Fragile, lr=0.1)
+    train(model, share(samples(popdist.num_replicas())))
+    last = f"instance {popdist.num_instances() - 1}"
+    Fragile.fails = is_last()
+    try:
+        with refused(*((ValueError, "no room") if is_last() else (popdist.OptimizerError, f"{last} failed in"))):
+            optimizer.step()
+    finally:
+        Fragile.fails = False
+    optimizer.step()
+    if popdist.num_instances() > 1:
+        optimizer.param_groups[0]["lr"] = 0.2 if is_last() else 0.1
+        with refused(popdist.OptimizerError, "settings of the parameter groups of instance . are not those of"):
+            optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.step()
+    if is_last():
+        model.first.weight.data = model.first.weight.data.clone()
+    with refused(popdist.OptimizerError, "given other memory" if is_last() else f"{last} failed in"):
+        optimizer.step()
+
+
+def law_only_its_owner_steps_on_the_one_copy() -> None:
+    """Not an optimizer that has the address which a sharded one had before it was thrown away."""
+    if host_group() is None:
+        return
+    model = popdist.ReplicatedModel(Net())
+    optimizer = popdist.ShardedOptimizer(model, optim.SGD, lr=0.1)
+    del optimizer
+    gc.collect()
+    for _ in range(50):
+        with refused(popdist.OptimizerError, "that all instances of this host share"):
+            optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def law_frozen_parameters_leave_the_shares_even() -> None:
+    """The state of a small part that is trained is held by all, wherever it stands in the model."""
+    frozen = nn.Linear(200, 200).requires_grad_(requires_grad=False)
+    model = popdist.ReplicatedModel(nn.Sequential(frozen, nn.Linear(200, 40)))
+    optimizer = popdist.ShardedOptimizer(model, optim.SGD, lr=0.1, momentum=0.9)
+    for x in model.micro_batches(torch.randn(popdist.num_local_replicas(), 200)):
+        model(x).sum().backward()
+    optimizer.step()
+    held = sum(it.numel() for state in optimizer.own_state.values() for it in state.values())
+    assert abs(held - 8040 / popdist.num_instances()) <= 2 * 128
+    assert list(optimizer.state_dict()["state"]) == [2, 3]
+
+
+def law_states_are_whole_or_refused() -> None:
+    """One that only one instance has loaded, one that belongs to no parameter, and copies of the optimizer."""
+    model = popdist.ReplicatedModel(nn.Linear(100, 100))
+    optimizer = popdist.ShardedOptimizer(model, optim.SGD, lr=0.1, momentum=0.9)
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with refused(popdist.OptimizerError, "cannot be copied or pickled"):
+            duplicate(optimizer)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"momentum_buffer": torch.ones(100, 100)}}
+    if popdist.num_instances() > 1:
+        if is_last():
+            optimizer.load_state_dict(state)
+        with refused(popdist.OptimizerError, "state of (weight|bias) is not of one step on instances 0"):
+            optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], torch.ones(100, 100))
+    if is_last():
+        inner: Any = optimizer.own_state
+        inner["norms"]["of all"] = 1.0
+    with refused(popdist.OptimizerError, "belongs to no parameter"):
+        optimizer.state_dict()
 
 
 if __name__ == "__main__":

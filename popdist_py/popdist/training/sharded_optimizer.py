@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
@@ -16,7 +17,7 @@ from popdist.training.elementwise import check_elementwise, quiet_step
 from popdist.training.replicated import ReplicatedModel
 from popdist.training.settings import in_words, is_optimizer_class, settings_of
 from popdist.training.sharded_agreement import digest_of, report
-from popdist.training.sharded_parameters import ShardedParameter, describe, shard_parameters
+from popdist.training.sharded_parameters import Named, ShardedParameter, describe, shard_parameters
 from popdist.training.sharded_state import State, copy_state, gather_state, own_state
 from popdist.training.weight_copies import WeightCopies
 
@@ -72,12 +73,13 @@ class ShardedOptimizer(Optimizer):
         """Add a group of the model's parameters, as torch's optimizers do; every instance adds the same.
 
         Raises:
-            OptimizerError: If one is not the model's, or the group's settings make the optimizer another kind.
+            OptimizerError: If one is not the model's or comes twice, or the group's settings make the optimizer
+                another kind.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            named = [(self._name_of(it), it) for it in group["params"]]
+            named = self._named(group["params"])
             device = named[0][1].device if named else torch.device("cpu")
             settings = settings_of(group)
             keys = check_elementwise(self._optimizer_class, self._given, settings, device)
@@ -161,7 +163,8 @@ class ShardedOptimizer(Optimizer):
         other, on the instance that writes.
 
         Raises:
-            OptimizerError: If a state holds something else than tensors and single values.
+            OptimizerError: If a state holds something else than tensors and single values, or an instance has
+                another one than the others.
             CollectiveError: If the instances do not all call it.
             BackendError: If an instance was lost or did not come in time.
         """
@@ -194,6 +197,12 @@ class ShardedOptimizer(Optimizer):
         inside.__setstate__({"state": defaultdict(dict, states), "param_groups": inside.param_groups})
         self.state.clear()
 
+    def __reduce__(self) -> Any:  # noqa: ANN401 - object's own
+        raise OptimizerError(
+            "a ShardedOptimizer cannot be copied or pickled: the other instances hold parts of its state. Take "
+            "its state_dict(), or popdist.checkpoint.save()"
+        )
+
     @property
     def own_state(self) -> Mapping[Tensor, State]:
         """What this instance holds of the state, by its pieces of the parameters."""
@@ -220,13 +229,16 @@ class ShardedOptimizer(Optimizer):
             within.update(settings_of(own))
         return self._inside
 
-    def _name_of(self, parameter: Tensor) -> str:
-        if id(parameter) not in self._names:
-            raise OptimizerError(
-                f"a parameter of shape {tuple(parameter.shape)} is none of the model's: give ShardedOptimizer "
-                "parameters of the ReplicatedModel that it was made with"
-            )
-        return self._names[id(parameter)]
+    def _named(self, parameters: list[Parameter]) -> list[Named]:
+        for it in parameters:
+            if id(it) not in self._names:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(it.shape)} is none of the model's: give ShardedOptimizer "
+                    "parameters of the ReplicatedModel that it was made with"
+                )
+        if len(set(map(id, parameters))) < len(parameters):
+            raise OptimizerError("a group of parameters holds one of them twice: name each once")
+        return [(self._names[id(it)], it) for it in parameters]
 
     def _group(self) -> Group:
         context.ensure_init()

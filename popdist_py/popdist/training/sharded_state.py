@@ -9,6 +9,7 @@ from torch import Tensor
 
 from popdist.errors import OptimizerError
 from popdist.groups import Group
+from popdist.headers import name_instances
 from popdist.training.sharded_parameters import ShardedParameter
 from popdist.training.shards import flat_like, flat_view
 
@@ -33,16 +34,23 @@ def gather_state(
         text: Of the header.
 
     Raises:
-        OptimizerError: If a state holds something else than tensors and single values.
+        OptimizerError: If a state holds something else than tensors and single values, or the instances have
+            different ones of the same parameter.
         CollectiveError, BackendError: If the instances do other things, or one was lost.
     """
-    described = [_describe(it, states.get(it.shard, {}), keys) for it in sharded]
-    everybody = _gather_json(group, text, described)
+    everybody = _gather_json(group, text, _describe_all(sharded, states, keys))
+    if trouble := next((it for it in everybody if isinstance(it, str)), None):
+        raise OptimizerError(trouble)
     for position, it in enumerate(sharded):
         owners = [instance for instance, elements in enumerate(it.ranges) if elements]
-        found = next((everybody[owner][position] for owner in owners if everybody[owner][position]), None)
-        if found:
-            yield it, {key: _gather(group, it, states, key, value) for key, value in found.items()}
+        described = [everybody[owner][position] for owner in owners]
+        if any(other != described[0] for other in described):
+            raise OptimizerError(
+                f"the state of {it.name} is not of one step on {name_instances(owners)}, of which each has a part:"
+                " all instances must load a state, or none"
+            )
+        if described and described[0]:
+            yield it, {key: _gather(group, it, states, key, value) for key, value in described[0].items()}
 
 
 def own_state(it: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
@@ -68,6 +76,18 @@ def _piece(it: ShardedParameter, value: Tensor) -> Tensor:
 
 def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and (key in keys or (value.dim() > 0 and value.shape == shape))
+
+
+def _describe_all(
+    sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
+) -> list[dict[str, Any]] | str:
+    """The state of each parameter as JSON, or why there is none."""
+    if others := set(states) - {it.shard for it in sharded}:
+        return f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
+    try:
+        return [_describe(it, states.get(it.shard, {}), keys) for it in sharded]
+    except OptimizerError as error:
+        return str(error)
 
 
 def _describe(it: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
