@@ -39,11 +39,16 @@ class HostPoprun:
         return network.hosts["n1"].enter(command)
 
     def __call__(
-        self, network: Network, *arguments: str, cwd: Path = ROOT, env: Mapping[str, str] | None = None
+        self,
+        network: Network,
+        *arguments: str,
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
     ) -> Finished:
-        """Run a job to its end; ``env`` are variables beside those of this process."""
+        """Run a job to its end, with variables beside those of this process, and what it can read."""
         words = self.words(network, arguments, cwd, env or NO_VARIABLES)
-        return run(words, deadline_seconds=DEADLINE_SECONDS)
+        return run(words, stdin=stdin, deadline_seconds=DEADLINE_SECONDS)
 
     @contextmanager
     def started(self, network: Network, *arguments: str) -> Iterator["subprocess.Popen[str]"]:

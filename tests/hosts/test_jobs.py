@@ -41,6 +41,17 @@ def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) ->
 
 
 @pytest.mark.deadline(120)
+def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: HostPoprun) -> None:
+    """All of it and its end, on whichever host; the others read nothing, and nobody has to read."""
+    words = ("--host", "n2,n1", "-n", "2", sys.executable, "-c")
+    counted = hosts_poprun(network, *words, "import sys; print(len(sys.stdin.read()))", stdin="x" * 1_000_000)
+    unread = hosts_poprun(network, *words, "print(1)", stdin="x" * 10_000_000)
+
+    assert sorted(counted.succeeded().lines) == ["[1,0]<stdout>:1000000", "[1,1]<stdout>:0"]
+    assert len(unread.succeeded().lines) == 2
+
+
+@pytest.mark.deadline(120)
 def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPoprun) -> None:
     """Programs have the same on all hosts: what the libraries are told, what ``-x`` names, and no secret."""
     words = ("--mpi-local-args=-x NAMED -x GIVEN=g", sys.executable, "-c", VARIABLES)

@@ -11,7 +11,7 @@ NUM_STREAMS = 3
 
 
 def connect_streams(address: str, key: str, index: int, timeout_seconds: float) -> list[int]:
-    """The descriptors of a program whose poprun is on another host: nothing to read, two sockets to write to.
+    """The descriptors of a program whose poprun is on another host: sockets, and to read only for instance 0.
 
     Args:
         address: Where poprun's control socket is.
@@ -23,8 +23,8 @@ def connect_streams(address: str, key: str, index: int, timeout_seconds: float) 
         OSError: If nobody is there.
         ProtocolError: If who is there is not the poprun of this job.
     """
-    streams = [os.open(os.devnull, os.O_RDONLY)]
-    for number in range(1, NUM_STREAMS):
+    streams = [] if index == 0 else [os.open(os.devnull, os.O_RDONLY)]
+    for number in range(len(streams), NUM_STREAMS):
         link = connect(address, key, timeout_seconds)
         link.send({"event": "stream", "instance": index, "stream": number})
         streams.append(link.connection.detach())

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 LOST: Final = "lost"
 """The event that this side makes up when an agent's connection closes."""
 
-_STREAMS: Final = (1, 2)
 _MOST_WARNINGS: Final = 10
 
 Event = tuple[int, dict[str, Any]]
@@ -91,7 +90,7 @@ class AgentLinks:
             self.tell(instance, order)
 
     def take_streams(self, instance: int) -> dict[int, int]:
-        """Descriptors of the sockets that are the standard output and error of an instance on another host."""
+        """Descriptors of the sockets that are the streams of an instance of a job of several hosts."""
         return {number: stream.detach() for number, stream in self._streams.pop(instance, {}).items()}
 
     def _admit(self, link: Link) -> None:
@@ -153,7 +152,11 @@ class AgentLinks:
             self._agents[instance] = link
             self._hellos[instance] = message
             return True
-        if message["event"] == "stream" and self._is_remote and message["stream"] in set(_STREAMS) - set(streams):
+        if (
+            message["event"] == "stream"
+            and self._is_remote
+            and message["stream"] in _streams(instance) - set(streams)
+        ):
             self._selector.unregister(link)
             del self._instance_of[link]
             link.connection.settimeout(None)
@@ -163,7 +166,7 @@ class AgentLinks:
 
     def _welcome(self, instance: int) -> Iterator[Event]:
         """Pass on the hello of an instance, once its streams are there, too."""
-        has_streams = not self._is_remote or set(_STREAMS) == set(self._streams[instance])
+        has_streams = not self._is_remote or _streams(instance) == set(self._streams[instance])
         if has_streams and instance in self._hellos:
             yield instance, self._hellos.pop(instance)
 
@@ -174,3 +177,8 @@ class AgentLinks:
             self._selector.unregister(link)
             link.close()
         return instance
+
+
+def _streams(instance: int) -> set[int]:
+    """The numbers of the streams that an instance of a job of several hosts connects."""
+    return {0, 1, 2} if instance == 0 else {1, 2}

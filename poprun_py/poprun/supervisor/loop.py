@@ -25,15 +25,14 @@ from poprun.supervisor.session_folders import remove_abandoned_sessions, session
 from poprun.supervisor.signals import SignalBox
 from poprun.supervisor.start_watch import StartWatch
 from poprun.supervisor.state import Limits, Phase
-from poprun.supervisor.streams import StreamPlan
 from poprun.supervisor.sweep import sweep
+from poprun.supervisor.traffic import Traffic
 from poprun.supervisor.voice import say
 from poprun.topology import MpiKind
 
 if TYPE_CHECKING:
     from poprun.process_tree import ProcessKey
     from poprun.supervisor.monitor_process import MonitorProcess
-    from poprun.supervisor.relay import Relay
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
@@ -76,9 +75,8 @@ class Job:
         self._links = AgentLinks(plan.num_instances, self._selector, say, identity.control_host)
         self._inquiry = Inquiry(self._links.tell, plan.ending.hang_timeout_seconds)
         self._launcher = LauncherProcesses(self._selector)
-        self._streams = StreamPlan(plan, environ, identity)
-        self._courier = Courier(self._links, is_on_terminal=self._streams.is_inherited)
-        self._relay: Relay | None = None
+        self._traffic = Traffic(plan, environ, identity)
+        self._courier = Courier(self._links, is_on_terminal=self._traffic.is_inherited)
         self._monitor: MonitorProcess | None = None
         self._survivors: list[ProcessKey] = []
 
@@ -119,7 +117,7 @@ class Job:
             if self._record.phase is Phase.STARTING:
                 self._start_watch.look(self._launcher.running, self._record.reported, now)
             if self._links.viewers.are_due(now):
-                self._links.viewers.show(self._record.view(self._last_line, now), now)
+                self._links.viewers.show(self._record.view(self._traffic.last_line, now), now)
             self._record.hang_watch.look(self._record.statuses, now)
             self._inquire(signals, now)
             snapshot = self._record.snapshot(
@@ -168,10 +166,6 @@ class Job:
             signals.wants_stacks = False
             self._inquiry.begin(self._record.statuses, now_seconds)
 
-    def _last_line(self, instance: int) -> str:
-        tail = [] if self._relay is None else self._relay.tail(instance)
-        return tail[-1] if tail else ""
-
     def _note(self, instance: int, event: dict[str, Any]) -> None:
         self._record.note(instance, event, time.monotonic())
 
@@ -190,8 +184,7 @@ class Job:
             self._start_programs(signals)
         elif decision.action is Action.INTERRUPT:
             self._enter(Phase.INTERRUPTED)
-            if self._relay is not None:
-                self._relay.leave_out_interrupts()
+            self._traffic.leave_out_interrupts()
             self._links.tell_all({"order": "signal", "signal": int(signal.SIGINT)})
         elif decision.action is Action.REPORT_HANG and self._record.hang_watch.hang is not None:
             self._record.hang_watch.is_told = True
@@ -209,17 +202,12 @@ class Job:
 
     def _start_programs(self, signals: SignalBox) -> None:
         for index in range(self._plan.num_instances):
-            streams = self._streams.open(index, self._links.take_streams(index))
+            streams = self._traffic.open(index, self._links.take_streams(index))
             order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
             self._links.tell(index, order, self._identity.with_leases(streams))
-            self._streams.close(streams)
+            self._traffic.close(streams)
         self._record.has_started = True
-        if self._streams.sources:
-            from poprun.supervisor.relay import Relay  # noqa: PLC0415 - was loaded while the shims started
-
-            displays = self._streams.displays(signals.note_closed_output)
-            self._relay = Relay(self._streams.sources, displays, self._streams.logs)
-            self._relay.start()
+        self._traffic.start(signals.note_closed_output)
 
     def _stop(self, reason: str) -> None:
         if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
@@ -248,8 +236,7 @@ class Job:
         self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
         self._remove_sessions()
-        if self._relay is not None:
-            self._relay.finish(_DRAIN_SECONDS)
+        self._traffic.finish(_DRAIN_SECONDS)
 
     def _remove_sessions(self) -> None:
         if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
@@ -277,22 +264,15 @@ class Job:
             launcher_ended_early=self._launcher_ended_early,
             stop_reason=self._record.stop_reason,
             survivors=tuple(key.pid for key in self._survivors),
-            interrupted=() if self._relay is None else self._relay.interrupted,
+            interrupted=self._traffic.interrupted,
         )
         if exit_code(end) == 0 and not self._survivors:
             return end
         from poprun.supervisor.explanation import explain  # noqa: PLC0415 - jobs that end well need none
 
         kills_before = self._kills_before if self._identity.network is None else None
-        return explain(end, self._plan, self._tails(), self._launcher.output, kills_before)
-
-    def _tails(self) -> dict[int, list[str]]:
-        """What the instances that ended with an error said last."""
-        relay = self._relay
-        if relay is None:
-            return {}
-        failed = (status.index for status in self._record.statuses if status.has_failed or status.exit_code)
-        return {index: relay.tail(index) for index in failed}
+        tails = self._traffic.tails(it.index for it in end.statuses if it.has_failed or it.exit_code)
+        return explain(end, self._plan, tails, self._launcher.output, kills_before)
 
     def _log(self, level: int, text: str) -> None:
         if self._verbosity >= level:

@@ -45,6 +45,11 @@ class StreamPlan:
     One instance without tags and logs inherits poprun's own streams, so debuggers and progress bars work as they
     do without poprun. Others get pipes; instance 0 reads poprun's standard input, the others read nothing.
 
+    Attributes:
+        sources: What is to be read, of the instances that were opened.
+        fed: Socket to which poprun's standard input is to be sent; None where instance 0 reads it itself.
+        logs: Where the output is kept, or None.
+
     Raises:
         PlanError: If there are to be logs and they cannot be made; a job that is started again goes on without.
         LaunchError: If poprun may not open as many files.
@@ -55,6 +60,7 @@ class StreamPlan:
         self._has_colours = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self._null = os.open(os.devnull, os.O_RDWR)
         self.sources: list[Source] = []
+        self.fed: int | None = None
         self.logs = _open_logs(plan, identity)
 
     @property
@@ -69,11 +75,12 @@ class StreamPlan:
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
         """The three descriptors for ``instance``; :meth:`close` them once they have been passed on.
 
-        An instance on another host has connected ``sockets`` for its output, by their numbers, and needs none.
+        An instance of a job of several hosts has connected ``sockets``, by the streams' numbers, and needs none.
         """
         if sockets:
-            for target, descriptor in sockets.items():
-                self._read_from(descriptor, instance, target)
+            self.fed = sockets.get(_STDIN, self.fed)
+            for target in sockets.keys() - {_STDIN}:
+                self._read_from(sockets[target], instance, target)
             return []
         stdin = _STDIN if instance == 0 else self._null
         if self.is_inherited:
