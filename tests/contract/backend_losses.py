@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from tests.contract.forked_ranks import Rank, run_ranks
 
@@ -74,7 +75,26 @@ def asynchronously(rank: Rank) -> None:
     _lost(rank, 2, wait, _die)
 
 
-def run_all(backend: str) -> None:
-    """Every way to die, with three ranks."""
-    for way, victim in ((before_it_comes, 1), (with_calls_begun, 0), (anywhere, 2), (asynchronously, 2)):
-        run_ranks(way, backend, 3, timeout=TIMEOUT, victims=(victim,))
+def never(rank: Rank) -> None:
+    """It lives and does not come; the others give up when the time is over, and it hears of that and dies."""
+    store = distributed_c10d._get_default_store()
+    others = [f"told {other}" for other in range(rank.num_ranks) if other != 1]
+
+    def wait_for_others() -> None:
+        store.wait(others, timedelta(seconds=LEAVE_SECONDS))
+        _die()
+
+    _lost(rank, 1, lambda: distributed.all_reduce(torch.ones(3)), wait_for_others)
+    store.set(f"told {rank.rank}", "")
+
+
+def run_all(backend: str, num_ranks: int, hosts: str) -> None:
+    """Every way to die."""
+    for way, victim in (
+        (before_it_comes, 1),
+        (with_calls_begun, 0),
+        (anywhere, 2),
+        (asynchronously, 2),
+        (never, 1),
+    ):
+        run_ranks(way, backend, num_ranks, timeout=TIMEOUT, victims=(victim,), hosts=hosts)

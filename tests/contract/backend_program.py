@@ -1,10 +1,17 @@
-"""Runs one suite of a torch backend's tests: ``backend_program.py SUITE BACKEND NUM_RANKS``."""
+"""Runs one suite of a torch backend's tests: ``backend_program.py SUITE BACKEND NUM_RANKS [HOSTS]``."""
 
 import sys
 
 from torch import distributed
 
-from tests.contract import backend_laws, backend_losses, backend_neighbours, backend_random, backend_turns
+from tests.contract import (
+    backend_hosts,
+    backend_laws,
+    backend_losses,
+    backend_neighbours,
+    backend_random,
+    backend_turns,
+)
 from tests.contract.forked_ranks import Rank, run_ranks
 
 
@@ -17,12 +24,18 @@ def run_laws(rank: Rank) -> None:
                 law(rank)
 
 
-SUITES = {"laws": run_laws, "random": backend_random.play, "neighbours": backend_neighbours.run_all}
+SUITES = {
+    "laws": run_laws,
+    "random": backend_random.play,
+    "neighbours": backend_neighbours.run_all,
+    "hosts": backend_hosts.run_all,
+}
 
 
 if __name__ == "__main__":
-    suite, backend, num_ranks = sys.argv[1:]
+    suite, backend, num_ranks, *more = sys.argv[1:]
+    hosts = "".join(more)
     if suite == "losses":
-        backend_losses.run_all(backend)
+        backend_losses.run_all(backend, int(num_ranks), hosts)
     else:
-        run_ranks(SUITES[suite], backend, int(num_ranks))
+        run_ranks(SUITES[suite], backend, int(num_ranks), hosts=hosts)

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from popdist.process_group import hosts as process_group_hosts
+
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -43,6 +45,7 @@ def run_ranks(
     *,
     timeout: timedelta = TIMEOUT,
     victims: Collection[int] = (),
+    hosts: str = "",
 ) -> None:
     """Call ``fn`` in ``num_ranks`` processes whose default group is on ``backend``, and wait for all of them.
 
@@ -52,6 +55,7 @@ def run_ranks(
         num_ranks: At least 1.
         timeout: Of the default group.
         victims: The ranks that end by SIGKILL, and not by returning.
+        hosts: A letter for each rank, the host that it takes itself to be on; empty for all on this one.
 
     Raises:
         SystemExit: If another rank fails or these do not; all that still run are killed.
@@ -60,7 +64,7 @@ def run_ranks(
         store = str(Path(folder) / "store")
         ranks: dict[int, int] = {}
         for rank in range(num_ranks):
-            ranks[_fork(fn, backend, (rank, num_ranks), store, timeout)] = rank
+            ranks[_fork(fn, backend, (rank, num_ranks), store, timeout, hosts)] = rank
         try:
             while ranks:
                 child, status = os.wait()
@@ -73,7 +77,14 @@ def run_ranks(
                 os.waitpid(child, 0)
 
 
-def _fork(fn: Callable[[Rank], None], backend: str, place: tuple[int, int], store: str, timeout: timedelta) -> int:
+def _fork(
+    fn: Callable[[Rank], None],
+    backend: str,
+    place: tuple[int, int],
+    store: str,
+    timeout: timedelta,
+    hosts: str,
+) -> int:
     child = os.fork()
     if child:
         return child
@@ -81,6 +92,8 @@ def _fork(fn: Callable[[Rank], None], backend: str, place: tuple[int, int], stor
     try:
         rank, num_ranks = place
         torch.set_num_threads(1)
+        if hosts:
+            process_group_hosts.machine = lambda: hosts[rank]
         distributed.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout
         )

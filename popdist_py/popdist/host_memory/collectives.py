@@ -24,10 +24,12 @@ class HostCollectives:
 
     Attributes:
         group: The ranks.
+        size: How many they are.
     """
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
+        self.size = group.size
         self._is_alone = group.size == 1
         if not self._is_alone:
             slots = Slots(group)
@@ -69,3 +71,15 @@ class HostCollectives:
             outputs[0].copy_(tensors[0])
         else:
             self._moving.all_to_all(outputs, tensors)
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Wait for all ranks; see :meth:`HostGroup.barrier`."""
+        self.group.barrier(timeout_seconds)
+
+    def close(self) -> None:
+        """Leave: the other ranks see it."""
+        self.group.close()
+
+    def break_off(self) -> None:
+        """End a call that is going on in another thread, with an error."""
+        self.group.flags.break_off()

@@ -40,11 +40,13 @@ from popdist.process_group.forms import (
     options,
     seconds,
 )
+from popdist.process_group.hosts import connect
 from popdist.process_group.lane import Lane
 from popdist.process_group.tracing import never_traced
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")
+_TAKEN: Final = {(True, torch.strided)}
 _GLOO: Final = dist.ProcessGroup.BackendType.GLOO
 _NCCL: Final = dist.ProcessGroup.BackendType.NCCL
 
@@ -84,15 +86,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             chosen._timeout = timeout  # noqa: SLF001 - the only way to set it
             nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, chosen)
             self._register_backend(_CUDA, _NCCL, nccl)
-        group = HostGroup.connect(
-            PrefixStore("host", store),
+        self._host = connect(
+            PrefixStore("popdist", store),
             rank,
             size,
             timeout_seconds=timeout.total_seconds(),
             names=Names(members=members),
         )
-        self._host = None if group is None else HostCollectives(group)
-        self._lane = Lane(lambda: None if group is None else group.flags.break_off())
+        self._lane = Lane(self._host.break_off)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
@@ -105,14 +106,11 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     @property
     def host_group(self) -> HostGroup | None:
         """The shared memory of the ranks; None where they do not all share a host."""
-        return None if self._host is None else self._host.group
+        return self._host.group if isinstance(self._host, HostCollectives) else None
 
     def _takes(self, *tensors: Tensor) -> bool:
-        """Whether shared memory does what is asked of these tensors."""
-        for tensor in tensors:
-            if not tensor.is_cpu or tensor.layout is not torch.strided:
-                return False
-        return self._host is not None
+        """Whether popdist itself does what is asked of these tensors."""
+        return {(it.is_cpu, it.layout) for it in tensors} <= _TAKEN
 
     def _do(self, do: Callable[..., None], opts: Options, results: object, *arguments: object) -> Work:
         return self._lane.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
@@ -259,15 +257,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         """Wait for all ranks; for what runs on their CUDA devices only where the options name one."""
         if type(opts) is not BarrierOptions:
             opts = options(BarrierOptions, timeout=timeout or opts)
-        if self._host is None or opts.device_ids or (opts.device is not None and opts.device.type != "cpu"):
+        if opts.device_ids or (opts.device is not None and opts.device.type != "cpu"):
             return super().barrier(opts)
         return self._do(operations.barrier, opts, [], seconds(opts.timeout))
 
     def shutdown(self) -> None:
         """Leave: the other ranks see it, and nothing is held any more."""
         self._lane.stop()
-        if self._host is not None:
-            self._host.group.close()
+        self._host.close()
         super().shutdown()
 
     abort = shutdown

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from popdist.host_memory.collectives import HostCollectives
 from popdist.host_memory.combining import Op
+from popdist.process_group.several_hosts import SeveralHosts
+
+Collectives = HostCollectives | SeveralHosts
 
 
-def all_reduce(host: HostCollectives, tensors: Sequence[Tensor], op: Op) -> None:
+def all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op) -> None:
     """Each of ``tensors`` becomes its combination over the ranks."""
     for tensor in tensors:
         host.all_reduce(tensor, op)
 
 
-def broadcast(host: HostCollectives, tensors: Sequence[Tensor], root: int) -> None:
+def broadcast(host: Collectives, tensors: Sequence[Tensor], root: int) -> None:
     """Each of ``tensors`` becomes the root's."""
     for tensor in tensors:
         flat = _flat(tensor)
@@ -27,7 +30,7 @@ def broadcast(host: HostCollectives, tensors: Sequence[Tensor], root: int) -> No
         _give_back([tensor], [flat])
 
 
-def reduce(host: HostCollectives, tensors: Sequence[Tensor], op: Op, root: int) -> None:
+def reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, root: int) -> None:
     """Each of the root's ``tensors`` becomes the combination of all."""
     for tensor in tensors:
         flat = _flat(tensor)
@@ -35,7 +38,7 @@ def reduce(host: HostCollectives, tensors: Sequence[Tensor], op: Op, root: int) 
         _give_back([tensor], [flat])
 
 
-def all_gather(host: HostCollectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+def all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
     """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
     for row, tensor in zip(outputs, tensors, strict=True):
         places = [_place(it) for it in row]
@@ -44,7 +47,7 @@ def all_gather(host: HostCollectives, outputs: Sequence[Sequence[Tensor]], tenso
 
 
 def reduce_scatter(
-    host: HostCollectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
+    host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
 ) -> None:
     """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
     for output, row in zip(outputs, inputs, strict=True):
@@ -53,14 +56,14 @@ def reduce_scatter(
         _give_back([output], [place])
 
 
-def all_to_all(host: HostCollectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+def all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
     places = [_place(it) for it in outputs]
     host.all_to_all(places, [_flat(it) for it in inputs])
     _give_back(outputs, places)
 
 
-def all_gather_single(host: HostCollectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """As :func:`all_gather`, into one tensor each, one rank's part after the other."""
     for output, tensor in zip(outputs, tensors, strict=True):
         place = _place(output)
@@ -68,15 +71,13 @@ def all_gather_single(host: HostCollectives, outputs: Sequence[Tensor], tensors:
         _give_back([output], [place])
 
 
-def reduce_scatter_single(
-    host: HostCollectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op
-) -> None:
+def reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
     """As :func:`reduce_scatter`, from one tensor each."""
     reduce_scatter(host, outputs, [_parts(_flat(it), host) for it in inputs], op)
 
 
 def all_to_all_single(
-    host: HostCollectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+    host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
     """As :func:`all_to_all`, between tensors cut along their first dimension; no lengths mean equal ones."""
     place = _place(output)
@@ -84,16 +85,16 @@ def all_to_all_single(
     _give_back([output], [place])
 
 
-def barrier(host: HostCollectives, timeout_seconds: float | None) -> None:
+def barrier(host: Collectives, timeout_seconds: float | None) -> None:
     """Wait for all ranks."""
-    host.group.barrier(timeout_seconds)
+    host.barrier(timeout_seconds)
 
 
-def _parts(flat: Tensor, host: HostCollectives) -> Sequence[Tensor]:
-    return flat.view(host.group.size, len(flat) // host.group.size).unbind()
+def _parts(flat: Tensor, host: Collectives) -> Sequence[Tensor]:
+    return flat.view(host.size, len(flat) // host.size).unbind()
 
 
-def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: HostCollectives) -> Sequence[Tensor]:
+def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives) -> Sequence[Tensor]:
     if not lengths:
         return _parts(flat, host)
     width = tensor[:1].numel()

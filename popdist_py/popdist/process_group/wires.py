@@ -1,0 +1,117 @@
+"""Messages between the ranks of a group whose hosts do not share memory, over gloo.
+
+gloo says of a lost peer only that a connection was closed, and a rank that gives up closes all of its own. So who
+finds a loss writes it down in the group's store first: whoever is cut off by that reads there who was lost.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from popdist.errors import BackendError, PopdistError
+from popdist.host_memory.flags import Names
+
+_FAILURE: Final = "failure"
+_SHORTEST_SECONDS: Final = 0.001
+
+
+class Wires:
+    """The connections of a rank with all others of its group. One thread at a time.
+
+    Args:
+        gloo: A process group of torch's that nobody else uses.
+        store: Of the group; used by nobody else under its prefix.
+        rank: This one.
+        names: What the ranks are called.
+        timeout_seconds: How long a lost or late rank is waited for.
+    """
+
+    def __init__(
+        self,
+        gloo: Any,  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+        store: Store,
+        rank: int,
+        names: Names,
+        timeout_seconds: float,
+    ) -> None:
+        self._gloo = gloo
+        self._store = store
+        self._rank = rank
+        self._names = names
+        self._timeout_seconds = timeout_seconds
+        self._failure: str | None = None
+
+    def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """Send to some ranks and receive from some, which all call this at the same time.
+
+        Args:
+            sent: By rank. Contiguous; one without elements is not sent, and must not be waited for.
+            received: By rank, where to put what comes from there; as long as what is sent there.
+
+        Raises:
+            BackendError: If a rank was lost or did not come in time.
+        """
+        works = []
+        for tensors, start in ((received, self._receive), (sent, self._send)):
+            works += [(rank, start(rank, it)) for rank, it in tensors.items() if it.numel() and rank != self._rank]
+        deadline = time.monotonic() + self._timeout_seconds
+        for rank, work in works:
+            with self._blaming(rank):
+                work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_SECONDS)))
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A collective: what goes wrong in it ends the group on all hosts, with one reason.
+
+        Raises:
+            BackendError: With the first reason that a rank gave; also for every later collective.
+        """
+        if self._failure is not None:
+            raise BackendError(self._failure)
+        try:
+            yield
+        except PopdistError as error:
+            self._failure = self._agree_on(str(error))
+            self._gloo = None
+            raise BackendError(self._failure) from error
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._gloo = None
+        self._failure = self._failure or f"this {self._names.noun} has left the group"
+
+    def _receive(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - a work of torch's
+        with self._blaming(rank):
+            return self._gloo.recv([_as_bytes(tensor)], rank, 0)
+
+    def _send(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - as above
+        with self._blaming(rank):
+            return self._gloo.send([_as_bytes(tensor)], rank, 0)
+
+    @contextmanager
+    def _blaming(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            name = self._names.of([rank])
+            late = f"{name} did not come within {self._timeout_seconds:g} seconds"
+            lost = f"the connection to {name} was closed: it ended or was lost"
+            raise BackendError(late if "timed out" in str(error).lower() else lost) from error
+
+    def _agree_on(self, reason: str) -> str:
+        """The first reason that a rank gave; the store may have gone with the rank that kept it."""
+        with suppress(RuntimeError):
+            if self._store.check([_FAILURE]):
+                return str(self._store.get(_FAILURE), "utf-8")
+            self._store.set(_FAILURE, reason)
+        return reason
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
