@@ -4,6 +4,8 @@ Pure: text in, a :class:`Cluster` out. A pod may be of any size, because nothing
 """
 
 import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 from poprun.errors import PlanError
@@ -12,6 +14,7 @@ from poprun.hosts import parse_hosts
 from poprun.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, Cluster, VirtualIpu
 from poprun.legality import check_count
 from poprun.ranges import parse_numbers
+from poprun.topology import Gpu
 
 _NAME: Final = re.compile(r"(?:Bow-)?POD[-_]?(\d+)", re.IGNORECASE)
 _SAFE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -76,6 +79,26 @@ def read_pod(text: str, source: str) -> Cluster:
         allocations=_allocations(read, source, num_ipus // IPUS_PER_MACHINE),
         hosts=() if read.is_null("hosts") else read.converted("hosts", parse_hosts),
     )
+
+
+def on_machine(pod: Cluster, names: Collection[str], gpus: Sequence[Gpu]) -> Cluster:
+    """The part of ``pod`` that a machine stands for, with the machine's GPUs in place of its first IPUs.
+
+    A pod that names hosts is shared out to them evenly. One that names none, or others, is all the machine's.
+
+    Args:
+        pod: The pod.
+        names: What the machine is called.
+        gpus: Its CUDA devices, in slot order; IPUs beyond them are shares of its cores.
+    """
+    size = len(pod.ipus) // max(1, len(pod.hosts))
+    shares = [pod.ipus[number * size : (number + 1) * size] for number in range(len(pod.hosts))]
+    ipus = next((share for host, share in zip(pod.hosts, shares, strict=True) if host in names), pod.ipus)
+    as_gpus = (
+        replace(ipu, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
+        for ipu, gpu in zip(ipus, gpus, strict=False)
+    )
+    return replace(pod, ipus=(*as_gpus, *ipus[len(gpus) :]))
 
 
 def _pod(

@@ -54,7 +54,7 @@ LAYERS = {
         ),
         ("request", "plan", "pods", "domains"),
         ("planner", "environment", "allocations"),
-        ("plan_file", "advice", "fitness"),
+        ("plan_file", "advice", "fitness", "idle_options"),
         ("agent", "probe", "pool", "launchers", "render"),
         ("supervisor", "monitor", "preflight", "emit", "doctor"),
         ("cli", "vipu"),

@@ -269,6 +269,48 @@ def test_a_partition_grows_where_it_may(job: Poprun, vipu: Callable[..., Finishe
     assert (found["size"], found["state"]) == (8, "free")
 
 
+def test_a_dry_run_says_what_would_be_held(job: Poprun, vipu: Callable[..., Finished], pool: Path) -> None:
+    """And changes nothing: what is free, which partition, or why it would not start; -v tells of a real job."""
+    before = job("--dry-run", "-n", "2", "true").err
+    made_no_pool = not pool.exists()
+    new = job("--dry-run", "-n", "2", "--vipu-partition", "p", "true").err
+    vipu("create", "partition", "p", "--size", "4").succeeded()
+    told = [
+        job("--dry-run", *words, "true").succeeded().err
+        for words in (("-n2",), ("-n4", "--vipu-partition=p"), ("-n2", "--vipu-partition=p"), ("-n5",))
+    ]
+    held = job("-v", "-n", "2", "true").succeeded().err
+
+    assert made_no_pool
+    assert f"would lease cpu/0-1, from the pool {pool}" in before
+    assert f"would lease partition p, made for it: cpu/0-1, in the pool {pool}" in new
+    assert "would lease cpu/4-5," in told[0]
+    assert "would lease partition p: cpu/0-3," in told[1]
+    assert "would not start now: partition p has 4 IPUs, and the job fits one of 2" in told[2]
+    assert "would not start now: the job needs 5 virtual IPUs, and 4 are free of 8" in told[3]
+    assert f"holds cpu/4-5 on localhost, from the pool {pool}" in held
+
+
+def test_a_pod_on_a_machine_with_gpus_computes_on_them(
+    poprun: Poprun, vipu: Callable[..., Finished], pool: Path, gpus: dict[str, str], tmp_path: Path
+) -> None:
+    """Its virtual IPUs are the GPUs, also for jobs that name no pod, and an allocation has those of its part."""
+    file = tmp_path / "pod.yaml"
+    file.write_text("name: box\nnum_machines: 4\nallocations: {ann: 0, bob: 1-3}\n")
+    words = (*LOCAL, "--pool", str(pool))
+    pod = (*words, "-v", "--pod", str(file), "--vipu-allocation", "bob", "--ipus-per-replica")
+    with poprun.started(*pod, "3", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read word", env=gpus) as running:
+        shown = await_line(running)
+        other = poprun(*words, "-n", "6", "true", env=gpus)
+        running.communicate("\n", timeout=40)
+    too_many = poprun(*pod, "5", "--dry-run", "true", env=gpus).succeeded().err
+
+    assert shown.split(":")[-1] == "4,5,6\n"
+    assert "the job needs 6 virtual IPUs, and 5 are free of 8" in other.err
+    assert f"GPU 4-6: process {running.pid} of" in other.err
+    assert "5 virtual IPUs need as many GPUs, and there are 4 GPUs: computing on the CPU" in too_many
+
+
 def test_vipu(vipu: Callable[..., Finished]) -> None:
     """What the command prints, as tables and with errors that say what to do."""
     pod = {"POPRUN_POD": "POD16"}

@@ -2,8 +2,10 @@
 
 import pytest
 
-from poprun.errors import PlanError
-from poprun.pods import named_pod, read_pod
+from poprun.errors import PartitionError, PlanError
+from poprun.pods import named_pod, on_machine, read_pod
+from poprun.pool.clusters import gpus_within
+from poprun.topology import Gpu, Occupant
 
 PODS = """
 name: lab
@@ -72,3 +74,44 @@ def test_what_describes_no_pod(text: str, problem: str) -> None:
     with pytest.raises(PlanError) as caught:
         read_pod(text, "pod.yaml")
     assert problem in str(caught.value)
+
+
+def test_a_pod_on_a_machine_with_gpus_is_those_first() -> None:
+    """The first IPUs of the pod are the machine's GPUs, under the names that all its users know them by."""
+    pod = named_pod("POD4")
+    assert pod is not None
+    bob = Occupant(pid=9, user="bob")
+    gpus = (Gpu(name="0", uuid="GPU-a"), Gpu(name="1", uuid="GPU-b", occupants=(bob,)))
+
+    found = on_machine(pod, ("box",), gpus)
+
+    assert [(ipu.name, ipu.device) for ipu in found.ipus] == [
+        ("GPU-a", "0"),
+        ("GPU-b", "1"),
+        ("POD4/2", ""),
+        ("POD4/3", ""),
+    ]
+    assert found.ipus[1].occupants == (bob,)
+    assert on_machine(pod, ("box",), gpus * 3).ipus[3].device == "1"
+    assert on_machine(pod, ("box",), ()) == pod
+
+
+def test_a_host_of_a_pod_has_its_share() -> None:
+    """Hosts share a pod evenly, in the order in which it names them; another machine stands for all of it."""
+    pod = read_pod(PODS, "pods.yaml")
+    second = on_machine(pod, ("lr2", "lr2.example.org"), (Gpu(name="0"),))
+
+    assert [ipu.index for ipu in second.ipus] == list(range(16, 32))
+    assert [ipu.name for ipu in second.ipus[:2]] == ["0", "lab/17"]
+    assert len(on_machine(pod, ("box",), ()).ipus) == 32
+
+
+def test_an_allocation_has_the_gpus_of_its_part() -> None:
+    """Who asks for a part of the pod gets no GPU outside of it."""
+    text = "name: box\nnum_machines: 2\nallocations: {ann: 0, bob: 1}\n"
+    gpus = tuple(Gpu(name=str(number)) for number in range(8))
+
+    assert gpus_within(read_pod(text, "pod"), "bob", "box", gpus) == gpus[4:]
+    assert gpus_within(read_pod(text, "pod"), None, "box", gpus) == gpus
+    with pytest.raises(PartitionError, match="there is no allocation eve: there is ann, bob"):
+        gpus_within(read_pod(text, "pod"), "eve", "box", gpus)

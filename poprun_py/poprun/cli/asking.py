@@ -2,11 +2,12 @@
 
 import socket
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from poprun.errors import PlanError
 from poprun.inventory import Cluster, VirtualIpu, size_of_partition
 from poprun.plan import LaunchPlan
-from poprun.pool.clusters import check_names, choose_cluster, pod_of
+from poprun.pool.clusters import allocation_of, check_names, choose_cluster, pod_of
 from poprun.pool.wishes import PartitionWish, Wish
 from poprun.topology import Gpu
 
@@ -57,7 +58,7 @@ class IpuAsker:
     def _cluster_of(self, gpus: Sequence[Gpu]) -> Cluster:
         vipu = self.plan.vipu
         is_counted = vipu.ipus_per_host is not None
-        return choose_cluster(
+        cluster = choose_cluster(
             socket.gethostname(),
             gpus if self.plan.devices else (),
             len(self.plan.cores),
@@ -66,16 +67,22 @@ class IpuAsker:
             else self._num_cores(),
             pod=None if vipu.pod is None else pod_of(vipu.pod),
         )
+        if not self.plan.devices:
+            return cluster
+        return replace(cluster, ipus=tuple(ipu for ipu in cluster.ipus if ipu.device))  # a pod may have more
 
     def _num_cores(self) -> int:
         """A CPU that nobody has counted has a slot for each core; a job that uses more takes all there are."""
         return max(len(self.plan.cores), self.plan.num_slots_per_host)
 
     def _check(self) -> None:
-        needed, there = self.plan.num_slots_per_host, len(self.cluster.ipus)
         check_names(self.cluster, self._allocation)
+        needed, there = self.plan.num_slots_per_host, len(self.cluster.part(self._allocation))
         if not self.cluster.is_open and needed > there:
-            raise PlanError(f"the job needs {needed} virtual IPUs, and {self.cluster.name} has {there}")
+            where = (
+                f"allocation {self._allocation} of {self.cluster.name}" if self._allocation else self.cluster.name
+            )
+            raise PlanError(f"the job needs {needed} virtual IPUs, and {where} has {there} of them here")
 
     def _choose(self, num_ipus: int) -> Callable[[Collection[str]], tuple[VirtualIpu, ...]]:
         pick = (
@@ -89,9 +96,7 @@ class IpuAsker:
     @property
     def _allocation(self) -> str | None:
         """The part of the pod to take IPUs from; a machine that is no pod has none, whatever is asked for."""
-        vipu = self.plan.vipu
-        name = vipu.allocation or vipu.cluster
-        return None if vipu.pod is None or name == self.cluster.name else name
+        return None if self.plan.vipu.pod is None else allocation_of(self.cluster, self.plan.vipu)
 
     def _pick_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         by_device = {ipu.device: ipu for ipu in self.cluster.ipus}

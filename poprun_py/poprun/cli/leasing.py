@@ -52,7 +52,7 @@ def leased(
     """
     pool = pool_of(plan)
     state = pool.state()
-    plan = _in_only_partition(plan, state, tell)
+    plan = in_only_partition(plan, state, tell)
     asker = IpuAsker(plan, gpus, find_gpus, is_fixed=is_fixed)
     inherited = _inherited(asker.cluster, state) if plan.devices else []
     if len(inherited) >= plan.num_slots_per_host:
@@ -78,7 +78,7 @@ def _held(plan: LaunchPlan, cluster: Cluster, pool: Pool, names: Sequence[str]) 
     )
 
 
-def _in_only_partition(plan: LaunchPlan, state: PoolState, tell: Tell) -> LaunchPlan:
+def in_only_partition(plan: LaunchPlan, state: PoolState, tell: Tell) -> LaunchPlan:
     """``plan`` in the one partition that there is, if it names none, that one is its user's own, and it fits."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan

@@ -1,7 +1,9 @@
 """From a command line to a plan, and from a plan to a print-out or a job."""
 
 import os
+import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -13,17 +15,19 @@ from poprun.cli.origins import misspelled_variables, origins
 from poprun.cli.other_hosts import look_at_hosts
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
+from poprun.idle_options import idle_vipu_options
 from poprun.inventory import Cluster
 from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
 from poprun.planner import job_words, make_plan, place
 from poprun.probe.gpus import find_gpus
-from poprun.probe.machine import machine_facts
+from poprun.probe.machine import machine_facts, own_names
 from poprun.probe.program import as_elsewhere, resolve_program
 from poprun.probe.slurm import find_allocation
 from poprun.render import render_plan
 from poprun.request import LauncherChoice
-from poprun.topology import MachineFacts
+from poprun.topology import Gpu, MachineFacts
+from poprun.vipu_settings import VipuSettings
 
 if TYPE_CHECKING:
     from poprun.render.details import Details
@@ -52,6 +56,7 @@ def run(line: CommandLine) -> int:
         return consult(line.report_format)
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.is_dry_run or line.emitted is not None:
+        _foresee(plan, facts, line)
         screen.show(_render(plan, line))
         return 0
     if not plan.program:
@@ -72,12 +77,28 @@ def run(line: CommandLine) -> int:
         return _start_on_cores(plan, facts, line)
     from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
 
-    gpus = find_gpus(os.environ) if facts is None else facts.gpus
+    gpus = _gpus(plan, facts)
     with leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
         if facts is None:
             return _start_on_cores(held, None, line, lease)
         facts = facts.with_cores(held.cores)
         return _start_on_cores(place(held, facts), facts, line, lease)
+
+
+def _foresee(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
+    """Say what the job would take from the pool, if it takes anything and is to run here."""
+    if line.emitted is not None or not plan.takes_lease:
+        return
+    from poprun.cli.foresight import would_hold  # noqa: PLC0415 - most jobs take nothing
+
+    gpus = _gpus(plan, facts)
+    is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
+    screen.tell(would_hold(plan, gpus, is_here=is_here, tell=screen.tell))
+
+
+def _gpus(plan: LaunchPlan, facts: MachineFacts | None) -> Sequence[Gpu]:
+    """All GPUs of this machine; a plan for a part of a pod was made from some of them."""
+    return find_gpus(os.environ) if facts is None or plan.vipu.pod is not None else facts.gpus
 
 
 def _start_on_hosts(plan: LaunchPlan, line: CommandLine, network: "JobNetwork") -> int:
@@ -124,7 +145,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
     pod = _pod(request.vipu.pod)
     if pod is not None:
-        facts = replace(facts, gpus=())
+        facts = _within_pod(pod, request.vipu, facts)
     if facts.gpus and not request.vipu.is_offline:
         from poprun.cli.leasing import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
 
@@ -137,8 +158,10 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     for advice in (*advise(plan, facts), *filter(None, [of_words, of_hosts])):
         screen.tell(f"warning: {advice}")
     if line.verbosity:
-        for option in (one.option for one in line.given if one.option.why_no_effect):
-            screen.tell(f"--{option.name} has no effect: {option.why_no_effect}")
+        idle = idle_vipu_options(plan)
+        for option in (one.option for one in line.given):
+            if why := option.why_no_effect or idle.get(option.name):
+                screen.tell(f"--{option.name} has no effect: {why}")
         for found in facts.unknown_mpi:
             screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
         screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
@@ -146,12 +169,19 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 
 def _pod(name: str | None) -> Cluster | None:
-    """The pod to plan for in place of this machine: it computes on the CPU, whatever there is here."""
+    """The pod to plan for in place of this machine."""
     if name is None:
         return None
     from poprun.pool.clusters import pod_of  # noqa: PLC0415 - most jobs know no pod
 
     return pod_of(name)
+
+
+def _within_pod(pod: Cluster, vipu: VipuSettings, facts: MachineFacts) -> MachineFacts:
+    """The facts with those GPUs that stand for IPUs of the pod, in the part of it that is asked for."""
+    from poprun.pool.clusters import allocation_of, gpus_within  # noqa: PLC0415 - most jobs know no pod
+
+    return replace(facts, gpus=gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus))
 
 
 def _options_again(line: CommandLine) -> tuple[str, ...]:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from poprun.errors import PartitionError, PlanError
 from poprun.inventory import Cluster, cpu_cluster, gpu_cluster
-from poprun.pods import named_pod, read_pod
+from poprun.pods import named_pod, on_machine, read_pod
 from poprun.topology import Gpu
+from poprun.vipu_settings import VipuSettings
 
 
 def choose_cluster(
@@ -16,7 +17,7 @@ def choose_cluster(
     ipus_per_host: int | None = None,
     pod: Cluster | None = None,
 ) -> Cluster:
-    """The virtual IPUs of this machine: those of a described pod, else its GPUs, else shares of its cores.
+    """The virtual IPUs of this machine: its part of a described pod, else its GPUs, else shares of its cores.
 
     Args:
         hostname: The machine's name.
@@ -30,12 +31,38 @@ def choose_cluster(
         PlanError: If there are fewer GPUs than ``ipus_per_host``.
     """
     if pod is not None:
-        return pod
+        return on_machine(pod, names_of(hostname), gpus[:ipus_per_host])
     if not gpus:
         return cpu_cluster(hostname, ipus_per_host, num_cores)
     if ipus_per_host is not None and ipus_per_host > len(gpus):
         raise PlanError(f"--ipus-per-host {ipus_per_host}: there are {len(gpus)} GPUs here")
     return gpu_cluster(hostname, gpus[:ipus_per_host])
+
+
+def gpus_within(pod: Cluster, allocation: str | None, hostname: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs of this machine that stand for IPUs of the pod, or of one of its allocations.
+
+    Raises:
+        PartitionError: If there is no such allocation.
+    """
+    ours = on_machine(pod, names_of(hostname), gpus)
+    check_names(ours, allocation)
+    devices = {ipu.device for ipu in ours.part(allocation)}
+    return tuple(gpu for gpu in gpus if gpu.name in devices)
+
+
+def names_of(hostname: str) -> tuple[str, str]:
+    """What a description of a pod may call the machine."""
+    return hostname, hostname.partition(".")[0]
+
+
+def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
+    """The allocation of the pod that is asked for, under either name of the option; None for all of the pod.
+
+    A pod that describes none is one, whatever it is called.
+    """
+    name = vipu.allocation or vipu.cluster
+    return None if name == pod.name or not pod.allocations else name
 
 
 def pod_of(text: str) -> Cluster:

@@ -70,7 +70,7 @@ def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
             "cluster": cluster.name,
             "kind": cluster.kind,
             "ipus": None if cluster.is_open else len(cluster.ipus),
-            "free": None if cluster.is_open else _num_free(cluster, range(len(cluster.ipus)), state),
+            "free": None if cluster.is_open else _num_free(cluster, _whole(cluster), state),
             "ilds": cluster.num_domains,
             "ild_size": cluster.domain_size,
             "memory_per_ipu_bytes": cluster.memory_bytes,
@@ -81,7 +81,7 @@ def cluster_rows(cluster: Cluster, state: PoolState) -> list[Row]:
 
 def allocation_rows(cluster: Cluster, state: PoolState) -> list[Row]:
     """A row for each allocation of the cluster, the whole of it first."""
-    parts = {ALL: range(len(cluster.ipus)), **cluster.allocations}
+    parts = {ALL: _whole(cluster), **cluster.allocations}
     return [
         {
             "allocation": name,
@@ -134,6 +134,11 @@ def _user_of(lease: Lease | None, otherwise: str) -> str:
 def _num_free(cluster: Cluster, part: range, state: PoolState) -> int:
     taken = state.taken
     return sum(ipu.index in part and ipu.name not in taken and not ipu.occupants for ipu in cluster.ipus)
+
+
+def _whole(cluster: Cluster) -> range:
+    """The numbers of all IPUs of a cluster; a machine may stand for a part of a pod."""
+    return range(cluster.ipus[0].index, cluster.ipus[-1].index + 1) if cluster.ipus else range(0)
 
 
 def _moment(epoch_seconds: float) -> str:
