@@ -1,6 +1,6 @@
 """Which ranks of a group share a host, and the collectives that fit it.
 
-The id of the machine's boot says who may share memory; that they do is proved by mapping it.
+The machine's boot and the network namespace say who may be able to share memory; that they do is proved by mapping it.
 """
 
 from datetime import timedelta
@@ -18,12 +18,16 @@ from popdist.process_group.several_hosts import Place, SeveralHosts
 from popdist.process_group.wires import Wires
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """What this process and another one must have in common to share memory; empty where that is unknown."""
+    """What this process and another one must have in common to share memory; empty where that is unknown.
+
+    Processes of other network namespaces, such as those of another pod, cannot hand descriptors to this one.
+    """
     try:
-        return _BOOT_ID.read_text().strip()
+        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
     except OSError:
         return ""
 
