@@ -1,6 +1,6 @@
 """Which ranks of a group share a host, and the collectives that fit it.
 
-The machine's boot and the network namespace say who may be able to share memory; that they do is proved by mapping it.
+One boot and one network namespace let processes share memory at all; that they do is proved by mapping it.
 """
 
 from datetime import timedelta
