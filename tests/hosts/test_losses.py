@@ -16,20 +16,23 @@ STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nhang()"
 
 
 @pytest.mark.deadline(120)
-@pytest.mark.parametrize(("runtime", "lose"), [("mpich", Host.cut), ("openmpi", Host.kill)], ids=["link", "host"])
+@pytest.mark.parametrize(
+    ("runtime", "lose", "restarts"), [("mpich", Host.cut, 0), ("openmpi", Host.kill, 1)], ids=["link", "host"]
+)
 def test_what_is_lost_ends_the_job_on_every_host(
     own_network: Network,
     mpi_environments: dict[str, MpiEnvironment],
     tmp_path: Path,
     runtime: str,
     lose: Callable[[Host], None],
+    restarts: int,
 ) -> None:
-    """Nobody tells that the packets stay away: both sides find out, and nothing is left on either."""
+    """Nobody tells that the packets stay away: both sides find out, nothing is left, nothing starts without it."""
     if runtime not in mpi_environments:
         pytest.skip(f"no environment with the {runtime} wheel: scripts/test makes it")
     poprun = HostPoprun(python=mpi_environments[runtime].python, name=runtime)
     words = write_program(tmp_path, STUBBORN)
-    options = ("--stop-timeout=1", "--host", "n[1-3]", "-n", "3")
+    options = (f"--max-restarts={restarts}", "--stop-timeout=1", "--host", "n[1-3]", "-n", "3")
     with poprun.started(own_network, *options, sys.executable, *words) as process:
         wait_until(lambda: has_met(tmp_path, 3))
         lose(own_network.hosts["n2"])
@@ -37,5 +40,6 @@ def test_what_is_lost_ends_the_job_on_every_host(
 
     assert process.returncode == 68
     assert "instance 1 failed first: its host does not answer any more (host n2, replica 1)" in err
+    assert ("  n2    it does not answer  see that" in err) is bool(restarts)
     assert "Traceback" not in err
     assert own_network.leftovers(apart_from="sshd:") == []

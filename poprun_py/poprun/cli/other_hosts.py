@@ -1,7 +1,7 @@
 """What poprun does before a job of other hosts starts, and what it says of it."""
 
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from poprun.cli import screen
 from poprun.environment import passed_environment
@@ -10,6 +10,9 @@ from poprun.hosts import fold_hosts
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.probe.machine import names_of_this_machine
 from poprun.routes import JobNetwork
+
+if TYPE_CHECKING:
+    from poprun.preflight.examine import Examination
 
 _MOST_TOLD: Final = 4
 
@@ -34,14 +37,27 @@ def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
             f"--launcher local starts processes on this machine only, and {fold_hosts(plan.hosts)} is not: use "
             "MPI, or leave out --host"
         )
-    from poprun.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
-
-    found = examine_hosts(plan, here, screen.tell)
+    found = _examine(plan)
     screen.tell(f"hosts talk over {_ways(found.network)}: {found.reason}")
     if verbosity:
         passed = sorted(passed_environment(os.environ, plan.passed_names()))
         screen.tell(f"variables that go to other hosts: {', '.join(passed)}")
     return found.network
+
+
+def look_again(plan: LaunchPlan) -> None:
+    """See that the hosts of ``plan`` can still take part.
+
+    Raises:
+        HostsError: If one cannot.
+    """
+    _examine(plan)
+
+
+def _examine(plan: LaunchPlan) -> "Examination":
+    from poprun.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
+
+    return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.tell)
 
 
 def _ways(network: JobNetwork) -> str:

@@ -12,7 +12,7 @@ from poprun.allocations import facts_within, within
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables, origins
-from poprun.cli.other_hosts import look_at_hosts
+from poprun.cli.other_hosts import look_again, look_at_hosts
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.idle_options import idle_vipu_options
@@ -129,7 +129,8 @@ def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *l
     if line.verbosity:
         for lease in leases:
             screen.tell(f"holds {lease}")
-    return run_job(plan, environ=os.environ, verbosity=line.verbosity, leases=leases, network=network)
+    look = (lambda: None) if network is None else (lambda: look_again(plan))
+    return run_job(plan, environ=os.environ, verbosity=line.verbosity, leases=leases, network=network, look=look)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:

@@ -10,7 +10,7 @@ and `tracebacks`.
 own), `whole_file`, and `sweep` (what is left).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
@@ -26,6 +26,7 @@ def run_job(
     verbosity: int = 0,
     leases: Sequence[HeldLease] = (),
     network: JobNetwork | None = None,
+    look: Callable[[], None] = lambda: None,
 ) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
 
@@ -41,11 +42,13 @@ def run_job(
         leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
             ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
         network: How the hosts of the plan reach each other; None when there is only this machine.
+        look: Called before each restart; raises HostsError when hosts of the job can take part no more.
 
     Raises:
+        HostsError: If hosts are missing and there are no more restarts.
         LaunchError: If the MPI runtime or an agent could not be started.
         UsageError: If the report that the plan asks for could not be written.
     """
     from poprun.supervisor.attempts import run_attempts  # noqa: PLC0415 - a dry run does not pay for the supervisor
 
-    return run_attempts(plan, environ, verbosity, network, leases)
+    return run_attempts(plan, environ, verbosity, network, leases, look)

@@ -7,11 +7,11 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from poprun.environment import wished_job_id
-from poprun.errors import UsageError
+from poprun.errors import HostsError, UsageError
 from poprun.leases import HeldLease
 from poprun.linux import become_subreaper
 from poprun.plan import LaunchPlan
@@ -23,6 +23,8 @@ from poprun.supervisor.signals import SignalBox
 from poprun.supervisor.voice import say
 
 _LONGEST_PAUSE_SECONDS = 30.0
+
+Look = Callable[[], None]
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
@@ -51,6 +53,7 @@ def run_attempts(
     verbosity: int,
     network: JobNetwork | None = None,
     leases: Sequence[HeldLease] = (),
+    look: Look = lambda: None,
 ) -> int:
     """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
 
@@ -60,8 +63,10 @@ def run_attempts(
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
         network: How the hosts of the job reach each other; None when there is only this machine.
         leases: What the job holds; the agents of this host keep the descriptors open until their programs end.
+        look: Called before each restart; raises HostsError when hosts of the job can take part no more.
 
     Raises:
+        HostsError: If hosts are missing and there are no more restarts.
         LaunchError: If the launcher cannot be executed.
         UsageError: If the report that the plan asks for could not be written.
     """
@@ -78,7 +83,7 @@ def run_attempts(
     error = ""
     with SignalBox() as signals:
         try:
-            for end in _attempts(plan, environ, identity, verbosity, signals):
+            for end in _attempts(plan, environ, identity, verbosity, signals, look):
                 ends.append(end)  # noqa: PERF402 - those that have ended stay when the next one raises
         except Exception as problem:
             error = str(problem)
@@ -91,19 +96,44 @@ def run_attempts(
 
 
 def _attempts(
-    plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, verbosity: int, signals: SignalBox
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    identity: JobIdentity,
+    verbosity: int,
+    signals: SignalBox,
+    look: Look,
 ) -> Iterator[JobEnd]:
     """Run one attempt after the other; how each ended."""
-    while True:
-        end = Job(plan, environ, identity, verbosity).run(signals)
+    following: JobIdentity | None = identity
+    while following is not None:
+        end = Job(plan, environ, following, verbosity).run(signals)
         yield end
+        following = _next_attempt(plan, following, end, signals, look)
+
+
+def _next_attempt(
+    plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: SignalBox, look: Look
+) -> JobIdentity | None:
+    """What the next attempt is called, when it is time for it; None when there is none.
+
+    A restart at which hosts are missing counts as one, and the next may find them again.
+    """
+    while True:
         pause_seconds = restart_pause_seconds(end, identity.restart_count, plan.ending.max_restarts)
         if pause_seconds is None:
-            return
+            return None
         identity = replace(identity, restart_count=identity.restart_count + 1)
         say(f"restart {identity.restart_count} of at most {plan.ending.max_restarts} in {pause_seconds:g} s")
         if not _pause(pause_seconds, signals):
-            return
+            return None
+        try:
+            look()
+        except HostsError as error:
+            if identity.restart_count >= plan.ending.max_restarts:
+                raise
+            say(str(error))
+        else:
+            return identity if _pause(0.0, signals) else None
 
 
 def _checked_report_file(plan: LaunchPlan) -> str | None:
@@ -134,12 +164,14 @@ def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequ
 def _pause(seconds: float, signals: SignalBox) -> bool:
     """Wait; False when somebody asked for the end of the job meanwhile."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        select.select((signals.descriptor,), (), (), left)
+    while True:
         signals.drain()
         if signals.num_interrupts or signals.is_terminated or signal.SIGHUP in signals.passed_on:
             return False
-    return True
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return True
+        select.select((signals.descriptor,), (), (), left)
 
 
 def _tell(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
