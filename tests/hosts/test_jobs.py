@@ -1,5 +1,6 @@
 """Jobs over several hosts: they run, fail and end as those of one host do."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+import yaml
 
-from tests.hosts.jobs import HostPoprun
-from tests.hosts.network import Network
+from poprun.emit.mpijob import HOSTS
+from tests.hosts.jobs import DEADLINE_SECONDS, HostPoprun
+from tests.hosts.network import TMPDIR, Network
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
-from tests.running import MpiEnvironment
+from tests.running import MpiEnvironment, Poprun, run
 
 if TYPE_CHECKING:
     import subprocess
@@ -92,6 +95,25 @@ def test_no_key_stands_in_a_command_line_and_a_killed_poprun_leaves_nothing(
 
     assert any("mpi" in line for line in lines)
     assert [line for line in lines if key in line] == []
+
+
+@pytest.mark.deadline(120)
+def test_what_an_mpi_job_of_kubernetes_runs(network: Network, mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """The launcher's words of the manifest start the program of the image, where ssh passes no variables on."""
+    poprun = Poprun(python=mpi.python)
+    program = ("python", "-c", "import os, sys; print(sys.prefix, os.environ['POPDIST_NUM_TOTAL_REPLICAS'])")
+    path = {"PATH": f"{mpi.python.parent}{os.pathsep}{os.environ['PATH']}"}
+    written = poprun("--emit=mpijob", "--image=i", "-H", "a,b", "-n2", *program, env=path).succeeded().out
+    pods = yaml.safe_load(written.replace(HOSTS, str(tmp_path / "hostfile")).replace("$$", "$"))
+    (container,) = pods["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    slots = "{}:1\n" if mpi.name == "mpich" else "{} slots=1\n"
+    (tmp_path / "hostfile").write_text("".join(map(slots.format, ("n2", "n3"))))
+    variables = path | {it["name"]: f"{it['value']} -F {network.ssh_config}" for it in container["env"]}
+    told = [f"{name}={value}" for name, value in (variables | {"TMPDIR": TMPDIR}).items()]
+    words = network.hosts["n1"].enter(["env", *told, *container["command"]])
+    finished = run(words, deadline_seconds=DEADLINE_SECONDS).succeeded()
+
+    assert finished.lines == [f"{mpi.python.parents[1]} 2"] * 2
 
 
 @pytest.mark.deadline(250)

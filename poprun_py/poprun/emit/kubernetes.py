@@ -1,11 +1,9 @@
-"""What the jobs of Kubernetes have in common: names, containers, and what they ask of a node.
+"""What the jobs of Kubernetes have in common: containers, and what they ask of a node.
 
-Sources: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/ and
-https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ (RFC 1123 labels).
+Source: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/.
 """
 
 import math
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -16,17 +14,6 @@ from poprun.errors import UsageError
 from poprun.plan import LaunchPlan
 
 GPU: Final = "nvidia.com/gpu"
-
-_MAX_NAME: Final = 40
-"""Characters of a job's name; the operators append to it, and a host's name has at most 63."""
-
-
-def job_name(plan: LaunchPlan) -> str:
-    """A name for the job, from that of its program: ``/data/Train_2.py`` becomes ``train-2``."""
-    script = next((word for word in plan.program if word.endswith(".py")), plan.program[0])
-    stem = os.path.basename(script).removesuffix(".py").lower()
-    name = re.sub("[^a-z0-9]+", "-", stem)[:_MAX_NAME].strip("-")
-    return name if name[:1].isalpha() else f"job-{name}".rstrip("-")
 
 
 def required_image(image: str | None) -> str:
@@ -93,7 +80,14 @@ def document(plan: LaunchPlan, size: str, values: Mapping[str, Any]) -> str:
     """``values`` as YAML, below two lines that say what they are."""
     import yaml  # noqa: PLC0415 - only here
 
-    text: str = yaml.safe_dump(dict(values), sort_keys=False, width=100, allow_unicode=False)
+    class Dumper(yaml.SafeDumper):
+        """Writes scripts as they are, line by line."""
+
+    Dumper.add_representer(
+        str,
+        lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, "|" if "\n" in text else None),
+    )
+    text: str = yaml.dump(dict(values), Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False)
     words = re.sub(r"[^ -~]+", "?", shlex.join(plan.program))
     return f"# {size}\n# {words}\n{text}"
 
