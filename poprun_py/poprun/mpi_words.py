@@ -46,6 +46,9 @@ _INTERFACES: Final = ("btl_tcp_if_include", "oob_tcp_if_include")
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
 
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+"""A word that launchers would take for the program; people who leave out its -x mean a variable."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiWords:
@@ -78,8 +81,11 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
     is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []
     left_out: list[str] = []
+    is_value = False
     for name, written in _split(words, option):
-        if name == _VARIABLE:
+        is_assigned = not (name or is_value) and _ASSIGNMENT.match(written[0])
+        is_value = not is_assigned and name not in _OWN
+        if name == _VARIABLE or is_assigned:
             variables.append(_variable(written[-1], option))
         elif name == "tag-output":
             is_tagged = True

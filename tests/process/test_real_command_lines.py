@@ -6,6 +6,7 @@ hosts, partitions, variables and programs changed.
 
 import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -63,7 +64,7 @@ def test_only_interfaces_are_left_out(line: str, counts: tuple[int, ...], mpi: M
     """Every variable reaches the plan; without Open MPI only the name of an interface is lost, and no subnet."""
     request = asked(line)
     words = job_words(request, mpi)
-    num_variables = len({word.partition("=")[0] for word in _behind_x(request)})
+    num_variables = len({word.partition("=")[0] for word in _variables(request)})
 
     assert set(words.left_out) <= {"--mca", "btl_tcp_if_include", "eno1"}
     assert words.subnet == ("10.1.0.0/16" if "if_include 10.1.0.0/16" in line else words.subnet)
@@ -71,9 +72,12 @@ def test_only_interfaces_are_left_out(line: str, counts: tuple[int, ...], mpi: M
     assert (words.for_job.launcher_words, words.for_instances.launcher_words) == ((), ())
 
 
-def _behind_x(request: LaunchRequest) -> list[str]:
+def _variables(request: LaunchRequest) -> list[str]:
+    """What stands behind -x, and one line's variable that has none before it."""
     words = [*request.mpi_global_args, *request.mpi_local_args]
-    return [words[position + 1] for position, word in enumerate(words) if word == "-x"]
+    pairs = list(pairwise(("", *words)))
+    behind_x = [word for before, word in pairs if before == "-x"]
+    return [*behind_x, *(word for before, word in pairs if word.startswith("FLAGS=") and before != "-x")]
 
 
 def test_a_dry_run_shows_them_all(capsys: pytest.CaptureFixture[str]) -> None:

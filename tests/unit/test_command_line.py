@@ -35,8 +35,9 @@ def test_nothing_given_leaves_every_default_to_the_request() -> None:
         (["-n", "4"], {"num_instances": 4}),
         (["-n", "auto"], {"num_instances": None}),
         (["--num-replicas=8", "--ipus-per-replica", "2"], {"num_replicas": 8, "ipus_per_replica": 2}),
-        (["-H", "a,n[1-2]"], {"hosts": ("a", "n1", "n2")}),
-        (["--host", "a", "--host", "b"], {"hosts": ("a", "b")}),
+        (["-H", "a,n[1-2]"], {"hosts": ("a", "n1", "n2"), "num_instances": 3}),
+        (["--host", "a", "--host", "b"], {"hosts": ("a", "b"), "num_instances": 2}),
+        (["--host", "a,b", "-n", "1"], {"hosts": ("a", "b"), "num_instances": 1}),
         (["--launcher", "local"], {"launcher": LauncherChoice.LOCAL}),
         (
             ["--mpi-global-args= --mca a 'b c'", "--mpi-global-args", "-x D"],

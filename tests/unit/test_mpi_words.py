@@ -9,7 +9,7 @@ from poprun.advice import advise_of_words
 from poprun.environment import program_environment
 from poprun.errors import PlanError
 from poprun.launchers import launch_commands
-from poprun.mpi_words import MpiWords, read_mpi_words
+from poprun.mpi_words import MpiWords, Variables, read_mpi_words
 from poprun.planner import job_words
 from poprun.request import LauncherChoice, LaunchRequest
 from poprun.settings import OutputSettings, RemoteSettings
@@ -162,3 +162,20 @@ def test_words_for_one_instance() -> None:
 
     assert words.left_out == ("--mca", "a", "b")
     assert "one launcher starts all instances" in (advise_of_words(words.left_out, OPEN_MPI) or "")
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "left"),
+    [
+        ("A=--b=1", (("A", "--b=1"),), ()),
+        ("-x A B=2 --tag-output C=3", (("A", None), ("B", "2"), ("C", "3")), ()),
+        ("--unknown A=1", (), ("--unknown", "A=1")),
+        ("--unknown 1 A=1", (), ("--unknown", "1", "A=1")),
+        ("word", (), ("word",)),
+    ],
+)
+def test_a_variable_without_its_x(words: str, variables: Variables, left: tuple[str, ...]) -> None:
+    """It is one where no launcher's own option stands before it, whose value it may be."""
+    found = read(words, MpiKind.MPICH)
+
+    assert (found.variables, found.launcher_words) == (variables, left)

@@ -74,7 +74,13 @@ class CommandLine:
     verbosity: int = 0
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """The request, for ``program`` as it was resolved in ``working_directory``."""
+        """The request, for ``program`` as it was resolved in ``working_directory``.
+
+        Where nobody has said how many instances, several hosts have one each.
+        """
+        asked = self.values.get("request", {})
+        if len(asked.get("hosts", ())) > 1:
+            asked = {"num_instances": len(asked["hosts"]), **asked}
         return LaunchRequest(
             program=program,
             working_directory=working_directory,
@@ -82,7 +88,7 @@ class CommandLine:
             ending=EndingSettings(**self.values.get("ending", {})),
             remote=RemoteSettings(**self.values.get("remote", {})),
             vipu=VipuSettings(**self.values.get("vipu", {})),
-            **self.values.get("request", {}),
+            **asked,
         )
 
 

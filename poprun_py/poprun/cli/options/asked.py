@@ -58,7 +58,7 @@ CONFIGURATION: Final = grouped(
         "num-instances",
         "request.num_instances",
         NUMBER_OR_AUTO,
-        f"Processes in all; auto: one per free GPU. [default: {_DEFAULTS.num_instances}]",
+        "Processes in all; auto: one per free GPU. [default: 1 on each host]",
         short="n",
     ),
     Option(
