@@ -7,6 +7,8 @@
     ├── HostsError                68  hosts that cannot take part in a job
     ├── MpiNotFoundError          69  MPI was asked for and there is none here
     ├── IpusTakenError            69  others hold the virtual IPUs that the job needs
+    ├── ServerError               69  the server of virtual IPUs cannot be used
+    │   └── ServerLostError       69  it is not there, or does not answer
     ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
     ├── PoolError                 74  the pool of virtual IPUs cannot be used
     ├── ProgramNotExecutableError 126 the program is there and cannot be run
@@ -74,6 +76,16 @@ class IpusTakenError(PoprunError):
     """Others hold the virtual IPUs that the job needs; the message says who, and since when."""
 
     exit_code = 69
+
+
+class ServerError(PoprunError):
+    """The server of virtual IPUs lets this client not in, is none, or answers what makes no sense."""
+
+    exit_code = 69
+
+
+class ServerLostError(ServerError):
+    """The server of virtual IPUs is not there, is busy, or does not answer in time: it may be, later."""
 
 
 class PartitionError(PoprunError):

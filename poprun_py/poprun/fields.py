@@ -25,11 +25,13 @@ class FieldReader:
         source: Name of the file.
         values: What a JSON or YAML reader found; no mapping is an error on the first read.
         path: Where in the file the mapping stands: the empty text, or a key with a dot behind it.
+        noun: What the mapping is called in messages.
     """
 
     source: str
     values: object
     path: str = ""
+    noun: str = "a plan"
 
     def expect_keys(self, keys: Collection[str]) -> None:
         """See that the mapping has exactly ``keys``.
@@ -43,9 +45,8 @@ class FieldReader:
         if missing:
             raise PlanError(f"{self.source}: {self._names(missing)} missing")
         if unknown:
-            raise PlanError(
-                f"{self.source}: {self._names(unknown)} no key of a plan; its keys are {', '.join(keys)}"
-            )
+            known = f"its keys are {', '.join(keys)}" if keys else "it has none"
+            raise PlanError(f"{self.source}: {self._names(unknown)} no key of {self.noun}; {known}")
 
     def text(self, key: str) -> str:
         """The text under ``key``."""
@@ -144,6 +145,7 @@ class FieldReader:
             int | None: self.optional_count,
             float: self.number,
             float | None: self.optional_number,
+            str: self.text,
             str | None: self.optional_text,
             tuple[int, ...] | None: lambda key: None if self.is_null(key) else self.converted(key, parse_numbers),
         }
@@ -151,13 +153,14 @@ class FieldReader:
 
     def nested(self, key: str) -> "FieldReader":
         """The mapping under ``key``."""
-        return FieldReader(source=self.source, values=self._value(key), path=f"{self.path}{key}.")
+        return FieldReader(source=self.source, values=self._value(key), path=f"{self.path}{key}.", noun=self.noun)
 
     def items(self, key: str) -> Iterator["FieldReader"]:
         """The mappings in the list under ``key``."""
         values: list[object] = self._typed(key, list, "a list of mappings")
         for position, value in enumerate(values):
-            yield FieldReader(source=self.source, values=value, path=f"{self.path}{key}[{position}].")
+            path = f"{self.path}{key}[{position}]."
+            yield FieldReader(source=self.source, values=value, path=path, noun=self.noun)
 
     def _mapping(self) -> Mapping[object, object]:
         if not isinstance(self.values, dict):

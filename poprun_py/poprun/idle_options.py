@@ -12,7 +12,16 @@ from poprun.pods import named_pod
 _OF_PARTITIONS: Final = ("vipu-partition-attempts", "update-partition", "reset-partition", "remove-partition")
 _OF_LEASES: Final = ("wait-for-devices", "vipu-server-timeout")
 _OF_PODS: Final = ("vipu-allocation", "vipu-cluster")
-_ALL: Final = ("vipu-partition", "pool", "share-devices", *_OF_PARTITIONS, *_OF_LEASES, *_OF_PODS)
+_ALL: Final = (
+    "vipu-partition",
+    "vipu-server-host",
+    "vipu-server-port",
+    "pool",
+    "share-devices",
+    *_OF_PARTITIONS,
+    *_OF_LEASES,
+    *_OF_PODS,
+)
 
 
 def idle_vipu_options(plan: LaunchPlan) -> Mapping[str, str]:
@@ -23,14 +32,16 @@ def idle_vipu_options(plan: LaunchPlan) -> Mapping[str, str]:
     found = {}
     if not plan.devices:
         found["share-devices"] = "the job uses no GPUs"
-    if vipu.pod is None or named_pod(vipu.pod) is not None:
+    if not plan.asks_server and (vipu.pod is None or named_pod(vipu.pod) is not None):
         word = (
             f"{vipu.pod or 'this machine'} is one allocation, whatever it is called; a pod's YAML file has several"
         )
         found |= dict.fromkeys(_OF_PODS, word)
     if vipu.partition is None:
         found |= dict.fromkeys(_OF_PARTITIONS, "the job names no --vipu-partition")
-    if not (plan.takes_lease or plan.owns_cores):
+    if plan.asks_server:
+        found["pool"] = f"the virtual IPUs come from the server at {vipu.server_host}"
+    elif not (plan.takes_lease or plan.owns_cores):
         word = (
             "the job takes nothing from the pool: nobody has counted the virtual IPUs of a CPU (--ipus-per-host)"
         )

@@ -20,6 +20,7 @@ MAX_DOMAIN_SIZE: Final = 64
 
 CPU: Final = "cpu"
 CORE: Final = "core"
+POD: Final = "pod"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

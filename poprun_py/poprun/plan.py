@@ -153,11 +153,16 @@ class LaunchPlan:
         return instance * self.num_ilds // self.num_instances
 
     @property
+    def asks_server(self) -> bool:
+        """Whether the job takes its virtual IPUs from a server."""
+        return self.vipu.server_host is not None and not self.vipu.is_offline
+
+    @property
     def takes_lease(self) -> bool:
-        """Whether the job takes its virtual IPUs from the pool: on GPUs, and where they are counted or named."""
+        """Whether the job asks the pools of its hosts: for GPUs, and where virtual IPUs are counted or named."""
         vipu = self.vipu
         is_named = vipu.partition or vipu.pool or vipu.pod or vipu.ipus_per_host is not None
-        return bool(self.devices or is_named) and not vipu.is_offline
+        return bool(self.devices or is_named) and not (vipu.is_offline or self.asks_server)
 
     @property
     def owns_cores(self) -> bool:

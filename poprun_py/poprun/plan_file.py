@@ -48,6 +48,8 @@ _RENAMED: Final = {
     "only_output_from_instance": "shown_instances",
     "report": "report_file",
     "instance_mpi_local_args": "instance_variables",
+    "vipu_server_host": "server_host",
+    "vipu_server_port": "server_port",
     "vipu_server_timeout": "server_timeout",
     "host_subnet": "subnet",
     "synchronise_python_venv": "synchronises_venv",

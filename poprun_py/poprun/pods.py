@@ -11,7 +11,7 @@ from typing import Final
 from poprun.errors import PlanError
 from poprun.fields import FieldReader
 from poprun.hosts import parse_hosts
-from poprun.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, Cluster, VirtualIpu
+from poprun.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluster, VirtualIpu
 from poprun.legality import check_count
 from poprun.ranges import parse_numbers
 from poprun.topology import Gpu
@@ -113,7 +113,7 @@ def _pod(
     ipus = (VirtualIpu(index=i, name=f"{name}/{i}", domain=i // domain_size) for i in range(num_ipus))
     return Cluster(
         name=name,
-        kind="pod",
+        kind=POD,
         ipus=tuple(ipus),
         memory_bytes=memory_bytes,
         allocations=allocations or {},

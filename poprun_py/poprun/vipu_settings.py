@@ -5,9 +5,15 @@ Pure. Their defaults live here; the checks name the options that set them.
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from poprun.errors import PlanError
 from poprun.legality import check_count
+
+DEFAULT_PORT: Final = 8090
+"""Where a server of virtual IPUs listens."""
+
+_MAX_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,9 @@ class VipuSettings:
         waits_for_devices: Whether to queue until the virtual IPUs are free.
         shares_devices: Whether GPUs may be used that processes outside the pool use.
         is_offline: Whether the job runs without virtual IPUs.
-        server_timeout_seconds: How long the pool may take to answer.
+        server_host: Where the server is whose pool the job asks, or None for the pool of the machine.
+        server_port: The port of that server.
+        server_timeout_seconds: How long the pool, or the server, may take to answer.
         pool: File of the pool, or None for that of the machine.
         pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
     """
@@ -44,6 +52,8 @@ class VipuSettings:
     waits_for_devices: bool = False
     shares_devices: bool = False
     is_offline: bool = False
+    server_host: str | None = None
+    server_port: int = DEFAULT_PORT
     server_timeout_seconds: float = 120.0
     pool: str | None = None
     pod: str | None = None
@@ -64,6 +74,13 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
             f"--num-ilds {vipu.num_ilds} is more than --num-instances {num_instances}: each IPU-Link domain needs "
             f"an instance; give --num-instances {vipu.num_ilds} or more, or --num-ilds {num_instances} or fewer"
         )
+    if not 1 <= vipu.server_port <= _MAX_PORT:
+        raise PlanError(f"--vipu-server-port {vipu.server_port} is not possible: it is 1 to {_MAX_PORT}")
+    if vipu.server_host is not None and vipu.pod is not None:
+        raise PlanError(
+            f"--vipu-server-host {vipu.server_host} and --pod {vipu.pod} cannot go together: the server says "
+            "which IPUs there are; leave one out"
+        )
     seconds = vipu.server_timeout_seconds
     if not math.isfinite(seconds) or seconds <= 0:
         raise PlanError(f"--vipu-server-timeout {seconds:g} is not possible: it is a number of seconds above 0")
@@ -71,6 +88,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
         ("--vipu-partition", vipu.partition),
         ("--vipu-allocation", vipu.allocation),
         ("--vipu-cluster", vipu.cluster),
+        ("--vipu-server-host", vipu.server_host),
         ("--pool", vipu.pool),
         ("--pod", vipu.pod),
     ):

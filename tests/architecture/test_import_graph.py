@@ -56,7 +56,7 @@ LAYERS = {
         ("planner", "environment", "allocations"),
         ("plan_file", "advice", "fitness", "idle_options"),
         ("agent", "probe", "pool", "launchers", "render"),
-        ("supervisor", "monitor", "preflight", "emit", "doctor"),
+        ("supervisor", "monitor", "preflight", "emit", "doctor", "remote_pool"),
         ("cli", "vipu"),
         ("__main__",),
     ),

@@ -85,7 +85,11 @@ def test_nothing_given_leaves_every_default_to_the_request() -> None:
         ),
         (["--pod=POD64", "--pool", "/p.sqlite"], {"vipu": VipuSettings(pod="POD64", pool="/p.sqlite")}),
         (["--vipu-server-timeout=6000"], {"vipu": VipuSettings(server_timeout_seconds=6000)}),
-        (["--vipu-server-host=h", "--vipu-server-port", "8090", "--sync-type=ST_POD_NATIVE_DEFAULT"], {}),
+        (
+            ["--vipu-server-host=h", "--vipu-server-port", "80"],
+            {"vipu": VipuSettings(server_host="h", server_port=80)},
+        ),
+        (["--sync-type=ST_POD_NATIVE_DEFAULT"], {}),
         (["--synchronise-poplar-sdk=1", "--distribute-ssh-key", "0", "--allow-run-as-root=1"], {}),
         (["--deterministic"], {"is_deterministic": True}),
         (["--only-output-from-instance", "0,4-6"], {"output": OutputSettings(shown_instances=(0, 4, 5, 6))}),

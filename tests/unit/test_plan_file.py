@@ -62,6 +62,8 @@ def test_a_file_states_ranges() -> None:
             "waits_for_devices": False,
             "shares_devices": False,
             "is_offline": False,
+            "server_host": None,
+            "server_port": 8090,
             "server_timeout_seconds": 120.0,
             "pool": None,
             "pod": None,

@@ -57,13 +57,13 @@ def leased(
     inherited = _inherited(asker.cluster, state) if plan.devices else []
     if len(inherited) >= plan.num_slots_per_host:
         names = inherited[: plan.num_slots_per_host]
-        yield _with_ipus(plan, asker.cluster, names), _held(plan, asker.cluster, pool, names)
+        yield with_ipus(plan, asker.cluster, names), _held(plan, asker.cluster, pool, names)
         return
     ticket = pool.ask(shlex.join(plan.program), asker.wish())
     try:
         ticket = wait_for(pool, ticket, asker, tell)
         held = _held(plan, asker.cluster, pool, ticket.ipus)
-        yield _with_ipus(plan, asker.cluster, ticket.ipus), replace(held, descriptor=ticket.descriptor)
+        yield with_ipus(plan, asker.cluster, ticket.ipus), replace(held, descriptor=ticket.descriptor)
     finally:
         _release(pool, ticket, tell)
 
@@ -106,12 +106,12 @@ def _release(pool: Pool, ticket: Ticket, tell: Tell) -> None:
         tell(f"warning: {error}")
 
 
-def _with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
+def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
     """``plan`` on the IPUs that it was given: its GPUs, or the cores that its slots are a share of."""
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
     used = names[: plan.num_slots_per_host]
     num_domains = len({by_name[name].domain for name in names if name in by_name})
-    if num_domains > plan.num_instances_per_host:
+    if num_domains > plan.num_instances:
         raise PartitionError(
             f"partition {plan.vipu.partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
             f"give --num-instances {num_domains} or more"

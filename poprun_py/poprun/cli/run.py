@@ -3,39 +3,28 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
 
 from poprun.advice import advise, advise_of_hosts, advise_of_words
 from poprun.allocations import facts_within, within
 from poprun.cli import screen
 from poprun.cli.command_line import CommandLine
-from poprun.cli.origins import misspelled_variables, origins
-from poprun.cli.other_hosts import look_again, look_at_hosts
+from poprun.cli.origins import misspelled_variables
+from poprun.cli.other_hosts import look_at_hosts
+from poprun.cli.print_out import print_out
+from poprun.cli.starting import gpus_for, start_job
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.idle_options import idle_vipu_options
 from poprun.inventory import Cluster
-from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
-from poprun.planner import job_words, make_plan, place
-from poprun.probe.gpus import find_gpus
+from poprun.planner import job_words, make_plan
 from poprun.probe.machine import machine_facts, own_names
 from poprun.probe.program import as_elsewhere, resolve_program
 from poprun.probe.slurm import find_allocation
-from poprun.render import render_plan
 from poprun.request import LauncherChoice
-from poprun.topology import Gpu, MachineFacts
+from poprun.topology import MachineFacts
 from poprun.vipu_settings import VipuSettings
-
-if TYPE_CHECKING:
-    from poprun.render.details import Details
-    from poprun.routes import JobNetwork
-
-
-_ENGINES_OWN: Final = ("host", "num-instances", "image")
-"""Options that a batch script leaves to what it asks Slurm for."""
 
 
 def run(line: CommandLine) -> int:
@@ -57,7 +46,7 @@ def run(line: CommandLine) -> int:
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.is_dry_run or line.emitted is not None:
         _foresee(plan, facts, line)
-        screen.show(_render(plan, line))
+        screen.show(print_out(plan, line))
         return 0
     if not plan.program:
         raise UsageError(
@@ -71,66 +60,20 @@ def run(line: CommandLine) -> int:
     network = look_at_hosts(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
-    if network is not None:
-        return _start_on_hosts(plan, line, network)
-    if not plan.takes_lease:
-        return _start_on_cores(plan, facts, line)
-    from poprun.cli.leasing import leased  # noqa: PLC0415 - a job on a laptop asks nobody
-
-    gpus = _gpus(plan, facts)
-    with leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
-        if facts is None:
-            return _start_on_cores(held, None, line, lease)
-        facts = facts.with_cores(held.cores)
-        return _start_on_cores(place(held, facts), facts, line, lease)
+    return start_job(plan, facts, line, network)
 
 
 def _foresee(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
     """Say what the job would take from the pool, if it takes anything and is to run here."""
+    if plan.asks_server and line.emitted is None:
+        screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
     if line.emitted is not None or not plan.takes_lease:
         return
     from poprun.cli.foresight import would_hold  # noqa: PLC0415 - most jobs take nothing
 
-    gpus = _gpus(plan, facts)
+    gpus = gpus_for(plan, facts)
     is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
     screen.tell(would_hold(plan, gpus, is_here=is_here, tell=screen.tell))
-
-
-def _gpus(plan: LaunchPlan, facts: MachineFacts | None) -> Sequence[Gpu]:
-    """All GPUs of this machine; a plan for a part of a pod was made from some of them."""
-    return find_gpus(os.environ) if facts is None or plan.vipu.pod is not None else facts.gpus
-
-
-def _start_on_hosts(plan: LaunchPlan, line: CommandLine, network: "JobNetwork") -> int:
-    """Start the job on several hosts, with what it holds on each of them."""
-    if not (plan.takes_lease or plan.owns_cores):
-        return _start(plan, line, network)
-    from poprun.cli.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs of several hosts hold nothing
-
-    with leased_on_hosts(plan, network, is_fixed=line.plan_file is not None) as (kept, leases):
-        return _start(plan, line, kept, *leases)
-
-
-def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine, *leases: HeldLease) -> int:
-    """Start the job, on cores that no other job has if it wants such; None for facts: on those of the plan."""
-    if not plan.owns_cores:
-        return _start(plan, line, None, *leases)
-    from poprun.cli.core_leasing import cores_leased  # noqa: PLC0415 - few jobs want cores of their own
-
-    with cores_leased(plan, facts) as (placed, lease):
-        return _start(placed, line, None, *leases, lease)
-
-
-def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *leases: HeldLease) -> int:
-    from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
-
-    if line.prints_topology:
-        screen.show(_render(plan, line))
-    if line.verbosity:
-        for lease in leases:
-            screen.tell(f"holds {lease}")
-    look = (lambda: None) if network is None else (lambda: look_again(plan))
-    return run_job(plan, environ=os.environ, verbosity=line.verbosity, leases=leases, network=network, look=look)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
@@ -144,13 +87,8 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     request = within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
     has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
     facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
-    pod = _pod(request.vipu.pod)
-    if pod is not None:
-        facts = _within_pod(pod, request.vipu, facts)
-    if facts.gpus and not request.vipu.is_offline:
-        from poprun.cli.leasing import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
-
-        facts = replace(facts, gpus=mark_leased(facts.gpus, request.vipu.pool))
+    asks = not (line.is_dry_run or line.emitted)
+    facts, pod = _under_pool(request.vipu, facts, asks_server=asks)
     plan = make_plan(request, facts, pod)
     if line.exported_file is not None:
         _export(line, line.exported_file)
@@ -169,6 +107,24 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     return plan, facts
 
 
+def _under_pool(
+    vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
+) -> tuple[MachineFacts, Cluster | None]:
+    """The facts with the GPUs that the job may get, and the pod to plan for, if there is one."""
+    pod = _pod(vipu.pod)
+    if pod is not None:
+        facts = _within_pod(pod, vipu, facts)
+    if vipu.server_host is not None and asks_server:
+        from poprun.cli.remote_leasing import under_server  # noqa: PLC0415 - few jobs ask a server
+
+        return under_server(vipu, facts)
+    if facts.gpus and not vipu.is_offline:
+        from poprun.cli.leasing import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
+
+        facts = replace(facts, gpus=mark_leased(facts.gpus, vipu.pool))
+    return facts, pod
+
+
 def _pod(name: str | None) -> Cluster | None:
     """The pod to plan for in place of this machine."""
     if name is None:
@@ -183,14 +139,6 @@ def _within_pod(pod: Cluster, vipu: VipuSettings, facts: MachineFacts) -> Machin
     from poprun.pool.clusters import allocation_of, gpus_within  # noqa: PLC0415 - most jobs know no pod
 
     return replace(facts, gpus=gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus))
-
-
-def _options_again(line: CommandLine) -> tuple[str, ...]:
-    """The words with which poprun makes the same plan again, where the hosts come from the cluster's engine."""
-    if line.plan_file is not None:
-        return (f"--plan={os.path.abspath(line.plan_file)}",)
-    kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)
-    return tuple(f"--{one.option.name}={text}" for one in kept for text in one.texts)
 
 
 def _export(line: CommandLine, file: str) -> None:
@@ -257,33 +205,3 @@ def _check_fitness(plan: LaunchPlan, file: str) -> None:
 def _read(file: str) -> str:
     with open(file, encoding="utf-8") as stream:
         return stream.read()
-
-
-def _render(plan: LaunchPlan, line: CommandLine) -> str:
-    if line.emitted is not None:
-        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
-
-        return emit_job(
-            plan, line.emitted, Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
-        )
-    return render_plan(
-        plan,
-        line.topology_format,
-        width=screen.width(),
-        has_color=screen.has_color(),
-        details=_details(plan, line) if line.verbosity else None,
-    )
-
-
-def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
-    from poprun.environment import program_environment  # noqa: PLC0415 - only -v asks for it
-    from poprun.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
-    from poprun.render.details import Details  # noqa: PLC0415 - only -v asks for it
-
-    commands = launch_commands(plan)
-    return Details(
-        command=commands[0].words,
-        num_commands=len(commands),
-        origins=origins(line.given, with_defaults=line.verbosity > 1),
-        environment=program_environment(plan, 0, os.environ),
-    )

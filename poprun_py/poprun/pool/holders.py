@@ -4,6 +4,9 @@ Each lease has a file that its job keeps locked with flock(2): poprun, and each 
 poprun that is killed until their programs have ended. The kernel takes the lock away when the last of them has
 gone, however it went. That holds between users and between containers that share the pool, where ids say nothing.
 A lease of another boot has ended. If the file is gone, the process's id, start time and pid namespace decide.
+
+The lease of a client of a server has no file: nothing on this machine knows whether that client lives, except the
+server, which ends the lease. While there is no server nobody knows, and the lease stays.
 """
 
 import fcntl
@@ -11,8 +14,8 @@ import os
 from contextlib import suppress
 from functools import cache
 
-from poprun.pool.records import Holder
-from poprun.process_tree import key_of
+from poprun.pool.records import REMOTE, Holder
+from poprun.process_tree import ProcessKey, key_of
 from poprun.users import user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -28,8 +31,33 @@ def this_process(words: str) -> Holder:
         boot_id=boot_id(),
         pid_namespace=pid_namespace(),
         user=user_name(os.getuid()),
-        words=words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…",
+        words=shortened(words),
     )
+
+
+def remote_process(*, key: str, process: ProcessKey, user: str, host: str, words: str) -> Holder:
+    """A process of another machine as the holder of a lease that a server keeps for it.
+
+    Args:
+        key: What the process names the lease by: 32 hexadecimal digits that it made up.
+        process: Its id and start time there.
+        user: Whose it is.
+        host: Where it runs.
+        words: What it runs, for people.
+    """
+    return Holder(
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        boot_id=REMOTE,
+        pid_namespace=key,
+        user=f"{user}@{host}",
+        words=shortened(words),
+    )
+
+
+def shortened(words: str) -> str:
+    """The beginning of what a process runs."""
+    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
 
 
 @cache
@@ -76,6 +104,8 @@ def lives(holder: Holder, file: str) -> bool:
         holder: The poprun that took it.
         file: The file of the lease.
     """
+    if holder.key is not None:
+        return True
     if holder.boot_id != boot_id():
         return False
     try:

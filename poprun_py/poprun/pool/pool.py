@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.inventory import VirtualIpu
 from poprun.pool.holders import lives, lock_new, this_process
-from poprun.pool.records import Lease, Partition, PoolState
+from poprun.pool.records import Holder, Lease, Partition, PoolState
 from poprun.pool.rows import (
     add_lease,
     add_partition,
@@ -19,9 +19,11 @@ from poprun.pool.rows import (
     predecessors,
     read_state,
     taken_names,
+    user_of_lease,
 )
 from poprun.pool.schema import BUSY_SECONDS, checkpoint, lease_file, mode_of, opened
 from poprun.pool.wishes import PartitionWish, Wish, must_change
+from poprun.users import user_name
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
 """Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
@@ -99,20 +101,36 @@ class Pool:
         Raises:
             PartitionError: If the partition that it wants does not fit any more.
         """
+        return replace(ticket, ipus=self.take(ticket.id, wish))
+
+    def enqueue(self, client: Holder, wish: Wish) -> int:
+        """Put a client of this process, a server, at the end of the queue; the number of its lease."""
         with self._writing() as connection:
-            ipus = _take(connection, ticket.id, wish)
-        return replace(ticket, ipus=ipus)
+            return add_lease(connection, client, wish.num_ipus, wish.queue)
+
+    def take(self, number: int, wish: Wish) -> tuple[str, ...]:
+        """Give a lease that waits what it wishes for if nobody stands before it and it is free; names of its IPUs.
+
+        Raises:
+            PartitionError: If the partition that it wants does not fit.
+        """
+        with self._writing() as connection:
+            return _take(connection, number, wish)
 
     def release(self, ticket: Ticket) -> None:
         """Give everything back, and the partition that was made for this lease with it."""
-        with self._writing() as connection:
-            end_leases(connection, [ticket.id])
+        self.end([ticket.id])
         with suppress(FileNotFoundError):
             os.unlink(lease_file(self.file, ticket.id))
         os.close(ticket.descriptor)
 
+    def end(self, numbers: Sequence[int]) -> None:
+        """Give back what leases hold, whoever has them."""
+        with self._writing() as connection:
+            end_leases(connection, numbers)
+
     def create_partition(
-        self, name: str, choose: Choose, *, cluster: str, allocation: str = ""
+        self, name: str, choose: Choose, *, cluster: str, allocation: str = "", user: str | None = None
     ) -> Partition | None:
         """Make a partition; None when there are not enough free IPUs.
 
@@ -121,6 +139,7 @@ class Pool:
             choose: Picks its IPUs.
             cluster: The cluster that they belong to.
             allocation: The part of it that they are taken from; empty for all of it.
+            user: Whose it is; None for the user of this process.
 
         Raises:
             PartitionError: If there is one of that name.
@@ -133,7 +152,14 @@ class Pool:
                 )
             chosen = choose(state.taken)
             if chosen:
-                add_partition(connection, name=name, ipus=chosen, cluster=cluster, allocation=allocation)
+                add_partition(
+                    connection,
+                    name=name,
+                    ipus=chosen,
+                    cluster=cluster,
+                    allocation=allocation,
+                    user=user or user_name(os.getuid()),
+                )
             return read_state(connection).partition(name)
 
     def remove_partition(self, name: str) -> None:
@@ -229,6 +255,7 @@ def _take_partition(
                 ipus=chosen,
                 cluster=wanted.cluster,
                 allocation=wanted.allocation,
+                user=user_of_lease(connection, number),
                 made_for=number if wanted.is_temporary else None,
             )
         else:

@@ -3,6 +3,10 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Final
+
+REMOTE: Final = "remote"
+"""In the place of a boot's id: the process runs wherever it runs, and a server keeps its lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +17,8 @@ class Holder:
         pid: Its id, in its own pid namespace.
         start_ticks: When it started, in clock ticks since boot.
         boot_id: The run of the kernel in which it lives.
-        pid_namespace: The pid namespace that its id belongs to.
-        user: Whose it is.
+        pid_namespace: The pid namespace that its id belongs to; of a client of a server the key of its lease.
+        user: Whose it is; of a client of a server ``user@host``.
         words: What it runs, for people.
     """
 
@@ -24,6 +28,11 @@ class Holder:
     pid_namespace: str
     user: str
     words: str
+
+    @property
+    def key(self) -> str | None:
+        """What a client of a server names its lease by; None for a process of this machine."""
+        return self.pid_namespace if self.boot_id == REMOTE else None
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user}" + (f" ({self.words})" if self.words else "")

@@ -11,8 +11,15 @@ from poprun.pool.wishes import Wish
 _MOST_LINES: Final = 12
 
 
-def refusal(
-    wish: Wish, cluster: Cluster, state: PoolState, *, own: int, shares: bool, advises: bool = True
+def refusal(  # noqa: PLR0913 - all that the words tell of
+    wish: Wish,
+    cluster: Cluster,
+    state: PoolState,
+    *,
+    own: int,
+    shares: bool,
+    advises: bool = True,
+    place: str = "on this machine",
 ) -> str:
     """Why a job does not get what it wants now.
 
@@ -23,6 +30,7 @@ def refusal(
         own: Number of the job's own place in the queue.
         shares: Whether processes outside the pool do not matter.
         advises: Whether to say what can be done about it.
+        place: Where the cluster is.
     """
     if wish.partition is not None and (found := state.partition(wish.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
@@ -30,7 +38,7 @@ def refusal(
         lines = [f"{found.name}: {lease}"] if lease is not None else []
     else:
         free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
-        there = f"of {len(cluster.ipus)} on this machine"
+        there = f"of {len(cluster.ipus)} {place}"
         noun = "core" if cluster.kind == CORE else "virtual IPU"
         reason = f"the job needs {_count(wish.num_ipus, noun)}, and {_is(len(free))} free {there}"
         lines = list(_holders(cluster, state, shares=shares))

@@ -1,6 +1,5 @@
 """The rows of the pool's tables, as values and back. Every function runs inside a transaction of its caller's."""
 
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,6 @@ from typing import Any, Final
 
 from poprun.inventory import VirtualIpu
 from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.users import user_name
 
 _SELECT_LEASES: Final = (
     "SELECT id, pid, start_ticks, boot_id, pid_namespace, user, words, since, num_ipus, queue FROM lease"
@@ -82,6 +80,12 @@ def read_lease(connection: sqlite3.Connection, number: int) -> Lease | None:
     return None if row is None else _lease(row, ())
 
 
+def user_of_lease(connection: sqlite3.Connection, number: int) -> str:
+    """Whose the lease of that number is."""
+    (user,) = connection.execute("SELECT user FROM lease WHERE id = ?", (number,)).fetchone()
+    return str(user)
+
+
 def add_lease(connection: sqlite3.Connection, holder: Holder, num_ipus: int, queue: str) -> int:
     """Put ``holder`` at the end of a queue; the number of its lease."""
     row = {**asdict(holder), "since": time.time(), "num_ipus": num_ipus, "queue": queue}
@@ -93,20 +97,21 @@ def add_lease(connection: sqlite3.Connection, holder: Holder, num_ipus: int, que
     return cursor.lastrowid or 0
 
 
-def add_partition(
+def add_partition(  # noqa: PLR0913 - the columns of its row
     connection: sqlite3.Connection,
     *,
     name: str,
     ipus: Sequence[VirtualIpu],
     cluster: str,
     allocation: str,
+    user: str,
     made_for: int | None = None,
 ) -> None:
-    """Put a new partition of this user with its IPUs into the pool; it ends with the lease ``made_for``."""
+    """Put a new partition of ``user`` with its IPUs into the pool; it ends with the lease ``made_for``."""
     connection.execute(
         "INSERT INTO partition (name, cluster, allocation, num_domains, user, created_at, made_for) "
         "VALUES (?, ?, ?, 0, ?, ?, ?)",
-        (name, cluster, allocation, user_name(os.getuid()), time.time(), made_for),
+        (name, cluster, allocation, user, time.time(), made_for),
     )
     give_ipus(connection, name, ipus)
 

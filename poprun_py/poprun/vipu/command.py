@@ -1,7 +1,5 @@
 """The words of the `vipu` program."""
 
-import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -9,14 +7,9 @@ from typing import Final
 import click
 
 from popdist.contract import VERSION
-from poprun.errors import IpusTakenError, PartitionError, PlanError, PoprunError
-from poprun.inventory import Cluster, size_of_partition
-from poprun.legality import check_count
-from poprun.pool.clusters import check_names, choose_cluster, pod_of
-from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE
-from poprun.pool.pool import Pool
-from poprun.probe.cores import usable_cores
-from poprun.probe.gpus import find_gpus
+from poprun.errors import PartitionError, PoprunError
+from poprun.pool.partitions import LocalPool
+from poprun.remote_pool.client import RemotePool
 from poprun.vipu.listing import (
     Row,
     allocation_rows,
@@ -28,12 +21,13 @@ from poprun.vipu.listing import (
     render_json,
     render_rows,
 )
-
-POD_VARIABLE: Final = "POPRUN_POD"
-IPUS_VARIABLE: Final = "POPRUN_IPUS_PER_HOST"
+from poprun.vipu.reach import Reach
+from poprun.vipu.serve_command import serve
+from poprun.vipu_settings import DEFAULT_PORT, VipuSettings
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _INTERRUPTED: Final = 130
+_TIMEOUT_SECONDS: Final = VipuSettings().server_timeout_seconds
 
 
 def main() -> None:
@@ -58,12 +52,40 @@ def _fail(message: str, exit_code: int) -> None:
 
 @click.group(context_settings=_SETTINGS)
 @click.version_option(VERSION, message="vipu %(version)s")
-def vipu() -> None:
+@click.option(
+    "--server-host",
+    envvar="POPRUN_VIPU_SERVER_HOST",
+    metavar="HOST",
+    help="Ask the server there.  [default: this machine's pool]",
+)
+@click.option(
+    "--server-port",
+    envvar="POPRUN_VIPU_SERVER_PORT",
+    type=click.IntRange(1, 65535),
+    default=DEFAULT_PORT,
+    metavar="PORT",
+    help=f"Its port.  [default: {DEFAULT_PORT}]",
+)
+@click.option(
+    "--timeout",
+    envvar="POPRUN_VIPU_SERVER_TIMEOUT",
+    type=click.FloatRange(0, min_open=True),
+    default=_TIMEOUT_SECONDS,
+    metavar="SECONDS",
+    help=f"How long it may take to answer.  [default: {_TIMEOUT_SECONDS:g}]",
+)
+@click.pass_context
+def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout: float) -> None:
     """Look at the virtual IPUs of this machine, and keep some together as partitions.
 
     A virtual IPU is a GPU, a share of the cores, or a place of the pod that POPRUN_POD names. They are handed out
-    from one pool for all users of the machine; POPRUN_POOL names another one.
+    from one pool for all users of the machine; POPRUN_POOL names another one. vipu serve hands them out to other
+    hosts, too.
     """
+    ctx.obj = Reach(server_host=server_host, server_port=server_port, timeout_seconds=timeout)
+
+
+vipu.add_command(serve)
 
 
 class _Nouns(click.Group):
@@ -98,34 +120,35 @@ def list_group() -> None:
 @_with_output
 def list_partitions(output: str) -> None:
     """Show the partitions, and who uses them."""
-    _show(
-        partition_rows(_pool().state()),
-        output,
-        ("partition", "size", "ilds", "state", "ipus", "used_by", "waiting"),
-    )
+    columns = ("partition", "size", "ilds", "state", "ipus", "used_by", "waiting")
+    _show(partition_rows(_pool().state()), output, columns)
 
 
 @list_group.command("ipus")
 @_with_output
 def list_ipus(output: str) -> None:
     """Show the virtual IPUs, and who uses them."""
-    _show(ipu_rows(_cluster(), _pool().state()), output, ("ipu", "name", "machine", "ild", "partition", "used_by"))
+    pool = _pool()
+    columns = ("ipu", "name", "machine", "ild", "partition", "used_by")
+    _show(ipu_rows(pool.cluster(), pool.state()), output, columns)
 
 
 @list_group.command("allocations")
 @_with_output
 def list_allocations(output: str) -> None:
     """Show the parts of the cluster that partitions can be made in."""
+    pool = _pool()
     columns = ("allocation", "cluster", "ipus", "free", "partitions")
-    _show(allocation_rows(_cluster(), _pool().state()), output, columns)
+    _show(allocation_rows(pool.cluster(), pool.state()), output, columns)
 
 
 @list_group.command("clusters")
 @_with_output
 def list_clusters(output: str) -> None:
     """Show the cluster of this machine."""
+    pool = _pool()
     columns = ("cluster", "kind", "ipus", "free", "ilds", "ild_size", "hosts")
-    _show(cluster_rows(_cluster(), _pool().state()), output, columns)
+    _show(cluster_rows(pool.cluster(), pool.state()), output, columns)
 
 
 @vipu.group(cls=_Nouns)
@@ -162,22 +185,7 @@ def create() -> None:
 @click.option("-c", "--cluster", help="The cluster; there is one.")
 def create_partition(name: str, size: int, allocation: str | None, cluster: str | None) -> None:
     """Make the partition NAME of free IPUs of one IPU-Link domain, or of whole ones."""
-    check_count("--size", size)
-    if not (name and name.isprintable()):
-        raise PlanError(f"partition {name!r} is not possible: it is a name")
-    if size != size_of_partition(size):
-        more = size_of_partition(size)
-        raise PartitionError(
-            f"--size {size}: the size of a partition is a power of two; nearest: {more // 2} or {more}"
-        )
-    ours = _cluster()
-    check_names(ours, allocation, cluster)
-    pool = _pool()
-    made = pool.create_partition(name, ours.pick(size, allocation), cluster=ours.name, allocation=allocation or "")
-    if made is None:
-        raise IpusTakenError(
-            f"no IPU-Link domain has {size} free IPUs that belong together: vipu list ipus shows who has them"
-        )
+    made = _pool().create_partition(name, size, allocation=allocation, cluster=cluster)
     click.echo(f"create partition ({name}): success: {fold_names(made.ipus)}")
 
 
@@ -190,15 +198,7 @@ def reset() -> None:
 @click.argument("name")
 def reset_partition(name: str) -> None:
     """Choose the IPUs of the partition NAME anew, as when one of them has gone."""
-    ours = _cluster()
-    pool = _pool()
-    old = pool.state().partition(name)
-    allocation = (old.allocation or None) if old is not None else None
-    made = pool.reset_partition(name, lambda size: ours.pick(size, allocation))
-    if made is None:
-        raise IpusTakenError(
-            f"partition {name} keeps its IPUs: there are not as many free ones that belong together"
-        )
+    made = _pool().reset_partition(name)
     click.echo(f"reset partition ({name}): success: {fold_names(made.ipus)}")
 
 
@@ -215,22 +215,9 @@ def remove_partition(name: str) -> None:
     click.echo(f"remove partition ({name}): success")
 
 
-def _pool() -> Pool:
-    return Pool(os.path.abspath(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL))
-
-
-def _cluster() -> Cluster:
-    pod = os.environ.get(POD_VARIABLE)
-    num_ipus = os.environ.get(IPUS_VARIABLE)
-    if num_ipus is not None and not num_ipus.isdecimal():
-        raise PlanError(f"{IPUS_VARIABLE} {num_ipus!r}: give a whole number")
-    return choose_cluster(
-        socket.gethostname(),
-        find_gpus(os.environ),
-        len(usable_cores()),
-        ipus_per_host=None if num_ipus is None else int(num_ipus),
-        pod=pod_of(pod) if pod else None,
-    )
+def _pool() -> LocalPool | RemotePool:
+    reach: Reach = click.get_current_context().obj
+    return reach.pool()
 
 
 def _show(rows: Sequence[Row], output: str, columns: Sequence[str]) -> None:

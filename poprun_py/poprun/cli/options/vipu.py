@@ -7,7 +7,6 @@ from poprun.cli.option import Group, Option, grouped
 from poprun.vipu_settings import VipuSettings
 
 _DEFAULTS: Final = VipuSettings()
-_NO_SERVER: Final = "the pool of virtual IPUs is a file of each machine, there is no V-IPU server"
 
 VIPU: Final = grouped(
     Group.VIPU,
@@ -51,13 +50,20 @@ VIPU: Final = grouped(
     Option("share-devices", "vipu.shares_devices", SWITCH, "Use GPUs that other processes use, too."),
     Option("offline-mode", "vipu.is_offline", SWITCH, "Run without virtual IPUs: take none, show none."),
     Option(
+        "vipu-server-host",
+        "vipu.server_host",
+        NAME,
+        "Take the virtual IPUs from the server there: vipu serve. [default: this machine's pool]",
+    ),
+    Option(
+        "vipu-server-port", "vipu.server_port", NUMBER, f"Port of that server. [default: {_DEFAULTS.server_port}]"
+    ),
+    Option(
         "vipu-server-timeout",
         "vipu.server_timeout_seconds",
         SECONDS,
-        f"Time the pool has to answer. [default: {_DEFAULTS.server_timeout_seconds:g}]",
+        f"Time it, or the pool, has to answer. [default: {_DEFAULTS.server_timeout_seconds:g}]",
     ),
-    Option("vipu-server-host", "", TEXT, "Accepted; there is no server.", why_no_effect=_NO_SERVER),
-    Option("vipu-server-port", "", NUMBER, "Accepted; there is no server.", why_no_effect=_NO_SERVER),
     Option(
         "sync-type",
         "",

@@ -1,0 +1,126 @@
+"""One question to a server of virtual IPUs, and its answer. Standard library only: the keeper asks, too."""
+
+import http.client
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.errors import (
+    IpusTakenError,
+    PartitionError,
+    PlanError,
+    PoolError,
+    PoprunError,
+    ServerError,
+    ServerLostError,
+    UsageError,
+)
+
+VERSION: Final = 1
+VERSION_HEADER: Final = "Vipu-Version"
+PATH: Final = "/v1/"
+
+_LONGEST_ANSWER_BYTES: Final = 16 * 2**20
+_OK: Final = 200
+_BUSY: Final = 503
+_KINDS: Final[Mapping[str, type[PoprunError]]] = {
+    "plan": PlanError,
+    "partition": PartitionError,
+    "taken": IpusTakenError,
+    "pool": PoolError,
+    "usage": UsageError,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerAddress:
+    """Where a server is, and what it asks for.
+
+    Attributes:
+        host: Name or address.
+        port: Its TCP port.
+        token: What lets a client in.
+        timeout_seconds: How long it may take to answer.
+    """
+
+    host: str
+    port: int
+    token: str
+    timeout_seconds: float
+
+    def __str__(self) -> str:
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+def kind_of(error: PoprunError) -> str:
+    """What an answer calls an error, so that the client raises the same."""
+    return next((kind for kind, raised in _KINDS.items() if type(error) is raised), "plan")
+
+
+def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
+    """Ask a server for something; what it answers.
+
+    Args:
+        server: The server.
+        command: What to do.
+        values: What it needs to know.
+
+    Raises:
+        ServerLostError: If it is not there, does not answer in time, or is busy: it may be worth trying again.
+        ServerError: If it does not let this client in, is another program, or speaks another version.
+        PoprunError: What the server says, of the kind that the pool of this machine would raise.
+    """
+    status, version, text = _exchange(server, command, json.dumps(values).encode())
+    if version != str(VERSION):
+        raise ServerError(
+            f"{server} is no server of virtual IPUs that this poprun knows "
+            f"({f'it speaks version {version[:20]}, this poprun {VERSION}' if version else 'another program'}): "
+            "check host and port, and have the same poprun on both sides"
+        )
+    try:
+        answer: object = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ServerError(f"the server of virtual IPUs at {server} answers with what is no JSON") from None
+    if status == _OK:
+        return answer
+    told = answer if isinstance(answer, dict) else {}
+    problem, kind = str(told.get("error", f"status {status}")), str(told.get("kind", ""))
+    if kind in _KINDS:
+        raise _KINDS[kind](problem)
+    raise (ServerLostError if status == _BUSY else ServerError)(
+        f"the server of virtual IPUs at {server} refuses: {problem}"
+    )
+
+
+def _exchange(server: ServerAddress, command: str, body: bytes) -> tuple[int, str, bytes]:
+    """Status, version and text of the answer."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=server.timeout_seconds)
+    headers = {
+        "Authorization": f"Bearer {server.token}",
+        "Content-Type": "application/json",
+        "Connection": "close",
+    }
+    try:
+        connection.request("POST", f"{PATH}{command}", body, headers)
+        answer = connection.getresponse()
+        text = answer.read(_LONGEST_ANSWER_BYTES + 1)
+    except TimeoutError:
+        raise ServerLostError(
+            f"the server of virtual IPUs at {server} does not answer within {server.timeout_seconds:g} s: see "
+            "that it runs there (vipu serve), or give it longer with --vipu-server-timeout"
+        ) from None
+    except OSError as error:
+        raise ServerLostError(
+            f"there is no server of virtual IPUs at {server} ({error.strerror or error}): start one there with "
+            "vipu serve, or name another host and port"
+        ) from None
+    except (http.client.HTTPException, ValueError) as error:
+        raise ServerError(
+            f"what listens at {server} is no server of virtual IPUs ({type(error).__name__}): check host and port"
+        ) from None
+    finally:
+        connection.close()
+    if len(text) > _LONGEST_ANSWER_BYTES:
+        raise ServerError(f"the server of virtual IPUs at {server} answers with too much")
+    return answer.status, answer.headers.get(VERSION_HEADER, ""), text

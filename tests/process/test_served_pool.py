@@ -1,0 +1,485 @@
+"""The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from poprun.errors import PartitionError, ServerError, ServerLostError
+from poprun.pool.plain_wishes import PlainPartition, PlainWish
+from poprun.pool.pool import Pool
+from poprun.pool.wishes import Wish
+from poprun.remote_pool.client import RemotePool
+from poprun.remote_pool.connection import ServerAddress
+from poprun.remote_pool.token_file import make_token, read_token
+from poprun.remote_pool.wire import LeaseRequest, request_to_dict
+from poprun.vipu.command import vipu
+from tests.leftovers import TOKEN_VARIABLE, processes_of
+from tests.running import Finished, Poprun, run
+
+T = TypeVar("T")
+
+LONG = 50.0
+LEASE_SECONDS = 3
+"""So long a lease lasts where a test waits for its end."""
+
+
+def address(port: int, token: str, timeout_seconds: float = LONG) -> ServerAddress:
+    """Where a server is on loopback."""
+    return ServerAddress(host="127.0.0.1", port=port, token=token, timeout_seconds=timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server that runs.
+
+    Attributes:
+        process: Its process.
+        port: Where it listens on loopback.
+        folder: Where its pool and its token are.
+        told: What it has printed until it was ready.
+    """
+
+    process: "subprocess.Popen[str]"
+    port: int
+    folder: Path
+    told: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables of a client."""
+        return {"POPRUN_VIPU_TOKEN_FILE": str(self.folder / "token")}
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Words of a job that takes its virtual IPUs from it."""
+        return ("--launcher", "local", "--vipu-server-host", "127.0.0.1", "--vipu-server-port", str(self.port))
+
+    @property
+    def pool(self) -> RemotePool:
+        """A client of it."""
+        token = (self.folder / "token").read_text().strip()
+        return RemotePool(
+            ServerAddress(host="127.0.0.1", port=self.port, token=token, timeout_seconds=LONG), "a@b"
+        )
+
+    def vipu(self, *words: str, **variables: str) -> Finished:
+        """The command on it."""
+        command = [sys.executable, "-m", "poprun.vipu", "--server-host=127.0.0.1", f"--server-port={self.port}"]
+        return run([*command, *words], env={**self.env, **variables})
+
+    def held(self) -> list[str]:
+        """Names of the IPUs that jobs hold."""
+        return [name for lease in self.pool.state().leases for name in lease.ipus]
+
+
+@contextmanager
+def serving(folder: Path, *words: str, **variables: str) -> Iterator[Server]:
+    """A server of 16 IPUs with its pool and its token in ``folder``, until it is asked to end."""
+    command = [
+        sys.executable,
+        "-m",
+        "poprun.vipu",
+        "serve",
+        "--port=0",
+        f"--token-file={folder / 'token'}",
+        *words,
+    ]
+    env = {"POPRUN_POOL": str(folder / "pool.sqlite"), "POPRUN_POD": "POD16", **variables}
+    with subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            told = ""
+            while (found := re.search(r"at http://\S+:(\d+)\n.*the token in", told)) is None:
+                line = process.stderr.readline()
+                assert line, told
+                told += line
+            yield Server(process=process, port=int(found[1]), folder=folder, told=told)
+        finally:
+            process.terminate()
+            process.communicate(timeout=LONG)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server of the tests that leave it as it was."""
+    with serving(tmp_path_factory.mktemp("served")) as started:
+        yield started
+
+
+def request_for(wish: PlainWish, key: str = "0" * 32) -> LeaseRequest:
+    """What a client says."""
+    return LeaseRequest(key=key, pid=1, start_ticks=1, user="ann", host="n2", words="train.py", wish=wish)
+
+
+VALID = request_to_dict(request_for(PlainWish(num_ipus=2)))
+WISH: dict[str, Any] = {"num_ipus": 2, "hosts": [], "allocation": None, "shares_devices": False, "partition": None}
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "body", "headers", "words"),
+    [
+        (401, "pool", b"{}", {"Authorization": "Bearer " + "0" * 64}, "this is not its token"),
+        (401, "pool", b"{}", {"Authorization": ""}, "this is not its token"),
+        (404, "pools", b"{}", {}, "there is no command 'pools'"),
+        (413, "pool", b" " * 70_000, {}, "65536 bytes at most"),
+        (431, "pool", b"{}", {f"X-{index}": "1" for index in range(50)}, "more than 40 headers"),
+        (400, "pool", b"{", {}, "the request is no JSON"),
+        (400, "pool", b"[" * 60_000, {}, "the request is no JSON"),
+        (400, "pool", b"[]", {}, "request: the file must be a mapping"),
+        (400, "pool", b'{"a": 1}', {}, "a is no key of this message; it has none"),
+        (400, "take-lease", {**VALID, "key": "k"}, {}, "key must be 32 hexadecimal digits"),
+        (400, "take-lease", {**VALID, "user": "a\nb"}, {}, "user must be 1 to 255 characters"),
+        (400, "take-lease", {**VALID, "pid": -1}, {}, "pid must be a whole number from 1"),
+        (400, "take-lease", {**VALID, "pid": True}, {}, "pid must be a whole number"),
+        (
+            400,
+            "take-lease",
+            {**VALID, "wish": {**WISH, "num_ipus": 10**9}},
+            {},
+            "wish.num_ipus must be a whole number",
+        ),
+        (
+            400,
+            "take-lease",
+            {**VALID, "wish": {**WISH, "num_ipus": 17}},
+            {},
+            "needs 17 virtual IPUs, and POD16 has 16",
+        ),
+        (
+            400,
+            "take-lease",
+            {**VALID, "wish": {**WISH, "choose": "x"}},
+            {},
+            "wish.choose is no key of this message",
+        ),
+        (409, "take-lease", {**VALID, "wish": {**WISH, "allocation": "x"}}, {}, "there is no allocation x"),
+        (410, "renew-lease", {"key": "1" * 32}, {}, "the lease of this job has ended"),
+        (409, "remove-partition", {"name": "q"}, {}, "there is no partition q"),
+    ],
+)
+def test_what_is_not_allowed_is_refused_in_one_line(
+    server: Server, status: int, path: str, body: bytes | dict[str, object], headers: dict[str, str], words: str
+) -> None:
+    """Each has its status and says why, with no word of where the server failed; and the server goes on."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=LONG)
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    token = {"Authorization": f"Bearer {server.pool.server.token}"}
+    connection.request("POST", f"/v1/{path}", sent, {**token, **headers})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+
+    assert (answer.status, answer.headers["Vipu-Version"]) == (status, "1")
+    assert words in json.loads(text)["error"]
+    assert "Traceback" not in text
+    assert server.pool.state().leases == ()
+
+
+def test_clients_that_dawdle_keep_nobody_out(server: Server) -> None:
+    """More connections than there may be, none of which sends its request as a whole: others are answered."""
+    with ExitStack() as stack:
+        for _ in range(300):
+            dawdler = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=LONG))
+            dawdler.sendall(b"POST /v1/pool HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n")
+
+        assert server.pool.cluster().name == "POD16"
+
+
+def test_vipu_over_the_network(server: Server) -> None:
+    """It shows and does the same as on the pool of its own machine, with the same errors."""
+    at_server = {**server.env, "POPRUN_VIPU_SERVER_HOST": "127.0.0.1", "POPRUN_VIPU_SERVER_PORT": str(server.port)}
+    here = {"POPRUN_POOL": str(server.folder / "pool.sqlite"), "POPRUN_POD": "POD16"}
+
+    made = server.vipu("create", "partition", "p", "-s8").succeeded()
+    for words in (
+        ["list", "clusters"],
+        ["list", "ipus", "-ojson"],
+        ["list", "allocations"],
+        ["get", "partition", "p"],
+    ):
+        remote, local = (CliRunner().invoke(vipu, words, env=env) for env in (at_server, here))
+        assert remote.exit_code == 0
+        assert remote.output == local.output
+    (row,) = json.loads(CliRunner().invoke(vipu, ["list", "partitions", "-o", "json"], env=at_server).output)
+    taken = server.vipu("create", "partition", "q", "-s16")
+    reset = CliRunner().invoke(vipu, ["reset", "partition", "p"], env=at_server)
+    removed = CliRunner().invoke(vipu, ["remove", "partition", "p"], env=at_server)
+
+    assert made.out == "create partition (p): success: POD16/0-7\n"
+    assert row["created_by"].endswith(f"@{socket.gethostname()}")
+    assert (taken.code, "no IPU-Link domain has 16 free IPUs" in taken.err) == (69, True)
+    assert reset.output == "reset partition (p): success: POD16/0-7\n"
+    assert removed.output == "remove partition (p): success\n"
+
+
+def test_a_server_that_cannot_be_used(server: Server, tmp_path: Path) -> None:
+    """Each says what was asked, what was found, and what to do."""
+
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name there
+            pass
+
+    token = server.pool.server.token
+    wrong = server.vipu("list", "partitions", **a_token(tmp_path / "wrong"))
+    with HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.handle_request).start()
+        with pytest.raises(ServerError, match="another program"):
+            RemotePool(address(other.server_port, token), "a@b").state()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(ServerLostError, match=rf"127.0.0.1:{port} does not answer within 0.2 s"):
+            RemotePool(address(port, token, 0.2), "a@b").state()
+    with pytest.raises(ServerLostError, match=rf"no server of virtual IPUs at 127.0.0.1:{port} \(Connection ref"):
+        RemotePool(address(port, token), "a@b").state()
+
+    assert (wrong.code, wrong.out) == (69, "")
+    assert wrong.err == (
+        f"vipu: error: the server of virtual IPUs at 127.0.0.1:{server.port} refuses: this is not its token: copy "
+        "the file that vipu serve named when it started\n"
+    )
+
+
+def a_token(file: Path) -> dict[str, str]:
+    """A variable that names a new token."""
+    make_token(str(file))
+    return {"POPRUN_VIPU_TOKEN_FILE": str(file)}
+
+
+def test_a_token_is_a_secret(tmp_path: Path) -> None:
+    """It is not taken from a file that others may read, or that holds something else; one that is there stays."""
+    file = tmp_path / "folder" / "token"
+
+    assert make_token(str(file))
+    token = read_token(str(file))
+    assert not make_token(str(file))
+    assert read_token(str(file)) == token
+    assert len(token) == 64
+    file.chmod(0o640)
+    with pytest.raises(ServerError, match=f"others may read it: chmod 600 {file}"):
+        read_token(str(file))
+    file.chmod(0o600)
+    file.write_text("short")
+    with pytest.raises(ServerError, match="it holds no token, which is 32 or more letters and digits"):
+        read_token(str(file))
+    with pytest.raises(ServerError, match=f"there is no token of a server of virtual IPUs at {tmp_path}/none"):
+        read_token(f"{tmp_path}/none")
+
+
+def test_a_queue_over_the_network(server: Server) -> None:
+    """First come, first served, clients and jobs of the server's machine alike; who cannot be served goes."""
+    pool, here = server.pool, Pool(str(server.folder / "pool.sqlite"))
+    large, small = (request_for(PlainWish(num_ipus=num), key) for num, key in ((10, "a" * 32), (2, "b" * 32)))
+    pod = pool.cluster()
+    ticket = here.ask("local", Wish(num_ipus=8, choose=pod.pick(8)))
+
+    assert pool.take_lease(large).ipus == ()
+    assert pool.take_lease(small).ipus == ()
+    here.release(ticket)
+    assert pool.take_lease(small).ipus == ()
+    first = pool.take_lease(large)
+    assert first.ipus == tuple(f"POD16/{index}" for index in range(10))
+    assert pool.take_lease(large) == first
+    assert pool.take_lease(small).ipus == ("POD16/10", "POD16/11")
+    (holder, _) = (lease.holder for lease in here.state().leases)
+    assert str(holder) == "process 1 of ann@n2 (train.py)"
+    pool.create_partition("p", 2, allocation=None, cluster=None)
+    unfit = PlainPartition(name="p", least=4, most=4, is_temporary=True, may_change=False, resets=None)
+    with pytest.raises(PartitionError, match="has 2 IPUs, and the job fits one of 4"):
+        pool.take_lease(request_for(PlainWish(num_ipus=4, partition=unfit), "c" * 32))
+    for key in ("a", "b", "c"):
+        pool.end_lease(key * 32)
+    pool.remove_partition("p")
+    assert pool.state().leases == ()
+
+
+def test_contenders_over_the_network_never_overlap(server: Server) -> None:
+    """20 clients that take and give back 3 IPUs at a time of 16, three times each: no IPU has two holders."""
+    holders: dict[str, int] = {}
+    faults: list[str] = []
+    turns = []
+
+    def contend(number: int) -> None:
+        for turn in range(3):
+            request = request_for(PlainWish(num_ipus=3), f"{number:016x}{turn:016x}")
+            while not (answer := server.pool.take_lease(request)).ipus:
+                time.sleep(answer.pause_seconds)
+            faults.extend(f"{ipu}: {holders[ipu]} and {number}" for ipu in answer.ipus if ipu in holders)
+            holders.update(dict.fromkeys(answer.ipus, number))
+            for ipu in answer.ipus:
+                holders.pop(ipu)
+            turns.append(turn)
+            server.pool.end_lease(request.key)
+
+    threads = [threading.Thread(target=contend, args=(number,)) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert faults == []
+    assert len(turns) == 60
+    assert server.held() == []
+
+
+def await_line(process: "subprocess.Popen[str]") -> str:
+    """The next line that a job prints."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_a_job_holds_what_the_server_gave(poprun: Poprun, server: Server) -> None:
+    """Others see who has it, and are refused; it is free when the job has ended, and its partition gone."""
+    job = Poprun(options=server.options)
+    with job.started(
+        "--ipus-per-replica=3", "--vipu-partition=p", "sh", "-c", "echo up; read word", env=server.env
+    ) as running:
+        await_line(running)
+        (row,) = json.loads(server.vipu("list", "partitions", "-ojson").out)
+        refused = job("-n", "13", "true", env=server.env)
+        running.communicate("\n", timeout=LONG)
+
+    assert (row["size"], row["state"]) == (4, "in use")
+    assert row["used_by"].startswith(f"process {running.pid} of ")
+    assert f"@{socket.gethostname()} (" in row["used_by"]
+    assert refused.code == 69
+    assert f"needs 13 virtual IPUs, and 12 are free of 16 in POD16 at 127.0.0.1:{server.port}" in refused.err
+    assert server.pool.state().partitions == ()
+    assert server.held() == []
+
+
+def test_a_dry_run_asks_no_server(poprun: Poprun) -> None:
+    """Whoever only looks at a plan needs neither a server nor a token."""
+    words = ("--vipu-server-host=127.0.0.1", "--vipu-server-port=1", "--dry-run", "-v", "-n2", "true")
+    finished = poprun(*words, env={"POPRUN_VIPU_TOKEN_FILE": "/none"}).succeeded()
+
+    assert "the server of virtual IPUs at 127.0.0.1 is not asked" in finished.err
+
+
+@pytest.mark.deadline(120)
+def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
+    """SIGKILL of poprun: when its programs have ended. SIGKILL of what renews the lease, too: when it expires."""
+    with serving(tmp_path, f"--lease-seconds={LEASE_SECONDS}") as server:
+        job = Poprun(options=server.options)
+        with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; sleep 1000", env=server.env) as running:
+            await_line(running)
+            assert server.held() == ["POD16/0", "POD16/1"]
+            os.kill(running.pid, signal.SIGKILL)
+            running.wait()
+        assert left_after_all(server.held) == []
+        with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
+            await_line(running)
+            (keeper,) = keepers()
+            keeper.kill()
+            assert left_after_all(server.held) == []
+            running.communicate("\n", timeout=LONG)
+
+
+def next_line(server: Server) -> str:
+    """The next line that a server prints."""
+    assert server.process.stderr is not None
+    return server.process.stderr.readline()
+
+
+def left_after_all(find: Callable[[], Iterable[T]]) -> list[T]:
+    """What ``find`` still finds after a long time; an empty list as soon as it finds nothing."""
+    deadline = time.monotonic() + LONG
+    while found := list(find()):
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(0.05)
+    return []
+
+
+def keepers() -> list[psutil.Process]:
+    """The processes that renew leases for jobs of this test."""
+    found = processes_of(os.environ[TOKEN_VARIABLE])
+    return [process for process in found if any("keeper.py" in word for word in process.cmdline())]
+
+
+@pytest.mark.deadline(120)
+def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Path) -> None:
+    """Jobs go on and keep what they have: nobody gets it while they renew, and who does not renew loses it."""
+    words = (f"--lease-seconds={LEASE_SECONDS}",)
+    dead = request_for(PlainWish(num_ipus=2))
+    with serving(tmp_path, *words) as first:
+        port = first.port
+        job = Poprun(options=first.options)
+        with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=first.env) as running:
+            await_line(running)
+            assert first.pool.take_lease(dead).ipus == ("POD16/2", "POD16/3")
+            first.process.kill()
+            first.process.wait()
+            local = Pool(str(tmp_path / "pool.sqlite"))
+            assert len(local.state().taken) == 4  # nobody knows, so nobody takes
+            assert running.stderr is not None
+            assert "there is no server of virtual IPUs" in running.stderr.readline()
+            with serving(tmp_path, *words, f"--port={port}") as second:
+                assert "leases of an earlier server: 2; they end in 3 s" in next_line(second)
+                assert "answers again, and the lease has been renewed" in running.stderr.readline()
+                assert left_after_all(lambda: set(second.held()) - {"POD16/0", "POD16/1"}) == []
+                assert second.held() == ["POD16/0", "POD16/1"]
+                running.communicate("\n", timeout=LONG)
+                assert running.returncode == 0
+                assert left_after_all(second.held) == []
+
+
+def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> None:
+    """A port in use, a pool that is served, a package that is missing, an address that others reach."""
+    command = [sys.executable, "-m", "poprun.vipu", "serve", f"--token-file={server.folder / 'token'}"]
+    served = {"POPRUN_POOL": str(server.folder / "pool.sqlite"), "POPRUN_POD": "POD16"}
+    other = {**served, "POPRUN_POOL": str(tmp_path / "pool.sqlite")}
+    without = "import sys; sys.modules['uvicorn'] = None; from poprun.vipu.command import main; main()"
+    for words, env, problem in (
+        (
+            [*command, f"--port={server.port}"],
+            other,
+            f"nothing can listen at 127.0.0.1:{server.port} (Address already",
+        ),
+        ([*command, "--port=0"], served, f"is served already, by process {server.process.pid}"),
+        ([*command, "--host=192.0.2.1"], other, "nothing can listen at 192.0.2.1:8090"),
+        ([sys.executable, "-c", without, "serve"], other, "pip install 'poprun[serve]'"),
+        (
+            [*command],
+            {**other, "POPRUN_POD": "POD8192"},
+            "POD8192 has 8,192 IPUs: a server hands out 4,096 at most",
+        ),
+    ):
+        finished = run(words, env=env)
+        assert finished.code != 0
+        assert problem in finished.err
+        assert "Traceback" not in finished.err
+
+
+def test_a_server_that_others_reach_warns_and_ends_in_time(tmp_path: Path) -> None:
+    """It says that the token travels in clear, makes a token that nobody else may read, and ends when asked."""
+    with serving(tmp_path, "--host=0.0.0.0") as server:
+        assert "warning: the token and all else travel in clear" in next_line(server)
+        assert "which was made now" in server.told
+        assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "token").read_text().strip() not in server.told
+        with socket.create_connection(("127.0.0.1", server.port)):  # it sends nothing, and the end does not wait
+            server.process.terminate()
+            _, rest = server.process.communicate(timeout=LONG)
+
+    assert server.process.returncode == 0
+    assert "stopped; the leases of jobs stay" in rest
