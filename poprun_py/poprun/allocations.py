@@ -4,6 +4,7 @@ Pure. Slurm has given nodes and tasks before poprun is called; a job that does n
 run where nobody asked for it.
 """
 
+import math
 from dataclasses import replace
 
 from poprun.errors import PlanError
@@ -76,18 +77,18 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
     tasks = _tasks(allocation, hosts)
     if not tasks:
         return
-    wanted = request.num_instances or sum(tasks)
-    if wanted != sum(tasks) or len(set(tasks)) > 1:
-        found = ", ".join(map(str, tasks))
-        what = f"{sum(tasks)} tasks on {len(hosts)} nodes" + (f" ({found})" if len(set(tasks)) > 1 else "")
-        per_node, rest = divmod(wanted, len(hosts))
-        cure = (
-            f"sbatch --nodes={len(hosts)} --ntasks-per-node={per_node}"
-            if per_node and not rest
-            else f"a number of instances that divides by {len(hosts)} nodes"
-        )
-        other = "" if len(set(tasks)) > 1 else f", or leave out --num-instances to start {sum(tasks)}"
+    num_nodes, num_tasks = len(hosts), sum(tasks)
+    wanted = request.num_instances or num_tasks
+    job, per_node = f"Slurm's job {allocation.job_id}", math.ceil(wanted / num_nodes)
+    cure = f"ask for sbatch --nodes={num_nodes} --ntasks-per-node={per_node}"
+    if len(set(tasks)) > 1:
         raise PlanError(
-            f"--num-instances {wanted} does not fit Slurm's job {allocation.job_id}, which has {what}: "
-            f"ask for {cure}{other}"
+            f"{job} has {min(tasks)} to {max(tasks)} tasks on each of {num_nodes} nodes, and a job equally many "
+            f"instances on each: {cure}"
+        )
+    if wanted != num_tasks:
+        possible = cure if wanted % num_nodes == 0 else f"ask for a multiple of {num_nodes}"
+        raise PlanError(
+            f"--num-instances {wanted} does not fit {job}, which has {num_tasks} tasks on {num_nodes} nodes: "
+            f"{possible}, or leave out --num-instances to start {num_tasks}"
         )

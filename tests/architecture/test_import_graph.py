@@ -63,7 +63,9 @@ LAYERS = {
 }
 """Lowest first. A file imports only lower layers and, within its folder, its siblings."""
 
-BRIDGE = frozenset({"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress"})
+BRIDGE = frozenset(
+    {"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress", "popdist.variables"}
+)
 """All that poprun may know of popdist."""
 
 AGENT = frozenset(

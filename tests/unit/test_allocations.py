@@ -112,7 +112,7 @@ def test_outside_of_slurm_nothing_changes() -> None:
             LaunchRequest(num_instances=4),
             UNEVEN,
             (
-                "--num-instances 4 does not fit Slurm's job 7, which has 4 tasks on 2 nodes (3, 1): "
+                "Slurm's job 7 has 1 to 3 tasks on each of 2 nodes, and a job equally many instances on each: "
                 "ask for sbatch --nodes=2 --ntasks-per-node=2"
             ),
         ),

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from popdist.contract import Endpoint
 from popdist.environments import Launcher, detect
-from popdist.environments.slurm import first_node, meeting_ports, read_slurm, tasks_per_node
+from popdist.environments.slurm import first_node, meeting_ports, read_slurm
 from popdist.errors import ContractError
+from popdist.variables import read_node_counts
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -77,7 +78,7 @@ def test_contradictions_are_errors(wrong: dict[str, str], words: str) -> None:
 @pytest.mark.parametrize(("text", "counts"), [("4", (4,)), ("2(x3),1", (2, 2, 2, 1)), ("3,1", (3, 1))])
 def test_tasks_of_each_node(text: str, counts: tuple[int, ...]) -> None:
     """Slurm folds equal neighbours."""
-    assert tasks_per_node(text) == counts
+    assert read_node_counts({"N": text}, "N") == counts
 
 
 @pytest.mark.parametrize(

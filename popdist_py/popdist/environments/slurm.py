@@ -11,7 +11,7 @@ from typing import Final
 
 from popdist.contract import Contract, read_master
 from popdist.errors import ContractError
-from popdist.variables import read_count
+from popdist.variables import read_count, read_node_counts
 
 SIZE: Final = "SLURM_STEP_NUM_TASKS"
 RANK: Final = "SLURM_PROCID"
@@ -39,7 +39,7 @@ def read_slurm(env: Mapping[str, str]) -> Contract | None:
     if rank >= size:
         raise ContractError(f"{RANK}={rank} is not below {SIZE}={size}")
     node = read_count(env, NODE, minimum=0, default=0)
-    per_node = tasks_per_node(env.get(TASKS_PER_NODE, str(size)))
+    per_node = read_node_counts(env, TASKS_PER_NODE) or (size,)
     if node >= len(per_node):
         raise ContractError(f"{NODE}={node}, but {TASKS_PER_NODE}={env.get(TASKS_PER_NODE)} has no such node")
     return Contract(
@@ -52,21 +52,6 @@ def read_slurm(env: Mapping[str, str]) -> Contract | None:
         job_id=step_name(env),
         master=read_master(env),
     )
-
-
-def tasks_per_node(text: str) -> tuple[int, ...]:
-    """The tasks of each node, from Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1.
-
-    Raises:
-        ContractError: If ``text`` is not of that form.
-    """
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", item.strip())
-        if match is None:
-            raise ContractError(f"{TASKS_PER_NODE}={text!r} is not of Slurm's form, such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return tuple(counts)
 
 
 def first_node(nodes: str) -> str:

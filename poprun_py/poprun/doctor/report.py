@@ -3,20 +3,17 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from io import StringIO
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from poprun.doctor import ReportFormat
 from poprun.doctor.diagnosis import Finding, State, can_run
+from poprun.render.page import Page
 
 VERSION: Final = 1
 """Of the form of the JSON."""
-
-MIN_WIDTH: Final = 60
 
 _STYLES: Final = {State.OK: "green", State.ABSENT: "dim", State.WARNING: "yellow", State.FAILS: "bold red"}
 
@@ -29,22 +26,11 @@ def render_findings(
     if report_format is ReportFormat.JSON:
         values = {"version": VERSION, "can_run": is_fit, "findings": [asdict(it) for it in findings]}
         return json.dumps(values, indent=2) + "\n"
-    screen = Console(
-        file=StringIO(),
-        width=max(width, MIN_WIDTH),
-        force_terminal=has_color,
-        color_system="standard" if has_color else None,
-        no_color=not has_color,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        legacy_windows=False,
-    )
-    with screen.capture() as capture:
-        screen.print(_table(findings))
-        screen.print()
-        screen.print("jobs of this machine can run" if is_fit else "no job can run before that is mended")
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+    page = Page(width=width, has_color=has_color)
+    page.print(_table(findings))
+    page.print()
+    page.print("jobs of this machine can run" if is_fit else "no job can run before that is mended")
+    return page.text()
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -76,7 +76,7 @@ class Conversation:
         """
         process = _there(self._process)
         self._write(json.dumps(question).encode() + b"\n")
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, ValueError):  # also of who says what is no answer
             while line := await _there(process.stdout).readline():
                 _, mark, text = line.decode(errors="replace").partition(remote_side.MARK)
                 if mark:

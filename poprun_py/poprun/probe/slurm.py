@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from popdist.errors import ContractError
+from popdist.variables import read_node_counts
 from poprun.errors import PlanError
 from poprun.hosts import parse_hosts
 from poprun.topology import Allocation
@@ -43,14 +45,11 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
 
 
 def _counts(environment: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """One number for each node, from Slurm's notation: ``2(x3),1`` is 2, 2, 2, 1."""
-    counts: list[int] = []
-    for item in filter(None, environment.get(name, "").split(",")):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", item)
-        if match is None:
-            raise PlanError(f"{name}={environment[name]!r} is not of Slurm's form, such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return tuple(counts)
+    """One number for each node."""
+    try:
+        return read_node_counts(environment, name)
+    except ContractError as error:
+        raise PlanError(str(error)) from None
 
 
 def _last_number(text: str) -> int:

@@ -6,11 +6,9 @@ others, so any plan fits a screen.
 
 import shlex
 from collections.abc import Iterator, Sequence
-from io import StringIO
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +17,7 @@ from poprun.hosts import fold_hosts
 from poprun.plan import InstancePlan, LaunchPlan
 from poprun.ranges import fold_numbers
 from poprun.render.details import Details
+from poprun.render.page import Page
 from poprun.render.words import bound_to, launcher_of, numbered, size_of, stands_for, threads_of
 
 MAX_HOSTS: Final = 4
@@ -30,9 +29,6 @@ MAX_HOSTS_LENGTH: Final = 30
 MAX_VALUE_LENGTH: Final = 24
 """A longer value pushes its origin to the right."""
 
-MIN_WIDTH: Final = 60
-"""Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
-
 _HEADINGS: Final = ("host", "instance", "replicas", "virtual IPUs", "stands for")
 _STYLES: Final = ("bold", "green", "yellow", "magenta", "cyan")
 _FOLDED_HOSTS: Final = "the same on each"
@@ -42,25 +38,14 @@ _FOLDED: Final = (_FOLDED_HOSTS, _FOLDED_INSTANCES)
 
 def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Details | None) -> str:
     """``plan`` as a table of ``width`` columns at most, but never fewer than 60; coloured if ``has_color``."""
-    screen = Console(
-        file=StringIO(),
-        width=max(width, MIN_WIDTH),
-        force_terminal=has_color,
-        color_system="standard" if has_color else None,
-        no_color=not has_color,
-        highlight=False,
-        emoji=False,
-        markup=False,
-        legacy_windows=False,
-    )
-    with screen.capture() as capture:
-        screen.print(_title(plan), soft_wrap=True)
-        screen.print()
-        screen.print(_placements(plan))
-        screen.print()
-        for label, value in _facts(plan, details):
-            screen.print(Text.assemble((f"{label:<11}", "bold"), value), soft_wrap=True)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+    page = Page(width=width, has_color=has_color)
+    page.print(_title(plan), wraps_words=False)
+    page.print()
+    page.print(_placements(plan))
+    page.print()
+    for label, value in _facts(plan, details):
+        page.print(Text.assemble((f"{label:<11}", "bold"), value), wraps_words=False)
+    return page.text()
 
 
 def _title(plan: LaunchPlan) -> Text:
