@@ -53,7 +53,7 @@ def run_cell(contestant: Contestant, fault: Fault, size: int, chance: random.Ran
         with _started(contestant, fault, size, folder, token) as process:
             acted = _act(process, fault, size, folder, chance)
             code, ended = _await_end(process, DEADLINE_SECONDS if contestant.is_poprun else PATIENCE_SECONDS)
-        survivors = _survivors(token, fault, contestant, has_ended=code is not None)
+        survivors = _survivors(token, fault, contestant, code)
         if fault.kills_launcher:
             ended = time.monotonic()
         failed = max(last_note_seconds(folder, "failed") or 0.0, acted or 0.0)
@@ -190,9 +190,10 @@ def _await_end(process: "subprocess.Popen[bytes]", timeout_seconds: float) -> tu
     return (process.wait() if has_ended else None), ended
 
 
-def _survivors(token: str, fault: Fault, contestant: Contestant, *, has_ended: bool) -> list[psutil.Process]:
-    """Who lives on. When poprun has ended, nobody may; others, and the agents of a killed one, get some time."""
-    if has_ended and (fault.kills_launcher or not contestant.is_poprun):
+def _survivors(token: str, fault: Fault, contestant: Contestant, code: int | None) -> list[psutil.Process]:
+    """Who lives on. When poprun has ended, nobody may; others, and those of a poprun that died, get some time."""
+    is_buried_by_none = fault.kills_launcher or not contestant.is_poprun or (code is not None and code < 0)
+    if code is not None and is_buried_by_none:
         _wait_until(lambda: not leftovers.processes_of(token), _BURIAL_SECONDS)
     return leftovers.processes_of(token)
 
