@@ -9,6 +9,7 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import checkpoint_laws
+from tests.contract.forking import ForkedWorlds
 from tests.running import run
 
 DEADLINE_SECONDS = 120.0
@@ -20,9 +21,10 @@ SEED = 3
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 2), (3, 3)])
-def test_laws(tmp_path: Path, num_instances: int, num_replicas: int) -> None:
+def test_laws(forked_world: ForkedWorlds, tmp_path: Path, num_instances: int, num_replicas: int) -> None:
     """Every law of checkpoint_laws.py, on every instance."""
-    counts = run_world(
+    world = forked_world if num_instances == 1 else run_world
+    counts = world(
         checkpoint_laws.run_all,
         tmp_path,
         num_instances=num_instances,

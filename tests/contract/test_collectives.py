@@ -9,15 +9,17 @@ import popdist
 from popdist.collectives import exchange
 from popdist.testing import run_world
 from tests.contract import collective_laws
+from tests.contract.forking import ForkedWorlds
 
 DEADLINE_SECONDS = 150.0
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("num_instances", [1, 2, 3, 4])
-def test_laws(num_instances: int) -> None:
+def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     """Every law of collective_laws.py, on every instance."""
-    counts = run_world(collective_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    world = run_world if num_instances == 2 else forked_world
+    counts = world(collective_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
     assert counts == [len([name for name in vars(collective_laws) if name.startswith("law_")])] * num_instances
 
 

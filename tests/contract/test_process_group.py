@@ -4,13 +4,15 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import process_group_laws
+from tests.contract.forking import ForkedWorlds
 
 DEADLINE_SECONDS = 150.0
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("num_instances", [1, 2, 3])
-def test_laws(num_instances: int) -> None:
+def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     """Every law of process_group_laws.py and host_memory_laws.py, on every rank."""
-    counts = run_world(process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    world = run_world if num_instances == 3 else forked_world
+    counts = world(process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
     assert counts == [len(process_group_laws.all_laws())] * num_instances

@@ -6,6 +6,7 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import sharding_laws
+from tests.contract.forking import ForkedWorlds
 from tests.contract.on_hosts import run_on_hosts
 
 DEADLINE_SECONDS = 120.0
@@ -17,9 +18,16 @@ NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")]
     ("num_instances", "num_replicas", "apart"),
     [(1, 1, False), (2, 4, False), (3, 3, False), (4, 4, False), (3, 6, True)],
 )
-def test_laws(tmp_path: Path, num_instances: int, num_replicas: int, apart: bool) -> None:  # noqa: FBT001 - a case
+def test_laws(
+    forked_world: ForkedWorlds,
+    tmp_path: Path,
+    num_instances: int,
+    num_replicas: int,
+    apart: bool,  # noqa: FBT001 - a case
+) -> None:
     """Every law of sharding_laws.py, on every instance, where they share memory and where they do not."""
-    counts = run_world(
+    world = run_world if num_instances == 2 else forked_world
+    counts = world(
         sharding_laws.run_all,
         tmp_path,
         apart,

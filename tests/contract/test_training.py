@@ -11,15 +11,17 @@ import popdist
 from popdist import context
 from popdist.testing import run_world
 from tests.contract import loop_laws, recipes, training_laws
+from tests.contract.forking import ForkedWorlds
 
 DEADLINE_SECONDS = 150.0
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 3), (2, 6), (3, 3), (4, 8)])
-def test_laws(num_instances: int, num_replicas: int) -> None:
+def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
     """Every law of training_laws.py and loop_laws.py, on every instance."""
-    counts = run_world(
+    world = run_world if num_instances == 2 else forked_world
+    counts = world(
         loop_laws.run_all,
         num_instances=num_instances,
         num_replicas=num_replicas,
@@ -46,10 +48,10 @@ def test_the_cause_is_reported_first() -> None:
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
-def test_recipes_have_the_same_bits_in_every_split() -> None:
+def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -> None:
     """What recipes.py trains on three replicas is the same with one instance and with three."""
     ((alone,), shared) = (
-        run_world(recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS / 2)
+        forked_world(recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS / 2)
         for number in (1, 3)
     )
 

@@ -1,0 +1,71 @@
+"""Calls of a function in small worlds, which a process that is started once forks: see `forked_worlds`."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import subprocess
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call in a world of its own.
+
+    Attributes:
+        fn: What every instance calls; a function of a module that can be imported.
+        arguments: Its arguments.
+        num_instances: Forked processes.
+        num_replicas: A multiple of that.
+        timeout_seconds: How long all of it may take.
+    """
+
+    fn: Callable[..., object]
+    arguments: tuple[object, ...]
+    num_instances: int
+    num_replicas: int
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of a call: what ``fn`` returned on each instance, or what went wrong, in words."""
+
+    values: list[Any]
+    problem: str = ""
+
+
+class ForkedWorlds:
+    """Calls functions as ``run_world`` does, in worlds of :mod:`tests.contract.forked_worlds`."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+
+    def __call__(
+        self,
+        fn: Callable[..., object],
+        *arguments: object,
+        num_instances: int,
+        num_replicas: int | None = None,
+        timeout_seconds: float,
+    ) -> list[Any]:
+        """What ``fn`` returns on each instance, in their order; the test fails where one has no result."""
+        call = Call(
+            fn=fn,
+            arguments=arguments,
+            num_instances=num_instances,
+            num_replicas=num_replicas or num_instances,
+            timeout_seconds=timeout_seconds,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            pickle.dump(call, self._process.stdin)
+            self._process.stdin.flush()
+            answer: Answer = pickle.load(self._process.stdout)  # noqa: S301 - from a process of ours
+        except BaseException:
+            self._process.kill()
+            raise
+        assert not answer.problem, answer.problem
+        return answer.values
