@@ -30,7 +30,7 @@ _CALLERS = (
 )
 _CALLERS_PREFIXES = ("POPDIST_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "MPIEXEC_", "SLURM_")
 
-_DEADLINE_SECONDS = 60.0
+_DEADLINE_SECONDS = 120.0
 _LONGEST_DEADLINE_SECONDS = 270.0
 
 _environment = pytest.MonkeyPatch()
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "deadline(seconds): how long a test may take, when 60 s are too few")
+    config.addinivalue_line("markers", "deadline(seconds): how long a test may take, when 120 s are too few")
     for name in list(os.environ):
         if name in _CALLERS or name.startswith(_CALLERS_PREFIXES):
             _environment.delenv(name)
