@@ -19,9 +19,11 @@ PLANS: Final[tuple[dict[str, Any], ...]] = (
     {},
     {"hosts": parse_hosts("node[0-3]"), "num_instances": 16, "num_replicas": 32, "ipus_per_replica": 4},
     {"hosts": parse_hosts("node[00-15].cluster.example.org"), "num_instances": 1024},
+    {"hosts": parse_hosts("n[0-3]"), "num_instances": 32, "vipu": VipuSettings(num_ilds=2, pod="POD64")},
+    {"hosts": parse_hosts("n[0-1]"), "num_instances": 32, "vipu": VipuSettings(num_ilds=4, pod="POD64")},
     {"hosts": parse_hosts("node[00-31]"), "num_instances": 2048, "vipu": VipuSettings(num_ilds=32)},
 )
-"""From one virtual IPU to 2,048."""
+"""From one virtual IPU to 2,048; IPU-Link domains around hosts, in hosts, and left out."""
 
 ILLEGIBLE: Final = """() => {
   const light = (color) => {

@@ -2,6 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ET
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from poprun.hosts import parse_hosts
 from poprun.plan import LaunchPlan
 from poprun.render import TopologyFormat, render_plan
-from poprun.render.picture.measures import MAX_WIDTH, Grid, measure
+from poprun.render.picture.grids import Grid
+from poprun.render.picture.measures import MAX_WIDTH, measure
 from poprun.render.picture.scene import Gap, HostScene, make_scene
 from poprun.vipu_settings import VipuSettings
 from tests.machines import TWO_SOCKETS, facts_of
@@ -49,7 +51,11 @@ def small_plans(draw: st.DrawFn) -> LaunchPlan:
         hosts=tuple(f"n{index}" for index in range(num_hosts)),
         num_instances=num_hosts * num_local,
         num_replicas=num_hosts * num_local * num_replicas,
-        ipus_per_replica=draw(st.integers(1, 3)),
+        ipus_per_replica=draw(st.integers(1, 4)),
+        vipu=VipuSettings(
+            num_ilds=draw(st.sampled_from([n for n in range(1, 37) if num_hosts * num_local % n == 0])),
+            pod=draw(st.sampled_from([None, "POD1024"])),
+        ),
     )
 
 
@@ -81,7 +87,8 @@ def test_a_picture_shows_every_instance_replica_and_ipu(plan: LaunchPlan) -> Non
     for group, instance in zip(groups, plan.instances(), strict=True):
         numbers = re.findall(r"\d+", " ".join(it.text or "" for it in group.iterfind(f"{SVG}text")))
         assert {str(instance.index), str(instance.replicas[0]), str(instance.replicas[-1])} <= set(numbers)
-        assert len(list(group.iterfind(f"{SVG}rect[@class='ipu']"))) == plan.ipus_per_replica
+        rects = [rect.get("class", "").split()[0] for rect in group.iterfind(f"{SVG}rect")]
+        assert rects.count("ipu") == plan.ipus_per_replica
 
 
 @pytest.mark.parametrize("topology_format", ["svg", "html", "mermaid"])
@@ -156,13 +163,44 @@ def test_boxes_do_not_overlap(plan: LaunchPlan) -> None:
     measures = measure(make_scene(plan))
 
     for grid in (measures.chips, measures.boxes, measures.cards):
-        places = {grid.place(index) for index in range(grid.count)}
-        assert len(places) == grid.count
-        assert all(x + grid.width <= grid.size[0] and y + grid.height <= grid.size[1] for x, y in places)
-        assert grid.gap > 0
+        boxes = [(*grid.place(index), grid.width, grid.height) for index in range(grid.total)]
+        assert len(set(boxes)) == grid.total
+        assert all(x + width <= grid.size[0] and y + height <= grid.size[1] for x, y, width, height in boxes)
+        assert not any(_overlap(one, other) for one, other in combinations(boxes[:48], 2))
+        frames = [(frame.kind, (*frame.place, *frame.size)) for frame in grid.frames()]
+        for kind in ("ild", "machine"):
+            inside = [[box for box in boxes if _overlap(box, frame)] for its, frame in frames if its == kind]
+            assert sorted(box for some in inside for box in some) == sorted(boxes if inside else [])
+            assert len({len(some) for some in inside}) <= 1
     assert measures.boxes.size[0] < measures.cards.width
     assert measures.boxes.size[1] + measures.heading < measures.cards.height
     assert measures.chips.size[0] < measures.boxes.width
+
+
+@pytest.mark.parametrize(
+    ("asked", "domains", "machines", "bands"),
+    [
+        ({"num_instances": 4}, 0, 0, 0),
+        ({"num_instances": 8, "vipu": VipuSettings(num_ilds=2)}, 2, 0, 0),
+        ({"hosts": ("a", "b", "c", "d"), "num_instances": 4, "vipu": VipuSettings(num_ilds=2)}, 2, 0, 0),
+        ({"hosts": ("a", "b"), "num_instances": 4, "vipu": VipuSettings(num_ilds=2)}, 0, 0, 0),
+        ({"hosts": ("a", "b"), "num_instances": 6, "vipu": VipuSettings(num_ilds=3)}, 0, 0, 0),
+        ({"num_instances": 16, "vipu": VipuSettings(pod="POD16", num_ilds=2)}, 2, 4, 0),
+        ({"num_instances": 8, "ipus_per_replica": 2, "vipu": VipuSettings(pod="POD16")}, 0, 4, 0),
+        ({"num_instances": 2, "ipus_per_replica": 8, "vipu": VipuSettings(pod="POD16")}, 0, 0, 4),
+        ({"num_instances": 4, "ipus_per_replica": 3, "vipu": VipuSettings(pod="POD16")}, 0, 0, 0),
+        ({"num_instances": 2048, "vipu": VipuSettings(pod="POD2048", num_ilds=32)}, 0, 0, 0),
+    ],
+)
+def test_what_is_framed(asked: dict[str, Any], domains: int, machines: int, bands: int) -> None:
+    """A domain that is whole hosts or a part of one, and a pod's machine; a host that is one domain says so."""
+    plan = planned(CLUSTER_NODE, **asked)
+    picture, page = render_plan(plan, TopologyFormat.SVG), render_plan(plan, TopologyFormat.HTML)
+
+    assert picture.count('class="ild" width="') == domains
+    assert picture.count('class="machine" width="') == machines
+    assert picture.count('class="machine band"') == bands
+    assert [f">ILD {number}<" in page for number in range(domains)] == [True] * domains
 
 
 def test_a_grid() -> None:
@@ -190,6 +228,13 @@ def test_a_page_needs_nothing_else() -> None:
 
     assert "default-src 'none'" in page
     assert re.findall(r"https?:|src=|href=|url\(|@import", page) == []
+
+
+def _overlap(one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
+    """Whether two boxes, given by place and size, have a point in common."""
+    return all(
+        one[axis] < other[axis] + other[axis + 2] and other[axis] < one[axis] + one[axis + 2] for axis in (0, 1)
+    )
 
 
 def _parsed(text: str) -> ET.Element:

@@ -1,15 +1,16 @@
 """A plan as a Mermaid flowchart, for Markdown pages that draw such: https://mermaid.js.org/syntax/flowchart.html.
 
-A box is an instance, a frame a host; links that are not seen put them into rows. Mermaid draws no text longer than
-50,000 characters, so a plan of more than ``MAX_INSTANCES`` is folded.
+A box is an instance, a frame a host or an IPU-Link domain; links that are not seen put them into rows. Mermaid
+draws no text longer than 50,000 characters, so a plan of more than ``MAX_INSTANCES`` is folded.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from poprun.plan import InstancePlan, LaunchPlan
 from poprun.render.picture import details
 from poprun.render.picture.drawing import NUM_HUES
+from poprun.render.picture.frames import Framing, framing
 from poprun.render.picture.scene import Gap, HostScene, make_scene
 from poprun.render.words import domains_of, numbered, size_of, stands_for
 
@@ -26,27 +27,55 @@ def render_mermaid(plan: LaunchPlan) -> str:
     """``plan`` as the text of a Mermaid diagram."""
     lines = [f"%% poprun: {size_of(plan)}", "flowchart TB"]
     most, least = MAX_INSTANCES * plan.ipus_per_replica, FOLDED_INSTANCES * plan.ipus_per_replica
-    hosts = make_scene(plan, max_ipus=most, folded_ipus=least).hosts
-    for position, host in enumerate(hosts):
-        lines += _host(plan, host, position) if isinstance(host, HostScene) else [_gap(plan, host, f"h{position}")]
+    scene = make_scene(plan, max_ipus=most, folded_ipus=least)
+    framed = framing(scene)
+    hosts = [
+        list(_host(plan, host, position, framed))
+        if isinstance(host, HostScene)
+        else [_gap(plan, host, f"h{position}")]
+        for position, host in enumerate(scene.hosts)
+    ]
+    size = framed.hosts_per_domain
+    for first in range(0, len(hosts), size):
+        inside = [line for host in hosts[first : first + size] for line in host]
+        lines += inside if size == 1 else _domain(f"d{first // size}", first // size, inside, "  ")
     lines += _links([f"h{position}" for position in range(len(hosts))], columns=1)
     lines += [f"  classDef hue{hue} fill:{_FILLS[hue]},stroke:#52606d,color:#1f2933" for hue in range(NUM_HUES)]
     lines += ["  classDef more fill:none,stroke:#7b8794,stroke-dasharray:4 4"]
     return "\n".join(lines) + "\n"
 
 
-def _host(plan: LaunchPlan, host: HostScene, position: int) -> Iterator[str]:
-    per_host = plan.num_instances_per_host
-    domains = domains_of(plan, range(host.index * per_host, (host.index + 1) * per_host))
+def _host(plan: LaunchPlan, host: HostScene, position: int, framed: Framing) -> Iterator[str]:
+    per_host, num_domains = plan.num_instances_per_host, framed.domains_per_host
+    numbers = range(host.index * per_host, (host.index + 1) * per_host)
+    domains = "" if framed.has_domains else domains_of(plan, numbers)
     yield f'  subgraph h{position}["{_escaped(", ".join(filter(None, [host.name, domains])))}"]'
     yield "    direction TB"
-    names = []
-    for number, scene in enumerate(host.instances):
-        name = f"h{position}i{number}"
-        names.append(name)
-        yield "  " + (_gap(plan, scene, name) if isinstance(scene, Gap) else _instance(plan, scene.plan, name))
-    yield from (f"  {line}" for line in _links(names, columns=4))
+    names = [f"h{position}i{number}" for number in range(len(host.instances))]
+    boxes = [
+        "  " + (_gap(plan, scene, name) if isinstance(scene, Gap) else _instance(plan, scene.plan, name))
+        for name, scene in zip(names, host.instances, strict=True)
+    ]
+    size = len(names) // num_domains
+    for first in range(0, len(names), size):
+        inside = [*boxes[first : first + size], *_indented(_links(names[first : first + size], columns=4))]
+        number = host.index * num_domains + first // size
+        yield from (
+            inside if num_domains == 1 else _domain(f"h{position}d{first // size}", number, inside, "    ")
+        )
     yield "  end"
+
+
+def _domain(name: str, number: int, inside: list[str], indent: str) -> Iterator[str]:
+    """The frame of an IPU-Link domain."""
+    yield f'{indent}subgraph {name}["ILD {number}"]'
+    yield f"{indent}  direction TB"
+    yield from _indented(inside)
+    yield f"{indent}end"
+
+
+def _indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
 
 
 def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:

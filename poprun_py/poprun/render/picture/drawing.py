@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from poprun.inventory import IPUS_PER_MACHINE
 from poprun.render.picture import details
+from poprun.render.picture.frames import Framing
+from poprun.render.picture.grids import Nest
 from poprun.render.picture.markup import element, escaped
 from poprun.render.picture.measures import Measures, cut, label, measure, text_width
 from poprun.render.picture.scene import Gap, HostScene, InstanceScene, Scene
@@ -37,8 +40,12 @@ def draw(scene: Scene, group: Group) -> Drawing:
     """``scene`` as elements, whose groups ``group`` makes."""
     artist = _Artist(scene, measure(scene), group)
     width, height = artist.measures.cards.size
-    legend_width, legend = _legend(height + LEGEND, has_domains=scene.plan.num_ilds > 1)
-    return Drawing(max(width, legend_width), height + LEGEND + 6, "".join([*artist.hosts(), *legend]))
+    legend_width, legend = _legend(height + LEGEND, artist.measures.framing)
+    return Drawing(
+        max(width, legend_width),
+        height + LEGEND + 6,
+        "".join([*artist.frames(artist.measures.cards), *artist.hosts(), *legend]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,8 @@ class _Artist:
         card, boxes, size = measures.cards, measures.boxes, level.text + 2
         padding = (card.width - boxes.size[0]) // 2
         per_host = self.scene.plan.num_instances_per_host
-        domains = domains_of(self.scene.plan, range(host.index * per_host, (host.index + 1) * per_host))
+        numbers = range(host.index * per_host, (host.index + 1) * per_host)
+        domains = "" if measures.framing.has_domains else domains_of(self.scene.plan, numbers)
         room = card.width - 5 * level.space - text_width(domains, level.text)
         name = cut(host.name, room, size)
         elements = [
@@ -76,6 +84,8 @@ class _Artist:
             end = card.width - 2 * level.space - text_width(domains, level.text) // 2
             baseline = (measures.heading + level.text * 7 // 10) // 2
             elements.append(_text(domains, (end, baseline), level.text, class_="note"))
+        first = host.index * measures.framing.domains_per_host
+        elements += self.frames(boxes, (padding, measures.heading), first)
         for index, instance in enumerate(host.instances):
             x, y = boxes.place(index)
             place_inside = (x + padding, y + measures.heading)
@@ -85,6 +95,19 @@ class _Artist:
             else:
                 elements.append(self.instance(instance, place_inside))
         return self.group("host", details.of_host(self.scene.plan, host.index), place, elements)
+
+    def frames(self, nest: Nest, start: tuple[int, int] = (0, 0), first: int = 0) -> Iterator[str]:
+        """The frames of what begins at ``start``; those of IPU-Link domains are numbered from ``first``."""
+        level = self.measures.level
+        for frame in nest.frames():
+            x, y = frame.place[0] + start[0], frame.place[1] + start[1]
+            width, height = frame.size
+            rect = element("rect", class_=frame.kind, width=width, height=height, rx=3 * level.space)
+            name = ""
+            if frame.kind == "ild":
+                at = (2 * level.space + 1, level.space + level.text)
+                name = _text(f"ILD {first + frame.index}", at, level.text, class_="name")
+            yield element("g", rect, name, transform=f"translate({x} {y})")
 
     def instance(self, scene: InstanceScene, place: tuple[int, int]) -> str:
         """A box with the instance's number, its virtual IPUs and its replicas."""
@@ -103,9 +126,11 @@ class _Artist:
         ]
         y += level.space
         left = (box.width - chips.size[0]) // 2
+        elements += self.machines(len(scene.slots), (left, y))
         for index, slot in enumerate(scene.slots):
             chip_x, chip_y = chips.place(index)
-            class_ = "ipu odd" if self.scene.plan.ild_of(instance.index) % 2 else "ipu"
+            is_odd = measures.framing.is_shaded and self.scene.plan.ild_of(instance.index) % 2
+            class_ = "ipu odd" if is_odd else "ipu"
             elements.append(self.chip(slot, (left + chip_x, y + chip_y), class_))
         y += chips.size[1] + level.space
         elements += self.bars(instance.replicas, y)
@@ -115,6 +140,17 @@ class _Artist:
             elements.append(_text(words, (box.width // 2, y), level.text - 1, class_="note"))
         hue = f"instance h{instance.index % NUM_HUES}"
         return self.group(hue, details.of_instance(self.scene.plan, instance), place, elements)
+
+    def machines(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
+        """What stands behind the virtual IPUs of an instance that are an IPU-Machine together: four in a row."""
+        chips, space = self.measures.chips, self.measures.level.space
+        side = space // 2 if chips.columns > IPUS_PER_MACHINE else space - 1
+        width = IPUS_PER_MACHINE * (chips.width + chips.gap) - chips.gap + 2 * side
+        height = chips.height + space - 2
+        for index in range(0, num_chips if self.measures.framing.has_machines else 0, IPUS_PER_MACHINE):
+            x, y = chips.place(index)
+            place = {"x": start[0] + x - side, "y": start[1] + y - space // 2 + 1}
+            yield element("rect", class_="machine band", width=width, height=height, rx=space, **place)
 
     def chip(self, slot: int | Gap, place: tuple[int, int], class_: str) -> str:
         """A virtual IPU, or the gap for many; those of neighbouring IPU-Link domains differ."""
@@ -170,12 +206,16 @@ class _Artist:
         return self.group("more", words, place, elements)
 
 
-def _legend(base: int, *, has_domains: bool) -> tuple[int, list[str]]:
+def _legend(base: int, framed: Framing) -> tuple[int, list[str]]:
     """What each shape is, in a line that stands on ``base``; its width, and its elements."""
     x, elements = 0, []
     shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("s0", "replica")]
-    if has_domains:
+    if framed.is_shaded:
         shapes.insert(3, ("ipu odd", "one of an odd IPU-Link domain (ILD)"))
+    if framed.has_machines or framed.instances_per_machine > 1:
+        shapes.append(("machine", "IPU-Machine"))
+    if framed.has_domains:
+        shapes.append(("ild", "IPU-Link domain (ILD)"))
     for class_, words in shapes:
         elements.append(element("rect", class_=class_, x=x + 1, y=base - 11, width=20, height=13, rx=3))
         elements.append(_text(words, (x + 28, base), 12, class_="line"))

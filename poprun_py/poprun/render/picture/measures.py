@@ -1,10 +1,13 @@
 """How large everything in a picture is, in pixels: the more there is the smaller, but never illegible."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
+from poprun.render.picture.frames import Framing, framing
+from poprun.render.picture.grids import FrameStyle, Grid, Nest, nested
 from poprun.render.picture.scene import HostScene, InstanceScene, Scene
 from poprun.render.words import domains_of, numbered, stands_for
 
@@ -52,41 +55,6 @@ LEVELS: Final = (
 """Each with the number of shown virtual IPUs up to which it is used."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """Equal boxes in rows.
-
-    Attributes:
-        count: How many there are.
-        columns: How many stand in a row.
-        width: Of each.
-        height: Of each.
-        gap: Between them.
-    """
-
-    count: int
-    columns: int
-    width: int
-    height: int
-    gap: int
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height of all of it."""
-        rows = -(-self.count // self.columns)
-        return self.columns * (self.width + self.gap) - self.gap, rows * (self.height + self.gap) - self.gap
-
-    @property
-    def waste(self) -> float:
-        """The share of it that is empty, because the last row is not full."""
-        return -self.count % self.columns / self.count
-
-    def place(self, index: int) -> tuple[int, int]:
-        """Where box ``index`` begins."""
-        row, column = divmod(index, self.columns)
-        return column * (self.width + self.gap), row * (self.height + self.gap)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
     """What all hosts, instances and replicas of a picture have in common.
@@ -96,6 +64,7 @@ class Measures:
         chips: The virtual IPUs of an instance.
         num_bars: Bars of an instance: one for each replica, or one for all.
         has_words: Whether labels have words, or numbers only.
+        framing: What is framed.
         boxes: The instances of a host.
         cards: The hosts.
     """
@@ -104,8 +73,9 @@ class Measures:
     chips: Grid
     num_bars: int
     has_words: bool
-    boxes: Grid
-    cards: Grid
+    framing: Framing
+    boxes: Nest
+    cards: Nest
 
     @property
     def heading(self) -> int:
@@ -129,16 +99,19 @@ def measure(scene: Scene) -> Measures:
     num_bars = num_replicas if num_replicas <= level.max_bars else 1
     has_words = level.is_wordy or _widest(scene, level, has_words=True) <= chips.size[0]
     box = _box(level, chips, num_bars, _widest(scene, level, has_words=has_words))
-    domains = domains_of(scene.plan, range(scene.plan.num_instances_per_host))
+    framed = framing(scene)
+    domains = "" if framed.has_domains else domains_of(scene.plan, range(scene.plan.num_instances_per_host))
     name = text_width("m" * _MIN_NAME, level.text + 2) + text_width(domains, level.text)
-    boxes, cards = min(
-        (
-            _grids(level, box, (len(host.instances), len(scene.hosts)), columns, name)
-            for columns in product(range(1, len(host.instances) + 1), range(1, len(scene.hosts) + 1))
-        ),
-        key=_ugliness,
+    boxes, cards = min(_layouts(scene, level, framed, box, name), key=_ugliness)
+    return Measures(
+        level=level,
+        chips=chips,
+        num_bars=num_bars,
+        has_words=has_words,
+        framing=framed,
+        boxes=boxes,
+        cards=cards,
     )
-    return Measures(level=level, chips=chips, num_bars=num_bars, has_words=has_words, boxes=boxes, cards=cards)
 
 
 def text_width(text: str, size: int) -> int:
@@ -187,18 +160,51 @@ def _box(level: Level, chips: Grid, num_bars: int, widest: int) -> tuple[int, in
     )
 
 
-def _grids(
-    level: Level, box: tuple[int, int], counts: tuple[int, int], columns: tuple[int, int], name: int
-) -> tuple[Grid, Grid]:
-    boxes = Grid(counts[0], columns[0], *box, 2 * level.space)
-    width, height = boxes.size
-    padding = 4 * level.space
-    width = max(width, name)
-    card = (width + padding, height + heading(level) + padding // 2)
-    return boxes, Grid(counts[1], columns[1], *card, 4 * level.space)
+def _layouts(
+    scene: Scene, level: Level, framed: Framing, box: tuple[int, int], name: int
+) -> Iterator[tuple[Nest, Nest]]:
+    """Every way to put instances into rows in a host of at least the width ``name``, and hosts into rows."""
+    space = level.space
+    host = next(it for it in scene.hosts if isinstance(it, HostScene))
+    num_boxes, num_cards = len(host.instances), len(scene.hosts)
+    in_hosts, around_hosts = _styles(level, framed, num_boxes, num_cards)
+    for style in in_hosts:
+        num_boxes //= style.count
+    for style in around_hosts:
+        num_cards //= style.count
+    counts = [num_boxes, *(style.count for style in in_hosts)]
+    least = 1 if framed.instances_per_machine == 1 else 2  # an IPU-Machine is wide, not high
+    for columns in product(range(least, counts[0] + 1), *(range(1, count + 1) for count in counts[1:])):
+        boxes = nested(box, 2 * space, in_hosts, num_boxes, columns)
+        width, height = boxes.size
+        card = (max(width, name) + 4 * space, height + heading(level) + 2 * space)
+        around = [num_cards, *(style.count for style in around_hosts)]
+        for places in product(*(range(1, count + 1) for count in around)):
+            yield boxes, nested(card, 4 * space, around_hosts, num_cards, places)
 
 
-def _ugliness(grids: tuple[Grid, Grid]) -> float:
+def _styles(
+    level: Level, framed: Framing, num_boxes: int, num_cards: int
+) -> tuple[list[FrameStyle], list[FrameStyle]]:
+    """The frames around instances of a host, and those around hosts, the innermost first."""
+    space, top = level.space, level.text + 2 * level.space
+    in_hosts, around_hosts = [], []
+    if framed.instances_per_machine > 1:
+        count = num_boxes // framed.domains_per_host // framed.instances_per_machine
+        in_hosts.append(FrameStyle(kind="machine", count=count, padding=space, heading=space, gap=2 * space))
+    if framed.domains_per_host > 1:
+        in_hosts.append(
+            FrameStyle(kind="ild", count=framed.domains_per_host, padding=2 * space, heading=top, gap=2 * space)
+        )
+    if framed.hosts_per_domain > 1:
+        count = num_cards // framed.hosts_per_domain
+        around_hosts.append(
+            FrameStyle(kind="ild", count=count, padding=3 * space, heading=top + space, gap=4 * space)
+        )
+    return in_hosts, around_hosts
+
+
+def _ugliness(grids: tuple[Nest, Nest]) -> float:
     """How far the whole is from what a picture should be."""
     boxes, cards = grids
     width, height = cards.size
