@@ -2,6 +2,7 @@
 
 import resource
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -65,6 +66,26 @@ def law_a_reduction_in_place_has_the_bits_of_the_tree() -> None:
                     assert all(torch.equal(row, in_tree_order(dtype, length)) for row in rows)
                     made.barrier()
                 block.release()
+
+
+def law_a_reduction_in_place_divides_as_torch_does() -> None:
+    """The same bits, by powers of two and by others; infinity and NaN in it are no cause for a warning."""
+    with connected() as made, warnings.catch_warnings(action="error"):
+        for dtype, wide in ((torch.float32,) * 2, (torch.float64,) * 2, (torch.bfloat16, torch.float32)):
+            block = made.allocate(1000 * dtype.itemsize)
+            rows = [row.view(dtype) for row in block.rows]
+            reduction = made.reduction(rows)
+            everybody = [values(rank, 1000, dtype).to(wide) for rank in range(made.size)]
+            for over in (1, 2, 3.0, 0.25, 7 / 3):
+                rows[made.rank].copy_(everybody[made.rank])
+                rows[made.rank][:2] = torch.tensor([torch.inf, (-1) ** made.rank * torch.inf])
+                reduction.run(over=over)
+                expected = tree_sum([row.clone() for row in everybody], torch.add).div_(over).to(dtype)
+                assert torch.equal(rows[made.rank][2:], expected[2:])
+                assert rows[0][0] == torch.inf
+                assert made.size == 1 or rows[0][1].isnan()
+                made.barrier()
+            block.release()
 
 
 def law_a_reduction_goes_where_it_is_told() -> None:

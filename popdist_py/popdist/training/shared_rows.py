@@ -37,7 +37,6 @@ class SharedRows:
             gradients.make_rows(_rows_in(room, gradients, position))
             for position, _ in enumerate(nodes_of(layout, host.rank))
         ]
-        self._over = 1.0
         self._reductions: list[Reduction] = []
 
     def connect(self, block: SharedBlock) -> None:
@@ -61,7 +60,6 @@ class SharedRows:
                 [part[kind] for part in every_part],
                 outputs=[owned[0][kind] for owned in parts],
                 pairs=pairs,
-                then=self._divide,
             )
             for kind in range(len(self._gradients.kinds))
         ]
@@ -72,14 +70,9 @@ class SharedRows:
         Raises:
             BackendError: If an instance was lost or did not come in time.
         """
-        self._over = over
         for reduction in self._reductions:
-            reduction.run()
+            reduction.run(over=over)
         return self.mine[0]
-
-    def _divide(self, piece: Tensor) -> None:
-        if self._over != 1:
-            piece.div_(self._over)
 
 
 def num_bytes_of(layout: ReplicaLayout, gradients: FlatGradients) -> int:
