@@ -91,14 +91,18 @@ def on_machine(pod: Cluster, names: Collection[str], gpus: Sequence[Gpu]) -> Clu
         names: What the machine is called.
         gpus: Its CUDA devices, in slot order; IPUs beyond them are shares of its cores.
     """
-    size = len(pod.ipus) // max(1, len(pod.hosts))
-    shares = [pod.ipus[number * size : (number + 1) * size] for number in range(len(pod.hosts))]
-    ipus = next((share for host, share in zip(pod.hosts, shares, strict=True) if host in names), pod.ipus)
+    ipus = next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus)
     as_gpus = (
         replace(ipu, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
         for ipu, gpu in zip(ipus, gpus, strict=False)
     )
     return replace(pod, ipus=(*as_gpus, *ipus[len(gpus) :]))
+
+
+def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
+    """The IPUs of one of the hosts that a pod names: neighbours, equally many for each."""
+    size, number = len(pod.ipus) // len(pod.hosts), pod.hosts.index(host)
+    return pod.ipus[number * size : (number + 1) * size]
 
 
 def _pod(

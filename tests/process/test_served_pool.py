@@ -367,6 +367,27 @@ def test_a_job_holds_what_the_server_gave(poprun: Poprun, server: Server) -> Non
     assert server.held() == []
 
 
+def test_a_server_hands_out_the_gpus_of_its_machine(poprun: Poprun, tmp_path: Path) -> None:
+    """Jobs there get those that nobody has, clients of the server or not, under the names that they know."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\ncase $2 in *gpu=index*) for i in 0 1 2 3; do echo $i, GPU-$i; done;; esac\n")
+    smi.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ("-n2", "--no-tag-output", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
+    with serving(tmp_path, **path, POPRUN_POD="") as server:
+        job = Poprun(options=server.options)
+        held = server.pool.take_lease(request_for(PlainWish(num_ipus=1)))
+        shown = job(*words, env={**server.env, **path, "CUDA_VISIBLE_DEVICES": "3,GPU-2,0"})
+        elsewhere = job(*words, env=server.env)
+
+    assert held.ipus == ("GPU-0",)
+    assert set(shown.succeeded().lines) == {"3,GPU-2"}
+    assert elsewhere.code == 2
+    assert (
+        f"the server hands out the GPUs of {socket.gethostname()}, and the job does not run there" in elsewhere.err
+    )
+
+
 def test_a_dry_run_asks_no_server(poprun: Poprun) -> None:
     """Whoever only looks at a plan needs neither a server nor a token."""
     words = ("--vipu-server-host=127.0.0.1", "--vipu-server-port=1", "--dry-run", "-v", "-n2", "true")

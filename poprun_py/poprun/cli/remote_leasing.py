@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Final
 
 from poprun.cli import screen
-from poprun.cli.leasing import with_ipus
-from poprun.errors import IpusTakenError, PlanError, PoprunError, ServerLostError
+from poprun.cli.remote_places import as_here, check_place, facts_under, hosts_in, on_ipus
+from poprun.errors import IpusTakenError, PoprunError, ServerLostError
 from poprun.hosts import fold_hosts
-from poprun.inventory import CPU, POD, Cluster, size_of_partition
+from poprun.inventory import POD, Cluster, size_of_partition
 from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
+from poprun.pool.clusters import allocation_of
 from poprun.pool.holders import boot_id
 from poprun.pool.plain_wishes import PlainPartition, PlainWish
 from poprun.pool.records import PoolState
@@ -27,7 +28,7 @@ from poprun.remote_pool.client import RemotePool
 from poprun.remote_pool.connection import ServerAddress
 from poprun.remote_pool.keeping import kept
 from poprun.remote_pool.token_file import read_token, token_file
-from poprun.remote_pool.wire import LeaseAnswer, LeaseRequest, ServedPool
+from poprun.remote_pool.wire import LeaseAnswer, LeaseRequest
 from poprun.routes import JobNetwork
 from poprun.topology import Gpu, MachineFacts
 from poprun.users import user_name
@@ -66,22 +67,6 @@ def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts,
     return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
 
 
-def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """``facts`` with the GPUs that the server hands out, those that others hold marked; none where it has none.
-
-    Raises:
-        PlanError: If it hands out GPUs, and none of them is here.
-    """
-    cluster, taken = served.cluster, served.state.taken
-    if cluster.kind in (POD, CPU):
-        return replace(facts, gpus=())
-    names = {ipu.name for ipu in cluster.ipus}
-    gpus = [gpu for gpu in facts.gpus if (gpu.uuid or gpu.name) in names]
-    if not gpus:
-        raise _elsewhere(cluster, "GPUs")
-    return replace(facts, gpus=tuple(replace(gpu, is_leased=(gpu.uuid or gpu.name) in taken) for gpu in gpus))
-
-
 @contextmanager
 def leased_from_server(
     plan: LaunchPlan, gpus: Sequence[Gpu], network: JobNetwork | None
@@ -101,49 +86,37 @@ def leased_from_server(
     """
     pool = pool_of_server(plan.vipu)
     served = pool.served()
-    _check_place(plan, served)
+    check_place(plan, served, boot_id())
     plan = _in_only_partition(plan, served.state)
-    cluster = _as_here(served.cluster, gpus)
+    aliases = names_of_this_machine(served.cluster.hosts)
+    cluster = as_here(served.cluster, gpus, aliases)
+    hosts = hosts_in(plan.hosts, cluster, aliases)
     above = _held_above(served.state)
     if plan.num_instances * plan.ipus_per_replica <= len(above):
-        yield _on(plan, cluster, above), _held(plan, cluster, pool, above), network
+        held, given = on_ipus(plan, cluster, hosts, above, network)
+        yield held, _held(plan, cluster, pool, above), given
         return
-    request = _request(plan, cluster)
+    request = _request(plan, cluster, hosts)
     try:
         answer = _wait_for(plan, pool, request)
     except BaseException:
         with suppress(PoprunError):
             pool.end_lease(request.key)
         raise
-    linger = plan.ending.stop_timeout_seconds + _LOSS_SECONDS if len(plan.hosts) > 1 else 0.0
+    linger = 0.0 if network is None else plan.ending.stop_timeout_seconds + _LOSS_SECONDS
     with kept(pool.server, request.key, served.lease_seconds, linger) as descriptor:
-        held = _held(plan, cluster, pool, answer.ipus)
-        yield _on(plan, cluster, answer.ipus), replace(held, descriptor=descriptor), network
+        held, given = on_ipus(plan, cluster, hosts, answer.ipus, network)
+        yield held, replace(_held(plan, cluster, pool, answer.ipus), descriptor=descriptor), given
 
 
 def _held(plan: LaunchPlan, cluster: Cluster, pool: RemotePool, names: Sequence[str]) -> HeldLease:
     told = {ipu.name: str(ipu) for ipu in cluster.ipus}
     return HeldLease(
         host=fold_hosts(plan.hosts),
-        names=tuple(told.get(name, name) for name in names),
+        names=tuple(told.get(name, name) for name in names) if len(plan.hosts) == 1 else tuple(names),
         pool=str(pool.server),
         partition=plan.vipu.partition,
     )
-
-
-def _elsewhere(cluster: Cluster, what: str) -> PlanError:
-    return PlanError(
-        f"the server hands out the {what} of {cluster.name}, and the job does not run there: start it there, or "
-        "have the server hand out a pod (POPRUN_POD=POD16 vipu serve), whose IPUs stand for any host"
-    )
-
-
-def _check_place(plan: LaunchPlan, served: ServedPool) -> None:
-    """See that what the server hands out can be used where the job runs: a machine's own only there."""
-    if served.cluster.kind == POD:
-        return
-    if len(plan.hosts) > 1 or served.boot_id != boot_id():
-        raise _elsewhere(served.cluster, "cores" if served.cluster.kind == CPU else "GPUs")
 
 
 def _in_only_partition(plan: LaunchPlan, state: PoolState) -> LaunchPlan:
@@ -172,20 +145,10 @@ def _held_above(state: PoolState) -> tuple[str, ...]:
     )
 
 
-def _as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
-    """``cluster`` with the devices called as this process calls them."""
-    names = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
-    return replace(
-        cluster, ipus=tuple(replace(ipu, device=names.get(ipu.name, ipu.device)) for ipu in cluster.ipus)
-    )
-
-
-def _request(plan: LaunchPlan, cluster: Cluster) -> LeaseRequest:
+def _request(plan: LaunchPlan, cluster: Cluster, hosts: tuple[str, ...]) -> LeaseRequest:
     vipu = plan.vipu
     num_ipus = plan.num_instances * plan.ipus_per_replica
     least = size_of_partition(num_ipus)
-    named = vipu.allocation or vipu.cluster
-    here = names_of_this_machine(cluster.hosts) & set(cluster.hosts)
     return LeaseRequest(
         key=secrets.token_hex(16),
         pid=os.getpid(),
@@ -195,10 +158,8 @@ def _request(plan: LaunchPlan, cluster: Cluster) -> LeaseRequest:
         words=shlex.join(plan.program)[:200],
         wish=PlainWish(
             num_ipus=num_ipus,
-            hosts=tuple(
-                min(here) if here and names_of_this_machine((host,)) & {host} else host for host in plan.hosts
-            ),
-            allocation=None if named == cluster.name else named,
+            hosts=hosts,
+            allocation=allocation_of(cluster, vipu),
             shares_devices=vipu.shares_devices,
             partition=None
             if vipu.partition is None
@@ -261,10 +222,3 @@ def _refusal(pool: RemotePool, request: LeaseRequest, answer: LeaseAnswer, *, ad
         advises=advises,
         place=f"in {served.cluster.name} at {pool.server}",
     )
-
-
-def _on(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
-    """``plan`` on what it was given: its GPUs, the cores that counted slots are a share of, or as it is."""
-    if cluster.kind == CPU and not cluster.is_open:
-        plan = replace(plan, vipu=replace(plan.vipu, ipus_per_host=len(cluster.ipus)))
-    return with_ipus(plan, cluster, names)

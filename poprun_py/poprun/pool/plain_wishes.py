@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from poprun.errors import PartitionError, PlanError
 from poprun.inventory import Cluster, VirtualIpu, choose_ipus
+from poprun.pods import share_of
 from poprun.pool.clusters import check_names
 from poprun.pool.wishes import PartitionWish, Wish
 
@@ -91,7 +92,7 @@ class PlainWish:
 
 
 def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocation: str | None) -> Choose:
-    """How to take equally many IPUs of each host: those of a cluster are dealt to its hosts in order."""
+    """How to take equally many IPUs of each host, each time in one IPU-Link domain."""
     strangers = [host for host in hosts if host not in cluster.hosts]
     if strangers:
         raise PlanError(
@@ -102,11 +103,8 @@ def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocatio
         raise PartitionError(
             f"a partition of {num_ipus} IPUs does not divide over {len(hosts)} hosts: give a power of two of hosts"
         )
-    num_hosts, num_there = len(cluster.hosts), len(cluster.ipus)
-    part = cluster.part(allocation)
-    of_host = [
-        [ipu for ipu in part if cluster.hosts[ipu.index * num_hosts // num_there] == host] for host in hosts
-    ]
+    part = set(cluster.part(allocation))
+    of_host = [[ipu for ipu in share_of(cluster, host) if ipu in part] for host in hosts]
 
     def choose(taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         picked = [

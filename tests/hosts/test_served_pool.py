@@ -1,0 +1,76 @@
+"""Jobs over several hosts that take their virtual IPUs from a server on another one."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.jobs import ROOT, HostPoprun
+from tests.hosts.network import TMPDIR, Network
+from tests.hosts.test_jobs import poprun_itself
+from tests.process.endings import has_met, write_program
+from tests.process.test_endings import wait_until
+
+POD = "name: lab\nnum_machines: 2\nmachines_per_domain: 1\nhosts: n[1-2]\n"
+GPUS = "#!/bin/sh\ncase \"$*\" in *query-compute*) ;; *) printf '0, GPU-a\\n1, GPU-b\\n' ;; esac\n"
+PROGRAM = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['POPDIST_DEVICES'])"
+
+
+@pytest.fixture
+def served(own_network: Network, tmp_path: Path) -> Iterator[Network]:
+    """Hosts with two GPUs each, and a server on the third one that hands out four IPUs on each of the others."""
+    (tmp_path / "pod.yaml").write_text(POD)
+    (tmp_path / "nvidia-smi").write_text(GPUS)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for host in own_network.hosts.values():
+        host.run("mount", "-t", "tmpfs", "none", "/usr/local/sbin")
+        host.run("cp", str(tmp_path / "nvidia-smi"), "/usr/local/sbin/nvidia-smi")
+    settings = {
+        "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("poprun_py", "popdist_py")),
+        "POPRUN_POD": str(tmp_path / "pod.yaml"),
+        "POPRUN_POOL": f"{TMPDIR}/pool.sqlite",
+    }
+    told = [f"{name}={value}" for name, value in settings.items()]
+    words = ["-m", "poprun.vipu", "serve", "--host=0.0.0.0", f"--token-file={tmp_path / 'token'}"]
+    command = own_network.hosts["n3"].enter(["env", *told, sys.executable, *words])
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        while "travel in clear" not in (line := server.stderr.readline()):
+            assert line
+        yield own_network
+        for line in own_network.hosts["n3"].processes():
+            if "poprun.vipu serve" in line and "nsenter" not in line:
+                own_network.hosts["n3"].run("kill", line.split()[0])
+        server.communicate()
+
+
+@pytest.mark.deadline(240)
+def test_jobs_of_several_hosts_share_one_pool(served: Network, tmp_path: Path) -> None:
+    """Each host gives GPUs of its own that no other job of the pool has; what it lacks is told with who has it."""
+    poprun = HostPoprun(python=Path(sys.executable), name="mpich")
+    folders = ("/usr/local/sbin", str(Path(sys.executable).parent), os.environ["PATH"])
+    env = {"PATH": os.pathsep.join(folders), "POPRUN_VIPU_TOKEN_FILE": str(tmp_path / "token")}
+    words = write_program(tmp_path, "ready()\nhang()")
+    options = ("-v", "--vipu-server-host=n3", "--host")
+    command = poprun.words(served, (*options, "n2", "-n1", sys.executable, *words), ROOT, env)
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:
+        wait_until(lambda: has_met(tmp_path, 1))
+        second = poprun(served, *options, "n[1-2]", "-n2", sys.executable, "-c", PROGRAM, env=env)
+        large = poprun(served, *options, "n[1-2]", "-n2", "--ipus-per-replica=4", "true", env=env)
+        strange = poprun(served, *options, "n[2-3]", "-n2", "true", env=env)
+        poprun_itself(first).send_signal(signal.SIGTERM)
+        _, told = first.communicate()
+    after = poprun(served, *options, "n2,n1", "-n2", sys.executable, "-c", PROGRAM, env=env)
+
+    assert "holds lab/4 on n2, from the pool n3:8090" in told
+    assert second.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:1 0"]
+    assert "holds lab/0,5 on n[1-2], from the pool n3:8090" in second.err
+    assert large.code == 69
+    assert "the job needs 8 virtual IPUs, and 7 are free of 8 in lab at n3:8090" in large.err
+    assert "lab/4: process" in large.err
+    assert "the job runs on n3, and the hosts of lab are n[1-2]: choose among them with --host" in strange.err
+    assert after.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:0 0"]

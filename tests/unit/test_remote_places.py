@@ -1,0 +1,190 @@
+"""What a server hands out, where it can be used, and that it is sent and read as it is."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from poprun.cli.remote_places import as_here, check_place, facts_under, hosts_in, on_ipus
+from poprun.errors import PartitionError, PlanError
+from poprun.inventory import Cluster, cpu_cluster, gpu_cluster
+from poprun.plan import LaunchPlan
+from poprun.pods import named_pod, read_pod
+from poprun.pool.plain_wishes import PlainPartition, PlainWish
+from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.remote_pool.wire import (
+    LeaseRequest,
+    ServedPool,
+    pool_to_dict,
+    read_pool,
+    read_request,
+    request_to_dict,
+)
+from poprun.routes import HostRoute, JobNetwork
+from poprun.topology import Gpu, Occupant
+from tests.planning import LAPTOP, planned
+
+LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")
+GPUS = tuple(Gpu(name=str(index), uuid=f"GPU-{index}") for index in range(4))
+NETWORK = JobNetwork(
+    control_host="10.0.0.1",
+    hosts=tuple(HostRoute(name=name, address="10.0.0.1", interface="eth0") for name in ("n2", "n3")),
+)
+
+
+def served(cluster: Cluster, *taken: str) -> ServedPool:
+    """What a server tells of a cluster, some of whose IPUs a job holds."""
+    holder = Holder(pid=1, start_ticks=1, boot_id="remote", pid_namespace="0" * 32, user="ann@n9", words="x")
+    lease = Lease(id=1, holder=holder, since_epoch_seconds=0.0, num_ipus=len(taken), queue="", ipus=taken)
+    return ServedPool(boot_id="here", lease_seconds=30, cluster=cluster, state=PoolState(leases=(lease,)))
+
+
+def plan(hosts: tuple[str, ...] = ("localhost",), num_instances: int = 2, *, on_gpus: bool = False) -> LaunchPlan:
+    """A job with one IPU for each instance."""
+    made = replace(planned(LAPTOP, num_instances=num_instances), hosts=hosts)
+    return replace(made, devices=tuple(str(slot) for slot in range(made.num_slots_per_host)) if on_gpus else ())
+
+
+def test_the_gpus_of_the_servers_machine_are_known_by_their_uuids() -> None:
+    """Whatever this process calls them; those that a job holds are marked, and others are left out."""
+    here = replace(LAPTOP, gpus=(*reversed(GPUS), Gpu(name="9", uuid="GPU-9")))
+    found = facts_under(here, served(gpu_cluster("box", GPUS), "GPU-1"))
+
+    assert [(gpu.name, gpu.is_leased) for gpu in found.gpus] == [
+        ("3", False),
+        ("2", False),
+        ("1", True),
+        ("0", False),
+    ]
+    with pytest.raises(PlanError, match="the server hands out the GPUs of box, and the job does not run there"):
+        facts_under(replace(LAPTOP, gpus=()), served(gpu_cluster("box", GPUS)))
+
+
+def test_a_pod_that_names_no_hosts_computes_on_the_cpu() -> None:
+    """Nobody knows which GPUs its IPUs stand for."""
+    pod = named_pod("POD4")
+    assert pod is not None
+
+    assert facts_under(replace(LAPTOP, gpus=GPUS), served(pod)).gpus == ()
+    assert facts_under(replace(LAPTOP, gpus=GPUS), served(cpu_cluster("box", 4))).gpus == ()
+
+
+def test_a_host_of_a_pod_has_the_gpus_of_its_share() -> None:
+    """The first IPUs of the share are its GPUs as nvidia-smi numbers them, also when only some are visible."""
+    here = as_here(LAB, (GPUS[3], GPUS[1]), {"n2"})
+    facts = replace(LAPTOP, gpus=(GPUS[3], GPUS[1]), host_aliases=frozenset({"n2"}))
+
+    assert {ipu.name: ipu.device for ipu in here.ipus if ipu.device} == {"lab/5": "1", "lab/7": "3"}
+    assert [(gpu.name, gpu.is_leased) for gpu in facts_under(facts, served(LAB, "lab/7")).gpus] == [
+        ("3", True),
+        ("1", False),
+    ]
+    assert facts_under(replace(facts, host_aliases=frozenset({"head"})), served(LAB)).gpus == ()
+
+
+def test_a_machine_is_used_by_its_own_jobs_only() -> None:
+    """Cores and GPUs do not travel; a pod stands for any host."""
+    cores = served(cpu_cluster("box", 4))
+
+    check_place(plan(), cores, "here")
+    check_place(plan(("a", "b")), served(LAB), "elsewhere")
+    for job, boot_id in ((plan(), "elsewhere"), (plan(("a", "b")), "here")):
+        with pytest.raises(
+            PlanError, match="the server hands out the cores of box, and the job does not run there"
+        ):
+            check_place(job, cores, boot_id)
+
+
+def test_hosts_are_called_as_the_pod_calls_them() -> None:
+    """This machine may have several names; a stranger is an error, unless the pod names no hosts at all."""
+    assert hosts_in(("localhost", "n3"), LAB, {"localhost", "n2", "n2.lab"}) == ("n2", "n3")
+    assert hosts_in(("a", "b"), replace(LAB, hosts=()), {"a"}) == ()
+    with pytest.raises(PlanError, match=r"the job runs on n5, and the hosts of lab are n\[1-4\]"):
+        hosts_in(("n1", "n5"), LAB, set())
+
+
+def test_each_host_computes_on_what_it_was_given() -> None:
+    """On its own GPUs on several hosts, on those here on one; what lies on another host does not fit."""
+    several, network = on_ipus(plan(("n2", "n3"), 2, on_gpus=True), LAB, ("n2", "n3"), ["lab/5", "lab/8"], NETWORK)
+    here = as_here(LAB, GPUS, {"n2"})
+    alone, none = on_ipus(plan(("n2",), 2, on_gpus=True), here, ("n2",), ["lab/5", "lab/6"], None)
+
+    assert network is not None
+    assert [route.devices for route in network.hosts] == [("1",), ("0",)]
+    assert several.devices == ("0",)
+    assert (alone.devices, none) == (("1", "2"), None)
+    with pytest.raises(PartitionError, match="has 0 IPUs of n3, and the job uses 1 there"):
+        on_ipus(plan(("n2", "n3"), 2), LAB, ("n2", "n3"), ["lab/5", "lab/6"], NETWORK)
+    hidden = as_here(LAB, GPUS[2:], {"n2"})
+    with pytest.raises(PlanError, match="the job was given lab/5, and those GPUs are not here"):
+        on_ipus(plan(("n2",), 2, on_gpus=True), hidden, ("n2",), ["lab/5", "lab/6"], None)
+
+
+def test_counted_slots_of_a_cpu_are_a_share_of_its_cores() -> None:
+    """As for a job that counts them itself."""
+    job = replace(plan(num_instances=1), cores=(0, 1, 2, 3))
+
+    held, _ = on_ipus(job, cpu_cluster("box", 4), (), ["cpu/2"], None)
+
+    assert held.cores == (2,)
+
+
+def test_a_wish_takes_equally_many_ipus_of_each_host() -> None:
+    """Each time in one IPU-Link domain; none at all when one of the hosts has too few."""
+    choose = PlainWish(num_ipus=4, hosts=("n4", "n2")).of(LAB).choose
+
+    assert [ipu.name for ipu in choose({"lab/12"})] == ["lab/14", "lab/15", "lab/4", "lab/5"]
+    assert choose({"lab/4", "lab/5", "lab/6"}) == ()
+    with pytest.raises(PartitionError, match="a partition of 4 IPUs does not divide over 3 hosts"):
+        PlainWish(num_ipus=4, hosts=("n1", "n2", "n3")).of(LAB)
+
+
+names = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20)
+counts = st.integers(1, 64)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> LeaseRequest:
+    """What clients may say."""
+    num_ipus = draw(counts)
+    least = num_ipus + draw(counts)
+    partition = PlainPartition(
+        name=draw(names),
+        least=least,
+        most=least + draw(counts),
+        is_temporary=draw(st.booleans()),
+        may_change=draw(st.booleans()),
+        resets=draw(st.none() | st.booleans()),
+    )
+    wish = PlainWish(
+        num_ipus=num_ipus,
+        hosts=tuple(draw(st.lists(names, max_size=3))),
+        allocation=draw(st.none() | names),
+        shares_devices=draw(st.booleans()),
+        partition=draw(st.sampled_from([None, partition])),
+    )
+    key, words = draw(st.uuids()).hex, draw(names)
+    return LeaseRequest(
+        key=key, pid=draw(counts), start_ticks=draw(counts), user=draw(names), host="n", words=words, wish=wish
+    )
+
+
+@given(requests())
+def test_a_request_is_read_as_it_was_sent(request: LeaseRequest) -> None:
+    """Through JSON and back."""
+    assert read_request(json.loads(json.dumps(request_to_dict(request))), "request") == request
+
+
+def test_a_pool_is_read_as_it_was_sent() -> None:
+    """Clusters of every kind, with partitions, leases and processes outside the pool."""
+    busy = Gpu(name="0", uuid="GPU-0", occupants=(Occupant(pid=7, user="bob"),))
+    partition = Partition(
+        name="p", ipus=("lab/4",), cluster="lab", allocation="", num_domains=1, user="ann@n1",
+        created_at_epoch_seconds=1.5, lease=1, is_temporary=True,
+    )  # fmt: skip
+    for cluster in (LAB, gpu_cluster("box", [busy]), cpu_cluster("box", None, 2)):
+        sent = served(replace(cluster, allocations={"ann": range(4)}), "lab/4")
+        sent = replace(sent, state=replace(sent.state, partitions=(partition,)))
+        assert read_pool(json.loads(json.dumps(pool_to_dict(sent))), "answer") == sent
