@@ -42,8 +42,9 @@ CONTROL_ADDRESS = "POPRUN_CONTROL"
 """Variable that tells a shim where the control socket is: ``tcp://HOST:PORT``, or a name in the abstract namespace
 of this machine, which leaves no file behind."""
 
-CONTROL_KEY = "POPRUN_CONTROL_KEY"
-"""Variable that tells a shim the key of the job, where the control socket is one of the network."""
+CONTROL_KEY_FILE = "POPRUN_CONTROL_KEY_FILE"
+"""Variable that tells a shim which file of its host holds the job's key, where the control socket is one of the
+network: an MPI runtime sends the variable over it as it is, and the file came through ssh."""
 
 RANK_VARIABLE = "POPRUN_RANK_VARIABLE"
 """Variable that tells a shim the name of the variable in which its launcher tells it its rank."""

@@ -125,7 +125,7 @@ def connect(address: str, key: str, timeout_seconds: float) -> Link:
 
     Args:
         address: What ``CONTROL_ADDRESS`` says.
-        key: What ``CONTROL_KEY`` says; used for TCP only.
+        key: The job's; used for TCP only.
         timeout_seconds: How long connecting and proving may take.
 
     Raises:

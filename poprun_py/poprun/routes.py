@@ -6,7 +6,7 @@ password or a passphrase: what needs one is an error (ssh_config(5), BatchMode).
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 _CONNECT_SECONDS: Final = 7
@@ -37,17 +37,32 @@ class HostRoute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobKey:
+    """What agents of other hosts show that they know, for one attempt of a job.
+
+    Attributes:
+        text: The key; nobody else may read it.
+        file: Where every host holds it until the agents have come.
+    """
+
+    text: str = field(repr=False)
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobNetwork:
     """The hosts of a job that are not, or not only, the machine that poprun runs on.
 
     Attributes:
         control_host: Address of this machine at which the agents report.
         hosts: The hosts of the plan, in its order.
+        key: What the agents prove to know.
         keepers: Children of poprun through which it keeps the leases on them.
     """
 
     control_host: str
     hosts: tuple[HostRoute, ...]
+    key: JobKey
     keepers: tuple[int, ...] = ()
 
 

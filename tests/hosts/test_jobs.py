@@ -1,6 +1,7 @@
 """Jobs over several hosts: they run, fail and end as those of one host do."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import yaml
 
+from poprun.authentication import KEY_BYTES
 from poprun.emit.mpijob import HOSTS
 from tests.hosts.jobs import DEADLINE_SECONDS, HostPoprun
 from tests.hosts.network import TMPDIR, Network
@@ -25,7 +27,7 @@ WHERE = (
 )
 NAMES = "'TORCH_A', 'HF_TOKEN', 'OTHER', 'TMPDIR', 'NAMED', 'GIVEN'"
 VARIABLES = f"import os; print(*map(os.environ.get, ({NAMES})))"
-KEY = "POPRUN_CONTROL_KEY"
+KEY = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
 
 
 def poprun_itself(process: "subprocess.Popen[str]") -> psutil.Process:
@@ -58,7 +60,7 @@ def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: H
 def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPoprun) -> None:
     """Programs have the same on all hosts: what the libraries are told, what ``-x`` names, and no secret."""
     words = ("--mpi-local-args=-x NAMED -x GIVEN=g", sys.executable, "-c", VARIABLES)
-    variables = {"TORCH_A": "1", "HF_TOKEN": KEY, "NAMED": "n", "OTHER": "o", "HYDRA_LAUNCHER_EXTRA_ARGS": "-q"}
+    variables = {"TORCH_A": "1", "HF_TOKEN": "t", "NAMED": "n", "OTHER": "o", "HYDRA_LAUNCHER_EXTRA_ARGS": "-q"}
     finished = hosts_poprun(network, "-v", "--host=n1,n2", "-n", "2", *words, env=variables).succeeded()
 
     assert finished.lines == [f"[1,{n}]<stdout>:1 None None /run/tmp n g" for n in range(2)]
@@ -80,21 +82,23 @@ def test_a_failure_on_one_host_ends_the_job_on_all(
 
 
 @pytest.mark.deadline(120)
-def test_no_key_stands_in_a_command_line_and_a_killed_poprun_leaves_nothing(
+def test_no_key_stands_where_others_look_and_a_killed_poprun_leaves_nothing(
     network: Network, hosts_poprun: HostPoprun, tmp_path: Path
 ) -> None:
-    """Whatever the MPI runtime starts on whichever host; and whoever is out of reach ends by itself."""
+    """Not in a command line, nor in variables that are sent; and whoever is out of reach ends by itself."""
     words = write_program(tmp_path, "ready()\nhang()")
     with hosts_poprun.started(network, "--host", "n[1-3]", "-n", "3", sys.executable, *words) as process:
         wait_until(lambda: has_met(tmp_path, 3))
         lines = [line for host in network.hosts.values() for line in host.processes()]
         shims = network.hosts["n2"].init.children(recursive=True)
-        (key,) = {one.environ()[KEY] for one in shims if KEY in one.environ()}
+        variables = [text for one in shims for text in one.environ().values()]
+        held = [host.run("ls", "/dev/shm").split() for host in network.hosts.values()]
         poprun_itself(process).send_signal(signal.SIGKILL)
         process.communicate()
 
     assert any("mpi" in line for line in lines)
-    assert [line for line in lines if key in line] == []
+    assert [text for text in (*lines, *variables) if re.search(KEY, text)] == []
+    assert [name for names in held for name in names if "key" in name] == []
 
 
 @pytest.mark.deadline(120)

@@ -79,20 +79,26 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
 
 OVER_TCP = """
 import os, sys
+from poprun.authentication import new_key
 from poprun.plan_file import read_plan
-from poprun.routes import HostRoute, JobNetwork
+from poprun.preflight.remote_side import hold
+from poprun.routes import HostRoute, JobKey, JobNetwork
 from poprun.supervisor.attempts import run_attempts
 plan, host = read_plan(open(sys.argv[1]).read(), "plan"), sys.argv[2]
-network = JobNetwork(control_host=host, hosts=(HostRoute(name="localhost", address=host, interface="lo"),))
+key = JobKey(text=new_key(), file=sys.argv[1] + "-key")
+assert hold({"file": key.file, "key": key.text}) == {"problem": ""}
+here = HostRoute(name="localhost", address=host, interface="lo")
+network = JobNetwork(control_host=host, hosts=(here,), key=key)
 sys.exit(run_attempts(plan, os.environ, 2, network))
 """
 
 
-def over_tcp(poprun: Poprun, folder: Path, host: str, *words: str) -> Finished:
-    """Run a job whose agents come over the network, as those of other hosts do."""
+def over_tcp(poprun: Poprun, folder: Path, host: str, *words: str, also: str = "") -> Finished:
+    """Run a job whose agents come over the network, as those of other hosts do; ``also`` is done before."""
     plan = poprun(*words[:-3], "--dry-run", "--topology-format", "json", *words[-3:]).succeeded().out
     (folder / "plan.json").write_text(plan)
-    return run([str(poprun.python), "-c", OVER_TCP, str(folder / "plan.json"), host])
+    text = OVER_TCP.replace("network =", f"{also}\nnetwork =")
+    return run([str(poprun.python), "-c", text, str(folder / "plan.json"), host])
 
 
 def has_ipv6() -> bool:
@@ -106,7 +112,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_agents_come_over_the_network(poprun: Poprun, tmp_path: Path, host: str) -> None:
-    """Their programs' output arrives, and the key of the job is nowhere but in the shims' environment."""
+    """Their programs' output arrives, and the key of the job is left nowhere."""
     text = "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr); print(*os.environ)"
     if host == "::1" and not has_ipv6():
         pytest.skip("this machine has no IPv6 loopback address")
@@ -116,6 +122,19 @@ def test_agents_come_over_the_network(poprun: Poprun, tmp_path: Path, host: str)
     assert out == [f"[1,{n}]<stdout>:out {n}" for n in range(3)]
     assert finished.err.count("<stderr>:err") == 3
     assert "POPRUN_CONTROL" not in finished.out
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_host_without_the_key_says_so(poprun: Poprun, tmp_path: Path) -> None:
+    """Or with one that others may read; nothing is started."""
+    words = ("-n", "1", sys.executable, "-c", "print(1)")
+    missing = over_tcp(poprun, tmp_path, "127.0.0.1", "--launcher=mpi", *words, also="os.unlink(key.file)")
+    shared = over_tcp(poprun, tmp_path, "127.0.0.1", "--launcher=mpi", *words, also="os.chmod(key.file, 0o644)")
+
+    assert "no key of the job on" in missing.err
+    assert "No such file or directory" in missing.err
+    assert "is not this user's alone" in shared.err
+    assert (missing.code, missing.out, shared.code, shared.out) == (70, "", 70, "")
 
 
 def test_a_failure_over_the_network_is_one(poprun: Poprun, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from poprun.launchers import launch_commands
 from poprun.request import LauncherChoice
-from poprun.routes import HostRoute, JobNetwork
+from poprun.routes import HostRoute, JobKey, JobNetwork
 from poprun.settings import RemoteSettings
 from poprun.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH, planned
@@ -66,9 +66,11 @@ def test_without_mpi_each_instance_has_its_own_command() -> None:
 def test_other_hosts_are_named_and_no_value_is() -> None:
     """Each runtime is told the hosts, how to call ssh, and the names of what the shims need."""
     route = {name: HostRoute(name=name, address=f"10.0.0.{name[1]}", interface="eth0") for name in ("n1", "n2")}
-    network = JobNetwork(control_host="10.0.0.9", hosts=tuple(route.values()))
+    network = JobNetwork(
+        control_host="10.0.0.9", hosts=tuple(route.values()), key=JobKey(text="00", file="/dev/shm/k")
+    )
     asked = {"hosts": ("n1", "n2"), "num_instances": 4, "remote": RemoteSettings(ssh_config="/c")}
-    names = ("POPRUN_CONTROL", "POPRUN_CONTROL_KEY", "POPRUN_RANK_VARIABLE")
+    names = ("POPRUN_CONTROL", "POPRUN_CONTROL_KEY_FILE", "POPRUN_RANK_VARIABLE")
     (mpich,) = launch_commands(planned(CLUSTER_NODE, **asked), network)
     (open_mpi,) = launch_commands(planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), **asked), network)
 

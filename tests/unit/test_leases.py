@@ -9,7 +9,7 @@ from poprun.cli.host_leases import check_machines
 from poprun.environment import VISIBLE_DEVICES
 from poprun.errors import HostsError
 from poprun.leases import HeldLease, fold_names
-from poprun.routes import HostRoute, JobNetwork
+from poprun.routes import HostRoute, JobKey, JobNetwork
 from poprun.supervisor.orders import JobIdentity, start_order
 from tests.planning import planned, with_gpus
 
@@ -46,7 +46,7 @@ def test_each_host_has_the_devices_that_it_gave() -> None:
         HostRoute(name=host, address="10.0.0.1", interface="eth0", devices=devices, keeper=f"keeper-{host}")
         for host, devices in zip(plan.hosts, given, strict=True)
     )
-    network = JobNetwork(control_host="10.0.0.1", hosts=routes)
+    network = JobNetwork(control_host="10.0.0.1", hosts=routes, key=JobKey(text="", file=""))
     identity = JobIdentity(job_id="j", restart_count=0, began_at_seconds=0.0, network=network)
 
     orders = [start_order(plan, index, {}, identity, MEETING) for index in range(4)]

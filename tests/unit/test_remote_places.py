@@ -22,7 +22,7 @@ from poprun.remote_pool.wire import (
     read_request,
     request_to_dict,
 )
-from poprun.routes import HostRoute, JobNetwork
+from poprun.routes import HostRoute, JobKey, JobNetwork
 from poprun.topology import Gpu, Occupant
 from tests.planning import LAPTOP, planned
 
@@ -30,6 +30,7 @@ LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4
 GPUS = tuple(Gpu(name=str(index), uuid=f"GPU-{index}") for index in range(4))
 NETWORK = JobNetwork(
     control_host="10.0.0.1",
+    key=JobKey(text="", file=""),
     hosts=tuple(HostRoute(name=name, address="10.0.0.1", interface="eth0") for name in ("n2", "n3")),
 )
 

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from poprun.agent.binding import bind
+from poprun.agent.key_file import HeldKey, forget_key
 from poprun.agent.lease import fetch_lease, give_up_lease
 from poprun.agent.ports import hold_master_port, open_store_listener
 from poprun.agent.shared_memory import remove_abandoned
@@ -33,7 +34,7 @@ _LEFTOVER_SECONDS = 1.0
 _WALK_MILLISECONDS = 20
 
 
-def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_reader: int) -> int:
+def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, life_reader: int) -> int:
     """Be the agent of instance ``index``; the exit code of the agent's process.
 
     Args:
@@ -46,14 +47,15 @@ def run_agent(address: str, key: str, index: int, runtime: int, shim: int, life_
     """
     os.setsid()
     try:
-        streams = connect_streams(address, key, index, _CONNECT_SECONDS) if is_remote(address) else []
-        control = connect(address, key, _CONNECT_SECONDS)
+        streams = connect_streams(address, key.text, index, _CONNECT_SECONDS) if is_remote(address) else []
+        control = connect(address, key.text, _CONNECT_SECONDS)
         if is_remote(address):
             notice_death(control.connection)
     except (OSError, ProtocolError):
         return 1  # poprun is gone: there is nobody to tell
     hello = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
-    Agent(control, life_reader, hello, streams, is_remote=is_remote(address)).run()
+    Agent(control, life_reader, hello, streams, key).run()
+    forget_key(key)
     control.close()
     return 0
 
@@ -62,12 +64,13 @@ class Agent:
     """The agent's state, and what it does at each event; :meth:`run` is its loop."""
 
     def __init__(
-        self, control: Link, life_reader: int, hello: dict[str, Any], streams: list[int], *, is_remote: bool
+        self, control: Link, life_reader: int, hello: dict[str, Any], streams: list[int], key: HeldKey
     ) -> None:
         self._control = control
         self._life_reader = life_reader
         self._streams = streams
-        self._is_remote = is_remote
+        self._key = key
+        self._is_remote = bool(key.text)
         address = control.own_address()
         self._hello = {**hello, "address": address}
         self._ports = (hold_master_port(address), open_store_listener(address)) if hello["instance"] == 0 else ()
@@ -189,6 +192,7 @@ class Agent:
         Its environment is what the MPI runtime gave this process, without poprun's own variables, and what the
         order adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
         """
+        forget_key(self._key)  # poprun has heard of every agent
         self._grace_seconds = order["grace_seconds"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("POPRUN_")}
         environment |= order["environment"]

@@ -15,9 +15,10 @@ _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(_
 sys.path.insert(0, _SOURCE_ROOT)
 
 from poprun.agent.agent import run_agent  # noqa: E402 - a bare interpreter has to be told where it is
+from poprun.agent.key_file import read_key  # noqa: E402 - as above
 from poprun.control import (  # noqa: E402 - as above
     CONTROL_ADDRESS,
-    CONTROL_KEY,
+    CONTROL_KEY_FILE,
     RANK_VARIABLE,
     ProtocolError,
 )
@@ -31,7 +32,10 @@ def main() -> None:
     """Fork the agent, then live until it ends, the runtime's process ends, or the runtime kills this one."""
     close_unnamed()
     runtime, shim = os.getppid(), os.getpid()
-    key = os.environ.get(CONTROL_KEY, "")
+    try:
+        key = read_key(os.environ.get(CONTROL_KEY_FILE, ""))
+    except OSError as error:
+        sys.exit(f"poprun: no key of the job on {os.uname().nodename}: {error}")
     address, index = os.environ[CONTROL_ADDRESS], int(os.environ[os.environ[RANK_VARIABLE]])
     life_reader, life_writer = os.pipe()
     agent = os.fork()
@@ -41,7 +45,7 @@ def main() -> None:
     os.close(life_reader)
     exit_code = wait_for(agent, runtime)
     if exit_code:
-        tell_of_loss(address, key, index)
+        tell_of_loss(address, key.text, index)
     sys.exit(exit_code)
 
 

@@ -9,7 +9,7 @@ from poprun.errors import PlanError
 from poprun.hosts import fold_hosts
 from poprun.plan import LauncherKind, LaunchPlan
 from poprun.probe.machine import names_of_this_machine
-from poprun.routes import JobNetwork
+from poprun.routes import JobKey, JobNetwork
 
 if TYPE_CHECKING:
     from poprun.preflight.examine import Examination
@@ -45,13 +45,13 @@ def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
     return found.network
 
 
-def look_again(plan: LaunchPlan) -> None:
-    """See that the hosts of ``plan`` can still take part.
+def look_again(plan: LaunchPlan) -> JobKey:
+    """See that the hosts of ``plan`` can still take part, and give them a new key, which is returned.
 
     Raises:
         HostsError: If one cannot.
     """
-    _examine(plan)
+    return _examine(plan).network.key
 
 
 def _examine(plan: LaunchPlan) -> "Examination":

@@ -12,14 +12,14 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
-from poprun.control import CONTROL_ADDRESS, CONTROL_KEY, RANK_VARIABLE
+from poprun.control import CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE
 from poprun.environment import HYDRA_SSH_OPTIONS
 from poprun.launchers.base import SHIM_WORDS, LaunchCommand
 from poprun.plan import LaunchPlan
 from poprun.routes import JobNetwork, ssh_options
 from poprun.topology import MpiKind, MpiRuntime
 
-SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY, RANK_VARIABLE)
+SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE)
 """What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist import contract
+from poprun.authentication import new_key
 from poprun.errors import HostsError
 from poprun.hosts import fold_hosts
 from poprun.plan import LaunchPlan
@@ -26,11 +27,13 @@ from poprun.preflight.judgement import (
 from poprun.preflight.problems import Problem, render_problems
 from poprun.preflight.rounds import Rounds
 from poprun.preflight.silence import no_answer
-from poprun.routes import HostRoute, JobNetwork
+from poprun.routes import HostRoute, JobKey, JobNetwork
 
 _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
 _SLOTS_SECONDS: Final = 3.0
+_HOLD_SECONDS: Final = 3.0
+_KEY_FILE: Final = "/dev/shm/poprun-key-{}"  # noqa: S108 - in memory, and on every host; its name is not to be guessed
 _VERSION_FILE: Final = os.path.abspath(contract.__file__)
 _FOLDERS: Final = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
@@ -107,12 +110,15 @@ class _Examiner:
             self._problems += choice.problems
             if self._here in choice.routes:
                 await self._try_routes(choice.routes)
+            key = JobKey(text=new_key(), file=_KEY_FILE.format(os.urandom(16).hex()))
+            if not self._problems:
+                await self._hand_over(key)
         finally:
             await self._rounds.end()
         if self._problems:
             return None, self._problems
         routes = tuple(choice.routes[host] for host in self._plan.hosts)
-        network = JobNetwork(control_host=choice.routes[self._here].address, hosts=routes)
+        network = JobNetwork(control_host=choice.routes[self._here].address, hosts=routes, key=key)
         return Examination(network=network, reason=choice.reason), []
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
@@ -152,6 +158,14 @@ class _Examiner:
         question = {"ask": "slots", "folders": list(_FOLDERS)}
         for name, slots in (await self._ask(dict.fromkeys(asked, question), _SLOTS_SECONDS)).items():
             self._problems += judge_slots(name, slots, self._plan)
+
+    async def _hand_over(self, key: JobKey) -> None:
+        """Have each host hold the job's key for its agents: who starts them may send it for anybody to read."""
+        question = {"ask": "hold", "file": key.file, "key": key.text}
+        for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
+            if answer["problem"]:
+                cause = f"it cannot hold the job's key in {os.path.dirname(key.file)}: {answer['problem']}"
+                self._problems.append(Problem(host=name, cause=cause, remedy="make room there, or mount it"))
 
     def _choose(self, answers: Mapping[str, Answer]) -> Choice:
         """The addresses of the hosts that answered, and of this machine."""

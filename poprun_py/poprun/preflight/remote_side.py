@@ -8,6 +8,7 @@ that its poprun is the same.
 from __future__ import annotations
 
 import array
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from typing import Any
 
 MARK = "poprun-preflight:"
@@ -30,6 +32,7 @@ _MAX_ADDRESSES = 1024
 _MPI_SECONDS = 5.0
 _CONNECT_SECONDS = 2.0
 _RESOLVE_SECONDS = 3
+_WEEK_SECONDS = 7 * 86_400
 _ROOM_BYTES = 1024 * 1024
 _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
@@ -205,7 +208,36 @@ def route(question: dict[str, Any]) -> dict[str, Any]:
     return {"problems": problems}
 
 
-_ANSWERS = {"facts": facts, "slots": slots, "listen": listen, "route": route}
+def hold(question: dict[str, Any]) -> dict[str, Any]:
+    """Write ``key`` to ``file`` for this user alone; what was wrong, or nothing. Old ones are removed."""
+    folder, name = os.path.split(question["file"])
+    writing = f"{question['file']}.{os.getpid()}"
+    try:
+        for other in os.listdir(folder):
+            if other.startswith(name.rpartition("-")[0]):
+                remove_old(os.path.join(folder, other))
+        descriptor = os.open(writing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(question["key"])
+        os.replace(writing, question["file"])
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(writing)
+        return {"problem": error.strerror or str(error)}
+    return {"problem": ""}
+
+
+def remove_old(file: str) -> None:
+    """Remove a file of this user's that is older than any job waits for its start."""
+    try:
+        status = os.lstat(file)
+        if status.st_uid == os.getuid() and time.time() - status.st_mtime > _WEEK_SECONDS:
+            os.unlink(file)
+    except OSError:
+        return  # somebody else was first
+
+
+_ANSWERS = {"facts": facts, "slots": slots, "hold": hold, "listen": listen, "route": route}
 _listeners: list[socket.socket] = []
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from poprun.control import VIEW_EVENT, Message, check_event
 from poprun.link import Link
+from poprun.routes import JobNetwork
 from poprun.supervisor.doors import Door, LocalDoor
 from poprun.supervisor.viewers import Viewers
 
@@ -32,7 +33,7 @@ class AgentLinks:
         num_instances: As many agents there are.
         selector: Calls back when somebody speaks: what it calls gives pairs of instance and event.
         warn: Tells the user of what was refused.
-        host: Address of this host at which agents of other hosts knock; None when all are on this machine.
+        network: Where agents of other hosts knock, and with which key; None when all are on this machine.
 
     Attributes:
         viewers: The monitors that came to look.
@@ -43,7 +44,7 @@ class AgentLinks:
         num_instances: int,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
-        host: str | None = None,
+        network: JobNetwork | None = None,
     ) -> None:
         self._num_instances = num_instances
         self._selector = selector
@@ -53,13 +54,15 @@ class AgentLinks:
         self._agents: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, dict[int, socket.socket]] = {}
-        self._is_remote = host is not None
+        self._is_remote = network is not None
         self.viewers = Viewers()
         self._doors: list[Door] = [LocalDoor(selector, self._admit, self._refuse)]
-        if host is not None:
+        if network is not None:
             from poprun.supervisor.remote_door import RemoteDoor  # noqa: PLC0415 - jobs of one host need no cryptography
 
-            self._doors.append(RemoteDoor(host, selector, self._admit, self._refuse))
+            self._doors.append(
+                RemoteDoor(network.control_host, network.key.text, selector, self._admit, self._refuse)
+            )
 
     def close(self) -> None:
         """Hang up; an agent that still lives then ends its tree."""

@@ -38,11 +38,9 @@ class Door(Protocol):
 
     Attributes:
         address: What the shims are told of it.
-        key: The key that they need; empty when the kernel knows them.
     """
 
     address: str
-    key: str
 
     def close(self) -> None:
         """Let nobody in any more."""
@@ -53,7 +51,6 @@ class LocalDoor:
 
     def __init__(self, selector: selectors.BaseSelector, admit: Admit, refuse: Refuse) -> None:
         self.address = f"poprun-{os.getpid()}-{os.urandom(16).hex()}"
-        self.key = ""
         self._selector = selector
         self._admit = admit
         self._refuse = refuse

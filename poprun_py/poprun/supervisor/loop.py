@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from poprun.agent.shared_memory import remove_abandoned
-from poprun.control import CONTROL_ADDRESS, CONTROL_KEY
+from poprun.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.launchers import launch_commands
 from poprun.log_line import Level
 from poprun.plan import LauncherKind, LaunchPlan
@@ -72,7 +72,7 @@ class Job:
         self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
         self._launcher_ended_early = False
         self._selector = selectors.DefaultSelector()
-        self._links = AgentLinks(plan.num_instances, self._selector, say, identity.control_host)
+        self._links = AgentLinks(plan.num_instances, self._selector, say, identity.network)
         self._inquiry = Inquiry(self._links.tell, plan.ending.hang_timeout_seconds)
         self._launcher = LauncherProcesses(self._selector)
         self._traffic = Traffic(plan, environ, identity)
@@ -101,9 +101,13 @@ class Job:
 
             self._monitor = MonitorProcess(self._environ)
         self._remove_sessions()
-        door = {CONTROL_ADDRESS: self._links.door.address, CONTROL_KEY: self._links.door.key}
+        network = self._identity.network
+        door = {
+            CONTROL_ADDRESS: self._links.door.address,
+            CONTROL_KEY_FILE: "" if network is None else network.key.file,
+        }
         self._launcher.start(
-            launch_commands(self._plan, self._identity.network),
+            launch_commands(self._plan, network),
             {**self._identity.launcher_environment(self._environ), **door},
             self._plan.working_directory,
         )

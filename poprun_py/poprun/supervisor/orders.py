@@ -30,11 +30,6 @@ class JobIdentity:
     network: JobNetwork | None = None
     leases: tuple[HeldLease, ...] = ()
 
-    @property
-    def control_host(self) -> str | None:
-        """Address of this machine at which the agents of other hosts report; None when there are none."""
-        return None if self.network is None else self.network.control_host
-
     def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """What of ``environ`` the launcher gets."""
         return environ if self.network is None else launcher_environment(environ)

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Final
 
-from poprun.authentication import NONCE_BYTES, PROOF_BYTES, Handshake, new_key
+from poprun.authentication import NONCE_BYTES, PROOF_BYTES, Handshake
 from poprun.control import ProtocolError
 from poprun.link import Link, notice_death, tcp_address
 from poprun.supervisor.doors import TALK_SECONDS, Admit, Refuse, accept
@@ -21,8 +21,10 @@ _MAX_KNOCKING: Final = 256
 class RemoteDoor:
     """For those who know the job's key, on any host that reaches ``host``, an address of this one."""
 
-    def __init__(self, host: str, selector: selectors.BaseSelector, admit: Admit, refuse: Refuse) -> None:
-        self.key = new_key()
+    def __init__(
+        self, host: str, key: str, selector: selectors.BaseSelector, admit: Admit, refuse: Refuse
+    ) -> None:
+        self._key = key
         self._selector = selector
         self._admit = admit
         self._refuse = refuse
@@ -46,7 +48,7 @@ class RemoteDoor:
             if now - since > _KNOCK_SECONDS or len(self._knocking) >= _MAX_KNOCKING:
                 self._hang_up(other, "who knocked at the control socket did not prove to know the key of this job")
         connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
-        handshake = Handshake(self.key, is_agent=False)
+        handshake = Handshake(self._key, is_agent=False)
         self._knocking[connection] = now
         answer = bytearray()
         self._selector.register(
