@@ -164,3 +164,19 @@ def end_programs(host: Host, script: str) -> None:
         number, _, words = line.partition(" ")
         if words.endswith(script) or f"{script} " in words:
             host.run("kill", "-KILL", number)
+
+
+@pytest.mark.deadline(240)
+def test_a_job_that_is_started_again_still_holds_its_ipus(
+    network: Network, poprun: HostPoprun, tmp_path: Path
+) -> None:
+    """Who keeps the lease outlives an attempt, and the next one's agents come to the same lease."""
+    words = write_program(tmp_path, "ready()\nsys.exit(7) if os.environ['POPDIST_RESTART_COUNT'] == '0' else None")
+    report = tmp_path / "report.json"
+    options = ("--max-restarts=1", "--report", str(report), *HELD, "--host=n[1-2]", "-n2")
+    poprun(network, *options, sys.executable, *words).succeeded()
+
+    found = json.loads(report.read_text())
+    assert [attempt["exit_code"] for attempt in found["attempts"]] == [7, 0]
+    assert [attempt["survivors"] for attempt in found["attempts"]] == [[], []]
+    assert held(network) == {}

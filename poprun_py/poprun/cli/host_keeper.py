@@ -44,7 +44,7 @@ def main() -> None:
             kept, leases = _take(stack, plan, is_fixed=request["is_fixed"])
             address = _serve([lease.descriptor for lease in leases if lease.descriptor is not None])
             held = [[list(lease.names), lease.pool, lease.partition] for lease in leases]
-            _say({"held": held, "devices": kept.devices, "address": address})
+            _say({"held": held, "devices": kept.devices if plan.takes_lease else (), "address": address})
             orders.next()
     except PoprunError as error:
         _say({"error": str(error), "kind": type(error).__name__})

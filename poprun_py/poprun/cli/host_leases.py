@@ -31,6 +31,7 @@ from poprun.settings import RemoteSettings
 _HELLO_SECONDS: Final = 60.0
 _SLACK_SECONDS: Final = 60.0
 _LEAVE_SECONDS: Final = 3.0
+_COMPLAINT_SECONDS: Final = 1.0
 _FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__)))
 _COMMAND: Final = (
     sys.executable,
@@ -105,7 +106,11 @@ def _until(plan: LaunchPlan) -> float | None:
 
 def _with_grants(network: JobNetwork, granted: Mapping[str, Message], keepers: Sequence["Keeper"]) -> JobNetwork:
     hosts = tuple(
-        replace(route, devices=tuple(granted[route.name]["devices"]), keeper=granted[route.name]["address"])
+        replace(
+            route,
+            devices=tuple(granted[route.name]["devices"]) or route.devices,
+            keeper=granted[route.name]["address"],
+        )
         for route in network.hosts
     )
     return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in keepers))
@@ -146,7 +151,7 @@ class Keeper:
                 words,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
             )
@@ -197,6 +202,7 @@ class Keeper:
         """Have it give back what it holds, and hang up."""
         if self._holds:
             self.say({"order": "release"})
+            self._holds = False
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.close()
@@ -208,8 +214,9 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for stream in (self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
 
     def _hear(self, until: float | None) -> Message:
         while not self._heard:
@@ -226,8 +233,17 @@ class Keeper:
         readable, _, _ = select.select([stream], [], [], patience)
         data = os.read(stream.fileno(), RECEIVE_BYTES) if readable else b""
         if not data:
-            how = "does not answer" if not readable else "hung up"
+            how = "does not answer" if not readable else f"hung up{self._complaint()}"
             raise HostsError(
                 f"host {self.host}: who keeps its virtual IPUs {how}: see that this works: ssh {self.host} true"
             )
         return data
+
+    def _complaint(self) -> str:
+        """The last line of what ssh, or the process itself, had to complain of."""
+        stream = self._process.stderr
+        if stream is None or not select.select([stream], [], [], _COMPLAINT_SECONDS)[0]:
+            return ""
+        lines = os.read(stream.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
+        words = [line.strip() for line in lines if line.strip()]
+        return f" ({words[-1]})" if words else ""

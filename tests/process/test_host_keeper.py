@@ -1,0 +1,124 @@
+"""Who keeps a job's lease on a host: on this machine, without ssh, as it is on every other."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from poprun.agent.lease import fetch_lease, give_up_lease
+from poprun.cli import host_leases
+from poprun.cli.host_leases import Keeper
+from poprun.errors import HostsError, IpusTakenError, PartitionError
+from poprun.inventory import cpu_cluster
+from poprun.plan import LaunchPlan
+from poprun.plan_file import plan_to_dict
+from poprun.pool.pool import Pool
+from poprun.vipu_settings import VipuSettings
+from tests.leftovers import wait_until_none
+from tests.planning import LAPTOP, planned
+
+PATIENCE_SECONDS = 50.0
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Pool:
+    """A pool of the test's own."""
+    return Pool(str(tmp_path / "pool.sqlite"))
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    """The keepers that a test starts; they have gone afterwards."""
+    started: list[Keeper] = []
+    yield started
+    host_leases._end(started)
+
+
+def plan_for(pool: Pool, num_instances: int, *, waits: bool = False) -> LaunchPlan:
+    """A job of one host that takes virtual IPUs of ``pool``, which has 4."""
+    vipu = VipuSettings(pool=pool.file, ipus_per_host=4, waits_for_devices=waits)
+    return planned(LAPTOP, num_instances=num_instances, vipu=vipu, working_directory="/")
+
+
+def keeper_of(plan: LaunchPlan, keepers: list[Keeper]) -> Keeper:
+    """A keeper that has said which machine it is on."""
+    keeper = Keeper("here", None)
+    keepers.append(keeper)
+    keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": False})
+    assert keeper.answer("machine", until())["machine"]
+    return keeper
+
+
+def until() -> float:
+    """When a keeper must have answered."""
+    return time.monotonic() + PATIENCE_SECONDS
+
+
+def held(pool: Pool) -> list[str]:
+    """What jobs hold."""
+    return sorted(pool.state().taken)
+
+
+def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, keepers: list[Keeper]) -> None:
+    """Others are refused with who has it; neither its own death nor that of poprun frees what agents hold."""
+    keeper = keeper_of(plan_for(pool, 3), keepers)
+    granted = keeper.take(until())
+    agent = fetch_lease(granted["address"])
+    with pytest.raises(
+        IpusTakenError, match=r"host here: the job needs 2 virtual IPUs, and 1 is free of 4(.|\n)*cpu/0-2"
+    ):
+        keeper_of(plan_for(pool, 2), keepers).take(until())
+    os.kill(keeper.pid, signal.SIGKILL)
+    keeper.end(until())
+
+    assert granted["held"] == [[["cpu/0", "cpu/1", "cpu/2"], pool.file, None]]
+    assert granted["devices"] == []
+    assert held(pool) == ["cpu/0", "cpu/1", "cpu/2"]
+    for descriptor in agent:
+        os.close(descriptor)
+    assert held(pool) == []
+    with pytest.raises(OSError, match=r"[Rr]efused"):
+        fetch_lease(granted["address"])
+
+
+def test_it_gives_back_when_it_is_told_to(pool: Pool, keepers: list[Keeper]) -> None:
+    """And nothing of the lease is left; who waits gets its turn, and is told of the waiting."""
+    first, second = keeper_of(plan_for(pool, 4), keepers), keeper_of(plan_for(pool, 1, waits=True), keepers)
+    first.take(until())
+    second.say({"order": "take"})
+    told = second._hear(until())
+    first.release()
+    first.end(until())
+    granted = second.answer("held", until())
+
+    assert told["told"].startswith("waiting: the job needs 1 virtual IPU, and 0 are free of 4")
+    assert granted["held"][0][0] == ["cpu/0"]
+    assert len(pool.state().leases) == 1
+
+
+def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, keepers: list[Keeper]) -> None:
+    """The way to poprun does not tell it for hours."""
+    keeper = keeper_of(plan_for(pool, 1), keepers)
+    give_up_lease(keeper.take(until())["address"])
+    keeper.end(until())
+
+    assert wait_until_none(lambda: held(pool)) == []
+
+
+def test_errors_come_back_as_what_they_are(
+    pool: Pool, keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the host's name; and one that cannot even start says why."""
+    pool.create_partition("p", cpu_cluster("box", 4).pick(4), cluster="box")
+    plan = plan_for(pool, 1)
+    with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
+        keeper_of(replace(plan, vipu=replace(plan.vipu, partition="p")), keepers).take(until())
+    monkeypatch.setattr(host_leases, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
+    with pytest.raises(HostsError, match=r"host here: who keeps its virtual IPUs hung up \(no such thing\)"):
+        keeper_of(plan_for(pool, 1), keepers)
