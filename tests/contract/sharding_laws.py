@@ -5,7 +5,7 @@ import gc
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import popdist
 from popdist import context
 from popdist.checkpoint import load_latest, save
 from popdist.host_memory.group import HostGroup
+from popdist.host_memory.segments import whole_pages
+from popdist.training.partial_gradients import PartialGradient
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
@@ -85,6 +87,10 @@ class Wide(nn.Module):
         out = self.last(torch.relu(self.hidden(rows))).float() * self.scale + self.frozen
         loss: Tensor = out.square().mean() + (self.phases * out).abs().mean() + self.wide.square().mean()
         return loss
+
+
+NUM_TRAINED = 9
+"""Parameters of it that get a gradient."""
 
 
 def step(*models: popdist.ReplicatedModel, number: int = 0) -> None:
@@ -210,14 +216,14 @@ def law_a_scaler_skips_the_same_steps() -> None:
     for net in (model, other):
         net.phases.requires_grad_(requires_grad=False)  # torch's scaler knows no complex numbers
     scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
-    for number in range(4):
+    for number in range(5):
         for net, optimizer, scaler in ((model, plain, scalers[0]), (other, sharded, scalers[1])):
             x = torch.ones(popdist.num_local_replicas(), 3, 8, 8)
             for part in net.micro_batches(x):
-                bad = float("inf") if number == 2 and is_last() else 1.0
-                scaler.scale(net(part) * bad).backward()
+                bad = [float("inf") if number == it and is_last() else 0.0 for it in (2, 3)]
+                scaler.scale(net(part) * (1 + bad[0]) + net.scale * bad[1]).backward()
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            (nn.utils.clip_grad_norm_ if number % 2 else clip)(net.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
     check_same(model, other)
@@ -225,13 +231,21 @@ def law_a_scaler_skips_the_same_steps() -> None:
     assert plain.state_dict()["state"][0]["step"] == sharded.state_dict()["state"][0]["step"] == 3
 
 
+def clip(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """In a way of one's own."""
+    for it in parameters:
+        if it.grad is not None:
+            it.grad.mul_(limit)
+
+
 def law_clipping_has_torchs_bits() -> None:
     """Of the norm and of the gradients, for each norm; one that is not finite is an error on demand."""
-    model, other = popdist.ReplicatedModel(Wide()), popdist.ReplicatedModel(Wide())
+    model, _, other, sharded = pair(optim.SGD, lr=0.1)
     for norm_type in (2.0, 1.0, float("inf")):
         step(model, other)
         expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
         assert torch.equal(other.clip_grad_norm_(0.01, norm_type), expected)
+        assert num_in_parts(other) == (NUM_TRAINED if has_parts() else 0)
         for left, right in zip(model.parameters(), other.parameters(), strict=True):
             assert (left.grad is None) == (right.grad is None)
             assert left.grad is None or right.grad is None or torch.equal(left.grad, right.grad)
@@ -240,6 +254,90 @@ def law_clipping_has_torchs_bits() -> None:
         other.clip_grad_norm_(1.0, error_if_nonfinite=True)
     other.zero_grad()
     assert other.clip_grad_norm_(1.0) == 0
+    assert sharded.param_groups
+
+
+def has_parts() -> bool:
+    """Whether gradients are sent over a network, so that instances get only what they update."""
+    return popdist.num_instances() > 1 and context.current_group().backend.host_group is None
+
+
+def num_in_parts(model: popdist.ReplicatedModel) -> int:
+    """Of its gradients."""
+    return sum(isinstance(it.grad, PartialGradient) for it in model.parameters())
+
+
+def law_who_reads_a_gradient_in_parts_gets_all_of_it() -> None:
+    """By any way that torch has to read one, with the bits it has elsewhere; then all are ordinary tensors."""
+    reads: list[Callable[[Tensor], Any]] = [
+        torch.norm,
+        lambda it: it.numpy().copy(),
+        lambda it: it.tolist(),
+        copy.deepcopy,
+        lambda it: it.add_(1.0).clone(),
+        lambda it: torch.stack([it, it]),
+        lambda it: it[:1] * 3,
+        lambda it: pickle.loads(pickle.dumps(it)),  # noqa: S301 - the subject
+        lambda it: torch.frombuffer(bytearray(bytes(it.untyped_storage())), dtype=torch.uint8).numel() > 0,
+    ]
+    model, _, other, sharded = pair(optim.SGD, lr=0.1)
+    for number, read in enumerate(reads):
+        step(model, other, number=number)
+        assert num_in_parts(other) == (NUM_TRAINED if has_parts() else 0)
+        assert num_in_parts(model) == 0
+        found, expected = (torch.as_tensor(read(it.last.weight.grad)) for it in (other, model))
+        assert torch.equal(found, expected), number
+        assert num_in_parts(other) == 0
+        for left, right in zip(model.parameters(), other.parameters(), strict=True):
+            assert (left.grad is None) == (right.grad is None)
+            assert left.grad is None or right.grad is None or torch.equal(left.grad, right.grad)
+    if has_parts():
+        step(other)
+        with refused(popdist.CollectiveError, r"barrier.*gather 9 gradients.*read them on all instances"):
+            other.last.bias.grad.norm() if is_last() else popdist.barrier()
+        assert "last.bias" in repr(other.last.bias.grad)
+        assert torch.equal(torch.stack([other.last.bias.grad])[0], gradient_alone(model, other).last.bias.grad)
+    del sharded
+    gc.collect()
+    step(other)
+    assert num_in_parts(other) == 0
+
+
+def gradient_alone(model: popdist.ReplicatedModel, other: popdist.ReplicatedModel) -> popdist.ReplicatedModel:
+    """``model`` with the gradient of a step from the weights of ``other``."""
+    model.load_state_dict(other.state_dict())
+    step(model)
+    return model
+
+
+def law_gradients_are_whole_where_another_optimizer_needs_them() -> None:
+    """One that has a part of the model, beside a sharded one that has the rest."""
+    model, other = popdist.ReplicatedModel(Wide()), popdist.ReplicatedModel(Wide())
+    pairs = []
+    for net, make in ((model, optim.SGD), (other, partial(popdist.ShardedOptimizer, other, optim.SGD))):
+        rest = [it for name, it in net.named_parameters() if not name.startswith("last")]
+        pairs.append((make(rest, lr=0.1), optim.SGD(net.last.parameters(), lr=0.1)))
+    step(model, other)
+    assert num_in_parts(other) == 0
+    for optimizers in pairs:
+        for it in optimizers:
+            it.step()
+    check_same(model, other)
+
+
+def law_backward_passes_outside_the_loop_add_to_what_is_there() -> None:
+    """Whether that is in parts or not, and whether or not anybody clips it."""
+    if popdist.num_local_replicas() > 1 or popdist.num_instances() == 1:
+        return
+    model, plain, other, sharded = pair(optim.SGD, lr=0.1)
+    for net, optimizer in ((model, plain), (other, sharded)):
+        for number in range(3):
+            x = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(number))
+            net(x * (1 + popdist.instance_index())).backward()
+            if number == 1:
+                net.clip_grad_norm_(0.01)
+        optimizer.step()
+    check_same(model, other)
 
 
 def law_states_load_either_way_round() -> None:
@@ -430,6 +528,40 @@ def law_only_its_owner_steps_on_the_one_copy() -> None:
     for _ in range(50):
         with refused(popdist.OptimizerError, "that all instances of this host share"):
             optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def law_weights_that_nobody_reads_give_their_memory_back() -> None:
+    """When the next optimizer is made; not as long as one instance still holds a view of them."""
+    host = host_group()
+    if host is None:
+        return
+
+    def make(value: float = 1.0) -> tuple[Tensor, int]:
+        """A view of new weights, and how much memory this instance has in the group."""
+        gc.collect()
+        popdist.barrier()
+        layer = nn.Linear(500, 500)
+        nn.init.constant_(layer.weight, value)
+        popdist.ShardedOptimizer(popdist.ReplicatedModel(layer), optim.SGD)
+        popdist.barrier()
+        return layer.weight.detach()[:1], host.num_bytes
+
+    kept, _ = make(7.0)
+    if not is_last():
+        del kept
+    sizes = [make()[1] for _ in range(3)]
+    assert len(set(sizes)) == 1, sizes
+    if is_last():
+        assert (kept == 7.0).all()
+        del kept
+    after = make()[1]
+    assert after == sizes[0] - (host.rank == 0 and on_last_host()) * whole_pages(500 * 501 * 4)
+
+
+def on_last_host() -> bool:
+    """Whether this instance is on the host of the last one."""
+    host = host_group()
+    return host is not None and popdist.instance_index() - host.rank == popdist.num_instances() - host.size
 
 
 def law_frozen_parameters_leave_the_shares_even() -> None:

@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Self
 
 from torch import Tensor
@@ -58,7 +59,12 @@ class SharedBlock:
 
         A block that is never released goes when the group is closed and the last view of it is gone.
         """
-        self._segment.release(self._offset, whole_pages(len(self.mine)))
+        self.releaser()
+
+    @property
+    def releaser(self) -> Callable[[], None]:
+        """What does that, and does not keep the block mapped."""
+        return partial(self._segment.release, self._offset, whole_pages(len(self.mine)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from popdist.training.buffers import ReplicaBuffers
 from popdist.training.exchange import nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
 from popdist.training.gradient_memory import GradientMemory
+from popdist.training.gradient_parts import GradientParts
 from popdist.tree import TreeSum, finish
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -118,15 +119,21 @@ class ReplicaSum:
             CollectiveError: If the instances do other things, or have other parameters.
             BackendError: If an instance was lost or did not come in time.
         """
-        states = self._announce(reduction if not_finite is None else "not finite").wait()
+        parts = self._memory.parts()
+        states = self._announce(reduction if not_finite is None else "not finite", parts).wait()
         self._check([_STATES[state[0]] for state in states], not_finite)
-        total = self._total_weight([state[2:] for state in states])
+        total = self._total_weight([state[3:] for state in states])
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
-        rows = self._memory.finish(self._rows.nodes, total / unit if reduction == "mean" else 1.0)
+        if len({state[2] for state in states}) > 1:
+            parts = None
+        over = total / unit if reduction == "mean" else 1.0
+        rows = self._memory.finish(self._rows.nodes, over, parts)
         num_parameters = len(self._gradients.names)
         self._gradients.give(rows, mask & ((1 << num_parameters) - 1))
+        if parts is not None:
+            parts.cover(self._group)
         if self._buffers is not None and mask >> num_parameters:
             self._buffers.combine(self._group, self._layout, mask >> num_parameters)
         presence.count_step()
@@ -144,11 +151,12 @@ class ReplicaSum:
         num_bits = len(self._gradients.names) + len(self._buffers or ())
         return self._mask.to_bytes(num_bits // 8 + 1, "little")
 
-    def _announce(self, state: str) -> Exchange:
+    def _announce(self, state: str, parts: GradientParts | None = None) -> Exchange:
         digest = hashlib.blake2b(self._mask_as_bytes(), digest_size=7).digest()
         weights = as_words(self._weights.nodes.values())
         text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
-        return self._group.start(text, [_STATES.index(state), int.from_bytes(digest, "little"), *weights])
+        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), parts.number if parts else 0]
+        return self._group.start(text, [*numbers, *weights])
 
     def _check(self, states: list[str], not_finite: NotFinite | None) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""

@@ -80,7 +80,7 @@ def _add_all(backend: Backend, nodes: list[list[Node]], own: list[Tensor], num_r
     sent = own[0].new_zeros(max(map(len, nodes)), len(own[0]))
     for row, partial in zip(sent, own, strict=False):
         row.copy_(partial)
-    own[0].copy_(_sum(backend.all_gather(sent), nodes, num_replicas))
+    own[0].copy_(add_partials(backend.all_gather(sent), nodes, num_replicas))
 
 
 def _add_shares(backend: Backend, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> None:
@@ -91,11 +91,11 @@ def _add_shares(backend: Backend, nodes: list[list[Node]], own: list[Tensor], nu
         padded = partial.new_zeros(num_members * width)
         padded[:length] = partial
         sent[:, number] = padded.view(num_members, width)
-    share = _sum(backend.all_to_all(sent), nodes, num_replicas)
+    share = add_partials(backend.all_to_all(sent), nodes, num_replicas)
     own[0].copy_(backend.all_gather(share).view(-1)[:length])
 
 
-def _sum(received: Tensor, nodes: list[list[Node]], num_replicas: int) -> Tensor:
+def add_partials(received: Tensor, nodes: list[list[Node]], num_replicas: int) -> Tensor:
     """The sum of the partial sums that stand in ``received`` by member and place; it may change them."""
     partials = {
         node: received[member, place] for member, owned in enumerate(nodes) for place, node in enumerate(owned)

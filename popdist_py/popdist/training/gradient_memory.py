@@ -14,6 +14,7 @@ from popdist.host_memory.group import HostGroup, Reservation
 from popdist.layout import ReplicaLayout
 from popdist.training.exchange import add_instances, nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
+from popdist.training.gradient_parts import GradientParts, parts_of
 from popdist.training.rows import add_rows, scale_rows
 from popdist.training.shared_rows import SharedRows, num_bytes_of
 from popdist.tree import Node, finish, span
@@ -80,12 +81,19 @@ class GradientMemory:
         self._free.append(right)
         return left
 
-    def finish(self, nodes: Mapping[Node, GradientRows], over: float) -> GradientRows:
+    def parts(self) -> GradientParts | None:
+        """The parts of the sum that the instances need, where not all get all of it anyway."""
+        return None if self._host is not None or self._layout.num_instances == 1 else parts_of(self.gradients)
+
+    def finish(
+        self, nodes: Mapping[Node, GradientRows], over: float, parts: GradientParts | None = None
+    ) -> GradientRows:
         """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
 
         Args:
             nodes: This instance's part of the tree.
             over: The same on all instances.
+            parts: What the instances need, if they have agreed to get no more.
 
         Raises:
             BackendError: If an instance was lost or did not come in time.
@@ -95,6 +103,8 @@ class GradientMemory:
             self._connect(self._host, own)
         if self._is_connected and self._shared is not None:
             return self._shared.reduce(over)
+        if parts is not None:
+            return parts.add(self.group, self._layout, own, over)
         if self._layout.num_instances == 1:
             total = finish(nodes, self._layout.num_replicas, self.add)
         else:

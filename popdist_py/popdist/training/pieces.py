@@ -1,36 +1,52 @@
 """How copies of the weights in different memories become equal again: everybody sends its pieces to all others."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from popdist.backends.base import Backend
-from popdist.training.sharded_parameters import ShardedParameter
-from popdist.training.shards import flat_view
+from popdist.training.shards import Ranges, flat_view
 
 CHUNK_BYTES: Final = 1 << 22
 """How much of its pieces an instance sends at once: bounds the memory that all instances' pieces take."""
 
+Piece = TypeVar("Piece", Tensor, range)
+
+
+class Dealt(Protocol):
+    """A tensor of which each instance has a part."""
+
+    @property
+    def content(self) -> Tensor:
+        """All elements, dense in memory."""
+
+    @property
+    def ranges(self) -> Ranges:
+        """Who has which."""
+
+
+D = TypeVar("D", bound=Dealt)
+
 
 class Pieces:
-    """The pieces of parameters of one device and dtype, in rounds of messages of bounded size.
+    """The pieces of tensors of one device and dtype, in rounds of messages of bounded size.
 
     Args:
-        sharded: At least one.
+        dealt: At least one.
         backend: The instances that send them to each other.
     """
 
-    def __init__(self, sharded: Sequence[ShardedParameter], backend: Backend) -> None:
+    def __init__(self, dealt: Sequence[Dealt], backend: Backend) -> None:
         self._backend = backend
-        self._like = sharded[0].whole.detach()
+        self._like = dealt[0].content
         width = max(1, CHUNK_BYTES // self._like.element_size())
-        flats = [flat_view(it.whole.detach(), it.name) for it in sharded]
+        flats = [flat_view(it.content, "a tensor in pieces") for it in dealt]
         self._rounds: list[list[list[Tensor]]] = []
         for member, instance in enumerate(backend.instances):
-            owned = zip(flats, (it.ranges[instance] for it in sharded), strict=True)
-            for number, views in enumerate(_in_rounds([flat[it.start : it.stop] for flat, it in owned], width)):
+            owned = zip(flats, (it.ranges[instance] for it in dealt), strict=True)
+            for number, views in enumerate(in_rounds([flat[it.start : it.stop] for flat, it in owned], width)):
                 if number == len(self._rounds):
                     self._rounds.append([[] for _ in backend.instances])
                 self._rounds[number][member] = views
@@ -55,25 +71,25 @@ class Pieces:
                         view.copy_(part)
 
 
-def group_by_kind(sharded: Sequence[ShardedParameter]) -> list[list[ShardedParameter]]:
-    """The parameters of each device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[ShardedParameter]] = {}
-    for it in sharded:
-        kinds.setdefault((it.whole.device, it.whole.dtype), []).append(it)
+def group_by_kind(dealt: Sequence[D]) -> list[list[D]]:
+    """Those of each device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[D]] = {}
+    for it in dealt:
+        kinds.setdefault((it.content.device, it.content.dtype), []).append(it)
     return list(kinds.values())
 
 
-def _in_rounds(views: Sequence[Tensor], width: int) -> list[list[Tensor]]:
-    """``views`` in order, cut so that each list but the last has ``width`` elements; none is empty."""
-    rounds: list[list[Tensor]] = []
+def in_rounds(pieces: Sequence[Piece], width: int) -> list[list[Piece]]:
+    """``pieces`` in order, cut so that each list but the last has ``width`` elements; none is empty."""
+    rounds: list[list[Piece]] = []
     room = 0
-    for view in views:
+    for piece in pieces:
         start = 0
-        while start < len(view):
+        while start < len(piece):
             if not room:
                 rounds.append([])
                 room = width
-            rounds[-1].append(view[start : start + room])
+            rounds[-1].append(piece[start : start + room])
             taken = len(rounds[-1][-1])
             start, room = start + taken, room - taken
     return rounds

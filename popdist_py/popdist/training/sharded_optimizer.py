@@ -14,6 +14,7 @@ from popdist.errors import OptimizerError
 from popdist.groups import Group
 from popdist.training.closing import check_whole_job
 from popdist.training.elementwise import check_elementwise, quiet_step
+from popdist.training.ownership import remember
 from popdist.training.replicated import ReplicatedModel
 from popdist.training.settings import in_words, is_optimizer_class, settings_of
 from popdist.training.sharded_agreement import digest_of, report
@@ -100,6 +101,7 @@ class ShardedOptimizer(Optimizer):
             group.setdefault(name, value)
         self._keys |= keys
         self._sharded += sharded
+        remember([(it.whole, it.ranges) for it in sharded], self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything

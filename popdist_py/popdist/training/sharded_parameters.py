@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
 from popdist.groups import Group
-from popdist.training.shards import deal_elements, flat_like, flat_view, may_be_cut
+from popdist.training.partial_gradients import PartialGradient
+from popdist.training.shards import Ranges, deal_elements, flat_like, flat_view, may_be_cut
 
 Named: TypeAlias = tuple[str, Parameter]
 """A parameter of the model, after its name."""
@@ -23,7 +25,7 @@ class ShardedParameter:
     Attributes:
         name: For messages.
         whole: The parameter of the model.
-        ranges: For each instance the elements it has, in the order of memory; empty for none.
+        ranges: Who has what.
         mine: Those of this instance.
         shard: This instance's piece, which shares memory with ``whole``: what the optimizer inside updates.
         address: Where ``whole`` was.
@@ -31,10 +33,15 @@ class ShardedParameter:
 
     name: str
     whole: Parameter
-    ranges: tuple[range, ...]
+    ranges: Ranges
     mine: range
     shard: Parameter
     address: int
+
+    @property
+    def content(self) -> Tensor:
+        """The elements of ``whole``, in its memory."""
+        return self.whole.detach()
 
     def check(self) -> None:
         """See that the parameter is where its pieces are, and that its gradient is dense.
@@ -53,11 +60,13 @@ class ShardedParameter:
     def lend_gradient(self) -> None:
         """Give the piece its part of the gradient; None where there is none."""
         gradient = self.whole.grad
+        if isinstance(gradient, PartialGradient):
+            gradient = gradient.content if gradient.ranges == self.ranges else gradient.whole
         if gradient is None:
             self.shard.grad = None
         else:
             flat = flat_like(gradient.detach(), self.whole, self.name)
-            self.shard.grad = flat[self.mine.start : self.mine.stop]
+            self.shard.grad = flat[self.mine.start : self.mine.stop].view(self.shard.shape)
 
 
 def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
@@ -79,9 +88,11 @@ def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParame
     return [_shard(name, whole, tuple(ranges[name]), group.backend.instance_index) for name, whole in named]
 
 
-def _shard(name: str, whole: Parameter, ranges: tuple[range, ...], instance: int) -> ShardedParameter:
+def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> ShardedParameter:
     mine = ranges[instance]
     piece = flat_view(whole.detach(), name)[mine.start : mine.stop]
+    if not whole.dim() and mine:
+        piece = whole.detach()  # torch picks the dtypes of operations by the number of dimensions
     return ShardedParameter(
         name=name, whole=whole, ranges=ranges, mine=mine, shard=Parameter(piece), address=whole.data_ptr()
     )

@@ -71,7 +71,8 @@ def copy_state(state: State) -> State:
 
 
 def _piece(it: ShardedParameter, value: Tensor) -> Tensor:
-    return flat_like(value.view(it.whole.shape), it.whole, it.name)[it.mine.start : it.mine.stop]
+    flat = flat_like(value.view(it.whole.shape), it.whole, it.name)
+    return flat[it.mine.start : it.mine.stop].view(it.shard.shape)
 
 
 def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.Size) -> bool:

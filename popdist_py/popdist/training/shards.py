@@ -7,12 +7,15 @@ being in a slice.
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from popdist.errors import OptimizerError
+
+Ranges: TypeAlias = tuple[range, ...]
+"""For each instance the elements of a parameter that it has, in the order of memory; empty for none."""
 
 ALIGNMENT: Final = 128
 """In elements: a multiple of what torch's loops take at once on any CPU."""

@@ -4,11 +4,12 @@ Whoever updates a part of them does so for all; the instances meet before and af
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from popdist.errors import BackendError
@@ -66,6 +67,7 @@ def share_weights(
         return set()
     if host.rank:
         block.release()
+    _retire_later(host, block)
     places = block.of(0).split(sizes)
     views = [place[: flat.nbytes].view(flat.dtype) for place, (_, flat) in zip(places, flats, strict=True)]
     if host.rank == 0:
@@ -80,6 +82,7 @@ def share_weights(
 
 def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedBlock | None:
     """Memory of this host; None on all instances of the job if one host has none."""
+    _release_unused(group, host)
     block = None
     try:
         block = host.allocate(num_bytes)
@@ -91,6 +94,44 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
     if block is not None:
         block.release()
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """Memory of weights.
+
+    Attributes:
+        storage: Tells whether anything in this process still reads it.
+        release: Gives this instance's part of it back.
+    """
+
+    storage: StorageWeakRef
+    release: Callable[[], None]
+
+
+_copies: weakref.WeakKeyDictionary[HostGroup, list[_Copy]] = weakref.WeakKeyDictionary()
+"""Those of each group, in the same order on all its instances."""
+
+_MOST_LOOKED_AT = 48
+"""How many of them fit a number."""
+
+
+def _retire_later(host: HostGroup, block: SharedBlock) -> None:
+    storage = StorageWeakRef(block.of(0).untyped_storage())
+    _copies.setdefault(host, []).append(_Copy(storage=storage, release=block.releaser))
+
+
+def _release_unused(group: Group, host: HostGroup) -> None:
+    """Give back the copies of optimizers before this one that no instance of the host reads any more."""
+    copies = _copies.get(host, [])
+    unused = sum(1 << i for i, it in enumerate(copies[:_MOST_LOOKED_AT]) if it.storage.expired())
+    told = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
+    first = group.instances.index(group.backend.instance_index) - host.rank
+    for (other,) in told[first : first + host.size]:
+        unused &= other
+    for i in reversed(range(min(len(copies), _MOST_LOOKED_AT))):
+        if unused >> i & 1:
+            copies.pop(i).release()
 
 
 def _remember(parameter: Parameter, owner: object) -> None:
