@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 60.0
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),
     (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
-    (optim.Adam, {"amsgrad": True}),
+    (optim.Adam, {"amsgrad": True, "maximize": True, "foreach": True}),
     (optim.AdamW, {"weight_decay": 0.1}),
     (optim.NAdam, {}),
     (optim.RAdam, {}),
@@ -376,6 +376,21 @@ def law_checkpoints_hold_the_whole_state(folder: Path) -> None:
     check_same(new_model, new_other)
     with refused(popdist.CheckpointError, "its settings are"):
         load_latest(folder / "plain", model=other, optimizer=popdist.ShardedOptimizer(other, optim.SGD, lr=0.1))
+
+
+def law_checkpoints_go_on_in_jobs_of_any_size(folder: Path) -> None:
+    """With the optimizer itself as with the sharded one; the jobs of all tests leave theirs in one place."""
+    place = folder.parent / "of any size"
+    model, plain, other, sharded = pair(optim.AdamW, lr=0.01)
+    for net, optimizer in ((model, plain), (other, sharded)):
+        if place.exists():
+            load_latest(place, model=net, optimizer=optimizer)
+    check_same_state(plain.state_dict(), sharded.state_dict())
+    step(model, other, number=popdist.num_instances())
+    plain.step()
+    sharded.step()
+    check_same(model, other)
+    save(place, model=other, optimizer=sharded)
 
 
 class Scaled(Optimizer):

@@ -13,14 +13,19 @@ DEADLINE_SECONDS = 120.0
 NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])
 
 
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all jobs see."""
+    return tmp_path_factory.mktemp("jobs")
+
+
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(
-    ("num_instances", "num_replicas", "apart"),
-    [(1, 1, False), (2, 4, False), (3, 3, False), (4, 4, False), (3, 6, True)],
+    ("num_instances", "num_replicas", "apart"), [(1, 1, False), (2, 4, False), (3, 6, True), (4, 4, False)]
 )
 def test_laws(
     forked_world: ForkedWorlds,
-    tmp_path: Path,
+    jobs: Path,
     num_instances: int,
     num_replicas: int,
     apart: bool,  # noqa: FBT001 - a case
@@ -29,7 +34,7 @@ def test_laws(
     world = run_world if num_instances == 2 else forked_world
     counts = world(
         sharding_laws.run_all,
-        tmp_path,
+        jobs / f"{num_instances} instances",
         apart,
         num_instances=num_instances,
         num_replicas=num_replicas,
@@ -39,9 +44,7 @@ def test_laws(
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
-def test_laws_on_two_hosts(tmp_path: Path) -> None:
+def test_laws_on_two_hosts(jobs: Path) -> None:
     """Every law where two and two instances share memory."""
-    texts = run_on_hosts(
-        "-m", "tests.contract.sharding_laws", str(tmp_path), num_hosts=2, num_local=2, num_replicas=4
-    )
-    assert texts == [f"{NUM_LAWS}\n"] * 4
+    words = ("-m", "tests.contract.sharding_laws", str(jobs / "hosts"))
+    assert run_on_hosts(*words, num_hosts=2, num_local=2, num_replicas=4) == [f"{NUM_LAWS}\n"] * 4

@@ -157,7 +157,13 @@ class StepGradients:
         gather_parts(self._group, [gradient for _, gradient in pairs if gradient is not None])
         for parameter, gradient in pairs:
             if parameter is not None and gradient is not None and parameter.grad is gradient:
-                parameter.grad = gradient.content
+                _uncover(parameter, gradient)
+
+
+def _uncover(parameter: Parameter, gradient: PartialGradient) -> None:
+    """Unless the parameter is just being moved: then torch is about to replace its gradient, too."""
+    if (parameter.dtype, parameter.device) == (gradient.dtype, gradient.device):
+        parameter.grad = gradient.content
 
 
 @torch.no_grad()

@@ -128,7 +128,8 @@ class ShardedOptimizer(Optimizer):
         group, text = self._group(), f"ShardedOptimizer.step() of {len(self._sharded)} parameters"
         self._begin(group, text)
         trouble = self._update()
-        self._copies.publish(group, self._sharded)
+        with group.doing(f"{text}, the update"):
+            self._copies.publish(group, self._sharded)
         report(group, f"{text}, the update", trouble)
         return loss
 
