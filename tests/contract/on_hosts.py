@@ -8,7 +8,7 @@ import sys
 from popdist.contract import Contract, Endpoint
 from tests.docs.markdown import ROOT
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 240.0
 
 
 def run_on_hosts(*words: str, num_hosts: int, num_local: int, num_replicas: int) -> list[str]:

@@ -24,7 +24,7 @@ from popdist.training.partial_gradients import PartialGradient
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 120.0
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),

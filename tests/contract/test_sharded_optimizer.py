@@ -9,7 +9,7 @@ from tests.contract import sharding_laws
 from tests.contract.forking import ForkedWorlds
 from tests.contract.on_hosts import run_on_hosts
 
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 240.0
 NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])
 
 
