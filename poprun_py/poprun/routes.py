@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 _CONNECT_SECONDS: Final = 7
-_SSH_ALIVE: Final = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+_SSH_KEPT: Final = ("-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 _SSH_OPTIONS: Final = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}")
 
 Places = Sequence[tuple[str, str]]
@@ -79,11 +79,11 @@ def ssh_words(config: str | None, host: str, command: Sequence[str]) -> tuple[st
 def kept_words(config: str | None, job: str | None, host: str, command: Sequence[str]) -> tuple[str, ...]:
     """The argv that runs ``command`` on ``host`` for as long as the job lasts, in Slurm's ``job`` if there is one.
 
-    ssh finds out when the host is lost, and ends.
+    ssh finds out when the host is lost, and ends; its connection is shared with no other call, which might end it.
     """
     if job is not None:
         return (*srun_words(job, (host,), 1), *command)
-    return ("ssh", *ssh_options(config), *_SSH_ALIVE, "-T", "--", host, shlex.join(command))
+    return ("ssh", *ssh_options(config), *_SSH_KEPT, "-T", "--", host, shlex.join(command))
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:

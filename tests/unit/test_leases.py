@@ -9,7 +9,7 @@ from poprun.cli.host_leases import check_machines
 from poprun.environment import VISIBLE_DEVICES
 from poprun.errors import HostsError
 from poprun.leases import HeldLease, fold_names
-from poprun.routes import HostRoute, JobKey, JobNetwork
+from poprun.routes import HostRoute, JobKey, JobNetwork, kept_words
 from poprun.supervisor.orders import JobIdentity, start_order
 from tests.planning import planned, with_gpus
 
@@ -73,3 +73,15 @@ def test_two_hosts_with_one_pool_are_refused() -> None:
     check_machines({"a": "boot 1", "b": "boot 2"})
     with pytest.raises(HostsError, match="a and c have one pool of virtual IPUs"):
         check_machines({"a": "boot 1", "b": "boot 2", "c": "boot 1"})
+
+
+def test_the_way_to_a_keeper() -> None:
+    """It notices a lost host and shares no connection; in Slurm's job it is a step of its own."""
+    words = kept_words("/c", None, "n1", ("python", "a b"))
+    step = kept_words(None, "7", "n1", ("python", "a b"))
+
+    assert words[:3] == ("ssh", "-F", "/c")
+    assert {"BatchMode=yes", "ControlPath=none", "ServerAliveInterval=5"} <= set(words)
+    assert words[-4:] == ("-T", "--", "n1", "python 'a b'")
+    assert (step[0], step[-2:]) == ("srun", ("python", "a b"))
+    assert {"--jobid=7", "--ntasks=1", "--nodelist=n1"} <= set(step)
