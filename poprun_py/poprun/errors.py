@@ -8,7 +8,8 @@
     ├── MpiNotFoundError          69  MPI was asked for and there is none here
     ├── IpusTakenError            69  others hold the virtual IPUs that the job needs
     ├── ServerError               69  the server of virtual IPUs cannot be used
-    │   └── ServerLostError       69  it is not there, or does not answer
+    │   ├── ServerLostError       69  it is not there, or does not answer
+    │   └── LeaseEndedError       69  it has ended the lease of the job
     ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
     ├── PoolError                 74  the pool of virtual IPUs cannot be used
     ├── ProgramNotExecutableError 126 the program is there and cannot be run
@@ -86,6 +87,10 @@ class ServerError(PoprunError):
 
 class ServerLostError(ServerError):
     """The server of virtual IPUs is not there, is busy, or does not answer in time: it may be, later."""
+
+
+class LeaseEndedError(ServerError):
+    """The server has ended the lease of a job, because nothing was heard of it, or it was given back."""
 
 
 class PartitionError(PoprunError):

@@ -413,6 +413,12 @@ def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
             keeper.kill()
             assert left_after_all(server.held) == []
             running.communicate("\n", timeout=LONG)
+        with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
+            await_line(running)
+            Pool(str(tmp_path / "pool.sqlite")).end([lease.id for lease in server.pool.state().leases])
+            assert running.stderr is not None
+            assert "the lease of this job has ended" in running.stderr.readline()
+            running.communicate("\n", timeout=LONG)
 
 
 def next_line(server: Server) -> str:
@@ -452,6 +458,8 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
             first.process.wait()
             local = Pool(str(tmp_path / "pool.sqlite"))
             assert len(local.state().taken) == 4  # nobody knows, so nobody takes
+            large = Poprun(options=("--launcher", "local", "--pool", str(tmp_path / "pool.sqlite")))
+            refused = large("--pod", "POD16", "-n1", "--ipus-per-replica=13", "true")
             assert running.stderr is not None
             assert "there is no server of virtual IPUs" in running.stderr.readline()
             with serving(tmp_path, *words, f"--port={port}") as second:
@@ -462,6 +470,9 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
                 running.communicate("\n", timeout=LONG)
                 assert running.returncode == 0
                 assert left_after_all(second.held) == []
+            assert refused.code == 69
+            assert "POD16/2-3: process 1 of ann@n2 (train.py), since 20" in refused.err
+            assert "no server hands out this pool now, and without one the leases of other hosts" in refused.err
 
 
 def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> None:

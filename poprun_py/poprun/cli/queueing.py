@@ -10,7 +10,9 @@ from poprun.inventory import Cluster
 from poprun.plan import LaunchPlan
 from poprun.pool.place import DEFAULT_POOL
 from poprun.pool.pool import Pool, Ticket
+from poprun.pool.records import PoolState
 from poprun.pool.refusals import refusal
+from poprun.pool.serving import is_served
 from poprun.pool.waiting import wait_for_turn
 from poprun.pool.wishes import Wish
 
@@ -56,14 +58,10 @@ def wait_for(pool: Pool, ticket: Ticket, asker: Asker, tell: Callable[[str], Non
         wish = asker.wish()
         gives_up = not vipu.waits_for_devices and not attempts_left
         if gives_up or not is_told:
-            words = refusal(
-                wish,
-                asker.cluster,
-                pool.state(),
-                own=ticket.id,
-                shares=vipu.shares_devices,
-                advises=gives_up,
-            )
+            state = pool.state()
+            shares = vipu.shares_devices
+            words = refusal(wish, asker.cluster, state, own=ticket.id, shares=shares, advises=gives_up)
+            words += _of_missing_server(pool, state)
             if gives_up:
                 raise IpusTakenError(words)
             tell(f"waiting: {words}")
@@ -75,3 +73,13 @@ def wait_for(pool: Pool, ticket: Ticket, asker: Asker, tell: Callable[[str], Non
             wait_for_turn(pool, ticket, wish, _ATTEMPT_SECONDS)
         ticket = pool.try_again(ticket, asker.wish(looks_again=True))
     return ticket
+
+
+def _of_missing_server(pool: Pool, state: PoolState) -> str:
+    """A line for who waits for jobs of other hosts, of which nobody knows whether they still run."""
+    if all(lease.holder.key is None for lease in state.leases) or is_served(pool.file):
+        return ""
+    return (
+        "\n  no server hands out this pool now, and without one the leases of other hosts (user@host) last: "
+        "vipu serve ends those of jobs that have ended"
+    )

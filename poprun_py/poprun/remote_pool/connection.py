@@ -8,6 +8,7 @@ from typing import Final
 
 from poprun.errors import (
     IpusTakenError,
+    LeaseEndedError,
     PartitionError,
     PlanError,
     PoolError,
@@ -23,6 +24,7 @@ PATH: Final = "/v1/"
 
 _LONGEST_ANSWER_BYTES: Final = 16 * 2**20
 _OK: Final = 200
+_GONE: Final = 410
 _BUSY: Final = 503
 _KINDS: Final[Mapping[str, type[PoprunError]]] = {
     "plan": PlanError,
@@ -68,6 +70,7 @@ def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> ob
 
     Raises:
         ServerLostError: If it is not there, does not answer in time, or is busy: it may be worth trying again.
+        LeaseEndedError: If the lease that is asked for has ended.
         ServerError: If it does not let this client in, is another program, or speaks another version.
         PoprunError: What the server says, of the kind that the pool of this machine would raise.
     """
@@ -88,9 +91,8 @@ def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> ob
     problem, kind = str(told.get("error", f"status {status}")), str(told.get("kind", ""))
     if kind in _KINDS:
         raise _KINDS[kind](problem)
-    raise (ServerLostError if status == _BUSY else ServerError)(
-        f"the server of virtual IPUs at {server} refuses: {problem}"
-    )
+    kinds = {_BUSY: ServerLostError, _GONE: LeaseEndedError}
+    raise kinds.get(status, ServerError)(f"the server of virtual IPUs at {server} refuses: {problem}")
 
 
 def _exchange(server: ServerAddress, command: str, body: bytes) -> tuple[int, str, bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from poprun.errors import PoprunError, ServerLostError
+from poprun.errors import LeaseEndedError, PoprunError
 from poprun.log_line import own_line
 from poprun.remote_pool.connection import ServerAddress, ask
 
@@ -67,7 +67,10 @@ class Keeper:
         """Renew the lease; False when there is none any more."""
         try:
             ask(self._server, "renew-lease", self._key)
-        except ServerLostError as error:
+        except LeaseEndedError as error:
+            _tell(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
+            return False
+        except PoprunError as error:
             if not self._is_lost:
                 left = max(0.0, self._lease_seconds - (time.monotonic() - self._renewed_at))
                 _tell(
@@ -75,9 +78,6 @@ class Keeper:
                     f"others in {left:.0f} s; a server that is started again knows that the job has them"
                 )
             self._is_lost = True
-        except PoprunError as error:
-            _tell(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
-            return False
         else:
             if self._is_lost:
                 _tell(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from poprun.errors import PoprunError, ServerError, ServerLostError
+from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
 from poprun.leases import fold_names
 from poprun.pool.holders import remote_process
 from poprun.pool.partitions import LocalPool
@@ -81,11 +81,11 @@ class LeaseDesk:
         """Let a lease last.
 
         Raises:
-            ServerError: If there is none of that key any more.
+            LeaseEndedError: If there is none of that key any more.
         """
         with self._lock:
             if key not in self._renewals:
-                raise ServerError(
+                raise LeaseEndedError(
                     f"the lease of this job has ended: nothing was heard of it for {self.lease_seconds:g} s, or "
                     "it was given back"
                 )

@@ -1,11 +1,9 @@
 """`vipu serve`: the pool of this machine, for other hosts."""
 
-import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 import click
@@ -13,6 +11,7 @@ import click
 from poprun.errors import PlanError, ServerError
 from poprun.inventory import Cluster
 from poprun.pool.partitions import LocalPool
+from poprun.pool.serving import sole_server
 from poprun.remote_pool.token_file import TOKEN_VARIABLE, make_token, read_token, token_file
 from poprun.remote_pool.wire import MAX_IPUS
 from poprun.vipu.lease_desk import LeaseDesk
@@ -23,7 +22,6 @@ _LOOK_SECONDS: Final = 5.0
 """How long the server takes what it has seen of its devices for true."""
 
 _EXTRA: Final = "vipu serve needs two more packages: pip install 'poprun[serve]'"
-_MODE: Final = 0o666
 _HOST: Final = "127.0.0.1"
 _LEASE_SECONDS: Final = 30
 _IN_CLEAR: Final = (
@@ -72,7 +70,8 @@ def serve_pool(host: str, port: int, token: str | None, lease_seconds: float) ->
     """Serve until SIGTERM or Ctrl-C.
 
     Raises:
-        ServerError: If a package is missing, nothing can listen there, or the pool is served already.
+        ServerError: If a package is missing, or nothing can listen there.
+        PoolError: If the pool is served already, or cannot be used.
     """
     try:
         from poprun.vipu import server, serving  # noqa: PLC0415 - the extra is needed here only
@@ -89,7 +88,7 @@ def serve_pool(host: str, port: int, token: str | None, lease_seconds: float) ->
     file = os.path.abspath(token) if token else token_file(os.environ)
     is_new = make_token(file)
     secret = read_token(file)
-    with _alone(local.pool.file), server.listen(host, port) as listener:
+    with sole_server(local.pool.file), server.listen(host, port) as listener:
         desk = LeaseDesk(local, lease_seconds, _log)
         lines = [_where(listener, cluster, local), f"clients need the token in {file}"]
         lines[-1] += ", which was made now" if is_new else ""
@@ -118,26 +117,6 @@ def _size(cluster: Cluster) -> str:
 def _log(*texts: str) -> None:
     for text in texts:
         click.echo(f"{time.strftime('%H:%M:%S')} vipu: {text}", err=True)
-
-
-@contextmanager
-def _alone(pool: str) -> Iterator[None]:
-    """See that nobody else serves this pool: two servers would end each other's leases."""
-    try:
-        descriptor = os.open(f"{pool}.server", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-            raise ServerError(f"pool {pool} is served already, by process {holder}") from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        raise ServerError(f"pool {pool}: {error.filename or pool}: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from poprun.errors import (
     IpusTakenError,
+    LeaseEndedError,
     PartitionError,
     PlanError,
     PoolError,
@@ -55,7 +56,7 @@ _STATUS: Final[Mapping[type[PoprunError], int]] = {
     IpusTakenError: 409,
     PoolError: 503,
     ServerLostError: 503,
-    ServerError: 410,
+    LeaseEndedError: 410,
 }
 
 
