@@ -53,7 +53,7 @@ LAYERS = {
             "leases",
         ),
         ("request", "plan", "pods", "domains"),
-        ("planner", "environment", "allocations"),
+        ("planner", "environment", "allocations", "plan_checks"),
         ("plan_file", "advice", "fitness", "idle_options"),
         ("agent", "probe", "pool", "launchers", "render"),
         ("supervisor", "monitor", "preflight", "emit", "doctor", "remote_pool"),

@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from poprun.agent.binding import bind
+from poprun.agent.ending import Ending
 from poprun.agent.key_file import HeldKey, forget_key
 from poprun.agent.lease import fetch_lease, give_up_lease
 from poprun.agent.ports import hold_master_port, open_store_listener
@@ -22,15 +23,13 @@ from poprun.agent.watch import Watch
 from poprun.control import RECEIVE_BYTES, Message, ProtocolError
 from poprun.link import Link, connect, is_remote, notice_death
 from poprun.linux import become_subreaper
-from poprun.process_tree import catchers, descendants, key_of, own_tree, reap, send, terminate
+from poprun.process_tree import catchers, descendants, key_of, reap, send
 from poprun.processes import ProcessStart, start_process
 
 if TYPE_CHECKING:
     from poprun.agent.stacks import StackQuestion
 
 _CONNECT_SECONDS = 30.0
-_GRACE_SECONDS = 5.0
-_LEFTOVER_SECONDS = 1.0
 _WALK_MILLISECONDS = 20
 
 
@@ -75,10 +74,8 @@ class Agent:
         self._hello = {**hello, "address": address}
         self._ports = (hold_master_port(address), open_store_listener(address)) if hello["instance"] == 0 else ()
         self._program: int | None = None
-        self._grace_seconds = _GRACE_SECONDS
+        self._ending = Ending()
         self._was_terminated = False
-        self._was_stopped = False
-        self._deadline_seconds: float | None = None
         self._is_over = False
         self._is_orphan = False
         self._began_at_seconds = time.monotonic()
@@ -103,15 +100,15 @@ class Agent:
                 elif descriptor == self._life_reader:
                     poll.unregister(descriptor)
                     self._tell({"event": "shim_lost"})
-                    self._stop()
+                    self._ending.stop(self._program)
                 elif not self._receive():
                     self._is_orphan = True
                     poll.unregister(descriptor)
-                    self._stop()
-            if self._was_terminated and not self._was_stopped:
-                self._stop()
+                    self._ending.stop(self._program)
+            if self._was_terminated and not self._ending.was_stopped:
+                self._ending.stop(self._program)
             self._reap()
-            self._end_on_time()
+            self._is_over |= self._ending.is_over(self._program)
             self._tell_of_program()
         self._tell({"event": "ended"})
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
@@ -135,7 +132,7 @@ class Agent:
             self._question = None
 
     def _patience_milliseconds(self) -> float | None:
-        if self._deadline_seconds is not None or self._question is not None:
+        if self._ending.has_begun or self._question is not None:
             return _WALK_MILLISECONDS
         return None if self._program is None else self._watch.patience_seconds() * 1000
 
@@ -170,7 +167,7 @@ class Agent:
         return True
 
     def _obey(self, order: dict[str, Any]) -> None:
-        if order["order"] == "start" and not self._was_stopped:
+        if order["order"] == "start" and not self._ending.was_stopped:
             self._start(order)
         elif order["order"] == "signal" and self._program is not None:
             os.killpg(self._program, order["signal"])
@@ -180,11 +177,10 @@ class Agent:
         elif order["order"] == "stacks" and self._program is not None:
             self._question = self._watch.ask_for_stacks()
         elif order["order"] == "stop":
-            self._grace_seconds = order["grace_seconds"]
-            self._stop()
+            self._ending.grace_seconds = order["grace_seconds"]
+            self._ending.stop(self._program)
         elif order["order"] == "kill":
-            self._was_stopped = True
-            self._deadline_seconds = 0.0
+            self._ending.kill()
 
     def _start(self, order: dict[str, Any]) -> None:
         """Run the program of the ``start`` order.
@@ -193,7 +189,7 @@ class Agent:
         order adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
         """
         forget_key(self._key)  # poprun has heard of every agent
-        self._grace_seconds = order["grace_seconds"]
+        self._ending.grace_seconds = order["grace_seconds"]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("POPRUN_")}
         environment |= order["environment"]
         if self._ports:
@@ -252,19 +248,6 @@ class Agent:
         if not takers:
             self._tell({"event": "signal_unhandled", "signal": signum})
 
-    def _stop(self) -> None:
-        """Ask the program to end; what is left of its tree at the deadline is killed.
-
-        Only the program itself is asked first. Its own children are asked once it has ended, so that a program
-        which saves its state on SIGTERM does not lose its data loader's workers while it does.
-        """
-        self._was_stopped = True
-        if self._deadline_seconds is None:
-            self._deadline_seconds = time.monotonic() + self._grace_seconds
-        if self._program is not None:
-            os.kill(self._program, signal.SIGTERM)
-            os.killpg(self._program, signal.SIGCONT)
-
     def _reap(self) -> None:
         for ended in reap():
             if ended.pid == self._program:
@@ -276,22 +259,7 @@ class Agent:
                         "code": ended.code,
                         "at_seconds": time.monotonic(),
                         "peak_bytes": ended.peak_bytes,
-                        "was_stopped": self._was_stopped,
+                        "was_stopped": self._ending.was_stopped,
                     }
                 )
-                self._end_leftovers()
-
-    def _end_leftovers(self) -> None:
-        """The program has ended: what it left behind is asked to end, too."""
-        terminate(own_tree())
-        if self._deadline_seconds is None:
-            self._deadline_seconds = time.monotonic() + _LEFTOVER_SECONDS
-
-    def _end_on_time(self) -> None:
-        if self._deadline_seconds is None:
-            return
-        tree = own_tree()
-        if not tree and self._program is None:
-            self._is_over = True
-        elif time.monotonic() >= self._deadline_seconds:
-            send(tree, signal.SIGKILL)
+                self._ending.stop_leftovers()
