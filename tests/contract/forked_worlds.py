@@ -6,18 +6,17 @@ nobody but this process watches over them. So a law that runs here at some sizes
 another.
 """
 
-import math
+import multiprocessing
 import os
 import pickle
 import random
-import select
-import shutil
-import signal
 import socket
-import sys
 import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,8 @@ from popdist.contract import Contract, Endpoint
 from poprun.linux import become_subreaper
 from tests import leftovers
 from tests.contract.forking import Answer, Call
+
+_FORK = multiprocessing.get_context("fork")
 
 
 def main() -> None:
@@ -39,22 +40,24 @@ def main() -> None:
         while True:
             pickle.dump(_answer(pickle.load(calls)), answers)  # noqa: S301 - from the tests
             answers.flush()
+    os._exit(0)  # Python would take torch apart, object by object
 
 
 def _answer(call: Call) -> Answer:
-    folder = Path(tempfile.mkdtemp(prefix="popdist-forked-"))  # no context: instances leave this frame, too
-    master, store = _hold_port(), socket.create_server(("127.0.0.1", 0), backlog=call.num_instances)
-    children = {_fork(call, index, folder, master, store): index for index in range(call.num_instances)}
-    master.close()
-    store.close()
-    problem = _end_of(children, folder, time.monotonic() + call.timeout_seconds) or _what_is_left()
-    if problem:
-        answer = Answer(values=[], problem=problem + (folder / "output").read_text(errors="replace"))
-    else:
-        values = [pickle.loads(_outcome(folder, index).read_bytes()) for index in range(call.num_instances)]  # noqa: S301 - of ours
-        answer = Answer(values=values)
-    shutil.rmtree(folder)
-    return answer
+    with tempfile.TemporaryDirectory(prefix="popdist-forked-") as name, _hold_port() as master:
+        folder = Path(name)
+        with socket.create_server(("127.0.0.1", 0), backlog=call.num_instances) as store:
+            instances = [
+                _FORK.Process(target=_be, args=(call, contract, folder, store))
+                for contract in _contracts(call, master.getsockname()[1], store.getsockname()[1])
+            ]
+            for instance in instances:
+                instance.start()
+        problem = _end_of(instances, time.monotonic() + call.timeout_seconds) + _what_is_left()
+        outcomes = [_outcome(folder, index) for index in range(call.num_instances)]
+        if problem or not all(outcome.exists() for outcome in outcomes):
+            return Answer(values=[], problem=problem + (folder / "output").read_text(errors="replace"))
+        return Answer(values=[pickle.loads(outcome.read_bytes()) for outcome in outcomes])  # noqa: S301 - of ours
 
 
 def _hold_port() -> socket.socket:
@@ -65,56 +68,62 @@ def _hold_port() -> socket.socket:
     return held
 
 
-def _fork(call: Call, index: int, folder: Path, master: socket.socket, store: socket.socket) -> int:
-    """The process id of an instance. The instance itself does not return, and ends as every program does."""
-    if child := os.fork():
-        return child
+def _contracts(call: Call, master_port: int, store_port: int) -> list[Contract]:
+    """What each instance is told; on several hosts there is no store of popdist's own, as without poprun."""
+    num_local = call.num_instances // call.num_hosts
+    store = Endpoint(host="127.0.0.1", port=store_port) if call.num_hosts == 1 else None
+    return [
+        Contract(
+            num_instances=call.num_instances,
+            instance_index=index,
+            num_local_instances=num_local,
+            local_instance_index=index % num_local,
+            host_index=index // num_local,
+            num_replicas=call.num_replicas,
+            num_threads=1,
+            job_id="forked",
+            master=Endpoint(host="127.0.0.1", port=master_port),
+            store=store,
+        )
+        for index in range(call.num_instances)
+    ]
+
+
+def _be(call: Call, contract: Contract, folder: Path, store: socket.socket) -> None:
+    """Be an instance: this runs in a process of its own."""
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
-    contract = Contract(
-        num_instances=call.num_instances,
-        instance_index=index,
-        num_local_instances=call.num_instances,
-        local_instance_index=index,
-        num_replicas=call.num_replicas,
-        num_threads=1,
-        job_id=folder.name,
-        master=Endpoint(host="127.0.0.1", port=master.getsockname()[1]),
-        store=Endpoint(host="127.0.0.1", port=store.getsockname()[1]),
-        store_descriptor=os.dup(store.fileno()) if index == 0 else None,
-    )
+    if contract.store is not None and contract.instance_index == 0:
+        contract = replace(contract, store_descriptor=os.dup(store.fileno()))
     store.close()
     os.environ.update(contract.to_env())
     random.seed()
     np.random.seed()  # noqa: NPY002 - what programs draw from
     value = pickle.dumps(call.fn(*call.arguments))
-    _outcome(folder, index).write_bytes(value)
-    sys.exit()
+    _outcome(folder, contract.instance_index).write_bytes(value)
 
 
 def _outcome(folder: Path, index: int) -> Path:
     return folder / f"outcome-{index}"
 
 
-def _end_of(children: dict[int, int], folder: Path, deadline: float) -> str:
-    """Wait until all children have ended, or kill them; what went wrong with the first of them, in words."""
-    running = {os.pidfd_open(child): child for child in children}
+def _end_of(instances: list[ForkProcess], deadline: float) -> str:
+    """Wait until all have ended, and kill the others when one fails or the time is up; what happened, in words."""
+    running = dict(enumerate(instances))
     problem = ""
     while running:
-        ended, _, _ = select.select(list(running), [], [], max(0.0, deadline - time.monotonic()))
-        if not ended and not problem:
-            problem = f"instances {sorted(children[child] for child in running.values())}: the time was up\n"
-        for descriptor in ended:
-            child = running.pop(descriptor)
-            os.close(descriptor)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            if not problem and not _outcome(folder, children[child]).exists():
-                problem = f"instance {children[child]} brought no result and ended with code {code}\n"
+        ended = wait([it.sentinel for it in running.values()], None if problem else deadline - time.monotonic())
+        if not ended:
+            problem = f"the time was up for instances {sorted(running)}\n"
+        for index in [index for index, instance in running.items() if instance.sentinel in ended]:
+            instance = running.pop(index)
+            instance.join()
+            if instance.exitcode and not problem:
+                problem = f"instance {index} ended with code {instance.exitcode}\n"
         if problem:
-            for descriptor in running:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            deadline = math.inf
+            for instance in running.values():
+                instance.kill()
     return problem
 
 

@@ -18,6 +18,7 @@ class Call:
         arguments: Its arguments.
         num_instances: Forked processes.
         num_replicas: A multiple of that.
+        num_hosts: On how many hosts the instances are told to be, the same number on each.
         timeout_seconds: How long all of it may take.
     """
 
@@ -25,6 +26,7 @@ class Call:
     arguments: tuple[object, ...]
     num_instances: int
     num_replicas: int
+    num_hosts: int
     timeout_seconds: float
 
 
@@ -48,6 +50,7 @@ class ForkedWorlds:
         *arguments: object,
         num_instances: int,
         num_replicas: int | None = None,
+        num_hosts: int = 1,
         timeout_seconds: float,
     ) -> list[Any]:
         """What ``fn`` returns on each instance, in their order; the test fails where one has no result."""
@@ -56,6 +59,7 @@ class ForkedWorlds:
             arguments=arguments,
             num_instances=num_instances,
             num_replicas=num_replicas or num_instances,
+            num_hosts=num_hosts,
             timeout_seconds=timeout_seconds,
         )
         assert self._process.stdin is not None

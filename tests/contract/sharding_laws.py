@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -613,7 +612,3 @@ def law_states_are_whole_or_refused() -> None:
         inner["norms"]["of all"] = 1.0
     with refused(popdist.OptimizerError, "belongs to no parameter"):
         optimizer.state_dict()
-
-
-if __name__ == "__main__":
-    sys.stdout.write(f"{run_all(Path(sys.argv[1]), apart=False)}\n")

@@ -1,12 +1,11 @@
 """Several hosts, as the contract tells of them, on this one: the same bits, through the memory of each host."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.contract.on_hosts import DEADLINE_SECONDS, run_on_hosts
+from tests.contract import distant
+from tests.contract.forking import ForkedWorlds
 
-PROGRAM = Path(__file__).parent / "distant.py"
+DEADLINE_SECONDS = 120.0
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 60)
@@ -16,13 +15,19 @@ PROGRAM = Path(__file__).parent / "distant.py"
     ids=["whole nodes of the tree", "no whole nodes"],
 )
 def test_hosts_have_the_bits_of_one_process(
-    num_hosts: int, num_local: int, num_replicas: int, num_neighbours: int
+    forked_world: ForkedWorlds, num_hosts: int, num_local: int, num_replicas: int, num_neighbours: int
 ) -> None:
     """Instances of a host add in its memory where they make up a node of the tree, and else with all others."""
 
-    def train(num_hosts: int, num_local: int) -> set[str]:
-        return set(run_on_hosts(str(PROGRAM), num_hosts=num_hosts, num_local=num_local, num_replicas=num_replicas))
+    def train(num_hosts: int, num_local: int) -> list[tuple[int, str]]:
+        return forked_world(
+            distant.train,
+            num_instances=num_hosts * num_local,
+            num_replicas=num_replicas,
+            num_hosts=num_hosts,
+            timeout_seconds=DEADLINE_SECONDS,
+        )
 
-    ((_, alone),) = (line.split() for line in train(1, 1))
+    ((_, alone),) = train(1, 1)
 
-    assert train(num_hosts, num_local) == {f"{num_neighbours} {alone}\n"}
+    assert train(num_hosts, num_local) == [(num_neighbours, alone)] * (num_hosts * num_local)

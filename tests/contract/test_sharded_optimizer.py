@@ -7,7 +7,6 @@ import pytest
 from popdist.testing import run_world
 from tests.contract import sharding_laws
 from tests.contract.forking import ForkedWorlds
-from tests.contract.on_hosts import run_on_hosts
 
 DEADLINE_SECONDS = 240.0
 NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])
@@ -44,7 +43,12 @@ def test_laws(
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
-def test_laws_on_two_hosts(jobs: Path) -> None:
+def test_laws_on_two_hosts(forked_world: ForkedWorlds, jobs: Path) -> None:
     """Every law where two and two instances share memory."""
-    words = ("-m", "tests.contract.sharding_laws", str(jobs / "hosts"))
-    assert run_on_hosts(*words, num_hosts=2, num_local=2, num_replicas=4) == [f"{NUM_LAWS}\n"] * 4
+    counts = forked_world(
+        *(sharding_laws.run_all, jobs / "hosts", False),
+        num_instances=4,
+        num_hosts=2,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert counts == [NUM_LAWS] * 4
