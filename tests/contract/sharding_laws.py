@@ -266,6 +266,12 @@ def num_in_parts(model: popdist.ReplicatedModel) -> int:
     return sum(isinstance(it.grad, PartialGradient) for it in model.parameters())
 
 
+def replace_data(gradient: Tensor) -> int:
+    """As older programs change gradients."""
+    gradient.data = gradient.data * 2
+    return 0
+
+
 def law_who_reads_a_gradient_in_parts_gets_all_of_it() -> None:
     """By any way that torch has to read one, with the bits it has elsewhere; then all are ordinary tensors."""
     reads: list[Callable[[Tensor], Any]] = [
@@ -277,7 +283,8 @@ def law_who_reads_a_gradient_in_parts_gets_all_of_it() -> None:
         lambda it: torch.stack([it, it]),
         lambda it: it[:1] * 3,
         lambda it: pickle.loads(pickle.dumps(it)),  # noqa: S301 - the subject
-        lambda it: torch.frombuffer(bytearray(bytes(it.untyped_storage())), dtype=torch.uint8).numel() > 0,
+        torch.utils.dlpack.from_dlpack,
+        replace_data,
     ]
     model, _, other, sharded = pair(optim.SGD, lr=0.1)
     for number, read in enumerate(reads):

@@ -20,7 +20,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(
-    ("num_instances", "num_replicas", "apart"), [(1, 1, False), (2, 4, False), (3, 6, True), (4, 4, False)]
+    ("num_instances", "num_replicas", "apart"), [(1, 1, False), (2, 4, False), (3, 9, True), (4, 4, False)]
 )
 def test_laws(
     forked_world: ForkedWorlds,

@@ -70,6 +70,15 @@ class PartialGradient(Tensor):
         return self.content
 
     @property
+    def data(self) -> Tensor:
+        """All of it, as elsewhere; may be set."""
+        return self.whole.data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.whole.data = value
+
+    @property
     def is_cut(self) -> bool:
         """Whether several instances have a part of it, and not all is here."""
         return not self.is_whole and sum(map(bool, self.ranges)) > 1
@@ -111,8 +120,13 @@ def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
     return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
 
 
-for _name in ("numpy", "__array__", "tolist", "data_ptr", "untyped_storage", "__deepcopy__", "__reduce_ex__"):
-    setattr(PartialGradient, _name, _read_whole(_name))  # they read memory, which this tensor has not
+_READ_MEMORY: Final = (
+    "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
+)
+"""Methods that do not ask torch's operations, and read memory that this tensor has not."""
+
+for _name in _READ_MEMORY.split():
+    setattr(PartialGradient, _name, _read_whole(_name))
 
 
 class StepGradients:
