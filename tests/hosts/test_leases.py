@@ -180,3 +180,22 @@ def test_a_job_that_is_started_again_still_holds_its_ipus(
     assert [attempt["exit_code"] for attempt in found["attempts"]] == [7, 0]
     assert [attempt["survivors"] for attempt in found["attempts"]] == [[], []]
     assert held(network) == {}
+
+
+@pytest.mark.deadline(250)
+def test_a_host_that_comes_back_gives_its_ipus_anew(
+    own_network: Network, poprun: HostPoprun, tmp_path: Path
+) -> None:
+    """Who kept the lease beyond the cut has ended with the programs there; the restart takes it again."""
+    words = write_program(tmp_path, "ready()\nhang() if os.environ['POPDIST_RESTART_COUNT'] == '0' else None")
+    options = ("--max-restarts=8", *HELD, "--host=n[1-2]", "-n2", "--stop-timeout=1")
+    with poprun.started(own_network, *options, sys.executable, *words) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        own_network.hosts["n2"].cut()
+        assert process.stderr is not None
+        told = next(line for line in process.stderr if "restart 1 of at most 8" in line)
+        own_network.hosts["n2"].mend()
+        _, err = process.communicate()
+
+    assert process.returncode == 0, told + err
+    assert wait_until_none(lambda: list(held(own_network))) == []

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from poprun.agent.lease import fetch_lease, give_up_lease
-from poprun.cli import host_leases
-from poprun.cli.host_leases import Keeper
+from poprun.cli import keeper_line
+from poprun.cli.keeper_line import Keeper
 from poprun.errors import HostsError, IpusTakenError, PartitionError
 from poprun.inventory import cpu_cluster
 from poprun.plan import LaunchPlan
@@ -37,7 +37,9 @@ def keepers() -> Iterator[list[Keeper]]:
     """The keepers that a test starts; they have gone afterwards."""
     started: list[Keeper] = []
     yield started
-    host_leases._end(started)
+    for keeper in started:
+        keeper.release()
+        keeper.end(until())
 
 
 def plan_for(pool: Pool, num_instances: int, *, waits: bool = False) -> LaunchPlan:
@@ -69,12 +71,14 @@ def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, kee
     """Others are refused with who has it; neither its own death nor that of poprun frees what agents hold."""
     keeper = keeper_of(plan_for(pool, 3), keepers)
     granted = keeper.take(until())
+    assert keeper.is_there()
     agent = fetch_lease(granted["address"])
     with pytest.raises(
         IpusTakenError, match=r"host here: the job needs 2 virtual IPUs, and 1 is free of 4(.|\n)*cpu/0-2"
     ):
         keeper_of(plan_for(pool, 2), keepers).take(until())
     os.kill(keeper.pid, signal.SIGKILL)
+    assert not keeper.is_there()
     keeper.end(until())
 
     assert granted["held"] == [[["cpu/0", "cpu/1", "cpu/2"], pool.file, None]]
@@ -119,6 +123,6 @@ def test_errors_come_back_as_what_they_are(
     plan = plan_for(pool, 1)
     with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
         keeper_of(replace(plan, vipu=replace(plan.vipu, partition="p")), keepers).take(until())
-    monkeypatch.setattr(host_leases, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
+    monkeypatch.setattr(keeper_line, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
     with pytest.raises(HostsError, match=r"host here: who keeps its virtual IPUs hung up \(no such thing\)"):
         keeper_of(plan_for(pool, 1), keepers)

@@ -45,7 +45,8 @@ def main() -> None:
             address = _serve([lease.descriptor for lease in leases if lease.descriptor is not None])
             held = [[list(lease.names), lease.pool, lease.partition] for lease in leases]
             _say({"held": held, "devices": kept.devices if plan.takes_lease else (), "address": address})
-            orders.next()
+            while orders.next()["order"] != "release":
+                _say({"here": True})
     except PoprunError as error:
         _say({"error": str(error), "kind": type(error).__name__})
     except OSError as error:

@@ -6,76 +6,118 @@ it waits for, so two jobs never wait for each other, and of two that want the sa
 """
 
 import json
-import os
-import select
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Final
 
-from popdist import contract
-from poprun import errors
-from poprun.cli import screen
-from poprun.control import RECEIVE_BYTES, LineReader
+from poprun.cli.keeper_line import Keeper, Message
 from poprun.errors import HostsError, PoprunError
-from poprun.leases import KEEPER_MARK, HeldLease
+from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
 from poprun.plan_file import plan_to_dict
 from poprun.probe.machine import names_of_this_machine
-from poprun.routes import JobNetwork, kept_words
-from poprun.settings import RemoteSettings
+from poprun.routes import JobNetwork
 
 _HELLO_SECONDS: Final = 60.0
 _SLACK_SECONDS: Final = 60.0
 _LEAVE_SECONDS: Final = 3.0
-_COMPLAINT_SECONDS: Final = 1.0
-_FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__)))
-_COMMAND: Final = (
-    sys.executable,
-    "-I",
-    os.path.join(os.path.dirname(os.path.abspath(__file__)), "host_keeper.py"),
-    _FOLDER,
-)
-_MARK: Final = KEEPER_MARK.encode()
-
-Message = dict[str, Any]
 
 
 @contextmanager
-def leased_on_hosts(
-    plan: LaunchPlan, network: JobNetwork, *, is_fixed: bool
-) -> Iterator[tuple[JobNetwork, tuple[HeldLease, ...]]]:
-    """Hold what the job needs on each of its hosts; the network with what each has given, and the leases.
+def leased_on_hosts(plan: LaunchPlan, *, is_fixed: bool) -> Iterator["HostLeases"]:
+    """Hold what the job needs on each of its hosts.
 
     Args:
         plan: The job.
-        network: How its hosts reach each other.
         is_fixed: Whether the job needs just those devices that its plan names.
 
     Raises:
         PoprunError: What a host's pool answers, with the host's name: see `poprun.cli.leasing.leased`.
         HostsError: If a host does not answer, or two are one machine.
     """
-    here = names_of_this_machine(plan.hosts)
-    keepers: list[Keeper] = []
+    leases = HostLeases(plan, is_fixed=is_fixed)
     try:
-        for host in plan.hosts:
-            keepers.append(Keeper(host, None if host in here else plan.remote))  # noqa: PERF401 - else they leak
-        for keeper in keepers:
-            keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": is_fixed})
-        until = time.monotonic() + _HELLO_SECONDS
-        machines = {keeper.host: str(keeper.answer("machine", until)["machine"]) for keeper in keepers}
-        check_machines(machines)
-        granted = {
-            keeper.host: keeper.take(_until(plan))
-            for keeper in sorted(keepers, key=lambda keeper: machines[keeper.host])
-        }
-        yield _with_grants(network, granted, keepers), _leases(plan, granted)
+        leases.take()
+        yield leases
     finally:
-        _end(keepers)
+        leases.end()
+
+
+class HostLeases:
+    """What a job holds on each of its hosts; :func:`leased_on_hosts` makes it."""
+
+    def __init__(self, plan: LaunchPlan, *, is_fixed: bool) -> None:
+        self._plan = plan
+        self._is_fixed = is_fixed
+        self._here = names_of_this_machine(plan.hosts)
+        self._keepers: dict[str, Keeper] = {}
+        self._granted: dict[str, Message] = {}
+
+    def take(self) -> None:
+        """Take everything; see :func:`leased_on_hosts` for what it raises."""
+        for host in self._plan.hosts:
+            self._begin(host, self._plan)
+        until = time.monotonic() + _HELLO_SECONDS
+        machines = {
+            host: str(keeper.answer("machine", until)["machine"]) for host, keeper in self._keepers.items()
+        }
+        check_machines(machines)
+        for host in sorted(self._keepers, key=lambda host: machines[host]):
+            self._granted[host] = self._keepers[host].take(_until(self._plan))
+
+    def renew(self) -> None:
+        """Take anew what was lost with its host, before the job is started again.
+
+        It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
+
+        Raises:
+            HostsError: If a host does not give it.
+        """
+        plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
+        for host in [host for host, keeper in self._keepers.items() if not keeper.is_there()]:
+            self._keepers[host].release()
+            self._keepers[host].end(time.monotonic())
+            try:
+                keeper = self._begin(host, plan)
+                keeper.answer("machine", time.monotonic() + _HELLO_SECONDS)
+                self._granted[host] = keeper.take(_until(plan))
+            except PoprunError as error:
+                raise HostsError(str(error)) from None
+
+    def on(self, network: JobNetwork) -> JobNetwork:
+        """``network`` with what each host has given."""
+        hosts = tuple(
+            replace(
+                route,
+                devices=tuple(self._granted[route.name]["devices"]) or route.devices,
+                keeper=self._granted[route.name]["address"],
+            )
+            for route in network.hosts
+        )
+        return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in self._keepers.values()))
+
+    def held(self) -> tuple[HeldLease, ...]:
+        """What the job holds, host by host."""
+        return tuple(
+            HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
+            for host in self._plan.hosts
+            for names, pool, partition in self._granted[host]["held"]
+        )
+
+    def end(self) -> None:
+        """Give everything back."""
+        for keeper in self._keepers.values():
+            keeper.release()
+        until = time.monotonic() + _LEAVE_SECONDS
+        for keeper in self._keepers.values():
+            keeper.end(until)
+
+    def _begin(self, host: str, plan: LaunchPlan) -> Keeper:
+        """Start who is to keep the lease on ``host``."""
+        keeper = self._keepers[host] = Keeper(host, None if host in self._here else plan.remote)
+        return keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
@@ -102,148 +144,3 @@ def _until(plan: LaunchPlan) -> float | None:
     if vipu.waits_for_devices:
         return None
     return time.monotonic() + 2 * vipu.server_timeout_seconds + vipu.partition_attempts + _SLACK_SECONDS
-
-
-def _with_grants(network: JobNetwork, granted: Mapping[str, Message], keepers: Sequence["Keeper"]) -> JobNetwork:
-    hosts = tuple(
-        replace(
-            route,
-            devices=tuple(granted[route.name]["devices"]) or route.devices,
-            keeper=granted[route.name]["address"],
-        )
-        for route in network.hosts
-    )
-    return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in keepers))
-
-
-def _leases(plan: LaunchPlan, granted: Mapping[str, Message]) -> tuple[HeldLease, ...]:
-    return tuple(
-        HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
-        for host in plan.hosts
-        for names, pool, partition in granted[host]["held"]
-    )
-
-
-def _end(keepers: Sequence["Keeper"]) -> None:
-    for keeper in keepers:
-        keeper.release()
-    until = time.monotonic() + _LEAVE_SECONDS
-    for keeper in keepers:
-        keeper.end(until)
-
-
-class Keeper:
-    """The process that keeps the lease on one host, at the other end of a line.
-
-    Args:
-        host: What the plan calls the host.
-        remote: How it is reached; None for the machine that poprun runs on.
-    """
-
-    def __init__(self, host: str, remote: RemoteSettings | None) -> None:
-        self.host = host
-        self._lines = LineReader()
-        self._heard: list[bytes] = []
-        self._holds = False
-        words = _COMMAND if remote is None else kept_words(remote.ssh_config, remote.slurm_job, host, _COMMAND)
-        try:
-            self._process = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise HostsError(f"{words[0]}: {error.strerror}") from None
-
-    @property
-    def pid(self) -> int:
-        """The process here that leads there."""
-        return self._process.pid
-
-    def say(self, message: Message) -> Self:
-        """Send a line; whether somebody reads it shows when an answer is waited for."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        return self
-
-    def take(self, until: float | None) -> Message:
-        """Have it take what the job needs; what it was given.
-
-        Raises:
-            PoprunError: What the pool there answers.
-            HostsError: If nobody answers, before the monotonic time ``until`` if there is one.
-        """
-        granted = self.say({"order": "take"}).answer("held", until)
-        self._holds = True
-        return granted
-
-    def answer(self, wanted: str, until: float | None) -> Message:
-        """The next message that has ``wanted``; what is told meanwhile goes to the user.
-
-        Raises:
-            PoprunError: If it is an error.
-            HostsError: If none comes, before the monotonic time ``until`` if there is one.
-        """
-        while True:
-            message = self._hear(until)
-            if wanted in message:
-                return message
-            if "told" in message:
-                screen.tell(f"host {self.host}: {message['told']}")
-            elif "error" in message:
-                kind = getattr(errors, message["kind"], PoprunError)
-                raise kind(f"host {self.host}: {message['error']}")
-
-    def release(self) -> None:
-        """Have it give back what it holds, and hang up."""
-        if self._holds:
-            self.say({"order": "release"})
-            self._holds = False
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
-
-    def end(self, until: float) -> None:
-        """See that it has gone, before the monotonic time ``until``."""
-        try:
-            self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
-
-    def _hear(self, until: float | None) -> Message:
-        while not self._heard:
-            lines, _ = self._lines.feed(self._read(until))
-            self._heard += [line for line in lines if _MARK in line]
-        message: Message = json.loads(self._heard.pop(0).partition(_MARK)[2])
-        return message
-
-    def _read(self, until: float | None) -> bytes:
-        stream = self._process.stdout
-        if stream is None:
-            return b""
-        patience = None if until is None else max(0.0, until - time.monotonic())
-        readable, _, _ = select.select([stream], [], [], patience)
-        data = os.read(stream.fileno(), RECEIVE_BYTES) if readable else b""
-        if not data:
-            how = "does not answer" if not readable else f"hung up{self._complaint()}"
-            raise HostsError(
-                f"host {self.host}: who keeps its virtual IPUs {how}: see that this works: ssh {self.host} true"
-            )
-        return data
-
-    def _complaint(self) -> str:
-        """The last line of what ssh, or the process itself, had to complain of."""
-        stream = self._process.stderr
-        if stream is None or not select.select([stream], [], [], _COMPLAINT_SECONDS)[0]:
-            return ""
-        lines = os.read(stream.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
-        words = [line.strip() for line in lines if line.strip()]
-        return f" ({words[-1]})" if words else ""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from poprun.cli import screen
@@ -15,6 +16,7 @@ from poprun.probe.gpus import find_gpus
 from poprun.topology import Gpu, MachineFacts
 
 if TYPE_CHECKING:
+    from poprun.cli.host_leases import HostLeases
     from poprun.routes import JobNetwork
 
 
@@ -76,8 +78,8 @@ def _start_on_hosts(plan: LaunchPlan, line: CommandLine, network: "JobNetwork", 
         return _start(plan, line, network, *leases)
     from poprun.cli.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs of several hosts hold nothing
 
-    with leased_on_hosts(plan, network, is_fixed=line.plan_file is not None) as (kept, more):
-        return _start(plan, line, kept, *leases, *more)
+    with leased_on_hosts(plan, is_fixed=line.plan_file is not None) as kept:
+        return _start(plan, line, network, *leases, *kept.held(), kept=kept)
 
 
 def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine, *leases: HeldLease) -> int:
@@ -90,7 +92,13 @@ def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandL
         return _start(placed, line, None, *leases, lease)
 
 
-def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *leases: HeldLease) -> int:
+def _start(
+    plan: LaunchPlan,
+    line: CommandLine,
+    network: "JobNetwork | None",
+    *leases: HeldLease,
+    kept: "HostLeases | None" = None,
+) -> int:
     from poprun.supervisor import run_job  # noqa: PLC0415 - a dry run starts nothing
 
     if line.prints_topology:
@@ -98,5 +106,21 @@ def _start(plan: LaunchPlan, line: CommandLine, network: "JobNetwork | None", *l
     if line.verbosity:
         for lease in leases:
             screen.tell(f"holds {lease}")
-    look = (lambda: None) if network is None else (lambda: look_again(plan))
-    return run_job(plan, environ=os.environ, verbosity=line.verbosity, leases=leases, network=network, look=look)
+    first = network if network is None or kept is None else kept.on(network)
+    return run_job(
+        plan,
+        environ=os.environ,
+        verbosity=line.verbosity,
+        leases=leases,
+        network=first,
+        look=lambda: None if network is None else _look(plan, network, kept),
+    )
+
+
+def _look(plan: LaunchPlan, network: "JobNetwork", kept: "HostLeases | None") -> "JobNetwork":
+    """The network for the next attempt: with a new key, and what is held on each host."""
+    network = replace(network, key=look_again(plan))
+    if kept is None:
+        return network
+    kept.renew()
+    return kept.on(network)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from poprun.leases import HeldLease
 from poprun.plan import LaunchPlan
-from poprun.routes import JobKey, JobNetwork
+from poprun.routes import JobNetwork
 
 __all__ = ["run_job"]
 
@@ -26,7 +26,7 @@ def run_job(
     verbosity: int = 0,
     leases: Sequence[HeldLease] = (),
     network: JobNetwork | None = None,
-    look: Callable[[], JobKey | None] = lambda: None,
+    look: Callable[[], JobNetwork | None] = lambda: None,
 ) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
 
@@ -42,8 +42,8 @@ def run_job(
         leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
             ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
         network: How the hosts of the plan reach each other; None when there is only this machine.
-        look: Called before each restart, gives the hosts a new key and returns it; raises HostsError when some can
-            take part no more.
+        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
+            raises HostsError when some can take part no more.
 
     Raises:
         HostsError: If hosts are missing and there are no more restarts.

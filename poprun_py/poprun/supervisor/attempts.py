@@ -15,7 +15,7 @@ from poprun.errors import HostsError, UsageError
 from poprun.leases import HeldLease
 from poprun.linux import become_subreaper
 from poprun.plan import LaunchPlan
-from poprun.routes import JobKey, JobNetwork
+from poprun.routes import JobNetwork
 from poprun.supervisor.loop import Job
 from poprun.supervisor.orders import JobIdentity
 from poprun.supervisor.outcome import JobEnd, exit_code, first_failure, has_left
@@ -24,7 +24,7 @@ from poprun.supervisor.voice import say
 
 _LONGEST_PAUSE_SECONDS = 30.0
 
-Look = Callable[[], JobKey | None]
+Look = Callable[[], JobNetwork | None]
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
@@ -63,8 +63,8 @@ def run_attempts(
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
         network: How the hosts of the job reach each other; None when there is only this machine.
         leases: What the job holds; the agents of this host keep the descriptors open until their programs end.
-        look: Called before each restart, gives the hosts a new key and returns it; raises HostsError when some can
-            take part no more.
+        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
+            raises HostsError when some can take part no more.
 
     Raises:
         HostsError: If hosts are missing and there are no more restarts.
@@ -128,19 +128,14 @@ def _next_attempt(
         if not _pause(pause_seconds, signals):
             return None
         try:
-            key = look()
+            network = look()
         except HostsError as error:
             if identity.restart_count >= plan.ending.max_restarts:
                 raise
             say(str(error))
         else:
-            return _with_key(identity, key) if _pause(0.0, signals) else None
-
-
-def _with_key(identity: JobIdentity, key: JobKey | None) -> JobIdentity:
-    """The same job with the key that the hosts hold for its next attempt."""
-    network = identity.network
-    return identity if network is None or key is None else replace(identity, network=replace(network, key=key))
+            found = identity if network is None else replace(identity, network=network)
+            return found if _pause(0.0, signals) else None
 
 
 def _checked_report_file(plan: LaunchPlan) -> str | None:
