@@ -9,7 +9,7 @@ from tests.docs.markdown import ROOT, blocks
 from tests.running import Poprun
 
 PAGE = ROOT / "docs" / "checkpoints.md"
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 @pytest.mark.deadline(2 * DEADLINE_SECONDS)

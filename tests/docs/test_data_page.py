@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "data.md"
 POPRUN = [sys.executable, "-m", "poprun", "--launcher", "local", "-n", "2", "--num-replicas", "4"]
 
 
-@pytest.mark.deadline(120)
+@pytest.mark.deadline(220)
 def test_the_blocks_are_a_program(tmp_path: Path) -> None:
     """Alone, and in a job; what it computes is the same on every instance of a job."""
     found = blocks(PAGE)

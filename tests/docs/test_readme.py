@@ -106,7 +106,7 @@ def test_a_shell_block_runs(block: Block, tmp_path: Path) -> None:
     shell(block.text, cwd=tmp_path).succeeded()
 
 
-@pytest.mark.deadline(TRAINING_SECONDS)
+@pytest.mark.deadline(2 * TRAINING_SECONDS)
 def test_the_diff_is_between_two_scripts_that_run(tmp_path: Path) -> None:
     """Without the plus lines it is a plain PyTorch script; with them it runs with and without poprun."""
     (block,) = of_language("diff")

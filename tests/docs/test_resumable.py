@@ -21,7 +21,7 @@ def job(folder: Path, num_instances: int) -> list[str]:
     return [*counts, sys.executable, str(PROGRAM), "--folder", str(folder), "--epochs", "2"]
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.deadline(2 * DEADLINE_SECONDS + 20)
 def test_a_killed_example_goes_on(poprun: Poprun, tmp_path: Path) -> None:
     """Poprun is killed while it trains with 2 instances; with 1 it ends as a run that was never killed."""
     command = [sys.executable, "-m", "poprun", *job(tmp_path / "killed", 2)]
