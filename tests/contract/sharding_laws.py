@@ -5,9 +5,11 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn, optim
@@ -17,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 import popdist
 from popdist import context
 from popdist.checkpoint import load_latest, save
+from popdist.errors import BackendError
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.segments import whole_pages
 from popdist.training.partial_gradients import PartialGradient
@@ -549,6 +552,25 @@ def law_only_its_owner_steps_on_the_one_copy() -> None:
     for _ in range(50):
         with refused(popdist.OptimizerError, "that all instances of this host share"):
             optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def law_a_host_without_room_leaves_all_instances_weights_of_their_own() -> None:
+    """On the other hosts as well, where room that was found is given back; the bits are the same."""
+    host = host_group()
+    if host is None:
+        return
+    before = host.num_bytes
+    with ExitStack() as stack:
+        if on_last_host():
+            stack.enter_context(mock.patch.object(HostGroup, "allocate", side_effect=BackendError("no room")))
+        model, plain, other, sharded = pair(optim.AdamW, lr=0.1)
+    assert host.num_bytes <= before
+    for number in range(2):
+        step(model, other, number=number)
+        plain.step()
+        sharded.step()
+    check_same(model, other)
+    optim.SGD(other.parameters(), lr=0.1).step()
 
 
 def law_weights_that_nobody_reads_give_their_memory_back() -> None:

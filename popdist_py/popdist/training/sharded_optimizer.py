@@ -34,7 +34,8 @@ class ShardedOptimizer(Optimizer):
     Every instance makes it, steps, and asks for ``state_dict()``. The elements of a parameter group's parameters,
     laid end to end, are cut into one run for each instance; when each has updated its own, all get those of the
     others. The manner is that of torch's ZeroRedundancyOptimizer, and of ZeRO's first stage (Rajbhandari et al.,
-    2020), by elements in place of parameters.
+    2020), by elements in place of parameters. Where gradients go over a network, as between hosts, an instance
+    gets those only that it updates: what else reads a ``.grad`` has them sent, on all instances together.
 
     Args:
         model: Whose parameters these are.
