@@ -21,8 +21,8 @@ PROGRAM = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['POPD
 
 
 @pytest.fixture
-def served(own_network: Network, tmp_path: Path) -> Iterator[Network]:
-    """Hosts with two GPUs each, and a server on the third one that hands out four IPUs on each of the others."""
+def served(own_network: Network, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A server on the last of three hosts with two GPUs each: it hands out four IPUs of each of the others."""
     (tmp_path / "pod.yaml").write_text(POD)
     (tmp_path / "nvidia-smi").write_text(GPUS)
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -35,13 +35,20 @@ def served(own_network: Network, tmp_path: Path) -> Iterator[Network]:
         "POPRUN_POOL": f"{TMPDIR}/pool.sqlite",
     }
     told = [f"{name}={value}" for name, value in settings.items()]
-    words = ["-m", "poprun.vipu", "serve", "--host=0.0.0.0", f"--token-file={tmp_path / 'token'}"]
+    words = [
+        "-m",
+        "poprun.vipu",
+        "serve",
+        "--host=0.0.0.0",
+        "--lease-seconds=10",
+        f"--token-file={tmp_path / 'token'}",
+    ]
     command = own_network.hosts["n3"].enter(["env", *told, sys.executable, *words])
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         while "travel in clear" not in (line := server.stderr.readline()):
             assert line
-        yield own_network
+        yield server
         for line in own_network.hosts["n3"].processes():
             if "poprun.vipu serve" in line and "nsenter" not in line:
                 own_network.hosts["n3"].run("kill", line.split()[0])
@@ -49,22 +56,22 @@ def served(own_network: Network, tmp_path: Path) -> Iterator[Network]:
 
 
 @pytest.mark.deadline(240)
-def test_jobs_of_several_hosts_share_one_pool(served: Network, tmp_path: Path) -> None:
+def test_jobs_of_several_hosts_share_one_pool(
+    own_network: Network, served: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
     """Each host gives GPUs of its own that no other job of the pool has; what it lacks is told with who has it."""
     poprun = HostPoprun(python=Path(sys.executable), name="mpich")
     folders = ("/usr/local/sbin", str(Path(sys.executable).parent), os.environ["PATH"])
     env = {"PATH": os.pathsep.join(folders), "POPRUN_VIPU_TOKEN_FILE": str(tmp_path / "token")}
     words = write_program(tmp_path, "ready()\nhang()")
     options = ("-v", "--vipu-server-host=n3", "--host")
-    command = poprun.words(served, (*options, "n2", "-n1", sys.executable, *words), ROOT, env)
+    command = poprun.words(own_network, (*options, "n2", "-n1", sys.executable, *words), ROOT, env)
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:
         wait_until(lambda: has_met(tmp_path, 1))
-        second = poprun(served, *options, "n[1-2]", "-n2", sys.executable, "-c", PROGRAM, env=env)
-        large = poprun(served, *options, "n[1-2]", "-n2", "--ipus-per-replica=4", "true", env=env)
-        strange = poprun(served, *options, "n[2-3]", "-n2", "true", env=env)
+        second = poprun(own_network, *options, "n[1-2]", "-n2", sys.executable, "-c", PROGRAM, env=env)
+        large = poprun(own_network, *options, "n[1-2]", "-n2", "--ipus-per-replica=4", "true", env=env)
         poprun_itself(first).send_signal(signal.SIGTERM)
         _, told = first.communicate()
-    after = poprun(served, *options, "n2,n1", "-n2", sys.executable, "-c", PROGRAM, env=env)
 
     assert "holds lab/4 on n2, from the pool n3:8090" in told
     assert second.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:1 0"]
@@ -72,5 +79,40 @@ def test_jobs_of_several_hosts_share_one_pool(served: Network, tmp_path: Path) -
     assert large.code == 69
     assert "the job needs 8 virtual IPUs, and 7 are free of 8 in lab at n3:8090" in large.err
     assert "lab/4: process" in large.err
-    assert "the job runs on n3, and the hosts of lab are n[1-2]: choose among them with --host" in strange.err
-    assert after.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:0 0"]
+
+
+@pytest.mark.deadline(240)
+def test_a_lost_link_frees_what_the_job_held(
+    own_network: Network, served: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    """The server cannot know of the job, and the job goes on: it is told at once, and when others may have it."""
+    poprun = HostPoprun(python=Path(sys.executable), name="mpich")
+    folders = ("/usr/local/sbin", str(Path(sys.executable).parent), os.environ["PATH"])
+    env = {"PATH": os.pathsep.join(folders), "POPRUN_VIPU_TOKEN_FILE": str(tmp_path / "token")}
+    words = write_program(tmp_path, "ready()\nhang()")
+    server = own_network.hosts["n3"]
+    command = poprun.words(own_network, ("--vipu-server-host=n3", "-Hn1", sys.executable, *words), ROOT, env)
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        wait_until(lambda: has_met(tmp_path, 1))
+        server.cut()
+        told = lines_until(job, "The job goes on. If only the link is cut")
+        ended = lines_until(served, "ended: nothing was heard of its job for 10 s")
+        server.mend()
+        lost = lines_until(job, "The job goes on without its lease")
+        poprun_itself(job).send_signal(signal.SIGTERM)
+        job.communicate()
+
+    assert "n3:8090" in told
+    assert "lab/0 for process" in ended
+    assert "the lease of this job has ended" in lost
+
+
+def lines_until(process: "subprocess.Popen[str]", words: str) -> str:
+    """What a process says up to the line that has ``words``."""
+    assert process.stderr is not None
+    told = ""
+    while words not in told:
+        line = process.stderr.readline()
+        assert line, told
+        told += line
+    return told

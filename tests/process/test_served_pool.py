@@ -36,7 +36,7 @@ from tests.running import Finished, Poprun, run
 T = TypeVar("T")
 
 LONG = 50.0
-LEASE_SECONDS = 3
+LEASE_SECONDS = 6
 """So long a lease lasts where a test waits for its end."""
 
 
@@ -313,13 +313,13 @@ def test_a_queue_over_the_network(server: Server) -> None:
 
 
 def test_contenders_over_the_network_never_overlap(server: Server) -> None:
-    """20 clients that take and give back 3 IPUs at a time of 16, three times each: no IPU has two holders."""
+    """20 clients that take and give back 3 IPUs at a time of 16, twice each: no IPU has two holders."""
     holders: dict[str, int] = {}
     faults: list[str] = []
     turns = []
 
     def contend(number: int) -> None:
-        for turn in range(3):
+        for turn in range(2):
             request = request_for(PlainWish(num_ipus=3), f"{number:016x}{turn:016x}")
             while not (answer := server.pool.take_lease(request)).ipus:
                 time.sleep(answer.pause_seconds)
@@ -337,7 +337,7 @@ def test_contenders_over_the_network_never_overlap(server: Server) -> None:
         thread.join()
 
     assert faults == []
-    assert len(turns) == 60
+    assert len(turns) == 40
     assert server.held() == []
 
 
@@ -463,7 +463,7 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
             assert running.stderr is not None
             assert "there is no server of virtual IPUs" in running.stderr.readline()
             with serving(tmp_path, *words, f"--port={port}") as second:
-                assert "leases of an earlier server: 2; they end in 3 s" in next_line(second)
+                assert "leases of an earlier server: 2; they end in 6 s" in next_line(second)
                 assert "answers again, and the lease has been renewed" in running.stderr.readline()
                 assert left_after_all(lambda: set(second.held()) - {"POD16/0", "POD16/1"}) == []
                 assert second.held() == ["POD16/0", "POD16/1"]
@@ -488,7 +488,6 @@ def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> 
             f"nothing can listen at 127.0.0.1:{server.port} (Address already",
         ),
         ([*command, "--port=0"], served, f"is served already, by process {server.process.pid}"),
-        ([*command, "--host=192.0.2.1"], other, "nothing can listen at 192.0.2.1:8090"),
         ([sys.executable, "-c", without, "serve"], other, "pip install 'poprun[serve]'"),
         (
             [*command],

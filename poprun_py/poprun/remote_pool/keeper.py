@@ -24,6 +24,8 @@ _INPUT = 0
 _READ_BYTES = 4096
 _RENEWALS = 6
 """Renewals in the time that a lease lasts: some may be lost."""
+_PATIENCE = 4
+"""Parts of that time: for one of them an answer is waited for."""
 
 
 class Keeper:
@@ -42,7 +44,7 @@ class Keeper:
             host=told["host"],
             port=told["port"],
             token=told["token"],
-            timeout_seconds=min(told["timeout_seconds"], self._pause_seconds),
+            timeout_seconds=min(told["timeout_seconds"], self._lease_seconds / _PATIENCE),
         )
         self._renewed_at = time.monotonic()
         self._is_lost = False
