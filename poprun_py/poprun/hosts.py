@@ -21,6 +21,7 @@ _PART: Final = r"\[([^\[\]]*)\]|([^\[\]]+)"
 _RANGE: Final = r"([0-9]{1,253})(?:-([0-9]{1,253}))?"
 _NAME: Final = r"[A-Za-z0-9_:][A-Za-z0-9_.:-]*"
 _ADDRESS: Final = r"\[([0-9A-Fa-f.]*:[0-9A-Fa-f:.]*)\]"
+_WITH_SLOTS: Final = r"([^:\s]+)(?::[0-9]+|\s+(?:max[_-])?slots\s*=.*)"
 _NUMBERED: Final = r"(.*?)([0-9]+)([^0-9]*)"
 
 _CURE: Final = "write hosts like a,b or host[0-2,4]"
@@ -54,6 +55,11 @@ def check_hosts(hosts: Sequence[str]) -> None:
         PlanError: If not; the message names the host.
     """
     for host in hosts:
+        if slots := re.fullmatch(_WITH_SLOTS, host):
+            raise PlanError(
+                f"--host: {host!r}: name the host alone, {slots[1]}: poprun deals equally many instances to each, "
+                "and --num-instances says how many run in all"
+            )
         if not re.fullmatch(_NAME, host) or len(host) > MAX_NAME_LENGTH:
             raise PlanError(
                 f"--host: {host!r} is no host name: names are made of letters, digits, '.', '-', '_' and ':', "

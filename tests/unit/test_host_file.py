@@ -23,7 +23,7 @@ def test_each_line_names_hosts(tmp_path: Path) -> None:
     ("text", "what"),
     [
         ("", "names no host: write one on each line"),
-        ("a\nb slots=2\n", "hosts:2: --host: 'b slots=2' is no host name"),
+        ("a\nb slots=2\n", "hosts:2: --host: 'b slots=2': name the host alone, b: poprun deals equally many"),
         ("a\n\nn[2-1]", "hosts:3: --host 'n[2-1]': the range 2-1 runs backwards"),
         ("a\nb\na\n", "--host names a twice"),
     ],

@@ -54,6 +54,8 @@ def test_parse_hosts(text: str, hosts: tuple[str, ...]) -> None:
         ("n[0-65534],n65534", "names n65534 twice"),
         ("-oProxyCommand=x", "no host name"),
         ("a b", "no host name"),
+        ("n1:4,n2:4", "'n1:4': name the host alone, n1: poprun deals equally many instances to each"),
+        ("n1 slots=4", "'n1 slots=4': name the host alone, n1"),
         ("n;reboot", "no host name"),
         ("n[0-65536]", "names 65,537 hosts: at most 65,536"),
         ("n[0-99999999999999999999999]", "at most 65,536"),
