@@ -212,6 +212,27 @@ def law_groups_schedules_and_closures_are_torchs() -> None:
     check_same_state(plain.state_dict(), sharded.state_dict())
 
 
+def law_layers_may_come_later() -> None:
+    """What the model got after the optimizer was made is a group like any other."""
+    nets = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(30, 30))
+        net = popdist.ReplicatedModel(layers)
+        optimizer: Optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        if is_sharded:
+            optimizer = popdist.ShardedOptimizer(net, optim.SGD, lr=0.1, momentum=0.9)
+        for number in range(3):
+            for x in net.micro_batches(torch.ones(popdist.num_local_replicas(), 30)):
+                net(x).square().mean().backward()
+            optimizer.step()
+            if number == 1:
+                layers.append(nn.Linear(30, 5))
+                optimizer.add_param_group({"params": list(layers[1].parameters()), "lr": 0.3})
+        nets.append(net)
+    check_same(*nets)
+
+
 def law_a_scaler_skips_the_same_steps() -> None:
     """One replica's infinity keeps every instance from stepping, and scales shrink alike."""
     model, plain, other, sharded = pair(optim.AdamW)

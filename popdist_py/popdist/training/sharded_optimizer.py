@@ -1,5 +1,6 @@
 """An optimizer whose work and state are shared by the instances: each updates its part of every step."""
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -61,7 +62,7 @@ class ShardedOptimizer(Optimizer):
             raise OptimizerError(f"ShardedOptimizer takes a popdist.ReplicatedModel, not a {type(model).__name__}")
         if not is_optimizer_class(optimizer_class):
             raise OptimizerError(f"ShardedOptimizer takes a class of optimizers, not {optimizer_class!r}")
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._model = weakref.ref(model)
         self._optimizer_class = optimizer_class
         self._keys: frozenset[str] = frozenset()
         self._sharded: list[ShardedParameter] = []
@@ -234,15 +235,17 @@ class ShardedOptimizer(Optimizer):
         return self._inside
 
     def _named(self, parameters: list[Parameter]) -> list[Named]:
+        model = self._model()
+        names = {} if model is None else {id(it): name for name, it in model.named_parameters()}
         for it in parameters:
-            if id(it) not in self._names:
+            if id(it) not in names:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(it.shape)} is none of the model's: give ShardedOptimizer "
                     "parameters of the ReplicatedModel that it was made with"
                 )
         if len(set(map(id, parameters))) < len(parameters):
             raise OptimizerError("a group of parameters holds one of them twice: name each once")
-        return [(self._names[id(it)], it) for it in parameters]
+        return [(names[id(it)], it) for it in parameters]
 
     def _group(self) -> Group:
         context.ensure_init()
