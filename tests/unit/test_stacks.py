@@ -92,9 +92,15 @@ def test_any_text_is_read(text: str) -> None:
 
 def test_what_this_python_writes_is_understood() -> None:
     """The form is no promise of faulthandler's, so it is looked at here."""
-    release = threading.Event()
-    helper = threading.Thread(target=release.wait)
+    begun, release = threading.Event(), threading.Event()
+
+    def wait_for_release() -> None:
+        begun.set()
+        release.wait()
+
+    helper = threading.Thread(target=wait_for_release)
     helper.start()
+    begun.wait()
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         release.set()
@@ -103,7 +109,8 @@ def test_what_this_python_writes_is_understood() -> None:
         standing = read_standing(file.read(), [])
 
     assert standing.threads[0][-1].function == "test_what_this_python_writes_is_understood"
-    assert any(frame.function == "wait" for frame in standing.threads[1])
+    others = [frame.function for thread in standing.threads[1:] for frame in thread]
+    assert "wait_for_release" in others
 
 
 def test_a_process_in_words() -> None:
