@@ -40,6 +40,7 @@ model(torch.randn(16, 64)).sum().backward()
 optimizer.step()
 print("first step at", time.time(), flush=True)
 torch.distributed.destroy_process_group()
+os._exit(0)  # a thread of gloo may abort a Python that ends
 """
 
 HANG = "trap '' TERM; echo ready; while :; do sleep 1; done"

@@ -26,10 +26,10 @@ def test_shares_cover_every_element_once(num_elements: int, size: int, element_b
     assert all(it.start * element_bytes % LINE_BYTES == 0 for it in shares if it)
 
 
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8]))
-def test_blocks_cover_a_share_once(start: int, length: int, element_bytes: int) -> None:
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8]), st.integers(1, 100))
+def test_blocks_cover_a_share_once(start: int, length: int, element_bytes: int, num_rows: int) -> None:
     """Without a gap, and none of them is empty."""
-    pieces = list(blocks(range(start, start + length), element_bytes))
+    pieces = list(blocks(range(start, start + length), element_bytes, num_rows))
 
     assert all(piece.start < piece.stop for piece in pieces)
     assert [piece.start for piece in pieces] == [start, *[piece.stop for piece in pieces]][: len(pieces)]

@@ -11,8 +11,11 @@ from typing import Final
 
 from popdist.tree import tree_sum
 
-BLOCK_BYTES: Final = 1 << 18
-"""Length of a block. Two rows are added at a time, and two blocks fit a usual second-level cache of 1 MiB."""
+CACHED_BYTES: Final = 1 << 19
+"""Length of the blocks of all rows together: they fit a usual second-level cache of 1 MiB."""
+
+LEAST_BYTES: Final = 1 << 16
+"""Length of a block at least: of shorter ones the calls cost more than the additions."""
 
 LINE_BYTES: Final = 64
 """Shares begin at multiples of it, so that no two ranks write into one line of cache."""
@@ -42,8 +45,8 @@ def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:
     return range(min(rank * width, num_elements), min((rank + 1) * width, num_elements))
 
 
-def blocks(elements: range, element_bytes: int) -> Iterator[slice]:
-    """``elements`` in blocks."""
-    width = BLOCK_BYTES // element_bytes
+def blocks(elements: range, element_bytes: int, num_rows: int) -> Iterator[slice]:
+    """``elements`` in blocks, for as many rows."""
+    width = max(CACHED_BYTES // num_rows, LEAST_BYTES) // LINE_BYTES * LINE_BYTES // element_bytes
     for start in range(elements.start, elements.stop, width):
         yield slice(start, min(start + width, elements.stop))

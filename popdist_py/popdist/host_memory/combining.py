@@ -14,6 +14,9 @@ Op = Literal["sum", "mean", "min", "max", "product"]
 HALVES: Final = (torch.float16, torch.bfloat16)
 """Dtypes that are combined in float32."""
 
+NO_ARRAYS: Final = (*HALVES, torch.bool)
+"""Dtypes that numpy lacks, or adds otherwise than torch."""
+
 DTYPES: Final = (
     torch.float64,
     torch.float32,

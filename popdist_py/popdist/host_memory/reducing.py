@@ -8,11 +8,12 @@ and takes the others' sums: two meetings for each piece, and the work of adding 
 from collections.abc import Sequence
 from typing import Final, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Size, Tensor
 
 from popdist.host_memory.additions import share
-from popdist.host_memory.combining import KINDS, Combiner, Op
+from popdist.host_memory.combining import KINDS, NO_ARRAYS, Combiner, Op
 from popdist.host_memory.flags import operation, purpose
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.slots import Slots
@@ -21,6 +22,9 @@ WHOLE_BYTES: Final = 1 << 16
 """Up to this size each of three and more ranks adds all by itself: that takes one meeting in place of two."""
 
 _ALL_REDUCE: Final[dict[Op, int]] = {op: operation(f"all_reduce ({op})") for op in get_args(Op)}
+
+ARRAY_BYTES: Final = 1 << 19
+"""Size of the pieces that two ranks add with numpy, whose calls cost less: two of them fit a usual cache."""
 
 _MOST_PLANS: Final = 512
 _PAIR: Final = 2
@@ -94,13 +98,29 @@ class AllReduce:
         flat = tensor.contiguous().view(-1)
         combine = Combiner(op, tensor.dtype, self._size)
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=len(flat))
-        width = self._num_bytes // tensor.element_size()
-        memory = combine.memory((width,))
-        reduce_piece = self._reduce_whole if self._size == _PAIR else self._reduce_shares
-        for piece in flat.split(width):
-            reduce_piece(piece, reason, combine, memory)
+        if op == "sum" and combine.is_plain and tensor.dtype not in NO_ARRAYS:
+            self._add_arrays(flat, reason)
+        else:
+            width = self._num_bytes // tensor.element_size()
+            memory = combine.memory((width,))
+            reduce_piece = self._reduce_whole if self._size == _PAIR else self._reduce_shares
+            for piece in flat.split(width):
+                reduce_piece(piece, reason, combine, memory)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
+
+    def _add_arrays(self, flat: Tensor, reason: int) -> None:
+        """Each of two ranks adds all, in numpy's terms."""
+        array, width = flat.numpy(), ARRAY_BYTES // flat.element_size()
+        with np.errstate(all="ignore"):  # infinity and NaN are for those who look at the sum
+            for start in range(0, len(array), width):
+                piece = array[start : start + width]
+                slots = self._slots.at(self._flags.next_number(), flat.dtype)
+                rows = [slot[: len(piece)].numpy() for slot in slots]
+                np.copyto(rows[self._rank], piece)
+                self._flags.meet(reason)
+                rows[self._rank] = piece
+                np.add(rows[0], rows[1], out=piece)
 
     def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
         """Each rank adds all of the piece."""

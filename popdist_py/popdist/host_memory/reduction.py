@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from popdist.host_memory.additions import additions, blocks, share
-from popdist.host_memory.combining import HALVES, KINDS, Op, combiner
+from popdist.host_memory.combining import HALVES, KINDS, NO_ARRAYS, Op, combiner
 from popdist.host_memory.flags import Flags, operation, purpose
 
 _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in get_args(Op)}
-
-_NO_ARRAYS: Final = (*HALVES, torch.bool)
-"""Dtypes that numpy lacks, or adds otherwise."""
 
 _POWER_OF_TWO: Final = 0.5
 """The mantissa of one."""
@@ -60,12 +57,12 @@ class Reduction:
         self._divisor = len(rows) if op == "mean" else None
         self._then = then
         elements = share(num_elements, flags.rank, flags.size, rows[0].element_size())
-        pieces = list(blocks(elements, rows[0].element_size()))
+        pieces = list(blocks(elements, rows[0].element_size(), len(rows)))
         is_half = dtype in HALVES
         targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
         self._pieces = [_Piece([row[it] for row in rows], [out[it] for out in targets]) for it in pieces]
         self._arrays: list[_Piece] | None = None
-        if op in ("sum", "mean") and then is None and dtype not in _NO_ARRAYS and _all_of(outputs, dtype):
+        if op in ("sum", "mean") and then is None and dtype not in NO_ARRAYS and _all_of(outputs, dtype):
             self._arrays = [
                 _Piece([it.numpy() for it in piece.rows], [it.numpy() for it in piece.outputs])
                 for piece in self._pieces
