@@ -109,11 +109,20 @@ def lives(holder: Holder, file: str) -> bool:
     if holder.boot_id != boot_id():
         return False
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return is_locked(file)
     except FileNotFoundError:
         return _process_lives(holder)
     except OSError:
         return True  # not to be opened: better a lease too many than a device for two jobs
+
+
+def is_locked(file: str) -> bool:
+    """Whether a process has locked ``file`` with flock(2).
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from poprun.errors import PoolError
+from poprun.pool.holders import is_locked
 from poprun.pool.place import prepare_folder
 from poprun.pool.schema import mode_of
 
@@ -46,17 +47,9 @@ def sole_server(pool: str) -> Iterator[None]:
 def is_served(pool: str) -> bool:
     """Whether a server hands out the pool in the file ``pool``."""
     try:
-        descriptor = os.open(_file(pool), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return is_locked(_file(pool))
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:
