@@ -1,7 +1,6 @@
 """Combining rows of shared memory in place: each rank a share of the elements, in blocks that fit its cache.
 
-Sums are made by numpy, which adds the same bits as torch and is called in a third of the time: a block takes some
-ten microseconds, and three calls.
+Sums are made by numpy, which adds the same bits as torch and whose functions are called faster.
 """
 
 import math
@@ -123,7 +122,7 @@ class Reduction:
 
 
 def divide(array: Any, divisor: float) -> None:  # noqa: ANN401 - numpy's stubs would want its dtype
-    """Divide floats in place; by a power of two it is a product, which has the same bits in half the time."""
+    """Divide floats in place; by a power of two it is a product, which has the same bits and is faster."""
     number = array.dtype.type(divisor)
     if math.frexp(number)[0] == _POWER_OF_TWO and 1 / _MODERATE < number < _MODERATE:
         np.multiply(array, 1 / number, out=array)
