@@ -146,7 +146,7 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
         connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
     finally:
         presence.go_on()
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or not _torch_registers():
         register()
     group = Group(connected, found.contract.num_instances, _state.notice)
     try:
@@ -160,6 +160,11 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
     _state.job = Job(environment=found, asked=asked, group=group)
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit)
+
+
+def _torch_registers() -> bool:
+    """Whether torch, when it is imported, finds the backend by itself."""
+    return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
 
 
 def ensure_init() -> None:

@@ -1,6 +1,8 @@
 """What goes between the hosts of a group, and what does not."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -47,6 +49,11 @@ def run_all(rank: Rank) -> None:
     root = rank.num_ranks - 1
     is_rank_of_its_host = rank.rank == root
     assert sent_bytes(lambda: distributed.broadcast(tensor, root)) == is_rank_of_its_host * tensor.nbytes
+
+    group: Any = distributed.new_group()
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+    host = group._host
+    assert (host._wires.timeout_seconds, host._neighbours.group.flags.timeout_seconds) == (2, 2)
 
     model = DistributedDataParallel(Linear(100, 100))
     size = sum(it.nbytes for it in model.parameters())

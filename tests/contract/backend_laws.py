@@ -188,6 +188,16 @@ def law_all_to_all_sends_each_part_to_its_rank(rank: Rank) -> None:
         assert all(map(same, listed, received)), dtype
 
 
+def law_bools_are_added_as_any_and_multiplied_as_all(rank: Rank) -> None:
+    """gloo, which adds their bytes, is nothing to compare with."""
+    for size in SIZES:
+        rows = torch.stack([brought(other, torch.bool, size + other)[:size] for other in range(rank.num_ranks)])
+        for op, wanted in ((ReduceOp.SUM, rows.any(0)), (ReduceOp.PRODUCT, rows.all(0))):
+            tensor = rows[rank.rank].clone()
+            distributed.all_reduce(tensor, op)
+            assert torch.equal(tensor, wanted), (size, op)
+
+
 def law_a_tensor_larger_than_the_segment_is_reduced_whole(rank: Rank) -> None:
     """Grown or in pieces, the bits are those of the tree; then a small one still is."""
     rows = [row.repeat(TIMES) for row in all_brought(rank, torch.float32, PERIOD)]

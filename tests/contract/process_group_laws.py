@@ -9,12 +9,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import _functional_collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -225,6 +227,78 @@ def law_what_is_rare_goes_through_gloo() -> None:
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": other} for other in range(size)]
+
+
+def law_what_is_common_takes_no_gloo() -> None:
+    """Every operation in every form that torch has for it, the functional ones included; waited for or not."""
+    size = dist.get_world_size()
+    whole, part, world = torch.ones(2 * size), torch.ones(2), dist.group.WORLD
+    parts = list(whole.clone().chunk(size))
+    functional: Any = _functional_collectives
+    torchs_own: Any = dist
+    calls: list[Callable[..., Any]] = [
+        partial(dist.all_reduce, part),
+        partial(dist.all_reduce_coalesced, [part, whole]),
+        partial(dist.broadcast, part, 0),
+        partial(dist.reduce, part, 0),
+        partial(dist.reduce_scatter, part, parts),
+        partial(dist.reduce_scatter_tensor, part, whole),
+        partial(dist.all_gather, parts, part),
+        partial(dist.all_gather_into_tensor, whole, part),
+        partial(dist.all_gather_coalesced, [parts] * size, parts),
+        partial(dist.all_to_all, parts, list(whole.chunk(size))),
+        partial(dist.all_to_all_single, whole.clone(), whole),
+        dist.barrier,
+        partial(dist.barrier, device_ids=[0]),
+    ]
+    chained: list[Callable[[], Any]] = [
+        partial(functional.all_reduce, part, "avg", world),
+        partial(functional.broadcast, part, 0, world),
+        partial(functional.all_gather_tensor, part, 0, world),
+        partial(functional.reduce_scatter_tensor, whole, "sum", 0, world),
+        partial(functional.all_to_all_single, whole, None, None, world),
+        lambda: functional.all_reduce_coalesced([part, whole], "sum", world)[0],
+        lambda: functional.all_gather_into_tensor_coalesced([part, whole], world)[0],
+        lambda: functional.reduce_scatter_tensor_coalesced([whole, whole], "sum", [0, 0], world)[0],
+    ]
+    with counted_gloo() as counts:
+        for call in calls:
+            call()
+            call(async_op=True).wait()
+        for call in chained:
+            assert call().sum().isfinite()
+        torchs_own._broadcast_coalesced(world, [part, whole], 1 << 10, 0)
+    assert counts == {}
+
+
+def law_a_synchronous_call_starts_no_thread() -> None:
+    """It is done where it is made; the first asynchronous one starts the group's thread."""
+    group = dist.new_group(backend="popdist")
+    before = threading.active_count()
+    dist.all_reduce(torch.ones(3), group=group)
+    assert threading.active_count() == before
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+    assert threading.active_count() == before + 1
+    dist.destroy_process_group(group)
+
+
+def law_torch_can_change_the_timeout() -> None:
+    """By both of its ways; the last rank does not come."""
+    if dist.get_world_size() == 1:
+        return
+    soon = timedelta(seconds=0.3)
+    for is_public in (False, True):
+        group: Any = dist.new_group(backend="popdist", timeout=TIMEOUT)
+        if is_public:
+            group.set_timeout(soon)
+        else:
+            dist.distributed_c10d._set_pg_timeout(soon, group)
+        if dist.get_rank() < dist.get_world_size() - 1:
+            assert "did not come within 0.3 seconds" in failure(
+                partial(dist.all_reduce, torch.ones(3), group=group)
+            )
+        dist.barrier()
+        dist.destroy_process_group(group)
 
 
 def law_a_ddp_step_takes_no_gloo() -> None:

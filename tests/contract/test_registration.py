@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch import distributed as dist
@@ -9,6 +10,8 @@ from torch import distributed as dist
 import popdist
 from popdist import contract
 from popdist.process_group.registration import register
+from tests.running import MpiEnvironment, Poprun
+from tests.running import run as run_command
 
 DEADLINE_SECONDS = 120.0
 
@@ -26,6 +29,15 @@ print("POPDIST" in dist.Backend._plugins)
 popdist.init()
 print("POPDIST" in dist.Backend._plugins)
 """
+
+INIT_BEFORE_TORCH = """
+import popdist
+popdist.init()
+import torch.distributed as dist
+print("POPDIST" in dist.Backend._plugins)
+"""
+
+PLAIN = Path(__file__).with_name("plain_ranks.py")
 
 
 def run(program: str, autoload: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -56,6 +68,27 @@ def test_its_name_for_the_page_is_the_contracts() -> None:
 def test_init_registers_it_where_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have switched torch's entry points off."""
     assert run(AFTER_INIT, "0", monkeypatch) == ["False", "True"]
+    assert run(INIT_BEFORE_TORCH, "0", monkeypatch) == ["True"]
+
+
+@pytest.mark.deadline(2 * DEADLINE_SECONDS + 10)
+def test_any_launcher_starts_programs_that_name_it(
+    mpi_environments: dict[str, MpiEnvironment], tmp_path: Path
+) -> None:
+    """poprun, torchrun and each mpiexec; the program imports torch alone."""
+    program = [sys.executable, str(PLAIN), str(tmp_path / "store")]
+    commands = [
+        Poprun().command("-n", "2", "--launcher", "local", "--tag-output=no", *program),
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program[1:]],
+    ]
+    for mpi in mpi_environments.values():
+        options = ["--oversubscribe"] if mpi.name == "openmpi" else []
+        store = str(tmp_path / mpi.name)
+        commands.append([str(mpi.mpiexec), *options, "-n", "2", str(mpi.python), str(PLAIN), store])
+    env = {"OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for command in commands:
+        ended = run_command(command, env=env, deadline_seconds=DEADLINE_SECONDS / 2).succeeded()
+        assert ended.lines == ["popdist popdist 6.0"] * 2
 
 
 def test_it_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,10 @@ class HostCollectives:
         """Wait for all ranks; see :meth:`HostGroup.barrier`."""
         self.group.barrier(timeout_seconds)
 
+    def set_timeout(self, timeout_seconds: float) -> None:
+        """How long a lost or late rank is waited for from now on."""
+        self.group.flags.timeout_seconds = timeout_seconds
+
     def close(self) -> None:
         """Leave: the other ranks see it."""
         self.group.close()

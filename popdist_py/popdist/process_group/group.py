@@ -42,6 +42,7 @@ from popdist.process_group.forms import (
 )
 from popdist.process_group.hosts import connect
 from popdist.process_group.lane import Lane
+from popdist.process_group.torch_groups import Gloo, make_nccl
 from popdist.process_group.tracing import never_traced
 
 _CPU: Final = torch.device("cpu")
@@ -77,15 +78,6 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     ) -> None:
         super().__init__(rank, size)
         self._store = store
-        gloo: Any = dist.ProcessGroupGloo
-        self._gloo = gloo(PrefixStore("gloo", store), rank, size, timeout)
-        self._register_backend(_CPU, _GLOO, self._gloo)
-        self._set_default_backend(_GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            chosen = dist.ProcessGroupNCCL.Options()
-            chosen._timeout = timeout  # noqa: SLF001 - the only way to set it
-            nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, chosen)
-            self._register_backend(_CUDA, _NCCL, nccl)
         self._host = connect(
             PrefixStore("popdist", store),
             rank,
@@ -94,6 +86,12 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             names=Names(members=members),
         )
         self._lane = Lane(self._host.break_off)
+        self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
+        self._register_backend(_CPU, _GLOO, self._gloo)
+        self._set_default_backend(_GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl = make_nccl(PrefixStore("nccl", store), rank, size, timeout)
+            self._register_backend(_CUDA, _NCCL, nccl)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
@@ -257,9 +255,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         """Wait for all ranks; for what runs on their CUDA devices only where the options name one."""
         if type(opts) is not BarrierOptions:
             opts = options(BarrierOptions, timeout=timeout or opts)
-        if opts.device_ids or (opts.device is not None and opts.device.type != "cpu"):
+        if opts.device_ids if opts.device is None else opts.device.type != "cpu":
             return super().barrier(opts)
         return self._do(operations.barrier, opts, [], seconds(opts.timeout))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a lost or late rank is waited for from now on."""
+        super().set_timeout(timeout)
+        self._host.set_timeout(timeout.total_seconds())
 
     def shutdown(self) -> None:
         """Leave: the other ranks see it, and nothing is held any more."""

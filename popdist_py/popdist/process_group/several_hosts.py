@@ -150,6 +150,12 @@ class SeveralHosts:
             if self._neighbours is not None:
                 self._neighbours.barrier(timeout_seconds)
 
+    def set_timeout(self, timeout_seconds: float) -> None:
+        """How long a lost or late rank is waited for from now on."""
+        self._wires.timeout_seconds = timeout_seconds
+        if self._neighbours is not None:
+            self._neighbours.set_timeout(timeout_seconds)
+
     def close(self) -> None:
         """Leave: the other ranks see it."""
         self._wires.close()

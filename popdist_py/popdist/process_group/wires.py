@@ -30,6 +30,9 @@ class Wires:
         rank: This one.
         names: What the ranks are called.
         timeout_seconds: How long a lost or late rank is waited for.
+
+    Attributes:
+        timeout_seconds: That; it may be changed between collectives.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class Wires:
         self._store = store
         self._rank = rank
         self._names = names
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._failure: str | None = None
 
     def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
@@ -60,7 +63,7 @@ class Wires:
         works = []
         for tensors, start in ((received, self._receive), (sent, self._send)):
             works += [(rank, start(rank, it)) for rank, it in tensors.items() if it.numel() and rank != self._rank]
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self.timeout_seconds
         for rank, work in works:
             with self._blaming(rank):
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_SECONDS)))
@@ -100,7 +103,7 @@ class Wires:
             yield
         except RuntimeError as error:
             name = self._names.of([rank])
-            late = f"{name} did not come within {self._timeout_seconds:g} seconds"
+            late = f"{name} did not come within {self.timeout_seconds:g} seconds"
             lost = f"the connection to {name} was closed: it ended or was lost"
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 
