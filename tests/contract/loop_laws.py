@@ -304,3 +304,21 @@ def law_an_optimizer_waits_for_the_gradients() -> None:
     with refused(popdist.MicroBatchError, "this instance left"):
         popdist.barrier()
     check_recovered(model)
+
+
+def law_some_instances_may_meet_in_the_loop() -> None:
+    """While what the loop has sent to all is on its way still."""
+    model = popdist.ReplicatedModel(Net())
+    some = range(min(2, popdist.num_instances()))
+
+    def meet() -> list[int]:
+        popdist.barrier()
+        return popdist.all_gather(torch.tensor(popdist.instance_index())).tolist()
+
+    batch = samples(2 * popdist.num_replicas())
+    for x, y in model.micro_batches(share(batch), 2):
+        assert popdist.execute_on_instances(some, meet) == (
+            list(some) if popdist.instance_index() in some else None
+        )
+        cross_entropy(model(x), y).backward()
+    check_gradient(model, batch)

@@ -102,7 +102,8 @@ class HostExchange:
         self._mailboxes = mailboxes
         self._instances = instances
         self._received = {mesh.instance_index: header}
-        mailboxes.send(_peers(mesh, instances), header)
+        peers = _peers(mesh, instances)
+        self._numbers = dict(zip(peers, mailboxes.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every member's header, in order; see `popdist.backends.base`."""
@@ -110,7 +111,8 @@ class HostExchange:
         deadline = time.monotonic() + limit
         late = [instance for instance in self._instances if instance not in self._received]
         for instance in tuple(late):
-            message = self._mailboxes.receive(instance, max(deadline - time.monotonic(), 0.0))
+            seconds_left = max(deadline - time.monotonic(), 0.0)
+            message = self._mailboxes.receive(instance, self._numbers[instance], seconds_left)
             if message is not None:
                 self._received[instance] = message
                 late.remove(instance)

@@ -1,16 +1,19 @@
 """Short messages of fixed length from each rank to each other one, which any set of ranks may exchange.
 
-Between two ranks stand two places and a counter for each direction. A rank sends its next message to another only
-after it has received that one's answer to the last: so both sides are at most one message apart, and what is sent
-never overwrites what is still to be read.
+Two ranks count the messages that they exchange: the n-th of one is answered by the n-th of the other. Between them
+stand two places and a counter for each direction. A rank sends its next message to another only after it has taken
+that one's answer to the last, even if nobody asked for it yet: so both sides are at most one message apart, and
+what is sent never overwrites what is still to be read.
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from torch import Tensor
 
+from popdist.errors import BackendError
 from popdist.host_memory.group import HostGroup
 
 _COUNTER_WORDS: Final = 8
@@ -39,33 +42,60 @@ class Mailboxes:
         self._outgoing_counters = [box.cast("Q") for box in self._outgoing]
         self._incoming_counters = [box.cast("Q") for box in self._incoming]
         self._num_received = [0] * group.size
+        self._kept: list[dict[int, list[int]]] = [{} for _ in range(group.size)]
 
-    def send(self, ranks: Iterable[int], message: Sequence[int]) -> None:
-        """Send to each of ``ranks``, without waiting for them.
+    def send(self, ranks: Collection[int], message: Sequence[int]) -> list[int]:
+        """Send to each of ``ranks``, without waiting for their answers to this message.
+
+        Returns:
+            For each of ``ranks`` the number of the message, which is that of its answer.
 
         Raises:
-            BackendError: If this rank has left.
+            BackendError: If this rank or one of ``ranks`` has left, or does not answer the message before.
         """
         self._flags.raise_failure()
         for rank in ranks:
+            if not self._take_until(rank, self._outgoing_counters[rank][0], self._flags.timeout_seconds):
+                raise BackendError(
+                    f"{self._flags.name([rank])} did not come within {self._flags.timeout_seconds:g} seconds"
+                )
+        numbers = []
+        for rank in ranks:
             counter = self._outgoing_counters[rank]
-            self._message.pack_into(self._outgoing[rank], self._start(counter[0] + 1), *message)
+            number = counter[0] + 1
+            self._message.pack_into(self._outgoing[rank], self._start(number), *message)
             self._flags.order()
-            counter[0] += 1
+            counter[0] = number
+            numbers.append(number)
         self._flags.ring()
+        return numbers
 
-    def receive(self, rank: int, timeout_seconds: float) -> list[int] | None:
-        """The next message of ``rank``; None if none came in time, and then it can still be received.
+    def receive(self, rank: int, number: int, timeout_seconds: float) -> list[int] | None:
+        """A message of ``rank``, once; None if it did not come in time, and then it can still be received.
 
         Raises:
             BackendError: If ``rank`` was lost or has left.
         """
+        return self._kept[rank].pop(number) if self._take_until(rank, number, timeout_seconds) else None
+
+    def _take_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
+        """Take what ``rank`` has sent up to a message out of its places; False if it did not come in time."""
+        if self._num_received[rank] >= number:
+            return True
+        deadline = time.monotonic() + timeout_seconds
+        while self._num_received[rank] < number:
+            if not self._take_next(rank, max(deadline - time.monotonic(), 0.0)):
+                return False
+        return True
+
+    def _take_next(self, rank: int, timeout_seconds: float) -> bool:
         counter, number = self._incoming_counters[rank], self._num_received[rank] + 1
         if not self._flags.wait_for(rank, lambda: counter[0] >= number, timeout_seconds):
-            return None
+            return False
         self._flags.order()
         self._num_received[rank] = number
-        return list(self._message.unpack_from(self._incoming[rank], self._start(number)))
+        self._kept[rank][number] = list(self._message.unpack_from(self._incoming[rank], self._start(number)))
+        return True
 
     def _start(self, number: int) -> int:
         return _COUNTER_WORDS * _WORD_BYTES + (number & 1) * self._message.size
