@@ -15,6 +15,7 @@ from typing import Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from popdist.backends.base import Backend
 from popdist.context import current_group
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
@@ -59,12 +60,7 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
     )
     backend = current_group().backend
     flat = _flat(tensor)
-    if backend.host is not None and not tensor.is_cuda:
-        presence.wait_again()
-        try:
-            backend.host.all_reduce(flat, op)
-        finally:
-            presence.go_on()
+    if _reduce_in_memory(backend, flat, op):
         return _give_back(tensor, flat)
     width = max(1, CHUNK_BYTES // (len(backend.instances) * tensor.element_size()))
     for piece in flat.split(width):
@@ -143,6 +139,20 @@ def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
         NotInitializedError: Before ``popdist.init()``.
     """
     return current_group().start(what, numbers)
+
+
+def _reduce_in_memory(backend: Backend, flat: Tensor, op: ReduceOp) -> bool:
+    """Combine ``flat`` in memory that the instances share; False where there is none for it."""
+    if flat.is_cuda:
+        return False
+    presence.wait_again()
+    try:
+        host = backend.share_memory()
+        if host is not None:
+            host.all_reduce(flat, op)
+    finally:
+        presence.go_on()
+    return host is not None
 
 
 def _enter(text: str, fault: str | None) -> None:

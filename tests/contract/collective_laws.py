@@ -8,14 +8,20 @@ import operator
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
 
 import psutil
 import torch
 from torch import Tensor
 
 import popdist
+from popdist import context
+from popdist.backends.parts import Parts
 from popdist.collectives import DTYPES, FLOATS, exchange
+from popdist.errors import BackendError
+from popdist.host_memory.group import HostGroup
 from popdist.tree import tree_sum
 
 TIMEOUT_SECONDS = 60.0
@@ -274,7 +280,27 @@ def law_weighted_mean_is_exact() -> None:
 
 
 def law_some_instances_work_alone() -> None:
-    """Every set of instances has collectives of its own while the others go on."""
+    """Every set of instances has collectives of its own while the others go on; on a host no data go over gloo."""
+    backend: Any = context.current_group().backend
+    with ExitStack() as stack:
+        if backend.host_group is not None:
+            stack.enter_context(mock.patch.object(backend._mesh, "gloo", None))
+        check_every_set()
+
+
+def law_some_instances_without_room_send_their_data() -> None:
+    """When one of them finds no memory to share, on all of them, and those that have begun are not held up."""
+    backend: Any = context.current_group().backend
+    with ExitStack() as stack:
+        if popdist.num_instances() > 1:
+            stack.enter_context(mock.patch.object(backend, "_parts", Parts(backend._mesh)))
+        if popdist.instance_index() == popdist.num_instances() - 1:
+            stack.enter_context(mock.patch.object(HostGroup, "reserve", side_effect=BackendError("no room")))
+        check_every_set()
+
+
+def check_every_set() -> None:
+    """Each set of instances works together."""
     size, index = popdist.num_instances(), popdist.instance_index()
     for bits in range(1, 2**size):
         listed = {instance for instance in range(size) if bits >> instance & 1}
@@ -288,6 +314,9 @@ def work_together(root: int, *, scale: int) -> tuple[list[int], int, int]:
     own = torch.tensor(popdist.instance_index() * scale)
     popdist.barrier()
     gathered = popdist.all_gather(own).tolist()
+    numbers = torch.randn(70_000, generator=torch.Generator().manual_seed(popdist.instance_index()))
+    rows = list(popdist.all_gather(numbers))
+    assert torch.equal(popdist.all_reduce(numbers), tree_sum(rows, torch.add))
     return gathered, int(popdist.all_reduce(own.clone())), int(popdist.broadcast(own, root))
 
 

@@ -45,18 +45,23 @@ class Backend(Protocol):
         """Types of the devices whose tensors can be sent: ``cpu``, ``cuda``."""
 
     @property
-    def host(self) -> "HostCollectives | None":
-        """Collectives of CPU tensors in the memory that these instances share; None where they do not."""
-
-    @property
     def host_group(self) -> "HostGroup | None":
-        """That memory."""
+        """The memory that the instances of the whole job share; None where they do not, and for a part of it."""
 
     @property
     def neighbours(self) -> "HostCollectives | None":
         """In a job of several hosts, collectives in the memory of this one, among the instances that it has.
 
         They are neighbours in the order of the job, and on every host as many. None on all instances otherwise.
+        """
+
+    def share_memory(self) -> "HostCollectives | None":
+        """Collectives of CPU tensors in the memory that these instances share; None where they do not.
+
+        All of them ask at the same time, where their headers have proved that all are there.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
         """
 
     def start_exchange(self, header: list[int]) -> PendingExchange:

@@ -26,13 +26,16 @@ class SerialBackend:
         device_types: Types of the devices whose tensors are accepted.
     """
 
-    host = host_group = neighbours = None
+    host_group = neighbours = None
     """There is nobody to share memory with."""
 
     def __init__(self, instance_index: int = 0, *, device_types: frozenset[str]) -> None:
         self.instance_index = instance_index
         self.instances = (instance_index,)
         self.device_types = device_types
+
+    def share_memory(self) -> None:
+        """There is nobody to share it with."""
 
     def start_exchange(self, header: list[int]) -> SerialExchange:
         """Complete at once."""

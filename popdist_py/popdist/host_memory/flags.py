@@ -120,6 +120,18 @@ class Flags:
                 raise CollectiveError(self._disagreement(place))
         return number
 
+    def part(self, ranks: Sequence[int], pages: Sequence[Words], lives: Lives) -> "Flags":
+        """The meetings of some of the ranks, this one among them, on pages of their own."""
+        members = tuple(self._names.members[rank] for rank in ranks)
+        return Flags(
+            pages,
+            rank=ranks.index(self.rank),
+            names=Names(members=members, noun=self._names.noun),
+            lives=lives,
+            fence=self._fence,
+            timeout_seconds=self.timeout_seconds,
+        )
+
     def say(self, number: int) -> None:
         """Say a number below 2**64 at the next meeting."""
         self._mine[NUMBERS + (self._number + 1 & 1)] = number

@@ -14,70 +14,23 @@
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Final, Self
 
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError
+from popdist.host_memory.blocks import Reservation, SharedBlock
 from popdist.host_memory.combining import Op
 from popdist.host_memory.fences import make_fence
 from popdist.host_memory.flags import Flags, Names, operation, purpose
 from popdist.host_memory.meeting import Found, Meeting
 from popdist.host_memory.reduction import Reduction
-from popdist.host_memory.segments import PAGE_BYTES, Segment, as_tensor, map_window, whole_pages
+from popdist.host_memory.segments import PAGE_BYTES, Segment, as_tensor, as_words, map_window, whole_pages
 from popdist.host_memory.waiting import Lives
 
 _ALLOCATE: Final = operation("allocate")
 _BARRIER: Final = 0
-
-
-class SharedBlock:
-    """A row of memory of each rank, mapped by all of them; made by :meth:`HostGroup.allocate`.
-
-    Attributes:
-        rows: Every rank's row, in rank order: flat uint8 tensors that begin at a page. Any view of one keeps it
-            mapped. Nothing but :meth:`HostGroup.barrier` and the operations of the group tells a rank when another
-            has finished writing.
-        mine: This rank's row.
-    """
-
-    def __init__(self, segment: Segment, offset: int, rows: Sequence[Tensor], rank: int) -> None:
-        self.rows = tuple(rows)
-        self.mine = rows[rank]
-        self._segment = segment
-        self._offset = offset
-
-    def of(self, rank: int) -> Tensor:
-        """The row of ``rank``."""
-        return self.rows[rank]
-
-    def release(self) -> None:
-        """Give this rank's memory back, when no rank reads it any more: it reads as zeros from now on.
-
-        A block that is never released goes when the group is closed and the last view of it is gone.
-        """
-        self.releaser()
-
-    @property
-    def releaser(self) -> Callable[[], None]:
-        """What does that, and does not keep the block mapped."""
-        return partial(self._segment.release, self._offset, whole_pages(len(self.mine)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """Memory of one rank; made by :meth:`HostGroup.reserve`.
-
-    Attributes:
-        offset: Where it is in the rank's segment.
-        row: It: a flat uint8 tensor, all zero.
-    """
-
-    offset: int
-    row: Tensor
 
 
 class HostGroup:
@@ -93,12 +46,15 @@ class HostGroup:
         flags: Their meetings, which every operation is made of.
     """
 
-    def __init__(self, segment: Segment, found: dict[int, Found], flags: Flags, rank: int) -> None:
+    def __init__(
+        self, segment: Segment, found: dict[int, Found], flags: Flags, rank: int, *, is_part: bool = False
+    ) -> None:
         self.rank = rank
         self.size = len(found) + 1
         self.flags = flags
         self._segment = segment
         self._found = found
+        self._is_part = is_part
 
     @classmethod
     def connect(
@@ -174,6 +130,24 @@ class HostGroup:
         window = map_window(self._segment.descriptor, offset, length)
         weakref.finalize(window, self._segment.release, offset, length).atexit = False
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
+
+    def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
+        """Some of the ranks as a group of their own, in the same memory; no collective, and waits for nobody.
+
+        Args:
+            ranks: In the order in which the new group counts them, this one among them.
+            page: Reserved by this rank, of ``PAGE_BYTES``; used for nothing else.
+            offsets: Where each of them has its page, in the same order.
+
+        Raises:
+            OSError, ValueError: If the process may map no more.
+        """
+        places = zip(ranks, offsets, strict=True)
+        pages = [page.row if it == self.rank else self._map(it, offset, PAGE_BYTES) for it, offset in places]
+        found = {place: self._found[it] for place, it in enumerate(ranks) if it != self.rank}
+        lives = Lives({place: it.pid for place, it in found.items()})
+        flags = self.flags.part(ranks, [as_words(it) for it in pages], lives)
+        return HostGroup(self._segment, found, flags, flags.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
         """A row of ``num_bytes`` for each rank, mapped by all; all zero, unless it was reserved before.
@@ -264,8 +238,13 @@ class HostGroup:
         self.flags.meet(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
-        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map."""
+        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map.
+
+        A part of a group leaves the segments to that one, which is closed later.
+        """
         self.flags.leave()
+        if self._is_part:
+            return
         self._segment.close()
         while self._found:
             os.close(self._found.popitem()[1].descriptor)

@@ -10,7 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
 def as_tensor(window: mmap.mmap) -> Tensor:
     """The window as a flat tensor of bytes, which keeps it mapped as long as any view of it lives."""
     return torch.frombuffer(window, dtype=torch.uint8)
+
+
+def as_words(row: Tensor) -> memoryview:
+    """The memory of a flat tensor of bytes as 64-bit numbers without sign."""
+    array: Any = row.numpy()
+    return memoryview(array).cast("Q")
 
 
 class Segment:

@@ -7,10 +7,11 @@ made in place, each instance a share of the elements. Elsewhere the parts are se
 
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from popdist.errors import BackendError
 from popdist.groups import Group
-from popdist.host_memory.group import HostGroup, Reservation
+from popdist.host_memory.group import HostGroup
 from popdist.layout import ReplicaLayout
 from popdist.training.exchange import add_instances, nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
@@ -18,6 +19,9 @@ from popdist.training.gradient_parts import GradientParts, parts_of
 from popdist.training.rows import add_rows, scale_rows
 from popdist.training.shared_rows import SharedRows, num_bytes_of
 from popdist.tree import Node, finish, span
+
+if TYPE_CHECKING:
+    from popdist.host_memory.blocks import Reservation
 
 
 class GradientMemory:

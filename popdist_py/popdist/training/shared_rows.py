@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from popdist.host_memory.group import HostGroup, SharedBlock
+from popdist.host_memory.blocks import SharedBlock
+from popdist.host_memory.group import HostGroup
 from popdist.layout import ReplicaLayout
 from popdist.training.exchange import nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows

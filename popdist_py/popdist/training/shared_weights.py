@@ -14,7 +14,8 @@ from torch.nn import Parameter
 
 from popdist.errors import BackendError
 from popdist.groups import Group
-from popdist.host_memory.group import HostGroup, SharedBlock
+from popdist.host_memory.blocks import SharedBlock
+from popdist.host_memory.group import HostGroup
 from popdist.training.shards import flat_view
 
 _LINE_BYTES = 64
