@@ -301,6 +301,15 @@ def law_torch_can_change_the_timeout() -> None:
         dist.destroy_process_group(group)
 
 
+def law_gloo_and_python_do_not_lock_each_other_out() -> None:
+    """However often gloo's threads let go of tensors while the next ones are handed to gloo."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for _ in range(600):
+        flags = torch.tensor([1 << rank])
+        dist.all_reduce(flags, dist.ReduceOp.BOR)
+        assert flags.item() == 2**size - 1
+
+
 def law_a_ddp_step_takes_no_gloo() -> None:
     """Nothing of it is sent, and every rank has the mean of the gradients."""
     torch.manual_seed(dist.get_rank())

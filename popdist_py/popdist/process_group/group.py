@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -42,14 +41,11 @@ from popdist.process_group.forms import (
 )
 from popdist.process_group.hosts import connect
 from popdist.process_group.lane import Lane
-from popdist.process_group.torch_groups import Gloo, make_nccl
+from popdist.process_group.torch_groups import TorchGroups
 from popdist.process_group.tracing import never_traced
 
-_CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")
 _TAKEN: Final = {(True, torch.strided)}
-_GLOO: Final = dist.ProcessGroup.BackendType.GLOO
-_NCCL: Final = dist.ProcessGroup.BackendType.NCCL
 
 Tensors = Sequence[Tensor]
 Lists = Any  # of lists of tensors, or one list
@@ -58,11 +54,8 @@ Options = Any
 """Of one of torch's many classes, or what such an object holds; see `popdist.process_group.forms`."""
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
-
-
 @never_traced
-class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
+class PopdistProcessGroup(TorchGroups):
     """The ranks of one group; made by torch.
 
     Args:
@@ -76,30 +69,20 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     def __init__(
         self, store: Store, rank: int, size: int, *, timeout: timedelta, members: tuple[int, ...]
     ) -> None:
-        super().__init__(rank, size)
-        self._store = store
-        self._host = connect(
+        host = connect(
             PrefixStore("popdist", store),
             rank,
             size,
             timeout_seconds=timeout.total_seconds(),
             names=Names(members=members),
         )
-        self._lane = Lane(self._host.break_off)
-        self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
-        self._register_backend(_CPU, _GLOO, self._gloo)
-        self._set_default_backend(_GLOO)
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl = make_nccl(PrefixStore("nccl", store), rank, size, timeout)
-            self._register_backend(_CUDA, _NCCL, nccl)
+        super().__init__(store, rank, size, timeout, host.set_timeout)
+        self._host = host
+        self._lane = Lane(host.break_off)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
         return "popdist"
-
-    def get_group_store(self) -> Store:
-        """Where the ranks found each other."""
-        return self._store
 
     @property
     def host_group(self) -> HostGroup | None:
@@ -120,14 +103,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             opts = options(AllreduceOptions, reduceOp=opts, timeout=timeout)
         if self._takes(*tensors) and (op := op_of(opts.reduceOp, tensors)):
             return self._do(operations.all_reduce, opts, tensors, bare(tensors), op)
-        return super().allreduce(tensors, opts)
+        return self.beneath(*tensors).allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Work:
         """Combine each of several tensors."""
         opts = opts or AllreduceCoalescedOptions()
         if self._takes(*tensors) and (op := op_of(opts.reduceOp, tensors)):
             return self._do(operations.all_reduce, opts, tensors, bare(tensors), op)
-        return super().allreduce_coalesced(tensors, opts)
+        return self.beneath(*tensors).allreduce_coalesced(tensors, opts)
 
     def broadcast(self, tensors: Tensor | Tensors, opts: Options = None, timeout: timedelta | None = None) -> Work:
         """Overwrite one tensor with the root's."""
@@ -136,7 +119,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             opts = options(BroadcastOptions, rootRank=opts, timeout=timeout)
         if self._takes(*tensors):
             return self._do(operations.broadcast, opts, tensors, bare(tensors), opts.rootRank)
-        return super().broadcast(tensors, opts)
+        return self.beneath(*tensors).broadcast(tensors, opts)
 
     def reduce(
         self,
@@ -151,7 +134,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             opts = options(ReduceOptions, rootRank=opts, reduceOp=op, timeout=timeout)
         if self._takes(*tensors) and (named := op_of(opts.reduceOp, tensors)):
             return self._do(operations.reduce, opts, tensors, bare(tensors), named, opts.rootRank)
-        return super().reduce(tensors, opts)
+        return self.beneath(*tensors).reduce(tensors, opts)
 
     def allgather(self, output_tensors: Lists, input_tensors: Tensor | Tensors, opts: Options = None) -> Work:
         """Take every rank's tensor: ``output_tensors[0][rank]`` becomes that of ``rank``."""
@@ -163,7 +146,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             check_rows(output_tensors, input_tensors, self.size())
             rows = [bare(row) for row in output_tensors]
             return self._do(operations.all_gather, opts, output_tensors, rows, bare(input_tensors))
-        return super().allgather(output_tensors, input_tensors, opts)
+        return self.beneath(*input_tensors).allgather(output_tensors, input_tensors, opts)
 
     def allgather_coalesced(self, output_lists: Lists, input_list: Tensors, opts: Options = None) -> Work:
         """Take every rank's tensors: ``output_lists[rank][i]`` becomes the ``input_list[i]`` of ``rank``."""
@@ -172,7 +155,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             rows = [bare(row) for row in zip(*output_lists, strict=True)]
             check_rows(rows, input_list, self.size())
             return self._do(operations.all_gather, opts, output_lists, rows, bare(input_list))
-        return super().allgather_coalesced(output_lists, input_list, opts)
+        return self.beneath(*input_list).allgather_coalesced(output_lists, input_list, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Options = None) -> Work:  # noqa: A002 - torch's name
         """Take every rank's tensor, one after the other in ``output``."""
@@ -180,7 +163,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if self._takes(output, input):
             check_parts([output], [input], self.size())
             return self._do(operations.all_gather_single, opts, [output], bare([output]), bare([input]))
-        return super().all_gather_single(output, input, opts)
+        return self.one_by_one("_allgather_base", [output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
         """As :meth:`all_gather_single`, of several tensors."""
@@ -188,7 +171,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if self._takes(*outputs, *inputs):
             check_parts(outputs, inputs, self.size())
             return self._do(operations.all_gather_single, opts, outputs, bare(outputs), bare(inputs))
-        return super().all_gather_single_coalesced(outputs, inputs, opts)
+        return self.one_by_one("_allgather_base", outputs, inputs, opts)
 
     def reduce_scatter(
         self,
@@ -206,7 +189,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             check_rows(input_tensors, output_tensors, self.size())
             rows = [bare(row) for row in input_tensors]
             return self._do(operations.reduce_scatter, opts, output_tensors, bare(output_tensors), rows, op)
-        return super().reduce_scatter(output_tensors, input_tensors, opts)
+        return self.beneath(*output_tensors).reduce_scatter(output_tensors, input_tensors, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options = None) -> Work:  # noqa: A002 - torch's name
         """Take this rank's part of a combination; the parts stand one after the other in ``input``."""
@@ -214,7 +197,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if self._takes(output, input) and (op := op_of(opts.reduceOp, [output])):
             check_parts([input], [output], self.size())
             return self._do(operations.reduce_scatter_single, opts, [output], bare([output]), bare([input]), op)
-        return super().reduce_scatter_single(output, input, opts)
+        return self.one_by_one("_reduce_scatter_base", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
         """As :meth:`reduce_scatter_single`, of several tensors."""
@@ -222,7 +205,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if self._takes(*outputs, *inputs) and (op := op_of(opts.reduceOp, outputs)):
             check_parts(inputs, outputs, self.size())
             return self._do(operations.reduce_scatter_single, opts, outputs, bare(outputs), bare(inputs), op)
-        return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        return self.one_by_one("_reduce_scatter_base", outputs, inputs, opts)
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Options = None) -> Work:
         """``output_tensors[rank]`` becomes what stands in the ``input_tensors`` of ``rank`` for this one."""
@@ -231,7 +214,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if self._takes(*output_tensors, *input_tensors):
             check_exchange(output_tensors, input_tensors, self.size())
             return self._do(operations.all_to_all, opts, output_tensors, bare(output_tensors), bare(input_tensors))
-        return super().alltoall(output_tensors, input_tensors, opts)
+        return self.beneath(*output_tensors).alltoall(output_tensors, input_tensors, opts)
 
     def all_to_all_single(
         self,
@@ -249,14 +232,14 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
             check_splits(input, input_split_sizes, self.size())
             splits = (output_split_sizes, input_split_sizes)
             return self._do(operations.all_to_all_single, opts, [output], output.data, input.data, *splits)
-        return super().all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts)
+        return self.beneath(output).alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
 
     def barrier(self, opts: Options = None, timeout: timedelta | None = None) -> Work:
         """Wait for all ranks; for what runs on their CUDA devices only where the options name one."""
         if type(opts) is not BarrierOptions:
             opts = options(BarrierOptions, timeout=timeout or opts)
         if opts.device_ids if opts.device is None else opts.device.type != "cpu":
-            return super().barrier(opts)
+            return self._get_backend(opts.device or _CUDA).barrier(opts)
         return self._do(operations.barrier, opts, [], seconds(opts.timeout))
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,13 +1,27 @@
 """The groups of torch's own that a group of popdist's holds, for what it does not do itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
+import torch
+from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from popdist.process_group.lane import DONE
+from popdist.process_group.tracing import never_traced
+
+_CPU: Final = torch.device("cpu")
+_CUDA: Final = torch.device("cuda")
+_GLOO: Final = dist.ProcessGroup.BackendType.GLOO
+_NCCL: Final = dist.ProcessGroup.BackendType.NCCL
 
 _ProcessGroupGloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its methods
+_ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
+
+Tensors = Sequence[Tensor]
+Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
@@ -37,3 +51,55 @@ def make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  #
     chosen = dist.ProcessGroupNCCL.Options()
     chosen._timeout = timeout  # noqa: SLF001 - the only way to set it
     return dist.ProcessGroupNCCL(store, rank, size, chosen)
+
+
+@never_traced
+class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
+    """A process group that has gloo beneath it and, where there is CUDA, NCCL.
+
+    What it hands on to them it hands on itself. On torch's way there, through a group that is written in Python,
+    the call holds the interpreter's lock and waits for a lock of gloo's; a thread of gloo's may hold that one and
+    wait for the interpreter's, to let go of a tensor. And NCCL may be waiting for another rank.
+
+    Args:
+        store: Where the ranks find each other.
+        rank: This process in the group.
+        size: Ranks in the group.
+        timeout: How long a lost or late rank is waited for.
+        tell: Hears of every other timeout, in seconds.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, tell: Callable[[float], None]
+    ) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, tell)
+        self._register_backend(_CPU, _GLOO, self._gloo)
+        self._set_default_backend(_GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            self._register_backend(_CUDA, _NCCL, make_nccl(PrefixStore("nccl", store), rank, size, timeout))
+
+    def get_group_store(self) -> Store:
+        """Where the ranks found each other."""
+        return self._store
+
+    def beneath(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - torch's stubs lack its methods
+        """The group that is for the device of these tensors."""
+        return self._get_backend(tensors[0].device if tensors else _CPU)
+
+    def one_by_one(self, call: str, outputs: Tensors, inputs: Tensors, opts: object) -> Work:
+        """``call`` of the group beneath for each of ``outputs`` and ``inputs``."""
+        do = getattr(self.beneath(*outputs), call)
+        works = [do(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
+        for work in works[:-1]:
+            work.wait()
+        return works[-1] if works else DONE
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
+        """Give one tensor to one rank."""
+        return self.beneath(*tensors).send(tensors, destination, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
+        """Take one tensor from one rank."""
+        return self.beneath(*tensors).recv(tensors, source, tag)
