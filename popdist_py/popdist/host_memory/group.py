@@ -13,7 +13,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, Self
 
 from torch import Tensor
@@ -196,7 +196,6 @@ class HostGroup:
         *,
         outputs: Sequence[Tensor] | None = None,
         pairs: Sequence[tuple[int, int]] | None = None,
-        then: Callable[[Tensor], object] | None = None,
     ) -> Reduction:
         """Prepare to combine rows of shared memory in place, each rank a share of the elements; no collective.
 
@@ -211,19 +210,11 @@ class HostGroup:
             outputs: Where the result goes, as ``rows``; may be of another floating dtype. None means ``rows``.
             pairs: In which order: row ``left`` becomes the result of both, and row 0 ends as the result of all.
                 None means the tree of `popdist.tree` over the rows.
-            then: Done to each piece of the result before it goes out, in place: a division, a cast's rounding.
 
         Raises:
             ValueError: If the rows do not fit together.
         """
-        return Reduction(
-            self.flags,
-            rows,
-            op,
-            outputs=rows if outputs is None else outputs,
-            pairs=pairs,
-            then=then,
-        )
+        return Reduction(self.flags, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait until every rank is here; afterwards each sees what all wrote into shared memory before.

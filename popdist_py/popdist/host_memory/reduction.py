@@ -4,7 +4,7 @@ Sums are made by numpy, which adds the same bits as torch and whose functions ar
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
@@ -42,7 +42,6 @@ class Reduction:
         *,
         outputs: Sequence[Tensor],
         pairs: Sequence[tuple[int, int]] | None,
-        then: Callable[[Tensor], object] | None,
     ) -> None:
         num_elements, dtype = len(rows[0]), rows[0].dtype
         if {(row.shape, row.dtype) for row in rows} != {(rows[0].shape, dtype)} or rows[0].dim() != 1:
@@ -54,14 +53,13 @@ class Reduction:
         self._combine = combiner(op, dtype)
         self._pairs = additions(len(rows)) if pairs is None else tuple(pairs)
         self._divisor = len(rows) if op == "mean" else None
-        self._then = then
         elements = share(num_elements, flags.rank, flags.size, rows[0].element_size())
         pieces = list(blocks(elements, rows[0].element_size(), len(rows)))
         is_half = dtype in HALVES
         targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
         self._pieces = [_Piece([row[it] for row in rows], [out[it] for out in targets]) for it in pieces]
         self._arrays: list[_Piece] | None = None
-        if op in ("sum", "mean") and then is None and dtype not in NO_ARRAYS and _all_of(outputs, dtype):
+        if op in ("sum", "mean") and dtype not in NO_ARRAYS and _all_of(outputs, dtype):
             self._arrays = [
                 _Piece([it.numpy() for it in piece.rows], [it.numpy() for it in piece.outputs])
                 for piece in self._pieces
@@ -116,8 +114,6 @@ class Reduction:
         total = rows[0]
         if divisor != 1:
             total.div_(divisor)
-        if self._then is not None:
-            self._then(total)
         return total
 
 
