@@ -40,6 +40,21 @@ class Exchange:
         self._pending = pending
         self._numbers: list[list[int]] | None = None
 
+    def peek(self) -> list[list[int]] | None:
+        """What :meth:`wait` will return, if all have come; neither waits nor raises, and learns nothing.
+
+        Returns:
+            None while an instance is awaited, nothing of any instance if they are not in the same collective.
+        """
+        if self._numbers is not None:
+            return self._numbers
+        received = self._pending.peek()
+        if received is None:
+            return None
+        unpacked = [headers.unpack(words) for words in received]
+        is_same = len({text for text, _ in unpacked}) == 1
+        return [numbers for _, numbers in unpacked] if is_same else []
+
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every instance's numbers, in the order of the group's instances. May be called again.
 

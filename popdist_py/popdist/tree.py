@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,6 +102,12 @@ class TreeSum(Generic[T]):
     def nodes(self) -> dict[Node, T]:
         """The sums held, left to right: the values of :func:`aligned_nodes` of what was pushed so far."""
         return dict(self._held)
+
+    def of_part(self, part: Callable[[T], S], add: Callable[[S, S], S]) -> "TreeSum[S]":
+        """The sum of a ``part`` of each item, as far as this one is now, which stays as it is."""
+        tree = TreeSum(self._n, add, start=self._position)
+        tree._held = [(node, part(value)) for node, value in self._held]
+        return tree
 
     def push(self, value: T) -> None:
         """Take the item at :attr:`position`.

@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from popdist.backends.parts import Parts
 from popdist.collectives import DTYPES, FLOATS, exchange
 from popdist.errors import BackendError
 from popdist.host_memory.group import HostGroup
+from popdist.host_memory.waiting import wait_until
 from popdist.tree import tree_sum
 
 TIMEOUT_SECONDS = 60.0
@@ -361,6 +363,26 @@ def law_init_is_once_and_again_after_finalize() -> None:
             call()
     popdist.init("gloo", timeout_seconds=TIMEOUT_SECONDS)
     assert popdist.all_reduce(torch.ones(1)).item() == popdist.num_instances()
+
+
+def law_headers_can_be_looked_at_without_waiting() -> None:
+    """They are None before all have come, then what wait() returns, and nothing where the instances disagree."""
+    group, store = context.current_group(), context._state.store
+    index, num_instances = popdist.instance_index(), popdist.num_instances()
+    if store is not None and index > 0:
+        store.wait(["looked"], timedelta(seconds=TIMEOUT_SECONDS))
+    asked = group.start("look", [index])
+    if store is not None and index == 0:
+        assert asked.peek() is None
+        store.set("looked", "")
+    assert wait_until(lambda: asked.peek() is not None, TIMEOUT_SECONDS)
+    assert asked.peek() == asked.wait() == [[it] for it in range(num_instances)]
+    if num_instances > 1:
+        other = group.start(f"look at {index}")
+        assert wait_until(lambda: other.peek() is not None, TIMEOUT_SECONDS)
+        assert other.peek() == []
+        with refused(popdist.CollectiveError, "not in the same collective"):
+            other.wait()
 
 
 def law_an_instance_that_left_is_named() -> None:

@@ -19,6 +19,7 @@ class Call:
         num_instances: Forked processes.
         num_replicas: A multiple of that.
         num_hosts: On how many hosts the instances are told to be, the same number on each.
+        victim: The instance that ends by SIGKILL and has no result; None for none.
         timeout_seconds: How long all of it may take.
     """
 
@@ -27,6 +28,7 @@ class Call:
     num_instances: int
     num_replicas: int
     num_hosts: int
+    victim: int | None
     timeout_seconds: float
 
 
@@ -51,15 +53,20 @@ class ForkedWorlds:
         num_instances: int,
         num_replicas: int | None = None,
         num_hosts: int = 1,
+        victim: int | None = None,
         timeout_seconds: float,
     ) -> list[Any]:
-        """What ``fn`` returns on each instance, in their order; the test fails where one has no result."""
+        """What ``fn`` returns on each instance, in their order; the test fails where one has no result.
+
+        The ``victim`` must be killed, and None stands in its place.
+        """
         call = Call(
             fn=fn,
             arguments=arguments,
             num_instances=num_instances,
             num_replicas=num_replicas or num_instances,
             num_hosts=num_hosts,
+            victim=victim,
             timeout_seconds=timeout_seconds,
         )
         assert self._process.stdin is not None

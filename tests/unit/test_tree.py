@@ -55,6 +55,27 @@ def test_every_split_gives_the_same_bits(case: tuple[list[float], list[int]]) ->
     assert bits(finish(exchanged, len(items), operator.add)) == bits(tree_sum(items, operator.add))
 
 
+@given(FLOATS, st.data())
+def test_a_part_can_go_on_by_itself(items: list[float], data: st.DataObject) -> None:
+    """Begun anywhere and left anywhere, the sum of parts has the bits of the whole, which stays as it is."""
+    start = data.draw(st.integers(0, len(items) - 1))
+    whole = TreeSum(len(items), operator.add, start=start)
+    for item in items[start : data.draw(st.integers(start, len(items) - 1))]:
+        whole.push(item)
+    before = whole.nodes
+    part = whole.of_part(
+        lambda value: (value, -value), lambda left, right: (left[0] + right[0], left[1] + right[1])
+    )
+    for item in items[whole.position :]:
+        part.push((item, -item))
+    assert whole.nodes == before
+    for item in items[whole.position :]:
+        whole.push(item)
+    assert {node: bits(value) for node, (value, _) in part.nodes.items()} == {
+        node: bits(value) for node, value in whole.nodes.items()
+    }
+
+
 @given(st.integers(1, 300), st.data())
 def test_aligned_nodes_cover_the_block_once(n: int, data: st.DataObject) -> None:
     """Aligned nodes cover exactly their block, in order, with at most 2 ceil(log2(n)) nodes (one for n = 1)."""

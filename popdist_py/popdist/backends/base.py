@@ -8,8 +8,12 @@ very order of `popdist.tree` that is used above.
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
     from torch import Tensor
 
+    from popdist.backends.channel import Channel
     from popdist.host_memory.collectives import HostCollectives
     from popdist.host_memory.group import HostGroup
 
@@ -27,6 +31,9 @@ class PendingExchange(Protocol):
         Raises:
             BackendError: If an instance was lost, or its header did not come in time; the message names it.
         """
+
+    def peek(self) -> list[list[int]] | None:
+        """Every instance's header, if all have come; None if not. Neither waits nor raises."""
 
 
 class Backend(Protocol):
@@ -59,6 +66,15 @@ class Backend(Protocol):
         """Collectives of CPU tensors in the memory that these instances share; None where they do not.
 
         All of them ask at the same time, where their headers have proved that all are there.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
+        """A way to send tensors on ``devices`` while the program sends others; None where there is none.
+
+        All instances of the job are together in this call, with devices of the same types.
 
         Raises:
             BackendError: If an instance was lost or did not come in time.

@@ -5,6 +5,7 @@ of the instances needs no connections of its own.
 """
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,14 @@ class TorchExchange:
                 )
         if self._failures:
             raise BackendError(self._blame()) from next(iter(self._failures.values()))
+        return self._headers()
+
+    def peek(self) -> list[list[int]] | None:
+        """Every member's header if all have come; see `popdist.backends.base`."""
+        self._thread = self._thread or self._mesh.in_background(self._receive)
+        return None if self._thread.is_alive() or self._failures else self._headers()
+
+    def _headers(self) -> list[list[int]]:
         return [self._received[i].tolist() if i in self._received else self._header for i in self._instances]
 
     def _receive(self) -> None:
@@ -101,7 +110,19 @@ class HostExchange:
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every member's header, in order; see `popdist.backends.base`."""
         limit = self._mesh.timeout_seconds if timeout_seconds is None else timeout_seconds
-        deadline = time.monotonic() + limit
+        if late := self._receive(time.monotonic() + limit):
+            raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
+        return [self._received[instance] for instance in self._instances]
+
+    def peek(self) -> list[list[int]] | None:
+        """Every member's header if all have come; see `popdist.backends.base`."""
+        with suppress(BackendError):
+            if not self._receive(time.monotonic()):
+                return [self._received[instance] for instance in self._instances]
+        return None
+
+    def _receive(self, deadline: float) -> list[int]:
+        """Take the headers that come until then; who is late."""
         late = [instance for instance in self._instances if instance not in self._received]
         for instance in tuple(late):
             seconds_left = max(deadline - time.monotonic(), 0.0)
@@ -109,9 +130,7 @@ class HostExchange:
             if message is not None:
                 self._received[instance] = message
                 late.remove(instance)
-        if late:
-            raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
-        return [self._received[instance] for instance in self._instances]
+        return late
 
 
 def peers_of(mesh: Mesh, instances: tuple[int, ...]) -> list[int]:

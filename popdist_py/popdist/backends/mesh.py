@@ -5,8 +5,8 @@ of its own, made before or after. All connections are made at the start: afterwa
 and an instance that has finished may leave while others go on.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any, Final
@@ -15,13 +15,14 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from popdist.backends.channel import Channel
+from popdist.backends.failures import as_backend_error
 from popdist.errors import BackendError
 from popdist.headers import NUM_WORDS
 from popdist.host_memory.collectives import HostCollectives
 from popdist.host_memory.flags import Names
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.mailboxes import Mailboxes
-from popdist.presence import presence
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
@@ -75,6 +76,9 @@ class Mesh:
         self.host = self._share_memory(range(num_instances)) if is_one_host else None
         self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
         self.mailboxes = None if self.host is None else Mailboxes(self.host.group, NUM_WORDS)
+        self._channels: dict[str, Channel] = {}
+        if self.host is None and self.neighbours is None:
+            self._channels["cpu"] = self._channel_over(self._connect("channel"), self._close_connections)
 
     def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
         gloo: Any = dist.ProcessGroupGloo
@@ -121,12 +125,42 @@ class Mesh:
     def nccl(self) -> Any:  # noqa: ANN401 - as above
         """The NCCL group, made at the first collective on CUDA tensors, in which all instances are together."""
         if self._nccl is None:
-            with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._timeout  # noqa: SLF001 - the only way to set it
-                store = PrefixStore("nccl", self._store)
-                self._nccl = dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+            self._nccl = self._start_nccl("nccl")
         return self._nccl
+
+    def _start_nccl(self, name: str) -> Any:  # noqa: ANN401 - as above
+        with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout  # noqa: SLF001 - the only way to set it
+            store = PrefixStore(name, self._store)
+            return dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+
+    def channel(self, devices: Collection[torch.device]) -> Channel | None:
+        """A way beside all others for tensors on ``devices``, all of one type.
+
+        All instances are together in the first call for CUDA, and NCCL connects them then: later it might wait for
+        what the program computes meanwhile.
+
+        Returns:
+            None where CPU tensors go through the memory of a host, and where the devices are of several types.
+        """
+        types = {device.type for device in devices}
+        if types == {"cuda"} and "cuda" not in self._channels:
+            made = self._channel_over(self._start_nccl("channel/nccl"), lambda nccl: nccl.abort())
+            with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+                for device in devices:
+                    made.all_gather(torch.zeros(1, device=device))
+            self._channels["cuda"] = made
+        return self._channels.get(types.pop()) if len(types) == 1 else None
+
+    def _channel_over(self, process_group: Any, break_off: Callable[[Any], None]) -> Channel:  # noqa: ANN401 - as above
+        others = [instance for instance in range(self.num_instances) if instance != self.instance_index]
+        return Channel(
+            process_group,
+            self.num_instances,
+            break_off=break_off,
+            find_lost=lambda: [other for other in others if self.is_lost(other)],
+        )
 
     def is_lost(self, peer: int) -> bool:
         """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""
@@ -139,20 +173,27 @@ class Mesh:
     def in_background(self, wait: Callable[[], None]) -> Thread:
         """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""
         thread = Thread(target=wait, daemon=True)
-        self._waiting.append(thread)
+        self._waiting = [it for it in self._waiting if it.is_alive()] + [thread]
         thread.start()
         return thread
 
     def settle(self) -> None:
         """End all threads: one that lets go of a tensor when the interpreter is gone aborts the process."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
         self.gloo = self._nccl = None
         waiting = [thread for thread in self._waiting if thread.is_alive()]
         if waiting:
-            with suppress(RuntimeError):
-                peer = 1 if self.instance_index == 0 else 0
-                self.control.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+            self._close_connections(self.control)
         for thread in waiting:
             thread.join()
+
+    def _close_connections(self, gloo: Any) -> None:  # noqa: ANN401 - as above
+        """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
+        with suppress(RuntimeError):
+            peer = 1 if self.instance_index == 0 else 0
+            gloo.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Drop the connections."""
@@ -161,21 +202,3 @@ class Mesh:
         for shared in (self.host, self.neighbours):
             if shared is not None:
                 shared.group.close()
-
-
-@contextmanager
-def as_backend_error(what: str) -> Iterator[None]:
-    """Wait for the other instances in the block.
-
-    Torch raises RuntimeError and subclasses of it for everything that goes wrong on the way.
-    """
-    presence.wait_again()
-    try:
-        yield
-    except BackendError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).partition(". ")[0].splitlines()[0]
-        raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error
-    finally:
-        presence.go_on()

@@ -3,6 +3,9 @@
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
     from torch import Tensor
 
 
@@ -15,6 +18,10 @@ class SerialExchange:
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """The one header; there is nothing to wait for, so ``timeout_seconds`` plays no part."""
         del timeout_seconds
+        return [self._header]
+
+    def peek(self) -> list[list[int]]:
+        """The one header."""
         return [self._header]
 
 
@@ -36,6 +43,10 @@ class SerialBackend:
 
     def share_memory(self) -> None:
         """There is nobody to share it with."""
+
+    def channel(self, devices: "Collection[torch.device]") -> None:
+        """There is nobody to send anything to."""
+        del devices
 
     def start_exchange(self, header: list[int]) -> SerialExchange:
         """Complete at once."""

@@ -3,12 +3,16 @@
 Where the instances share a host, headers and CPU tensors go through its memory in place of gloo.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from popdist.backends.channel import Channel
 from popdist.backends.exchanges import HostExchange, TorchExchange, peers_of
-from popdist.backends.mesh import Mesh, as_backend_error
+from popdist.backends.failures import as_backend_error
+from popdist.backends.mesh import Mesh
 from popdist.backends.parts import Parts
 from popdist.backends.serial import SerialBackend
 from popdist.host_memory.collectives import HostCollectives
@@ -54,6 +58,11 @@ class TorchBackend:
         if "cpu" not in self.device_types:
             return None
         return self._mesh.host if self._is_whole_job else self._parts.of(self.instances)
+
+    def channel(self, devices: Collection[torch.device]) -> Channel | None:
+        """A way beside all others, for the whole job."""
+        is_possible = self._is_whole_job and self.device_types.issuperset(device.type for device in devices)
+        return self._mesh.channel(devices) if is_possible else None
 
     def start_exchange(self, header: list[int]) -> TorchExchange | HostExchange:
         """Send ``header`` to every other member."""

@@ -20,7 +20,7 @@ from popdist.training.buffers import ReplicaBuffers
 from popdist.training.exchange import nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
 from popdist.training.gradient_memory import GradientMemory
-from popdist.training.gradient_parts import GradientParts
+from popdist.training.overlapped_step import OverlappedStep
 from popdist.tree import TreeSum, finish
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -104,13 +104,26 @@ class ReplicaSum:
         self._weights.push(weight)
         self._used |= used
 
-    def finish(self, reduction: Reduction, *, unit: float = 1.0, not_finite: NotFinite | None = None) -> None:
+    @property
+    def rows(self) -> TreeSum[GradientRows]:
+        """What the local replicas have brought so far."""
+        return self._rows
+
+    def finish(
+        self,
+        reduction: Reduction,
+        *,
+        unit: float = 1.0,
+        not_finite: NotFinite | None = None,
+        overlap: OverlappedStep | None = None,
+    ) -> None:
         """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
 
         Args:
             reduction: ``"mean"`` or ``"sum"``; the same on all instances.
             unit: What the gradients were multiplied by is their weight over this; the same on all instances.
             not_finite: What this instance has found, if anything: then every instance raises.
+            overlap: What has gone early, if it could.
 
         Raises:
             BatchError: If the weights of the whole job add up to 0, so that there is no mean.
@@ -120,16 +133,19 @@ class ReplicaSum:
             BackendError: If an instance was lost or did not come in time.
         """
         parts = self._memory.parts()
-        states = self._announce(reduction if not_finite is None else "not finite", parts).wait()
+        way = 0 if overlap is None else overlap.close(list(self._rows.nodes.values()))
+        way = way if parts is None else parts.number
+        states = self._announce(reduction if not_finite is None else "not finite", way).wait()
         self._check([_STATES[state[0]] for state in states], not_finite)
         total = self._total_weight([state[3:] for state in states])
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
-        if len({state[2] for state in states}) > 1:
-            parts = None
+        is_one_way = len({state[2] for state in states}) == 1
+        parts = parts if is_one_way else None
+        early = None if overlap is None else overlap.wait(are_right=is_one_way and way < 0)
         over = total / unit if reduction == "mean" else 1.0
-        rows = self._memory.finish(self._rows.nodes, over, parts)
+        rows = self._memory.finish(self._rows.nodes, over, parts, early)
         num_parameters = len(self._gradients.names)
         self._gradients.give(rows, mask & ((1 << num_parameters) - 1))
         if parts is not None:
@@ -151,11 +167,12 @@ class ReplicaSum:
         num_bits = len(self._gradients.names) + len(self._buffers or ())
         return self._mask.to_bytes(num_bits // 8 + 1, "little")
 
-    def _announce(self, state: str, parts: GradientParts | None = None) -> Exchange:
+    def _announce(self, state: str, way: int = 0) -> Exchange:
+        """``way`` is how the gradients are added: 0 for all of them at the end, or what tells the other ones."""
         digest = hashlib.blake2b(self._mask_as_bytes(), digest_size=7).digest()
         weights = as_words(self._weights.nodes.values())
         text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
-        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), parts.number if parts else 0]
+        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), way]
         return self._group.start(text, [*numbers, *weights])
 
     def _check(self, states: list[str], not_finite: NotFinite | None) -> None:

@@ -5,7 +5,8 @@ So an instance sends and receives twice what it has, however many there are, as 
 its memory first, and what goes over the network is, for each of them, twice its share of one row.
 """
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,16 @@ FEW: Final = 1 << 13
 """Numbers of which every instance gets all partial sums at once: one round of messages costs more than they do."""
 
 
+class Sending(Protocol):
+    """A set of instances that send each other tensors."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every instance's ``tensor``, stacked."""
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Row *j* goes to the *j*-th instance; row *i* of the result came from the *i*-th."""
+
+
 def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
     """Make the first of ``own`` the sum over the partial sums of all instances, of which ``own`` are this one's.
 
@@ -33,13 +44,13 @@ def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> Non
     nodes = [nodes_of(layout, instance) for instance in backend.instances]
     neighbours = None if own[0].is_cuda else backend.neighbours
     if neighbours is None or not is_whole(layout.num_local_replicas * neighbours.group.size):
-        _add_among(backend, nodes, own, layout.num_replicas)
+        add_among(backend, nodes, own, layout.num_replicas, into=own[0])
         return
     (row,) = own
     body = len(row) - len(row) % neighbours.group.size
     _add_by_hosts(backend, neighbours, layout, row[:body])
     if body < len(row):
-        _add_among(backend, nodes, [row[body:]], layout.num_replicas)
+        add_among(backend, nodes, [row[body:]], layout.num_replicas, into=row[body:])
 
 
 def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
@@ -64,26 +75,39 @@ def _add_by_hosts(backend: Backend, neighbours: HostCollectives, layout: Replica
     nodes = [
         aligned_nodes(first, first + block, layout.num_replicas) for first in range(0, layout.num_replicas, block)
     ]
-    _add_among(peers, nodes, [mine], layout.num_replicas)
+    add_among(peers, nodes, [mine], layout.num_replicas, into=mine)
     neighbours.all_gather(shares, mine)
 
 
-def _add_among(backend: Backend, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> None:
-    """The sum over the members of ``backend``, of whom each has the partial sums that ``nodes`` tells."""
-    for start in range(0, len(own[0]), CHUNK_SIZE):
+def add_among(
+    sending: Sending, nodes: list[list[Node]], own: Sequence[Tensor], num_replicas: int, into: Tensor
+) -> None:
+    """The sum over the members of ``sending``, of whom each has the partial sums that ``nodes`` tells.
+
+    Args:
+        sending: All call this together.
+        nodes: For each member, which partial sums it has.
+        own: Those of this one: rows of equal length.
+        num_replicas: In the whole tree.
+        into: Where the sum goes; may be one of ``own``.
+
+    Raises:
+        BackendError, RuntimeError: If an instance was lost or did not come in time.
+    """
+    for start in range(0, len(into), CHUNK_SIZE):
         chunk = [row[start : start + CHUNK_SIZE] for row in own]
         add = _add_all if len(chunk[0]) <= FEW else _add_shares
-        add(backend, nodes, chunk, num_replicas)
+        into[start : start + CHUNK_SIZE] = add(sending, nodes, chunk, num_replicas)
 
 
-def _add_all(backend: Backend, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> None:
+def _add_all(sending: Sending, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> Tensor:
     sent = own[0].new_zeros(max(map(len, nodes)), len(own[0]))
     for row, partial in zip(sent, own, strict=False):
         row.copy_(partial)
-    own[0].copy_(add_partials(backend.all_gather(sent), nodes, num_replicas))
+    return add_partials(sending.all_gather(sent), nodes, num_replicas)
 
 
-def _add_shares(backend: Backend, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> None:
+def _add_shares(sending: Sending, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> Tensor:
     num_members, length = len(nodes), len(own[0])
     width = -(-length // num_members)
     sent = own[0].new_zeros(num_members, max(map(len, nodes)), width)
@@ -91,8 +115,8 @@ def _add_shares(backend: Backend, nodes: list[list[Node]], own: list[Tensor], nu
         padded = partial.new_zeros(num_members * width)
         padded[:length] = partial
         sent[:, number] = padded.view(num_members, width)
-    share = add_partials(backend.all_to_all(sent), nodes, num_replicas)
-    own[0].copy_(backend.all_gather(share).view(-1)[:length])
+    share = add_partials(sending.all_to_all(sent), nodes, num_replicas)
+    return sending.all_gather(share).view(-1)[:length]
 
 
 def add_partials(received: Tensor, nodes: list[list[Node]], num_replicas: int) -> Tensor:

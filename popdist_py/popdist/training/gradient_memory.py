@@ -16,6 +16,8 @@ from popdist.layout import ReplicaLayout
 from popdist.training.exchange import add_instances, nodes_of
 from popdist.training.flat_gradients import FlatGradients, GradientRows
 from popdist.training.gradient_parts import GradientParts, parts_of
+from popdist.training.overlap import Overlap
+from popdist.training.overlapped_step import OverlappedStep
 from popdist.training.rows import add_rows, scale_rows
 from popdist.training.shared_rows import SharedRows, num_bytes_of
 from popdist.tree import Node, finish, span
@@ -49,6 +51,8 @@ class GradientMemory:
         self._reserved: Reservation | None = None
         self._shared: SharedRows | None = None
         self._is_connected = False
+        self._overlap: Overlap | None = None
+        self._is_sent = False
         if self._host is not None:
             with suppress(BackendError):
                 self._reserved = self._host.reserve(num_bytes_of(layout, gradients))
@@ -89,8 +93,26 @@ class GradientMemory:
         """The parts of the sum that the instances need, where not all get all of it anyway."""
         return None if self._host is not None or self._layout.num_instances == 1 else parts_of(self.gradients)
 
+    def prepare_overlap(self) -> None:
+        """After a step that was announced: from now on they may go early. All instances are together here."""
+        if self._overlap is None and self._is_sent:
+            channel = self.group.backend.channel([kind.device for kind in self.gradients.kinds])
+            self._overlap = None if channel is None else Overlap(channel, self._layout, self.gradients)
+        self._is_sent = False
+
+    def begin_overlap(self, *, scales: bool) -> OverlappedStep | None:
+        """The next step, if it may go early; ``scales`` as in `popdist.training.step`."""
+        if self._overlap is None or self.parts() is not None:
+            return None
+        number = self._overlap.offer()
+        return OverlappedStep(self._overlap, number, scales=scales) if number else None
+
     def finish(
-        self, nodes: Mapping[Node, GradientRows], over: float, parts: GradientParts | None = None
+        self,
+        nodes: Mapping[Node, GradientRows],
+        over: float,
+        parts: GradientParts | None = None,
+        early: GradientRows | None = None,
     ) -> GradientRows:
         """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
 
@@ -98,10 +120,14 @@ class GradientMemory:
             nodes: This instance's part of the tree.
             over: The same on all instances.
             parts: What the instances need, if they have agreed to get no more.
+            early: The sum, where it has been made already.
 
         Raises:
             BackendError: If an instance was lost or did not come in time.
         """
+        if early is not None:
+            scale_rows(early.rows, over=over)
+            return early
         own = list(nodes.values())
         if self._host is not None and not self._is_connected:
             self._connect(self._host, own)
@@ -115,6 +141,7 @@ class GradientMemory:
             for row_of_nodes in zip(*(it.rows for it in own), strict=True):
                 add_instances(self.group, self._layout, list(row_of_nodes))
             total = own[0]
+            self._is_sent = True
         scale_rows(total.rows, over=over)
         return total
 

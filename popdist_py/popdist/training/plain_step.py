@@ -43,7 +43,7 @@ class PlainStep:
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
 
-    def begin(self, index: int) -> int:
+    def begin(self, index: int, _weight: float) -> int:
         """Get ready for micro batch ``index``, which is 0; the number of its replica.
 
         Raises:

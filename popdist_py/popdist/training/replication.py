@@ -132,7 +132,7 @@ class Replication:
             raise
 
     def _enter(self, step: GradientStep | PlainStep, index: int, weight: float) -> "MicroBatchScope":
-        replica = step.begin(index)
+        replica = step.begin(index, weight)
         return MicroBatchScope(self, step, weight, self.randomness.of(replica, self._gradients.device))
 
     def reduce(self, reduction: Reduction) -> None:

@@ -9,7 +9,7 @@ they exchanged (`popdist.training.closing`).
 import operator
 from contextlib import suppress
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ from popdist.training.closing import NotFinite, Reduction, ReplicaSum, check_who
 from popdist.training.flat_gradients import GradientRows
 from popdist.training.gradient_memory import GradientMemory
 from popdist.tree import TreeSum, finish
+
+if TYPE_CHECKING:
+    from popdist.training.overlapped_step import OverlappedStep
 
 FAREWELL_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
@@ -65,6 +68,7 @@ class GradientStep:
         self._gradients.clear()
         memory.begin()
         self._announced: Exchange | None = None
+        self._overlap: OverlappedStep | None = None
         self._scales = False
         self._unit: float | None = 1.0
         self._position = 0
@@ -91,11 +95,15 @@ class GradientStep:
             self._group.raise_failure()
             self._set_unit([heaviest])
         else:
-            self._announced = _announce(self._group, self.accumulation, heaviest)
+            self._overlap = self._memory.begin_overlap(scales=self._scales)
+            offer = 0 if self._overlap is None else self._overlap.number
+            self._announced = _announce(self._group, self.accumulation, heaviest, offer)
             self._unit = None
+            if self._overlap is not None:
+                self._overlap.listen(self._announced)
 
-    def begin(self, index: int) -> int:
-        """Get ready for micro batch ``index``; those that were left out before it have no samples.
+    def begin(self, index: int, weight: float) -> int:
+        """Get ready for micro batch ``index``, which counts ``weight``; those left out before it have no samples.
 
         Returns:
             The job-wide number of its replica.
@@ -107,12 +115,16 @@ class GradientStep:
             raise out_of_order(index, self._position, self._layout.num_local_replicas, self.accumulation)
         self._skip_to(index)
         self._current = self._next_rows()
+        if self._overlap is not None and index + 1 == self.num_micro_batches:
+            self._overlap.begin(self._rows, self._sum.rows, weight)
         return self._replica
 
     def take(self, parameter: Tensor) -> None:
         """A gradient of the micro batch that was begun has been accumulated in ``.grad``."""
         if self._current is not None:
             self._current.take(parameter)
+            if self._overlap is not None:
+                self._overlap.take(parameter)
 
     def collect(self, weight: float) -> None:
         """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``.
@@ -148,20 +160,30 @@ class GradientStep:
         unit = self._agree_on_unit()
         self._skip_to(self.num_micro_batches)
         self._is_open = False
-        self._sum.finish(reduction, unit=unit, not_finite=self._not_finite)
+        self._sum.finish(reduction, unit=unit, not_finite=self._not_finite, overlap=self._overlap)
+        if self._overlap is not None:
+            self._overlap.end()
+        elif self._announced is not None:
+            self._memory.prepare_overlap()
 
     def abandon(self) -> None:
         """Leave without a gradient, and tell the others, unless all know already. Never raises."""
         self._gradients.clear()
         self._buffers.undo()
-        if not self._is_open:
-            return
+        try:
+            if self._is_open:
+                self._say_farewell()
+        finally:
+            self._is_open = False
+            if self._overlap is not None:
+                self._overlap.end()
+
+    def _say_farewell(self) -> None:
         with suppress(PopdistError):
             if self._announced is not None:
                 self._announced.wait(FAREWELL_SECONDS)
                 self._agree_on_unit()
             self._sum.abandon().wait(FAREWELL_SECONDS)
-        self._is_open = False
 
     @property
     def _replica(self) -> int:
@@ -200,7 +222,7 @@ class GradientStep:
         """What weights are divided by before they scale a gradient; waits for the others once, if at all."""
         if self._unit is None and self._announced is not None:
             try:
-                heaviest = [weight for words in self._announced.wait() for weight in as_floats(words)]
+                heaviest = [weight for words in self._announced.wait() for weight in as_floats(words[:1])]
                 self._set_unit(heaviest)
             except PopdistError:
                 self._is_open = False
@@ -227,8 +249,8 @@ def out_of_order(index: int, position: int, num_local_replicas: int, accumulatio
 def refuse_step(group: Group, accumulation: int) -> None:
     """Tell the others, in place of a step, that this instance could not split its batch. Never raises."""
     with suppress(PopdistError):
-        _announce(group, accumulation, _CANNOT_SPLIT).wait(FAREWELL_SECONDS)
+        _announce(group, accumulation, _CANNOT_SPLIT, 0).wait(FAREWELL_SECONDS)
 
 
-def _announce(group: Group, accumulation: int, heaviest: float) -> Exchange:
-    return group.start(f"micro_batches(accumulation={accumulation})", as_words([heaviest]))
+def _announce(group: Group, accumulation: int, heaviest: float, offer: int) -> Exchange:
+    return group.start(f"micro_batches(accumulation={accumulation})", [*as_words([heaviest]), offer])

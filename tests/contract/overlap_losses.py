@@ -1,0 +1,76 @@
+"""How programs end whose gradients go early, and what the others are told when an instance is killed."""
+
+import os
+import signal
+import sys
+import threading
+from unittest import mock
+
+import torch
+from torch import nn
+
+import popdist
+from popdist.backends.channel import Channel
+from popdist.training.overlapped_step import OverlappedStep
+from tests.contract import overlap_laws, training_laws
+
+VICTIM = 1
+
+_LOST = "the connection to instance 1 was closed: it ended or was lost"
+
+WAYS = {"in its backward pass": _LOST, "with gradients on their way": _LOST}
+"""When it dies, and what the others hear."""
+
+
+def lose(way: str) -> str:
+    """Train some steps, in the last of which the victim dies; the end of the error."""
+    model = _begin()
+    if popdist.instance_index() == VICTIM:
+        _prepare_to_die(model, way)
+    try:
+        for x, _ in model.micro_batches(overlap_laws.full_batch()):
+            loss = model(x).square().mean()
+            overlap_laws.meet()
+            loss.backward()
+    except popdist.BackendError as error:
+        message = str(error)
+    assert all(it.grad is None for it in model.parameters())
+    popdist.finalize()
+    assert threading.active_count() == 1
+    return message.rpartition(" on cpu): ")[2]
+
+
+def _begin() -> popdist.ReplicatedModel:
+    """A model whose next step goes early."""
+    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+    torch.manual_seed(0)
+    model = popdist.ReplicatedModel(overlap_laws.chain(4))
+    for _ in range(overlap_laws.NUM_STEPS):
+        training_laws.train(model, overlap_laws.full_batch())
+    return model
+
+
+def main(end: str) -> None:
+    """A program that just ends, or whose instance 1 raises when its gradients have gone."""
+    model = _begin()
+    for x, _ in model.micro_batches(overlap_laws.full_batch()):
+        overlap_laws.meet()
+        model(x).square().mean().backward()
+        if end == "raise" and popdist.instance_index() == 1:
+            raise ValueError("no more")
+
+
+def _prepare_to_die(model: nn.Module, way: str) -> None:
+    if way == "in its backward pass":
+        next(iter(model.parameters())).register_hook(lambda _: _die())
+    else:  # all have come to the end of the step, and the thread has sent nothing
+        mock.patch.object(Channel, "_run", side_effect=lambda _: threading.Event().wait()).start()
+        mock.patch.object(OverlappedStep, "wait", side_effect=lambda **_: _die()).start()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,117 @@
+"""Gradients that go while the backward pass runs have the bits of those that go at its end."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from popdist.contract import Contract, Endpoint
+from popdist.testing import run_world
+from tests.contract import loop_laws, overlap_laws, overlap_losses, recipes, training_laws
+from tests.contract.forking import ForkedWorlds
+from tests.contract.training_laws import laws_of
+from tests.docs.markdown import ROOT
+
+DEADLINE_SECONDS = 150.0
+NUM_RECIPES = len([name for name in vars(recipes) if name.startswith("recipe_")])
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize(("num_instances", "num_replicas"), [(2, 2), (3, 6), (4, 12)])
+def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
+    """Every law of overlap_laws.py, where each instance is alone on its host."""
+    counts = forked_world(
+        *(overlap_laws.run_all, False),
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        num_hosts=num_instances,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert counts == [len(laws_of(overlap_laws))] * num_instances
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_laws_on_gpus() -> None:
+    """The same laws over NCCL, with a GPU for each instance."""
+    counts = run_world(overlap_laws.run_all, True, num_instances=2, timeout_seconds=DEADLINE_SECONDS)  # noqa: FBT003 - whether on GPUs
+    assert counts == [len(laws_of(overlap_laws))] * 2
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_recipes_have_the_same_bits(forked_world: ForkedWorlds) -> None:
+    """What recipes.py trains on three replicas is the same with one instance and with three, each on its host."""
+    ((alone, none), *shared) = (
+        end
+        for number in (1, 3)
+        for end in forked_world(
+            overlap_laws.run_recipes,
+            num_instances=number,
+            num_replicas=3,
+            num_hosts=number,
+            timeout_seconds=DEADLINE_SECONDS / 2,
+        )
+    )
+    ((_, num_early), *_) = shared
+
+    assert none == 0
+    assert num_early > NUM_RECIPES
+    assert shared == [(alone, num_early)] * 3
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_training_laws(forked_world: ForkedWorlds) -> None:
+    """Every law of training_laws.py and loop_laws.py, where each instance is alone on its host."""
+    counts = forked_world(
+        loop_laws.run_all, num_instances=2, num_replicas=6, num_hosts=2, timeout_seconds=DEADLINE_SECONDS
+    )
+    assert counts == [len(laws_of(training_laws)) + len(laws_of(loop_laws))] * 2
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize("way", overlap_losses.WAYS)
+def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str) -> None:
+    """In the middle of its step: all others raise, and leave in order."""
+    told = forked_world(
+        *(overlap_losses.lose, way),
+        num_instances=3,
+        num_hosts=3,
+        victim=overlap_losses.VICTIM,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+    assert told == [overlap_losses.WAYS[way], None, overlap_losses.WAYS[way]]
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize("end", ["end", "raise"])
+def test_programs_end(end: str) -> None:
+    """Those that do not call finalize(), and those that end with an exception when gradients have gone."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        master = Endpoint(host="127.0.0.1", port=held.getsockname()[1])
+        contract = Contract(num_instances=2, num_replicas=2, num_threads=1, job_id="overlap", master=master)
+        instances = [
+            subprocess.Popen(
+                [sys.executable, "-m", overlap_losses.__name__, end],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | it.to_env(),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for it in (replace(contract, instance_index=index, host_index=index) for index in range(2))
+        ]
+        try:
+            told = [it.communicate(timeout=DEADLINE_SECONDS)[1].splitlines() for it in instances]
+        finally:
+            for it in instances:
+                it.kill()
+                it.wait()
+    assert [it.returncode for it in instances] == [int(end == "raise")] * 2, told
+    if end == "raise":
+        assert told[0][-1].startswith("popdist.errors.MicroBatchError: instance 1 left the micro_batches loop")
+        assert told[1][-1] == "ValueError: no more"

@@ -1,0 +1,34 @@
+"""Buckets hold every number of the rows once, the last ones first."""
+
+from itertools import pairwise
+from unittest import mock
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+from popdist.training import buckets
+from popdist.training.flat_gradients import FlatGradients
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+PARAMETERS = st.lists(st.tuples(st.integers(0, 70), st.sampled_from(DTYPES)), max_size=20)
+
+
+@given(PARAMETERS, st.sampled_from([1, 16, 48, 1 << 20]))
+def test_buckets_hold_every_number_once(parameters: list[tuple[int, torch.dtype]], bucket_size: int) -> None:
+    """From the end of each row to its beginning, in pieces that are large enough, all but the last."""
+    named = [(str(i), Parameter(torch.zeros(size, dtype=dtype))) for i, (size, dtype) in enumerate(parameters)]
+    kinds = FlatGradients(named).kinds
+    with mock.patch.object(buckets, "BUCKET_SIZE", bucket_size):
+        made = buckets.make_buckets(kinds)
+
+    for number, kind in enumerate(kinds):
+        own = [it for it in made if it.kind == number]
+        assert [it.stop for it in own] == ([kind.size, *[it.start for it in own[:-1]]] if kind.size else [])
+        assert all(it.stop - it.start >= bucket_size for it in own[:-1])
+        assert not own or own[-1].start == 0
+    members = [index for it in made for index in it.members]
+    assert sorted(members) == [index for index, (size, _) in enumerate(parameters) if size]
+    assert all(min(left.members) > min(right.members) for left, right in pairwise(made))
