@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -118,13 +120,19 @@ def neighbour_distributed_data_parallel(rank: Rank) -> None:
 
 
 def neighbour_data_parallel_hooks(rank: Rank) -> None:
-    """A hook that reduces in half precision chains futures."""
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    (weight, *_) = train(model, rank).parameters()
-    summed = weight.detach().clone()
-    distributed.all_reduce(summed)
-    assert torch.allclose(summed / rank.num_ranks, weight)
+    """One that reduces in half precision chains futures; PowerSGD's waits for further rounds in callbacks."""
+    powers = power_sgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    hooks: list[tuple[object, Callable[..., Any]]] = [
+        (None, default_hooks.fp16_compress_hook),
+        (powers, power_sgd.powerSGD_hook),
+    ]
+    for state, hook in hooks:
+        model = DistributedDataParallel(network(), bucket_cap_mb=1 / 1024)
+        model.register_comm_hook(state, hook)
+        (weight, *_) = train(model, rank).parameters()
+        summed = weight.detach().clone()
+        distributed.all_reduce(summed)
+        assert torch.allclose(summed / rank.num_ranks, weight)
 
 
 def neighbour_fully_shard(rank: Rank) -> None:

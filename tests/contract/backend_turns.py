@@ -1,9 +1,10 @@
 """The laws of a torch backend about who comes when: asynchronous calls, several groups, ranks that stay away."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -36,6 +37,30 @@ def law_a_future_brings_the_result(rank: Rank) -> None:
     assert work is not None
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
     assert doubled.wait().tolist() == [2.0 * sum(range(rank.num_ranks))] * 4
+
+
+def law_a_callback_may_issue_and_wait(rank: Rank) -> None:
+    """As hooks that reduce in rounds do; its calls come before those that were issued after the first round."""
+    order: list[float] = []
+
+    def follow(future: Any) -> Tensor:  # noqa: ANN401 - torch's stubs mean another class
+        first = future.value()[0]
+        work = distributed.all_reduce(first, async_op=True)
+        assert work is not None
+        second: Tensor = work.get_future().wait()[0]
+        distributed.all_reduce(second)
+        order.append(second.item())
+        return second
+
+    size = rank.num_ranks
+    tensors = [torch.tensor([number + 1.0]) for number in range(20)]
+    futures = []
+    for tensor in tensors:
+        work = distributed.all_reduce(tensor, async_op=True)
+        assert work is not None
+        futures.append(work.get_future().then(follow))
+    assert [future.wait().item() for future in futures] == [size**3 * (number + 1.0) for number in range(20)]
+    assert order == sorted(order)
 
 
 def law_two_groups_may_be_used_in_opposite_order(rank: Rank) -> None:

@@ -2,7 +2,8 @@
 
 A synchronous call runs in the thread that makes it, unless others are still to be done. An asynchronous one is
 done by the group's own thread, which is started with the first of them; so groups wait for their peers
-independently.
+independently. What follows a collective by a callback of its future runs in that thread, too: a collective that is
+issued there has its turn at once, before what was issued after the first one.
 """
 
 import atexit
@@ -10,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any, Final
 
 from torch import Tensor
@@ -147,12 +148,14 @@ class Lane:
                 do(*arguments)
             return DONE
         work = PendingWork(results)
+        is_callback = current_thread() is self._thread
         with self._issue:
-            if self._thread is None:
-                self._thread = Thread(target=self._work, daemon=True, name="popdist")
-                self._thread.start()
             self._num_issued += 1
-            self._tasks.put((work, do, arguments))
+            if not is_callback:
+                self._tasks.put((work, do, arguments))
+                self._start()
+        if is_callback:
+            self._finish(work, do, arguments)
         if not is_async:
             work.wait()
         return work
@@ -165,18 +168,26 @@ class Lane:
             self._thread.join(_END_SECONDS)
             self._thread = None
 
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._work, daemon=True, name="popdist")
+            self._thread.start()
+
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            work, do, arguments = task
-            error: BaseException | None = None
-            try:
-                with self._turn:
-                    do(*arguments)
-            except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
-                error = caught
-            self._num_done += 1
-            work.tell(error)
-            del task, work, do, arguments, error  # a tensor that is held on to would outlive its last use
+            self._finish(*task)
+            del task  # a tensor that is held on to would outlive its last use
+
+    def _finish(self, work: PendingWork, do: Callable[..., None], arguments: Sequence[Any]) -> None:
+        error: BaseException | None = None
+        try:
+            with self._turn:
+                do(*arguments)
+        except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
+            error = caught
+        self._num_done += 1
+        work.tell(error)
+        del error  # which knows this frame, and with it the tensors
 
 
 _lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
