@@ -1,5 +1,7 @@
 """What holds for the memory that the processes of a host share: run on every rank of a real job."""
 
+import errno
+import os
 import resource
 import threading
 import warnings
@@ -126,6 +128,19 @@ def law_a_foreign_segment_proves_no_host() -> None:
             patch.setattr(meeting, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
         found = connect()
     assert (found is None) == (dist.get_world_size() > 1)
+
+
+def law_a_rank_whose_kernel_has_no_such_memory_keeps_all_from_it() -> None:
+    """They are told at once that there is no group, and need not wait for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(os, "memfd_create", refuse)
+        assert connect() is None
+
+
+def refuse(*_arguments: object) -> None:
+    """As a sandbox does."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 def law_a_shortage_is_an_error_on_every_rank() -> None:

@@ -83,16 +83,15 @@ class HostGroup:
         """
         names = names or Names(members=tuple(range(size)))
         meeting = Meeting(store, rank, [names.of([it]) for it in range(size)], timeout_seconds)
-        fence, is_willing = None, True
         try:
-            fence = make_fence()
+            fence, segment = make_fence(), Segment()
         except BackendError:
-            is_willing = False
-        segment = Segment()
+            meeting.refuse()
+            return None
         try:
             segment.grow(PAGE_BYTES)
             window = map_window(segment.descriptor, 0, PAGE_BYTES)
-            found = meeting.hold(segment, memoryview(window), is_willing=is_willing)
+            found = meeting.hold(segment, memoryview(window))
         except BaseException:
             segment.close()
             raise

@@ -60,6 +60,10 @@ class _Hello:
     def door(self) -> str:
         return f"\0popdist-{self.token[:32]}"
 
+    @property
+    def told(self) -> dict[str, Any]:
+        return {"pid": self.pid, "descriptor": self.descriptor, "token": self.token}
+
 
 class Meeting:
     """One exchange of segments; every rank makes one, and the steps happen on all of them.
@@ -78,16 +82,25 @@ class Meeting:
         self._deadline = time.monotonic() + timeout_seconds
         self._timeout_seconds = timeout_seconds
 
-    def hold(self, segment: Segment, page: memoryview, *, is_willing: bool = True) -> dict[int, Found] | None:
+    def refuse(self) -> None:
+        """Take part without a segment; no rank has any other's then.
+
+        Raises:
+            BackendError: If a rank did not come in time.
+        """
+        self._tell_all("hello", _Hello(pid=os.getpid(), descriptor=-1, token=secrets.token_hex(TOKEN_BYTES)).told)
+        self._tell_all("calls", [])
+        self._tell_all("found", mine=False)
+
+    def hold(self, segment: Segment, page: memoryview) -> dict[int, Found] | None:
         """Every other rank's segment.
 
         Args:
             segment: This rank's.
             page: Its first page, as this rank has mapped it.
-            is_willing: Whether this rank can make use of the others' segments.
 
         Returns:
-            None, on every rank, if some rank could not open some other's, or is not willing.
+            None, on every rank, if some rank could not open some other's, or has none itself.
 
         Raises:
             BackendError: If a rank did not come in time.
@@ -97,7 +110,7 @@ class Meeting:
         mine = _Hello(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
         with ExitStack() as stack:
             door = stack.enter_context(_open_door(mine))
-            told = self._tell_all("hello", {"pid": mine.pid, "descriptor": mine.descriptor, "token": mine.token})
+            told = self._tell_all("hello", mine.told)
             hellos = [_Hello(**it) for it in told]
             found = {
                 rank: opened
@@ -117,7 +130,7 @@ class Meeting:
                 if (received := self._receive(call, hellos[rank])) is not None:
                     found[rank] = received
         has_all = len(found) == len(hellos) - 1
-        if all(self._tell_all("found", has_all and is_willing)):
+        if all(self._tell_all("found", has_all)):
             return found
         for it in found.values():
             os.close(it.descriptor)

@@ -54,12 +54,21 @@ class Segment:
     """The memory of this process that others map; it can only grow.
 
     The descriptor is closed when a program is executed, and a forked child that ends takes nothing with it.
+
+    Raises:
+        BackendError: If the kernel, or the sandbox this process is in, does not offer that.
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("popdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self._num_bytes = 0
+        self.descriptor, self._num_bytes = -1, 0
+        try:
+            self.descriptor = os.memfd_create("popdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        except OSError as error:
+            self.close()
+            raise BackendError(
+                f"there is no memory without a name here (memfd_create): {error.strerror}"
+            ) from error
 
     @property
     def num_bytes(self) -> int:
