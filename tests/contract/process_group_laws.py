@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.contract import host_memory_laws
+from tests.contract import host_memory_laws, quick_laws
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -41,9 +41,14 @@ def run_all() -> int:
     return len(laws)
 
 
+def run_all_mixed() -> int:
+    """The same where only every second rank has the extension."""
+    return quick_laws.without_it_on_odd_ranks(int(os.environ["RANK"]), run_all)
+
+
 def all_laws() -> list[Callable[[], None]]:
-    """Those of the memory beneath, then those of this file."""
-    named = [*vars(host_memory_laws).items(), *globals().items()]
+    """Those of the memory beneath, of small sums, then those of this file."""
+    named = [*vars(host_memory_laws).items(), *vars(quick_laws).items(), *globals().items()]
     return [law for name, law in named if name.startswith("law_")]
 
 

@@ -16,3 +16,10 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     world = run_world if num_instances == 3 else forked_world
     counts = world(process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
     assert counts == [len(process_group_laws.all_laws())] * num_instances
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_laws_with_the_extension_on_one_rank_of_two(forked_world: ForkedWorlds) -> None:
+    """What is in C and what does the same in Python understand each other, and each is right."""
+    counts = forked_world(process_group_laws.run_all_mixed, num_instances=2, timeout_seconds=DEADLINE_SECONDS)
+    assert counts == [len(process_group_laws.all_laws())] * 2

@@ -1,6 +1,7 @@
 """The distribution: what is built from a checkout runs where there is nothing else of it, not even torch."""
 
 import importlib.metadata
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -15,6 +16,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 NEEDED_BY_THE_LAUNCHER = ("click", "pyyaml", "psutil", "rich", "markdown-it-py", "mdurl", "pygments")
 """What `poprun` needs, and what that needs in turn; no torch, no numpy, no MPI."""
+
+EXTENSION = "popdist/host_memory/_quick.abi3.so"
+
+LOAD = """
+import sys
+from importlib.machinery import ExtensionFileLoader
+print(ExtensionFileLoader("_quick", sys.argv[1]).load_module().Quick)
+"""
 
 WHERE = "import poprun, popdist; print(poprun.__file__); print(popdist.__file__)"
 
@@ -71,6 +80,29 @@ def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
     assert "[torch.backends]\npopdist = popdist.process_group.registration:register" in entry_points
     assert {name.partition("/")[0] for name in names} == {"poprun", "popdist", information}
     assert {"poprun/py.typed", "popdist/py.typed", f"{information}/licenses/LICENSE"} <= names
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler that could make the extension")
+def test_the_wheel_holds_the_extension_for_every_later_python(built: Path) -> None:
+    """It is for machines like this one, and the extension in it can be imported."""
+    wheel = next(built.glob("*.whl"))
+
+    assert "-cp311-abi3-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(EXTENSION, built)
+    finished = run([sys.executable, "-W", "ignore", "-c", LOAD, str(built / EXTENSION)]).succeeded()
+    assert "_quick.Quick" in finished.out
+
+
+def test_without_a_compiler_the_wheel_is_for_every_machine(tmp_path: Path) -> None:
+    """And says that it goes without its extension."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    finished = run(command, env={"CC": "no-such-compiler"}, deadline_seconds=100).succeeded()
+
+    assert "popdist goes without its extension" in finished.out + finished.err
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert EXTENSION not in zipfile.ZipFile(wheel).namelist()
 
 
 def test_both_packages_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:

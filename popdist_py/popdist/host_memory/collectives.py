@@ -7,6 +7,7 @@ from torch import Tensor
 from popdist.host_memory.combining import Op
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.moving import Moving
+from popdist.host_memory.quickly import QuickSum, never
 from popdist.host_memory.reducing import AllReduce
 from popdist.host_memory.slots import Slots
 
@@ -25,16 +26,20 @@ class HostCollectives:
     Attributes:
         group: The ranks.
         size: How many they are.
+        add_quickly: Whether the one tensor of a list has become the sum over the ranks, as by :meth:`all_reduce`;
+            where it answers no, nothing has happened.
     """
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
         self.size = group.size
         self._is_alone = group.size == 1
+        self.add_quickly: QuickSum = never
         if not self._is_alone:
             slots = Slots(group)
             self._moving = Moving(group, slots)
             self.all_reduce_together = AllReduce(group, slots)
+            self.add_quickly = self.all_reduce_together.quickly
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them."""

@@ -6,6 +6,7 @@ stands in one of two places, by the meeting's parity: a rank that is at meeting 
 a slow one still reads what was said for meeting n, and nobody is at n + 2 before all have read it.
 """
 
+import ctypes
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -81,11 +82,10 @@ class Flags:
         self._names = names
         self._lives = lives
         self._fence = fence
-        self._is_crowded = lives.are_crowded
-        self._spins = range(1 if self._is_crowded else NUM_SPINS)
+        self.is_crowded = lives.are_crowded
+        self._spins = range(1 if self.is_crowded else NUM_SPINS)
         self._bells = Bells(pages, rank)
         self.ring = self._bells.ring
-        self._number = 0
         _all_flags.add(self)
 
     def meet(self, purpose: int, timeout_seconds: float | None = None) -> int:
@@ -101,14 +101,19 @@ class Flags:
         """
         if self.failure is not None:
             self.raise_failure()
-        number = self._number = self._number + 1
+        mine = self._mine
+        number = mine[COUNTER] + 1
+        mine[PURPOSES + (number & 1)] = purpose
+        if self._fence is not None:
+            self._fence()
+        mine[COUNTER] = number
+        return self.go_on(purpose, timeout_seconds)
+
+    def go_on(self, purpose: int, timeout_seconds: float | None = None) -> int:
+        """The rest of :meth:`meet`, for a rank that has said its purpose and raised its counter."""
+        number = self._mine[COUNTER]
         place = PURPOSES + (number & 1)
         fence = self._fence
-        mine = self._mine
-        mine[place] = purpose
-        if fence is not None:
-            fence()
-        mine[COUNTER] = number
         self.ring()
         for words in self._others:
             if words[COUNTER] < number:
@@ -132,18 +137,23 @@ class Flags:
             timeout_seconds=self.timeout_seconds,
         )
 
+    @property
+    def addresses(self) -> list[int]:
+        """Where every rank's page is mapped here."""
+        return [ctypes.addressof(ctypes.c_char.from_buffer(page)) for page in self._pages]
+
     def say(self, number: int) -> None:
         """Say a number below 2**64 at the next meeting."""
-        self._mine[NUMBERS + (self._number + 1 & 1)] = number
+        self._mine[NUMBERS + (self._mine[COUNTER] + 1 & 1)] = number
 
     def said(self) -> list[int]:
         """What every rank said at the last meeting."""
-        place = NUMBERS + (self._number & 1)
+        place = NUMBERS + (self._mine[COUNTER] & 1)
         return [page[place] for page in self._pages]
 
     def next_number(self) -> int:
         """The next meeting's number."""
-        return self._number + 1
+        return self._mine[COUNTER] + 1
 
     def name(self, ranks: Sequence[int]) -> str:
         """These ranks in words, by their numbers outside."""
@@ -217,7 +227,7 @@ class Flags:
             timeout_seconds,
             check=lambda: self._look_after(missing),
             nap=lambda seconds: self._bells.sleep(rank, is_done, seconds),
-            is_crowded=self._is_crowded,
+            is_crowded=self.is_crowded,
         )
 
     def _give_up(self, number: int, timeout_seconds: float) -> None:

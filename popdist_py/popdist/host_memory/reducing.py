@@ -16,10 +16,8 @@ from popdist.host_memory.additions import share
 from popdist.host_memory.combining import KINDS, NO_ARRAYS, Combiner, Op
 from popdist.host_memory.flags import operation, purpose
 from popdist.host_memory.group import HostGroup
+from popdist.host_memory.quickly import make_quick_sum
 from popdist.host_memory.slots import Slots
-
-WHOLE_BYTES: Final = 1 << 16
-"""Up to this size each of three and more ranks adds all by itself: that takes one meeting in place of two."""
 
 _ALL_REDUCE: Final[dict[Op, int]] = {op: operation(f"all_reduce ({op})") for op in get_args(Op)}
 
@@ -55,6 +53,7 @@ class AllReduce:
         self._plans: dict[tuple[Op, torch.dtype, Size], _Plan] = {}
         self._num_bytes = slots.num_bytes
         """Size of the slots that the plans are of."""
+        self.quickly = make_quick_sum(group, slots, _ALL_REDUCE["sum"])
 
     def __call__(self, tensor: Tensor, op: Op) -> None:
         """Combine in place; see `HostCollectives.all_reduce`."""
@@ -82,7 +81,7 @@ class AllReduce:
         if self._num_bytes != self._slots.num_bytes or len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
             self._num_bytes = self._slots.num_bytes
-        if num_bytes > (self._num_bytes if self._size == _PAIR else WHOLE_BYTES):
+        if num_bytes > self._slots.whole_bytes:
             return None
         even, odd = ([it[: tensor.numel()].view(shape) for it in self._slots.at(i, dtype)] for i in (0, 1))
         plan = self._plans[op, dtype, shape] = _Plan(

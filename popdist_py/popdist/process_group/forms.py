@@ -20,7 +20,7 @@ _OPS: Final[dict[Any, Op]] = {
     c10d.ReduceOp.MAX: "max",
     c10d.ReduceOp.PRODUCT: "product",
 }
-_SUM: Final = c10d.ReduceOp.SUM
+SUM: Final = c10d.ReduceOp.SUM
 
 
 def options(make: Callable[[], Any], **values: object) -> Any:  # noqa: ANN401 - torch's many classes
@@ -47,7 +47,7 @@ def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN4
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None
-    if reduce_op == _SUM:
+    if reduce_op == SUM:
         return "sum"
     op = _OPS.get(getattr(reduce_op, "op", reduce_op))
     return None if op == "mean" and not all(it.is_floating_point() for it in tensors) else op

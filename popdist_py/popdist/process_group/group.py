@@ -29,6 +29,7 @@ from popdist.host_memory.flags import Names
 from popdist.host_memory.group import HostGroup
 from popdist.process_group import operations
 from popdist.process_group.forms import (
+    SUM,
     as_list,
     bare,
     check_exchange,
@@ -40,7 +41,7 @@ from popdist.process_group.forms import (
     seconds,
 )
 from popdist.process_group.hosts import connect
-from popdist.process_group.lane import Lane
+from popdist.process_group.lane import DONE, Lane
 from popdist.process_group.torch_groups import TorchGroups
 from popdist.process_group.tracing import never_traced
 
@@ -78,6 +79,7 @@ class PopdistProcessGroup(TorchGroups):
         )
         super().__init__(store, rank, size, timeout, host.set_timeout)
         self._host = host
+        self._add_quickly = host.add_quickly
         self._lane = Lane(host.break_off)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -98,9 +100,11 @@ class PopdistProcessGroup(TorchGroups):
 
     def allreduce(self, tensors: Tensor | Tensors, opts: Options = None, timeout: timedelta | None = None) -> Work:
         """Combine one tensor over the ranks, in place."""
-        tensors = as_list(tensors)
         if type(opts) is not AllreduceOptions:
             opts = options(AllreduceOptions, reduceOp=opts, timeout=timeout)
+        if not opts.asyncOp and opts.reduceOp == SUM and self._lane.try_now(self._add_quickly, tensors):
+            return DONE
+        tensors = as_list(tensors)
         if self._takes(*tensors) and (op := op_of(opts.reduceOp, tensors)):
             return self._do(operations.all_reduce, opts, tensors, bare(tensors), op)
         return self.beneath(*tensors).allreduce(tensors, opts)

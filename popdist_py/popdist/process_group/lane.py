@@ -160,6 +160,13 @@ class Lane:
             work.wait()
         return work
 
+    def try_now(self, do: Callable[[Any], bool], argument: object) -> bool:
+        """``do(argument)``, which says whether it did anything; False while others are still to be done."""
+        if self._num_issued != self._num_done:
+            return False
+        with self._turn:
+            return do(argument)
+
     def stop(self) -> None:
         """End the thread: what it has not begun fails, and what it is in the middle of is broken off."""
         if self._thread is not None:

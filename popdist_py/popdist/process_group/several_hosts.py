@@ -18,6 +18,7 @@ from torch import Tensor
 from popdist.errors import BackendError
 from popdist.host_memory.collectives import HostCollectives
 from popdist.host_memory.combining import HALVES, Combiner, Op
+from popdist.host_memory.quickly import QuickSum, never
 from popdist.process_group.wires import Wires
 
 CHUNK_SIZE: Final = 1 << 22
@@ -76,6 +77,7 @@ class SeveralHosts:
 
     def __init__(self, place: Place, wires: Wires, neighbours: HostCollectives | None) -> None:
         self.size = place.size
+        self.add_quickly: QuickSum = never
         self._place = place
         self._wires = wires
         self._neighbours = neighbours

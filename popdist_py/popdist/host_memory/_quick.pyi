@@ -1,0 +1,17 @@
+from typing import Self
+
+class Quick:
+    def __new__(
+        cls,
+        tensor_type: type,
+        flags: object,
+        rank: int,
+        size: int,
+        num_looks: int,
+        pages: bytes,
+        pairs: bytes,
+        purposes: bytes,
+        /,
+    ) -> Self: ...
+    def lay(self, slots: bytes, slot_bytes: int, most_bytes: int, memory: object, /) -> None: ...
+    def reduce(self, tensors: object, /) -> bool: ...

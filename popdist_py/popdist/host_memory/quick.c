@@ -1,0 +1,180 @@
+/* The all-reduce of a small tensor, from the call to the sum, without a line of Python.
+ *
+ * It is popdist.host_memory.reducing's way for what fits a slot, in the same memory: lay the tensor down, say what for,
+ * raise the counter, look for the others' counters, add all rows in the order of the tree. A rank that runs this and
+ * one that runs the Python come to the same meetings. What it does not do it leaves to Python before anything has
+ * happened: other dtypes, strides, devices and subclasses; and waiting for a rank that is late.
+ *
+ * Flags are C11 atomics: the counter is stored with release after the data, and read with acquire before them. Tensors
+ * are read through the DLPack exchange API of their class, a table of C functions (DLPack 1.3).
+ */
+
+#include "quick.h"
+
+enum { BLOCK = 512 }; /* numbers of each rank that are added at once */
+
+typedef struct {
+    void *data;
+    int64_t length, num_bytes;
+    int dtype;
+} Run;
+
+static int dtype_of(const Tensor *tensor) {
+    if (tensor->dtype.lanes != 1) return -1;
+    int is_wide = tensor->dtype.bits == 64;
+    if (!is_wide && tensor->dtype.bits != 32) return -1;
+    if (tensor->dtype.code == FLOAT) return is_wide ? FLOAT64 : FLOAT32;
+    if (tensor->dtype.code == SIGNED) return is_wide ? INT64 : INT32;
+    return -1;
+}
+
+/* A single number may be one that torch negates when it is read; of more, such a tensor has strides. */
+static int is_negated(PyObject *tensor) {
+    PyObject *answer = PyObject_CallMethod(tensor, "is_neg", NULL);
+    if (answer == NULL) PyErr_Clear();
+    int is_plain = answer == Py_False;
+    Py_XDECREF(answer);
+    return !is_plain;
+}
+
+/* Whether `list` holds one tensor that can be added here, and where its numbers are. */
+static int take(Quick *self, PyObject *list, Run *run) {
+    if (!PyList_CheckExact(list) || PyList_Size(list) != 1) return 0;
+    PyObject *object = PyList_GetItem(list, 0);
+    if ((PyObject *)Py_TYPE(object) != self->tensor_type) return 0;
+    Tensor tensor;
+    if (self->exchange->look_at(object, &tensor) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    run->dtype = dtype_of(&tensor);
+    if (run->dtype < 0 || tensor.device.type != ON_CPU || tensor.data == NULL) return 0;
+    run->length = 1;
+    for (int i = tensor.num_dimensions - 1; i >= 0; i--) {
+        if (tensor.strides != NULL && tensor.strides[i] != run->length) return 0;
+        run->length *= tensor.shape[i];
+    }
+    run->num_bytes = run->length * (tensor.dtype.bits / 8);
+    if (run->length < 1 || run->num_bytes > self->most_bytes) return 0;
+    if (run->length == 1 && is_negated(object)) return 0;
+    run->data = (char *)tensor.data + tensor.byte_offset;
+    return (uintptr_t)run->data % (tensor.dtype.bits / 8) == 0;
+}
+
+/* ---- Adding -------------------------------------------------------------------------------------------------- */
+
+#define DEFINE_ADD(TYPE)                                                                                      \
+    static void add_##TYPE(const Quick *self, TYPE *out, uint64_t parity, int64_t length) {                   \
+        if (self->size == 2) { /* what this rank has laid down still stands in `out` */                       \
+            const TYPE *peer = (const TYPE *)(self->slots[!self->rank] + parity * self->slot_bytes);          \
+            for (int64_t i = 0; i < length; i++) out[i] += peer[i];                                           \
+            return;                                                                                           \
+        }                                                                                                     \
+        TYPE sums[MOST_RANKS][BLOCK];                                                                         \
+        for (int64_t start = 0; start < length; start += BLOCK) {                                             \
+            int64_t width = length - start < BLOCK ? length - start : BLOCK;                                  \
+            for (int rank = 0; rank < self->size; rank++) {                                                   \
+                const char *slot = self->slots[rank] + parity * self->slot_bytes;                             \
+                memcpy(sums[rank], (const TYPE *)slot + start, width * sizeof(TYPE));                         \
+            }                                                                                                 \
+            for (int step = 0; step < self->size - 1; step++) {                                               \
+                TYPE *left = sums[self->pairs[step][0]], *right = sums[self->pairs[step][1]];                 \
+                for (int64_t i = 0; i < width; i++) left[i] += right[i];                                      \
+            }                                                                                                 \
+            memcpy(out + start, sums[0], width * sizeof(TYPE));                                               \
+        }                                                                                                     \
+    }
+
+typedef float f32;
+typedef double f64;
+typedef uint32_t u32; /* whole numbers wrap around, as torch's do */
+typedef uint64_t u64;
+DEFINE_ADD(f32)
+DEFINE_ADD(f64)
+DEFINE_ADD(u32)
+DEFINE_ADD(u64)
+
+static void add(const Quick *self, const Run *run, uint64_t parity) {
+    switch (run->dtype) {
+    case FLOAT32: add_f32(self, run->data, parity, run->length); break;
+    case FLOAT64: add_f64(self, run->data, parity, run->length); break;
+    case INT32: add_u32(self, run->data, parity, run->length); break;
+    default: add_u64(self, run->data, parity, run->length);
+    }
+}
+
+/* ---- Meeting ------------------------------------------------------------------------------------------------- */
+
+static uint64_t load(_Atomic uint64_t *word) { return atomic_load_explicit(word, memory_order_acquire); }
+
+static void store(_Atomic uint64_t *word, uint64_t value) {
+    atomic_store_explicit(word, value, memory_order_release);
+}
+
+static void pause_processor(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Whether all have come within the looks of one rank. */
+static int have_come(const Quick *self, uint64_t number) {
+    int looks = self->num_looks;
+    for (int rank = 0; rank < self->size; rank++)
+        while (load(&self->pages[rank][COUNTER]) < number) {
+            if (looks-- <= 0) return 0;
+            if (looks & 3) pause_processor();
+        }
+    return 1;
+}
+
+static int has_sleeper(const Quick *self) {
+    for (int rank = 0; rank < self->size; rank++)
+        if (rank != self->rank && load(&self->pages[rank][SLEEPS])) return 1;
+    return 0;
+}
+
+static int agree(const Quick *self, uint64_t number, uint64_t purpose) {
+    for (int rank = 0; rank < self->size; rank++)
+        if (load(&self->pages[rank][PURPOSES + (number & 1)]) != purpose) return 0;
+    return 1;
+}
+
+/* Whether this rank still meets the others; where it does not, Python says why. */
+static int takes_part(const Quick *self) {
+    PyObject *failure = PyObject_GetAttr(self->flags, self->failure);
+    if (failure == NULL) PyErr_Clear();
+    Py_XDECREF(failure);
+    return failure == Py_None;
+}
+
+/* Have Python wait for those who are late; -1 where one is lost or came for something else. */
+static int wait_for_all(Quick *self, uint64_t purpose) {
+    PyObject *number = PyLong_FromUnsignedLongLong(purpose);
+    PyObject *done = number == NULL ? NULL : PyObject_CallMethodObjArgs(self->flags, self->go_on, number, NULL);
+    Py_XDECREF(number);
+    Py_XDECREF(done);
+    return done == NULL ? -1 : 0;
+}
+
+PyObject *reduce(Quick *self, PyObject *list) {
+    Run run;
+    if (!takes_part(self) || !take(self, list, &run)) Py_RETURN_FALSE;
+    _Atomic uint64_t *mine = self->pages[self->rank];
+    uint64_t number = load(&mine[COUNTER]) + 1, purpose = self->purposes[run.dtype] | (uint64_t)run.length << 28;
+    memcpy(self->slots[self->rank] + (number & 1) * self->slot_bytes, run.data, run.num_bytes);
+    store(&mine[PURPOSES + (number & 1)], purpose);
+    store(&mine[COUNTER], number);
+    if (has_sleeper(self) || !have_come(self, number) || !agree(self, number, purpose)) {
+        if (wait_for_all(self, purpose) != 0) return NULL;
+        int64_t length = run.length;
+        if (!take(self, list, &run) || run.length != length) {
+            PyErr_SetString(PyExc_RuntimeError, "the tensor was changed while the other ranks were waited for");
+            return NULL;
+        }
+    }
+    add(self, &run, number & 1);
+    Py_RETURN_TRUE;
+}

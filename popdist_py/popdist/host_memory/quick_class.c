@@ -1,0 +1,118 @@
+/* The class that Python makes of a group's memory: popdist.host_memory._quick.Quick. */
+
+#include "quick.h"
+
+static const Exchange *exchange_of(PyObject *tensor_type) {
+    PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+    if (capsule == NULL) return NULL;
+    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule); /* the class keeps it */
+    if (exchange != NULL && (exchange->version.major != MAJOR_VERSION || exchange->look_at == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "tensors of this class speak another DLPack");
+        return NULL;
+    }
+    return exchange;
+}
+
+/* Numbers that Python hands over as the bytes of an array of 64-bit numbers. */
+typedef struct {
+    const char *bytes;
+    Py_ssize_t length;
+} Numbers;
+
+static uint64_t number_at(Numbers numbers, int i) {
+    uint64_t number;
+    memcpy(&number, numbers.bytes + i * sizeof number, sizeof number);
+    return number;
+}
+
+static int fill(Quick *self, Numbers pages, Numbers pairs, Numbers purposes) {
+    const Py_ssize_t width = sizeof(uint64_t);
+    if (self->size < 2 || self->size > MOST_RANKS || self->rank < 0 || self->rank >= self->size ||
+        pages.length != self->size * width || pairs.length != 2 * (self->size - 1) * width ||
+        purposes.length != NUM_DTYPES * width) {
+        PyErr_Format(PyExc_ValueError, "rank %d of %d, with numbers for others", self->rank, self->size);
+        return -1;
+    }
+    for (int i = 0; i < self->size; i++) self->pages[i] = (_Atomic uint64_t *)(uintptr_t)number_at(pages, i);
+    for (int i = 0; i < 2 * (self->size - 1); i++) self->pairs[i / 2][i % 2] = number_at(pairs, i) % MOST_RANKS;
+    for (int i = 0; i < NUM_DTYPES; i++) self->purposes[i] = number_at(purposes, i);
+    self->failure = PyUnicode_InternFromString("failure");
+    self->go_on = PyUnicode_InternFromString("go_on");
+    return self->failure == NULL || self->go_on == NULL ? -1 : 0;
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
+    PyObject *tensor_type, *flags;
+    Numbers pages, pairs, purposes;
+    int rank, size, num_looks;
+    (void)named;
+    if (!PyArg_ParseTuple(args, "OOiiiy#y#y#", &tensor_type, &flags, &rank, &size, &num_looks, &pages.bytes,
+                          &pages.length, &pairs.bytes, &pairs.length, &purposes.bytes, &purposes.length))
+        return NULL;
+    const Exchange *exchange = exchange_of(tensor_type);
+    if (exchange == NULL) return NULL;
+    Quick *self = (Quick *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self == NULL) return NULL;
+    self->tensor_type = Py_NewRef(tensor_type);
+    self->flags = Py_NewRef(flags);
+    self->exchange = exchange;
+    self->rank = rank, self->size = size, self->num_looks = num_looks;
+    if (fill(self, pages, pairs, purposes) != 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* From now on the slots are at these addresses, in `memory`. Before the first call nothing is small enough. */
+static PyObject *lay(Quick *self, PyObject *args) {
+    PyObject *memory, *before = self->memory;
+    Numbers slots;
+    long long slot_bytes, most_bytes;
+    if (!PyArg_ParseTuple(args, "y#LLO", &slots.bytes, &slots.length, &slot_bytes, &most_bytes, &memory)) return NULL;
+    if (slots.length != self->size * (Py_ssize_t)sizeof(uint64_t)) {
+        PyErr_SetString(PyExc_ValueError, "there must be a slot for each rank");
+        return NULL;
+    }
+    for (int i = 0; i < self->size; i++) self->slots[i] = (char *)(uintptr_t)number_at(slots, i);
+    self->slot_bytes = slot_bytes, self->most_bytes = most_bytes;
+    self->memory = Py_NewRef(memory);
+    Py_XDECREF(before);
+    Py_RETURN_NONE;
+}
+
+static void destroy(Quick *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->tensor_type);
+    Py_XDECREF(self->flags);
+    Py_XDECREF(self->memory);
+    Py_XDECREF(self->failure);
+    Py_XDECREF(self->go_on);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"reduce", (PyCFunction)reduce, METH_O, NULL},
+    {"lay", (PyCFunction)lay, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot type_slots[] = {
+    {Py_tp_new, make}, {Py_tp_dealloc, destroy}, {Py_tp_methods, methods}, {0, NULL}};
+
+static PyType_Spec spec = {"popdist.host_memory._quick.Quick", sizeof(Quick), 0, Py_TPFLAGS_DEFAULT, type_slots};
+
+static int add_class(PyObject *module) {
+    PyObject *type = PyType_FromSpec(&spec);
+    int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Quick", type);
+    Py_XDECREF(type);
+    return status;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_class}, {0, NULL}};
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_quick", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__quick(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,75 @@
+"""Sums of small tensors in C, where the extension ``_quick`` was built; without it Python does the same."""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from popdist.host_memory.additions import additions
+from popdist.host_memory.combining import KINDS
+from popdist.host_memory.flags import purpose
+from popdist.host_memory.group import HostGroup
+from popdist.host_memory.slots import Slots
+
+if TYPE_CHECKING:
+    from popdist.host_memory._quick import Quick
+
+DTYPES: Final = (torch.float32, torch.float64, torch.int32, torch.int64)
+"""What the extension adds, in its order."""
+
+MOST_RANKS: Final = 64
+
+_NUM_LOOKS: Final = 400
+"""At the others' counters, before Python waits for them."""
+
+
+def extension() -> "type[Quick] | None":
+    """Its class; None where it was not built, for want of a compiler or for another interpreter."""
+    try:
+        found: type[Quick] = import_module("popdist.host_memory._quick").Quick
+    except ImportError:
+        return None
+    return found
+
+
+QuickSum = Callable[[list[torch.Tensor]], bool]
+"""Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened.
+
+Raises as all collectives do.
+"""
+
+
+def never(_tensors: Any) -> bool:  # noqa: ANN401 - whatever it is
+    """What adds nothing."""
+    return False
+
+
+def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
+    """What adds small tensors of a group of at least two ranks.
+
+    Args:
+        group: The ranks.
+        slots: Theirs.
+        operation: The sum's number.
+    """
+    made_by, flags = extension(), group.flags
+    if made_by is None or group.size > MOST_RANKS:
+        return never
+    pairs = chain.from_iterable(additions(group.size))
+    purposes = [purpose(operation, kind=KINDS[dtype]) for dtype in DTYPES]
+    num_looks = 1 if flags.is_crowded else _NUM_LOOKS
+    numbers = map(_numbers, (flags.addresses, pairs, purposes))
+    quick = made_by(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
+
+    def lay(rows: Sequence[torch.Tensor], slot_bytes: int, most_bytes: int) -> None:
+        quick.lay(_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
+
+    slots.tell(lay)
+    return quick.reduce
+
+
+def _numbers(numbers: Iterable[int]) -> bytes:
+    return array("Q", numbers).tobytes()

@@ -1,0 +1,106 @@
+"""What holds for small sums, which the extension makes where there is one: run on every rank of a real job."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from popdist.errors import CollectiveError
+from popdist.host_memory import quickly
+
+SLOT_BYTES = 1 << 16
+
+
+def without_it_on_odd_ranks(rank: int, run_all: Callable[[], int]) -> int:
+    """All laws where only every second rank has the extension."""
+    if rank % 2 == 0:
+        return run_all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quickly, "extension", lambda: None)
+        return run_all()
+
+
+@contextmanager
+def counted() -> Iterator[list[bool]]:
+    """The answers of the default group's quick way: whether it has added what it was asked to."""
+    group: Any = dist.group.WORLD
+    answers: list[bool] = []
+
+    def ask(tensors: list[Tensor]) -> bool:
+        answers.append(before(tensors))
+        return answers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        before = group._add_quickly
+        patch.setattr(group, "_add_quickly", ask)
+        yield answers
+
+
+def is_added_quickly(tensor: Tensor, *, async_op: bool = False) -> bool:
+    """Add ``tensor`` over the ranks, see that it is right, and say which way it went."""
+    wanted = sum(tensor.double() + other - dist.get_rank() for other in range(dist.get_world_size()))
+    with counted() as answers:
+        work = dist.all_reduce(tensor, async_op=async_op)
+        if work is not None:
+            work.wait()
+    assert torch.equal(tensor.double(), torch.as_tensor(wanted))
+    return any(answers)
+
+
+def law_the_extension_adds_what_is_small_and_plain() -> None:
+    """Of four dtypes and any shape; all else is added as it would be without it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_there = size > 1 and quickly.extension() is not None
+    for dtype in quickly.DTYPES:
+        for shape in [(), (1,), (3, 5), (600,), (SLOT_BYTES // dtype.itemsize,)]:
+            assert is_added_quickly(torch.full(shape, rank, dtype=dtype)) is is_there
+    rows = torch.full((4, 6), float(rank))
+    assert is_added_quickly(rows[1:3]) is is_there
+    assert rows[0, 0] == rank
+    for other in (
+        torch.full((3,), rank, dtype=torch.bfloat16),
+        torch.full((3,), rank, dtype=torch.uint8),
+        torch.full((4, 6), float(rank)).T,
+        torch.frombuffer(bytearray(9), dtype=torch.float32, count=2, offset=1).fill_(rank),
+        nn.Parameter(torch.full((3,), float(rank)), requires_grad=False),
+        torch.full((1 << 19,), float(rank)),
+    ):
+        assert not is_added_quickly(other)
+    assert not is_added_quickly(torch.full((3,), float(rank)), async_op=True)
+
+
+def law_a_number_that_torch_negates_when_it_reads_it_is_added_as_read() -> None:
+    """The imaginary part of a conjugate is such a view."""
+    number = torch.complex(torch.tensor(1.0), torch.tensor(2.0)).conj().imag
+    assert number.is_neg()
+    dist.all_reduce(number)
+    assert number.item() == -2.0 * dist.get_world_size()
+
+
+def law_nothing_is_added_when_the_ranks_differ() -> None:
+    """Each keeps what it brought, hears who brought what, and the next sum is right."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return
+    mine = torch.full((4 if rank else 5,), float(rank))
+    with pytest.raises(CollectiveError) as caught:
+        dist.all_reduce(mine)
+    assert "rank 0: all_reduce (sum) of 5 float32" in str(caught.value)
+    assert (mine == rank).all()
+    assert is_added_quickly(torch.full((4,), float(rank))) is (quickly.extension() is not None)
+
+
+def law_overflow_and_infinity_are_as_torch_has_them() -> None:
+    """Whole numbers wrap around; infinities of both signs make NaN."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    most = torch.full((3,), torch.iinfo(torch.int32).max, dtype=torch.int32)
+    wanted = (most.to(torch.int64) * size).to(torch.int32)
+    dist.all_reduce(most)
+    assert torch.equal(most, wanted)
+    infinite = torch.tensor([torch.inf if rank else -torch.inf])
+    dist.all_reduce(infinite)
+    assert infinite.isnan().all() if size > 1 else infinite.item() == -torch.inf
