@@ -212,6 +212,39 @@ def law_groups_schedules_and_closures_are_torchs() -> None:
     check_same_state(plain.state_dict(), sharded.state_dict())
 
 
+def law_schedules_may_change_any_setting() -> None:
+    """Momentum and betas as well, by step or by a metric; gradients may be set to zero in place of None."""
+    schedulers = optim.lr_scheduler
+    kinds: list[tuple[type[Optimizer], dict[str, Any]]] = [(optim.SGD, {"momentum": 0.9}), (optim.AdamW, {})]
+    for kind, settings in kinds:
+        model, plain, other, sharded = pair(kind, lr=0.1, **settings)
+        for net, optimizer in ((model, plain), (other, sharded)):
+            cycle = schedulers.OneCycleLR(optimizer, max_lr=0.3, total_steps=6)
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0)
+            for number in range(4):
+                step(net, number=number)
+                optimizer.step()
+                cycle.step()
+                plateau.step(1.0)
+                optimizer.zero_grad(set_to_none=False)
+            assert not net.hidden.weight.grad.any()
+        check_same(model, other)
+        check_same_state(plain.state_dict(), sharded.state_dict())
+
+
+def law_tied_parameters_are_updated_once() -> None:
+    """They are one parameter under two names, of which the gradients add up."""
+    model = popdist.ReplicatedModel(Net())
+    other = popdist.ReplicatedModel(copy.deepcopy(model.module))
+    optimizers = (optim.AdamW(model.parameters()), popdist.ShardedOptimizer(other, optim.AdamW))
+    for net, optimizer in zip((model, other), optimizers, strict=True):
+        for _ in range(2):
+            train(net, share(samples(2 * popdist.num_replicas())))
+            optimizer.step()
+    assert other.second.weight is other.first.weight
+    check_same(model, other)
+
+
 def law_layers_may_come_later() -> None:
     """What the model got after the optimizer was made is a group like any other."""
     nets = []
