@@ -17,7 +17,7 @@ VERSIONS = {"torch": "2.13.0+cpu", "mpi4py": "4.1.2", "popdist": "0.1.0"}
 HEALTHY = Symptoms(
     python="3.12.3",
     interpreter="/env/bin/python",
-    libraries=Libraries(versions=VERSIONS, has_gloo=True),
+    libraries=Libraries(versions=VERSIONS, has_gloo=True, has_extension=True),
     facts=replace(LAPTOP, mpi=MPICH),
     cpu_quota=None,
     memory=MemoryLimits(machine_bytes=16 * GIB, shared_bytes=8 * GIB, shared_free_bytes=8 * GIB),
@@ -40,16 +40,17 @@ BARE = replace(
 )
 
 HEALTHY_TABLE = """\
-Python    ok      3.12.3, /env/bin/python
-torch     ok      2.13.0+cpu, for the CPU
-popdist   ok      0.1.0
-MPI       ok      MPICH 5.0.2, /opt/mpich/bin/mpiexec
-GPUs      absent  none: virtual IPUs are shares of the cores
-cores     ok      4 (0-3)
-memory    ok      16.0 GiB
-/dev/shm  ok      8.0 GiB free
-ssh       ok      OpenSSH_9.2p1
-Slurm     ok      slurm 24.11, inside job 77
+Python     ok      3.12.3, /env/bin/python
+torch      ok      2.13.0+cpu, for the CPU
+popdist    ok      0.1.0
+extension  ok      popdist's, in C
+MPI        ok      MPICH 5.0.2, /opt/mpich/bin/mpiexec
+GPUs       absent  none: virtual IPUs are shares of the cores
+cores      ok      4 (0-3)
+memory     ok      16.0 GiB
+/dev/shm   ok      8.0 GiB free
+ssh        ok      OpenSSH_9.2p1
+Slurm      ok      slurm 24.11, inside job 77
 
 jobs of this machine can run
 """
@@ -90,6 +91,7 @@ def test_the_table(symptoms: Symptoms, table: str) -> None:
         (replace(HEALTHY, can_share_memory=False), {"/dev/shm"}),
         (replace(HEALTHY, memory=MemoryLimits()), {"/dev/shm"}),
         (replace(HEALTHY, libraries=replace(HEALTHY.libraries, has_gloo=False)), {"torch"}),
+        (replace(HEALTHY, libraries=replace(HEALTHY.libraries, has_extension=False)), set()),
         (replace(HEALTHY, facts=LAPTOP, ssh="", slurm=""), set()),
         (replace(HEALTHY, libraries=replace(HEALTHY.libraries, problems={"mpi4py": "ImportError: no"})), set()),
     ],
@@ -119,10 +121,15 @@ def test_json() -> None:
 
 def test_what_the_other_python_says() -> None:
     """Its last line counts, whatever libraries print when they are imported; silence is a problem of torch's."""
-    answer = 'a warning\n\n{"torch": "2", "devices": 3, "gloo": true, "mpi4py_problem": "ImportError: x"}\n'
+    found = '{"torch": "2", "devices": 3, "gloo": true, "extension": true, "mpi4py_problem": "ImportError: x"}'
+    answer = f"a warning\n\n{found}\n"
 
     assert read_libraries(answer) == Libraries(
-        versions={"torch": "2"}, problems={"mpi4py": "ImportError: x"}, num_devices=3, has_gloo=True
+        versions={"torch": "2"},
+        problems={"mpi4py": "ImportError: x"},
+        num_devices=3,
+        has_gloo=True,
+        has_extension=True,
     )
     assert "did not answer within" in read_libraries(None).problems["torch"]
     assert "did not answer within" in read_libraries("").problems["torch"]

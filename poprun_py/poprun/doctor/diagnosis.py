@@ -74,11 +74,24 @@ def _libraries(symptoms: Symptoms) -> Iterator[Finding]:
     version = libraries.versions.get("popdist")
     if version == VERSION:
         yield Finding(subject="popdist", state=State.OK, found=version)
+        yield _extension(symptoms)
     else:
         found = (
             f"{version}, but poprun is {VERSION}" if version else libraries.problems.get("popdist", "not found")
         )
         yield Finding(subject="popdist", state=State.FAILS, found=found, remedy=f"{pip} poprun=={VERSION}")
+
+
+def _extension(symptoms: Symptoms) -> Finding:
+    if symptoms.libraries.has_extension:
+        return Finding(subject="extension", state=State.OK, found="popdist's, in C")
+    return Finding(
+        subject="extension",
+        state=State.ABSENT,
+        found="popdist has none, so small all-reduces take longer",
+        remedy="install a C compiler (Debian: apt install gcc libc6-dev), then "
+        f"{symptoms.interpreter} -m pip install --force-reinstall --no-deps poprun",
+    )
 
 
 def _mpi(symptoms: Symptoms) -> Iterator[Finding]:

@@ -29,6 +29,11 @@ for name in ("torch", "mpi4py", "popdist"):
         found[name] = getattr(importlib.import_module(name), "__version__", "")
     except Exception as error:
         found[name + "_problem"] = f"{type(error).__name__}: {error}"
+try:
+    importlib.import_module("popdist.host_memory._quick")
+    found["extension"] = True
+except Exception:
+    pass
 if "torch" in found:
     import torch
     found["cuda"] = torch.version.cuda or ""
@@ -49,6 +54,7 @@ class Libraries:
         cuda: The version of CUDA that torch was built for; empty for a torch of the CPU.
         num_devices: CUDA devices that torch sees.
         has_gloo: Whether torch has gloo.
+        has_extension: Whether popdist has its extension in C.
     """
 
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -56,6 +62,7 @@ class Libraries:
     cuda: str = ""
     num_devices: int = 0
     has_gloo: bool = False
+    has_extension: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +124,7 @@ def read_libraries(answer: str | None) -> Libraries:
         cuda=found.get("cuda", ""),
         num_devices=found.get("devices", 0),
         has_gloo=found.get("gloo", False),
+        has_extension=found.get("extension", False),
     )
 
 
