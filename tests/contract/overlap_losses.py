@@ -4,12 +4,14 @@ import os
 import signal
 import sys
 import threading
+from datetime import timedelta
 from unittest import mock
 
 import torch
 from torch import nn
 
 import popdist
+from popdist import context
 from popdist.backends.channel import Channel
 from popdist.training.overlapped_step import OverlappedStep
 from tests.contract import overlap_laws, training_laws
@@ -35,9 +37,19 @@ def lose(way: str) -> str:
     except popdist.BackendError as error:
         message = str(error)
     assert all(it.grad is None for it in model.parameters())
+    _wait_for_survivors()
     popdist.finalize()
     assert threading.active_count() == 1
     return message.rpartition(" on cpu): ")[2]
+
+
+def _wait_for_survivors() -> None:
+    """Who leaves is lost to the others, too."""
+    store = context._state.store
+    assert store is not None
+    store.set(f"told {popdist.instance_index()}", "")
+    others = [f"told {instance}" for instance in range(popdist.num_instances()) if instance != VICTIM]
+    store.wait(others, timedelta(seconds=training_laws.TIMEOUT_SECONDS))
 
 
 def _begin() -> popdist.ReplicatedModel:
