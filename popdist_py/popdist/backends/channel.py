@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from popdist.backends.failures import as_backend_error
+from popdist.backends.swapping import as_bytes, swap
 from popdist.errors import BackendError
 from popdist.headers import name_instances
 
@@ -48,6 +49,7 @@ class Channel:
     Args:
         process_group: torch's own, for this channel only.
         num_instances: In the job.
+        instance_index: This one.
         break_off: Ends the waits of that process group with errors, here and on the other instances.
         find_lost: Asks which instances are known to be lost.
 
@@ -60,6 +62,7 @@ class Channel:
         self,
         process_group: Any,  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
         num_instances: int,
+        instance_index: int,
         *,
         break_off: Callable[[Any], None],
         find_lost: Callable[[], list[int]],
@@ -68,6 +71,7 @@ class Channel:
         self.is_taken = False
         self._process_group = process_group
         self._num_instances = num_instances
+        self._instance_index = instance_index
         self._break_off = break_off
         self._find_lost = find_lost
         self._errands: SimpleQueue[Errand | None] = SimpleQueue()
@@ -85,15 +89,24 @@ class Channel:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """As that of a backend; for what is issued."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
-        rows = [_as_bytes(row) for row in gathered]
-        self._process_group.allgather(rows, _as_bytes(tensor)).wait()
+        mine, rows = as_bytes(tensor), [as_bytes(row) for row in gathered]
+        if tensor.is_cuda:
+            self._process_group.allgather(rows, mine).wait()
+        else:
+            self._swap([mine] * len(rows), rows)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """As that of a backend; for what is issued."""
         received = torch.empty_like(tensor)
-        self._process_group.alltoall_base(_as_bytes(received), _as_bytes(tensor), [], []).wait()
+        if tensor.is_cuda:
+            self._process_group.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
+        else:
+            self._swap([as_bytes(row) for row in tensor], [as_bytes(row) for row in received])
         return received
+
+    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        swap(self._process_group, self._instance_index, range(self._num_instances), sent, received)
 
     def issue(self, do: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise.
@@ -175,7 +188,3 @@ class Channel:
             errand.do()
             for tensor in errand.tensors:
                 tensor.record_stream(stream)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

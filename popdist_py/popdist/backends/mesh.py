@@ -158,6 +158,7 @@ class Mesh:
         return Channel(
             process_group,
             self.num_instances,
+            self.instance_index,
             break_off=break_off,
             find_lost=lambda: [other for other in others if self.is_lost(other)],
         )

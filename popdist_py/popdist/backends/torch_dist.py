@@ -15,6 +15,7 @@ from popdist.backends.failures import as_backend_error
 from popdist.backends.mesh import Mesh
 from popdist.backends.parts import Parts
 from popdist.backends.serial import SerialBackend
+from popdist.backends.swapping import as_bytes, swap
 from popdist.host_memory.collectives import HostCollectives
 from popdist.host_memory.group import HostGroup
 
@@ -77,19 +78,15 @@ class TorchBackend:
         gathered = tensor.new_empty((len(self.instances), *tensor.shape))
         if not tensor.numel():
             return gathered
-        mine, rows = _as_bytes(tensor), [_as_bytes(row) for row in gathered]
+        mine, rows = as_bytes(tensor), [as_bytes(row) for row in gathered]
         with as_backend_error("the data of the other instances did not come"):
             host = None if tensor.is_cuda else self.share_memory()
             if host is not None:
                 host.all_gather(rows, mine)
             elif tensor.is_cuda:
                 self._mesh.nccl.allgather(rows, mine).wait()
-            elif self._is_whole_job:
-                self._mesh.gloo.allgather(rows, mine).wait()
             else:
-                pairs = zip(self.instances, rows, strict=True)
-                for work in [work for peer, row in pairs for work in self._swap(peer, mine, row)]:
-                    work.wait()
+                swap(self._mesh.gloo, self.instance_index, self.instances, [mine] * len(rows), rows)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -97,18 +94,15 @@ class TorchBackend:
         if tensor.is_cuda and not self._is_whole_job:
             return self.all_to_all(tensor.cpu()).to(tensor.device)
         received = torch.empty_like(tensor)
-        sent, rows = [_as_bytes(row) for row in tensor], [_as_bytes(row) for row in received]
+        sent, rows = [as_bytes(row) for row in tensor], [as_bytes(row) for row in received]
         with as_backend_error("the data of the other instances did not come"):
             host = None if tensor.is_cuda else self.share_memory()
             if host is not None:
                 host.all_to_all(rows, sent)
-            elif self._is_whole_job:
-                group = self._mesh.nccl if tensor.is_cuda else self._mesh.gloo
-                group.alltoall_base(_as_bytes(received), _as_bytes(tensor), [], []).wait()
+            elif tensor.is_cuda:
+                self._mesh.nccl.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
             else:
-                pairs = zip(self.instances, sent, rows, strict=True)
-                for work in [work for peer, mine, row in pairs for work in self._swap(peer, mine, row)]:
-                    work.wait()
+                swap(self._mesh.gloo, self.instance_index, self.instances, sent, rows)
         return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -121,17 +115,10 @@ class TorchBackend:
             with as_backend_error(f"the data of instance {root} did not come"):
                 host = None if tensor.is_cuda else self.share_memory()
                 if host is not None:
-                    host.broadcast(_as_bytes(tensor), self.instances.index(root))
+                    host.broadcast(as_bytes(tensor), self.instances.index(root))
                 else:
-                    for work in self._start_broadcast(_as_bytes(tensor), root):
+                    for work in self._start_broadcast(as_bytes(tensor), root):
                         work.wait()
-
-    def _swap(self, peer: int, mine: Tensor, row: Tensor) -> list[dist.Work]:
-        """Start to send ``mine`` to ``peer`` and to receive ``row`` from it."""
-        if peer == self.instance_index:
-            row.copy_(mine)
-            return []
-        return [self._mesh.gloo.recv([row], peer, 0), self._mesh.gloo.send([mine], peer, 0)]
 
     def _start_broadcast(self, data: Tensor, root: int) -> list[dist.Work]:
         if self._is_whole_job:
@@ -154,8 +141,3 @@ class TorchBackend:
         """Drop the connections of the job."""
         self._parts.close()
         self._mesh.close()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, as a flat tensor of bytes: every dtype travels the same way."""
-    return tensor.reshape(-1).view(torch.uint8)

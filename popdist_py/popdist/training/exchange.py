@@ -18,7 +18,10 @@ from popdist.layout import ReplicaLayout
 from popdist.tree import Node, aligned_nodes, finish
 
 CHUNK_SIZE: Final = 1 << 20
-"""Numbers of one partial sum that are exchanged at once: bounds what all instances' sums take in memory."""
+"""Numbers of one partial sum that are exchanged at once, up to twice as many where the last would be few.
+
+Bounds what all instances' sums take in memory.
+"""
 
 FEW: Final = 1 << 13
 """Numbers of which every instance gets all partial sums at once: one round of messages costs more than they do."""
@@ -94,10 +97,11 @@ def add_among(
     Raises:
         BackendError, RuntimeError: If an instance was lost or did not come in time.
     """
-    for start in range(0, len(into), CHUNK_SIZE):
-        chunk = [row[start : start + CHUNK_SIZE] for row in own]
+    size = -(-len(into) // max(1, len(into) // CHUNK_SIZE))
+    for start in range(0, len(into), max(1, size)):
+        chunk = [row[start : start + size] for row in own]
         add = _add_all if len(chunk[0]) <= FEW else _add_shares
-        into[start : start + CHUNK_SIZE] = add(sending, nodes, chunk, num_replicas)
+        into[start : start + size] = add(sending, nodes, chunk, num_replicas)
 
 
 def _add_all(sending: Sending, nodes: list[list[Node]], own: list[Tensor], num_replicas: int) -> Tensor:
