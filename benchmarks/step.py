@@ -70,7 +70,7 @@ def loops(shape: Shape) -> dict[str, Step]:
         for name, group in groups.items()
     }
     silent = DistributedDataParallel(shape.net())
-    silent.register_comm_hook(None, _nothing)
+    silent.register_comm_hook(None, nothing)
     made["DDP, none"] = ddp_step(shape, silent)
     made["ReplicatedModel"] = replicated_step(shape)
     without = replicated_step(shape)
@@ -83,7 +83,8 @@ def loops(shape: Shape) -> dict[str, Step]:
     return made
 
 
-def _nothing(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def nothing(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A reduction of DDP's that is none."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
@@ -164,16 +165,17 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
         costs, part = communication(times, name), share(communication(times, name), gloo)
         most = MOST.get(name)
         limit = ["", ""] if most is None else [f"≤ {most:g}", "yes" if part.value <= most else "NO"]
-        cells = [_interval(median(times[name]), 1e3, "ms"), _interval(median(costs), 1e3, "ms")]
-        rows.append([name, *cells, _interval(part, 1, ""), *limit])
+        cells = [interval(median(times[name]), 1e3, "ms"), interval(median(costs), 1e3, "ms")]
+        rows.append([name, *cells, interval(part, 1, ""), *limit])
     without = sorted(set(WITHOUT.values()))
-    rows += [[name, _interval(median(times[name]), 1e3, "ms"), "", "", "", ""] for name in without]
+    rows += [[name, interval(median(times[name]), 1e3, "ms"), "", "", "", ""] for name in without]
     head = ["loop", "a step", "its communication", "of gloo's", "limit", "holds"]
     rounds = len(gloo)
     return f"{rounds} rounds, {distributed.get_world_size()} instances: `{command}`\n\n{table(head, rows)}"
 
 
-def _interval(found: Median, factor: float, unit: str) -> str:
+def interval(found: Median, factor: float, unit: str) -> str:
+    """A median and between what it lies."""
     value, lower, upper = (f"{it * factor:.3g}" for it in (found.value, found.lower, found.upper))
     return f"{value} {unit} ({lower} to {upper})".replace("  ", " ")
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tests.docs.markdown import ROOT
+from tests.hosts.network import missing_reason
 from tests.running import run
 
 LONG_SECONDS = 230.0
@@ -108,6 +109,20 @@ def test_a_step_can_be_measured_again() -> None:
     finished = run([*launcher, *program], deadline_seconds=LONG_SECONDS).succeeded()
 
     for word in ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "ReplicatedModel, none", "--width 64"):
+        assert word in finished.out
+
+
+@slow
+def test_a_step_over_a_network_can_be_measured_again() -> None:
+    """Two rounds of ``benchmarks/overlap.py`` with a small model on a slow cable show every loop."""
+    if reason := missing_reason():
+        pytest.skip(reason)
+    words = ["--rounds", "2", "--steps", "1", "--layers", "2", "--width", "64"]
+    program = [sys.executable, str(ROOT / "benchmarks" / "overlap.py"), *words]
+    network = [sys.executable, "-m", "benchmarks.slow_network", "--rate", "100mbit"]
+    finished = run([*network, *program], cwd=ROOT, deadline_seconds=LONG_SECONDS).succeeded()
+
+    for word in ("DDP, gloo", "at the end", "| ReplicatedModel ", "ReplicatedModel, none", "--width 64"):
         assert word in finished.out
 
 

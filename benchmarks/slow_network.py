@@ -1,0 +1,54 @@
+"""Run a program on two hosts whose cable carries so much and no more.
+
+    python -m benchmarks.slow_network --rate 1gbit python benchmarks/overlap.py
+
+The hosts are network namespaces of this machine, one instance each. It takes root, iproute2 and openssh-server.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.hosts.network import TMPDIR, Network, missing_reason
+
+HOSTS = ("n1", "n2")
+BUCKET = ("burst", "256kb", "latency", "50ms")
+"""Of tokens: how much goes at once, and how long the rest may wait."""
+
+INTERFACE = "eth0"
+SCRIPTS = Path(sys.executable).parent
+
+
+def run(network: Network, program: list[str]) -> int:
+    """Start the program from the first host, as a user who is logged in there does; poprun's exit code."""
+    settings = {
+        "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
+        "TMPDIR": TMPDIR,
+        "POPRUN_SSH_CONFIG": str(network.ssh_config),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    job = ["poprun", "--host", ",".join(HOSTS), "--num-instances", str(len(HOSTS)), "--tag-output=no", *program]
+    words = ["env", f"--chdir={Path.cwd()}", *(f"{name}={value}" for name, value in settings.items()), *job]
+    return subprocess.run(network.hosts[HOSTS[0]].enter(words), stdin=subprocess.DEVNULL, check=False).returncode
+
+
+def main() -> None:
+    """Make the network, run the program on it, and take it away."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of each host's cable, as tc writes it (1gbit)")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="what each host runs, with its words")
+    options = parser.parse_args()
+    if reason := missing_reason():
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory() as folder, Network(HOSTS, Path(folder)) as network:
+        for host in network.hosts.values():
+            host.run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", options.rate, *BUCKET)
+        code = run(network, options.program)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
