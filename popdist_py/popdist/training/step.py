@@ -3,7 +3,7 @@
 The instances speak once or twice in a step. When a loop over a whole batch starts, each says what its heaviest
 micro batch weighs, without waiting for an answer: a micro batch's share of the heaviest one of the job is needed
 only after the first backward pass. When the step ends, each says that it has all its gradients, and only then are
-they exchanged (`popdist.training.closing`).
+they exchanged (`popdist.training.closing`), or taken from what went before (`popdist.training.overlap`).
 """
 
 import operator
