@@ -104,3 +104,32 @@ def law_overflow_and_infinity_are_as_torch_has_them() -> None:
     infinite = torch.tensor([torch.inf if rank else -torch.inf])
     dist.all_reduce(infinite)
     assert infinite.isnan().all() if size > 1 else infinite.item() == -torch.inf
+
+
+def law_a_nan_has_the_same_bits_on_every_rank() -> None:
+    """Of several NaNs, all take the same one's; where some have the extension and some have not, any."""
+    ways: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ways, quickly.extension() is not None)
+    if len(set(ways)) > 1:
+        return
+    for length in (1, 3, 64, 600):
+        bits = torch.full((length,), 0x7FC00001 + dist.get_rank(), dtype=torch.int32)
+        dist.all_reduce(bits.view(torch.float32))
+        first = bits.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(bits, first)
+
+
+def law_tensors_that_speak_another_dlpack_are_added_without_the_extension() -> None:
+    """No group fails for want of it."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("tensors of this class speak another DLPack")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quickly, "extension", lambda: refuse)
+        group = dist.new_group(backend="popdist")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert (tensor == dist.get_world_size()).all()
+    dist.destroy_process_group(group)

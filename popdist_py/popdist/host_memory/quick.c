@@ -64,10 +64,11 @@ static int take(Quick *self, PyObject *list, Run *run) {
 /* ---- Adding -------------------------------------------------------------------------------------------------- */
 
 #define DEFINE_ADD(TYPE)                                                                                      \
-    static void add_##TYPE(const Quick *self, TYPE *out, uint64_t parity, int64_t length) {                   \
-        if (self->size == 2) { /* what this rank has laid down still stands in `out` */                       \
-            const TYPE *peer = (const TYPE *)(self->slots[!self->rank] + parity * self->slot_bytes);          \
-            for (int64_t i = 0; i < length; i++) out[i] += peer[i];                                           \
+    static void add_##TYPE(const Quick *self, TYPE *restrict out, uint64_t parity, int64_t length) {          \
+        if (self->size == 2) { /* the same operands on both ranks: of two NaNs the processor takes one */     \
+            const TYPE *left = (const TYPE *)(self->slots[0] + parity * self->slot_bytes);                    \
+            const TYPE *right = (const TYPE *)(self->slots[1] + parity * self->slot_bytes);                   \
+            for (int64_t i = 0; i < length; i++) out[i] = left[i] + right[i];                                 \
             return;                                                                                           \
         }                                                                                                     \
         TYPE sums[MOST_RANKS][BLOCK];                                                                         \
@@ -169,8 +170,8 @@ PyObject *reduce(Quick *self, PyObject *list) {
     store(&mine[COUNTER], number);
     if (has_sleeper(self) || !have_come(self, number) || !agree(self, number, purpose)) {
         if (wait_for_all(self, purpose) != 0) return NULL;
-        int64_t length = run.length;
-        if (!take(self, list, &run) || run.length != length) {
+        Run before = run;
+        if (!take(self, list, &run) || run.length != before.length || run.dtype != before.dtype) {
             PyErr_SetString(PyExc_RuntimeError, "the tensor was changed while the other ranks were waited for");
             return NULL;
         }

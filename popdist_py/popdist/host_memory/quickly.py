@@ -62,7 +62,10 @@ def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
     purposes = [purpose(operation, kind=KINDS[dtype]) for dtype in DTYPES]
     num_looks = 1 if flags.is_crowded else _NUM_LOOKS
     numbers = map(_numbers, (flags.addresses, pairs, purposes))
-    quick = made_by(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
+    try:
+        quick = made_by(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
+    except (AttributeError, ValueError):  # a torch whose tensors speak another DLPack
+        return never
 
     def lay(rows: Sequence[torch.Tensor], slot_bytes: int, most_bytes: int) -> None:
         quick.lay(_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
