@@ -1,5 +1,6 @@
 """Runs one suite of a torch backend's tests."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 from torch import distributed
@@ -7,8 +8,8 @@ from torch import distributed
 from tests.contract.forked_ranks import Rank, run_ranks
 
 
-def run_suite(suite: str, backend: str, num_ranks: int, hosts: str) -> None:
-    """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each of them is."""
+def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seeds: Sequence[int]) -> None:
+    """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each is; what is random has ``seeds``."""
     # What some of them import is out of date, and would be an error in the tests' own process.
     from tests.contract import (  # noqa: PLC0415 - as above
         backend_hosts,
@@ -24,7 +25,7 @@ def run_suite(suite: str, backend: str, num_ranks: int, hosts: str) -> None:
         return
     suites = {
         "laws": lambda rank: _run_laws(rank, backend_laws, backend_turns),
-        "random": backend_random.play,
+        "random": lambda rank: backend_random.play(rank, seeds),
         "neighbours": backend_neighbours.run_all,
         "hosts": backend_hosts.run_all,
     }

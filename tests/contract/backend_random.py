@@ -1,13 +1,14 @@
-"""Ten thousand collectives that a seed has drawn, on ranks that come when chance has them come.
+"""Collectives drawn by chance, on ranks that come when chance has them come.
 
-All ranks draw the same calls; each draws delays of its own. Everything brought is a small whole number, so each
-rank knows what must come out, in every dtype.
+Each number of a list is a seed: all ranks draw the same call from it, and each a delay of its own. 0 is no call.
+Everything brought is a small whole number, so each rank knows what must
+come out, in every dtype.
 """
 
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,6 @@ from torch.distributed import ReduceOp
 
 from tests.contract.forked_ranks import Rank
 
-NUM_CALLS = 2500
 DTYPES = (
     torch.float64,
     torch.float32,
@@ -81,28 +81,27 @@ def drawn(number: int, draw: random.Random, members: list[list[int]]) -> Call:
 class Player:
     """Makes the calls of one rank and checks what comes of them, at once or when they are waited for."""
 
-    def __init__(self, rank: Rank, seed: int) -> None:
+    def __init__(self, rank: Rank) -> None:
         everyone = list(range(rank.num_ranks))
         self.members = [everyone, everyone, everyone[1:] or everyone]
         self.groups = [distributed.new_group(ranks) for ranks in self.members]
         self.rank = rank.rank
-        self._draw = random.Random(f"{seed} {rank.rank}")  # noqa: S311 - delays
         self._pending: deque[tuple[Call, distributed.Work, Callable[[], bool]]] = deque()
 
-    def play(self, call: Call) -> None:
-        """One call, perhaps late, and perhaps a wait for one before it."""
+    def play(self, call: Call, draw: random.Random) -> None:
+        """One call, perhaps late, and perhaps a wait for one before it, as this rank draws."""
         if self.rank not in self.members[call.group]:
             return
-        chance = self._draw.random()
+        chance = draw.random()
         if chance < DELAYED:
-            time.sleep(self._draw.uniform(0, LONG_DELAY_SECONDS if chance < LONG_DELAYED else DELAY_SECONDS))
+            time.sleep(draw.uniform(0, LONG_DELAY_SECONDS if chance < LONG_DELAYED else DELAY_SECONDS))
         work, is_right = NAMED[call.name](self, call)
         if work is None:
             assert is_right(), f"rank {self.rank}: {call}"
         else:
             self._pending.append((call, work, is_right))
-        if len(self._pending) > self._draw.randrange(MOST_PENDING):
-            self._wait(self._draw.randrange(len(self._pending)))
+        if len(self._pending) > draw.randrange(MOST_PENDING):
+            self._wait(draw.randrange(len(self._pending)))
 
     def finish(self) -> None:
         """Wait for all that was begun."""
@@ -191,11 +190,12 @@ NAMED: dict[str, Callable[[Player, Call], Outcome]] = {
 }
 
 
-def play(rank: Rank) -> None:
-    """All calls of the seed that is the number of ranks."""
-    player = Player(rank, rank.num_ranks)
-    draw = random.Random(rank.num_ranks)  # noqa: S311 - the same on all ranks
-    for number in range(NUM_CALLS):
-        player.play(drawn(number, draw, player.members))
+def play(rank: Rank, seeds: Sequence[int]) -> None:
+    """The calls of ``seeds``, in their order."""
+    player = Player(rank)
+    for number, seed in enumerate(seeds):
+        if seed:
+            call = drawn(number, random.Random(seed), player.members)  # noqa: S311 - the same on all ranks
+            player.play(call, random.Random(f"{seed} {rank.rank}"))  # noqa: S311 - delays
     player.finish()
     distributed.barrier()

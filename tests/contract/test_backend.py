@@ -1,14 +1,20 @@
 """The torch backend `popdist` obeys its laws at every number of ranks, survives losses, and carries FSDP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from tests.contract import backend_program
 from tests.contract.forking import ForkedWorlds
 
 DEADLINE_SECONDS = 250.0
 """Reached only by what hangs."""
+
+NUM_CALLS = 625
+NUM_EXAMPLES = 1 + 4
+"""The first example is the smallest: no call at all."""
 
 slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
 
@@ -17,8 +23,8 @@ slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
 def run_suite(forked_world: ForkedWorlds) -> Callable[..., None]:
     """Run a suite of backend_program.py on the backend, to a good end."""
 
-    def run(suite: str, num_ranks: int, hosts: str = "") -> None:
-        arguments = (suite, "popdist", num_ranks, hosts)
+    def run(suite: str, num_ranks: int, hosts: str = "", seeds: Sequence[int] = ()) -> None:
+        arguments = (suite, "popdist", num_ranks, hosts, seeds)
         forked_world(backend_program.run_suite, *arguments, num_instances=1, timeout_seconds=DEADLINE_SECONDS)
 
     return run
@@ -33,9 +39,15 @@ def test_laws(run_suite: Callable[..., None], num_ranks: int) -> None:
 
 @slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
-def test_random_calls(run_suite: Callable[..., None], num_ranks: int) -> None:
-    """A quarter of the ten thousand calls of backend_random.py."""
-    run_suite("random", num_ranks)
+@settings(
+    max_examples=NUM_EXAMPLES,
+    phases=[Phase.generate],  # to make what fails smaller takes hundreds of worlds; the error names the call
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=NUM_CALLS, max_size=NUM_CALLS))
+def test_random_calls(run_suite: Callable[..., None], num_ranks: int, seeds: list[int]) -> None:
+    """A quarter of ten thousand calls of backend_random.py; each example is a world of its own."""
+    run_suite("random", num_ranks, seeds=seeds)
 
 
 @slow
