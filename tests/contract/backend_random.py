@@ -1,8 +1,7 @@
 """Collectives drawn by chance, on ranks that come when chance has them come.
 
-Each number of a list is a seed: all ranks draw the same call from it, and each a delay of its own. 0 is no call.
-Everything brought is a small whole number, so each rank knows what must
-come out, in every dtype.
+Each number of a list is a seed: all ranks draw the same call from it, and each a delay of its own; 0 is no call.
+Everything brought is a small whole number, so each rank knows what must come out, in every dtype.
 """
 
 import random
