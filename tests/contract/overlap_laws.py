@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import popdist
 from popdist import context
@@ -256,6 +257,39 @@ def law_what_is_changed_after_it_was_sent_counts() -> None:
             for chosen in (None, None, None, change, None):
                 train(early, late, partial(step, change=chosen))
         assert ends == [True, True, False], change
+
+
+class Recomputed(nn.Module):
+    """A layer that is used twice, whose gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Four scores."""
+        x = x.clone().requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return torch.as_tensor(self.last(x))
+
+
+def law_a_gradient_that_comes_in_parts_counts_as_a_whole() -> None:
+    """Its first part has gone when the second comes: all add again, and nothing goes early from then on."""
+
+    def step(model: nn.Module) -> None:
+        assert isinstance(model, popdist.ReplicatedModel)
+        for x, y in model.micro_batches(full_batch()):
+            loss = cross_entropy(model(x), y)
+            meet()
+            loss.backward()
+
+    early, late = pair_of(Recomputed())
+    with counted() as ends:
+        for _ in range(NUM_STEPS + 1):
+            train(early, late, step)
+    assert ends == [True, False]
 
 
 class Branching(nn.Module):
