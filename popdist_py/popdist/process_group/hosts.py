@@ -14,7 +14,8 @@ from popdist.errors import BackendError
 from popdist.host_memory.collectives import HostCollectives
 from popdist.host_memory.flags import Names
 from popdist.host_memory.group import HostGroup
-from popdist.process_group.several_hosts import Place, SeveralHosts
+from popdist.process_group.peers import Place
+from popdist.process_group.several_hosts import SeveralHosts
 from popdist.process_group.wires import Wires
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")

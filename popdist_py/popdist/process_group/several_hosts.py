@@ -7,9 +7,8 @@ sends and receives twice ``1 / (ranks of a host)`` of them. Where the hosts are 
 not share memory, each rank counts as a host of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,48 +18,14 @@ from popdist.errors import BackendError
 from popdist.host_memory.collectives import HostCollectives
 from popdist.host_memory.combining import HALVES, Combiner, Op
 from popdist.host_memory.quickly import QuickSum, never
+from popdist.process_group.peers import Peers, Place, in_turns
 from popdist.process_group.wires import Wires
 
-CHUNK_SIZE: Final = 1 << 22
-"""Numbers that are reduced at once: bounds the memory that it takes."""
+CHUNK_SIZE: Final = 1 << 20
+"""Numbers that travel together: while they do, those before them are combined."""
 
 FEW: Final = 1 << 13
 """Numbers of which every peer gets all of each host's: one round of messages costs more than they do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a rank is.
-
-    Attributes:
-        rank: Its number.
-        num_hosts: Hosts of the group.
-        num_local: Ranks of each host.
-    """
-
-    rank: int
-    num_hosts: int
-    num_local: int
-
-    @property
-    def size(self) -> int:
-        """Ranks of the group."""
-        return self.num_hosts * self.num_local
-
-    @property
-    def host(self) -> int:
-        """The rank's host."""
-        return self.rank // self.num_local
-
-    @property
-    def local(self) -> int:
-        """The rank's number on its host."""
-        return self.rank % self.num_local
-
-    @property
-    def peers(self) -> range:
-        """The ranks with the same number on their hosts, in the order of these."""
-        return range(self.local, self.size, self.num_local)
 
 
 class SeveralHosts:
@@ -80,14 +45,14 @@ class SeveralHosts:
         self.add_quickly: QuickSum = never
         self._place = place
         self._wires = wires
+        self._peers = Peers(place, wires)
         self._neighbours = neighbours
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them."""
         with self._call():
             flat = tensor.contiguous().view(-1)
-            for chunk in flat.split(CHUNK_SIZE):
-                self._reduce(chunk, op)
+            in_turns(self._reduce(chunk, op) for chunk in flat.split(CHUNK_SIZE))
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))
 
@@ -111,7 +76,7 @@ class SeveralHosts:
         """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
         place = self._place
         with self._call():
-            mine = self._from_peers(tensor)
+            mine = self._peers.all_gather(tensor)()
             if self._neighbours is None:
                 rows = [mine]
             else:
@@ -133,7 +98,7 @@ class SeveralHosts:
                 mine = torch.empty_like(mine)
                 self._neighbours.reduce_scatter(mine, by_local, step)
             rows = mine.view(place.num_hosts, len(output))
-            total = _combine(self._swap_rows(rows), step)
+            total = _combine(self._peers.all_to_all(rows)().unbind(), step)
             output.copy_(_divided(total, op, self.size))
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -148,7 +113,7 @@ class SeveralHosts:
         with self._call():
             if self._neighbours is not None:
                 self._neighbours.barrier(timeout_seconds)
-            self._from_peers(torch.zeros(1, dtype=torch.uint8))
+            self._peers.all_gather(torch.zeros(1, dtype=torch.uint8))()
             if self._neighbours is not None:
                 self._neighbours.barrier(timeout_seconds)
 
@@ -180,19 +145,23 @@ class SeveralHosts:
                 self._neighbours.group.flags.fail(str(error))
             raise
 
-    def _reduce(self, chunk: Tensor, op: Op) -> None:
-        """Combine a flat chunk, in place."""
+    def _reduce(self, chunk: Tensor, op: Op) -> Iterator[None]:
+        """Combine a flat chunk, in place; pauses while something travels."""
         step = _step(op)
         row = _widened(chunk)
-        if len(row) <= FEW:
-            if self._neighbours is not None:
-                self._neighbours.all_reduce(row, step)
-            total = _combine(self._from_peers(row).unbind(), step)
-        else:
-            total = self._reduce_shares(row, step)
+        reduce = self._reduce_whole if len(row) <= FEW else self._reduce_shares
+        total = yield from reduce(row, step)
         chunk.copy_(_divided(total, op, self.size))
 
-    def _reduce_shares(self, row: Tensor, step: Op) -> Tensor:
+    def _reduce_whole(self, row: Tensor, step: Op) -> Generator[None, None, Tensor]:
+        """Each rank combines all of it."""
+        if self._neighbours is not None:
+            self._neighbours.all_reduce(row, step)
+        arrival = self._peers.all_gather(row)
+        yield
+        return _combine(arrival().unbind(), step)
+
+    def _reduce_shares(self, row: Tensor, step: Op) -> Generator[None, None, Tensor]:
         """Each rank combines a share of what its host has, and a share of that for all hosts."""
         num_hosts, num_local = self._place.num_hosts, self._place.num_local
         width = -(-len(row) // self.size)
@@ -202,28 +171,15 @@ class SeveralHosts:
         if self._neighbours is not None:
             mine = torch.empty_like(mine)
             self._neighbours.reduce_scatter(mine.view(-1), [it.view(-1) for it in padded], step)
-        share = _combine(self._swap_rows(mine), step)
-        mine = self._from_peers(share)
+        arrival = self._peers.all_to_all(mine)
+        yield
+        arrival = self._peers.all_gather(_combine(arrival().unbind(), step))
+        yield
+        mine = arrival()
         if self._neighbours is None:
             return mine.view(-1)[: len(row)]
         self._neighbours.all_gather([it.view(-1) for it in padded], mine.view(-1))
         return padded.view(-1)[: len(row)]
-
-    def _from_peers(self, tensor: Tensor) -> Tensor:
-        """Every peer's tensor, in a row for each."""
-        received = tensor.new_empty(self._place.num_hosts, *tensor.shape)
-        received[self._place.host] = tensor
-        peers = self._place.peers
-        self._wires.swap(dict.fromkeys(peers, tensor), dict(zip(peers, received, strict=True)))
-        return received
-
-    def _swap_rows(self, rows: Tensor) -> Sequence[Tensor]:
-        """What each peer has in its row of ``rows`` for this one."""
-        received = torch.empty_like(rows)
-        received[self._place.host] = rows[self._place.host]
-        peers = self._place.peers
-        self._wires.swap(dict(zip(peers, rows, strict=True)), dict(zip(peers, received, strict=True)))
-        return received.unbind()
 
 
 def _step(op: Op) -> Op:

@@ -5,9 +5,10 @@ finds a loss writes it down in the group's store first: whoever is cut off by th
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -51,18 +52,28 @@ class Wires:
         self._failure: str | None = None
 
     def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send to some ranks and receive from some, which all call this at the same time.
+        """:meth:`start`, and wait for it."""
+        self.start(sent, received)()
+
+    def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Send to some ranks and receive from some, which all make the same calls in the same order.
 
         Args:
             sent: By rank. Contiguous; one without elements is not sent, and must not be waited for.
             received: By rank, where to put what comes from there; as long as what is sent there.
 
+        Returns:
+            What waits until all is sent and received.
+
         Raises:
-            BackendError: If a rank was lost or did not come in time.
+            BackendError: If a rank was lost or did not come in time; from what is returned, too.
         """
         works = []
-        for tensors, start in ((received, self._receive), (sent, self._send)):
-            works += [(rank, start(rank, it)) for rank, it in tensors.items() if it.numel() and rank != self._rank]
+        for tensors, begin in ((received, self._receive), (sent, self._send)):
+            works += [(rank, begin(rank, it)) for rank, it in tensors.items() if it.numel() and rank != self._rank]
+        return partial(self._wait, works)
+
+    def _wait(self, works: Sequence[tuple[int, Any]]) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         for rank, work in works:
             with self._blaming(rank):
