@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contract import distant
+from tests.contract import distant, leaving_headers
 from tests.contract.forking import ForkedWorlds
 
 DEADLINE_SECONDS = 120.0
@@ -31,3 +31,10 @@ def test_hosts_have_the_bits_of_one_process(
     ((_, alone),) = train(1, 1)
 
     assert train(num_hosts, num_local) == [(num_neighbours, alone)] * (num_hosts * num_local)
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+def test_headers_of_who_is_interrupted_or_has_left(forked_world: ForkedWorlds) -> None:
+    """A wait goes on after Ctrl-C, and nothing is sent after the end."""
+    told = forked_world(leaving_headers.run, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
+    assert told == [f"instance {it}, in too late: instance {it} has left the job" for it in range(3)]

@@ -28,9 +28,13 @@ class TorchExchange:
         mesh: The connections of the job.
         instances: Members of the group, this instance among them.
         header: What this instance sends.
+
+    Raises:
+        BackendError: If this instance has left the job.
     """
 
     def __init__(self, mesh: Mesh, instances: tuple[int, ...], header: list[int]) -> None:
+        mesh.check_open()
         self._mesh = mesh
         self._instances = instances
         self._header = header
@@ -62,8 +66,10 @@ class TorchExchange:
 
     def peek(self) -> list[list[int]] | None:
         """Every member's header if all have come; see `popdist.backends.base`."""
-        self._thread = self._thread or self._mesh.in_background(self._receive)
-        return None if self._thread.is_alive() or self._failures else self._headers()
+        with suppress(BackendError):
+            self._thread = self._thread or self._mesh.in_background(self._receive)
+        is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
+        return self._headers() if is_there else None
 
     def _headers(self) -> list[list[int]]:
         return [self._received[i].tolist() if i in self._received else self._header for i in self._instances]
@@ -75,7 +81,8 @@ class TorchExchange:
             peer = next(iter(self._works))
             try:
                 for work in self._works[peer]:
-                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                    if not work.is_completed():  # else a wait was interrupted, and a second one would never end
+                        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
             except RuntimeError as error:
                 self._failures[peer] = error
             del self._works[peer]

@@ -70,6 +70,7 @@ class Mesh:
         self._address = address
         self._nccl: Any = None
         self._waiting: list[Thread] = []
+        self._is_settled = False
         self.control = self._connect("control")
         self.gloo = self._connect("gloo")
         is_one_host = num_local_instances == num_instances
@@ -171,8 +172,22 @@ class Mesh:
             return True
         return False
 
+    def check_open(self) -> None:
+        """See that this instance still takes part.
+
+        Raises:
+            BackendError: If it has left the job, or is about to: a thread that starts then may never begin to run.
+        """
+        if self._is_settled:
+            raise BackendError(f"instance {self.instance_index} has left the job")
+
     def in_background(self, wait: Callable[[], None]) -> Thread:
-        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""
+        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long.
+
+        Raises:
+            BackendError: If this instance has left the job.
+        """
+        self.check_open()
         thread = Thread(target=wait, daemon=True)
         self._waiting = [it for it in self._waiting if it.is_alive()] + [thread]
         thread.start()
@@ -180,6 +195,7 @@ class Mesh:
 
     def settle(self) -> None:
         """End all threads: one that lets go of a tensor when the interpreter is gone aborts the process."""
+        self._is_settled = True
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
