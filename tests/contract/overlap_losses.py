@@ -1,18 +1,23 @@
 """How programs end whose gradients go early, and what the others are told when an instance is killed."""
 
+import gc
+import itertools
 import os
 import signal
 import sys
 import threading
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
 import popdist
 from popdist import context
 from popdist.backends.channel import Channel
+from popdist.training import buckets
 from popdist.training.overlapped_step import OverlappedStep
 from tests.contract import overlap_laws, training_laws
 
@@ -62,9 +67,48 @@ def _begin() -> popdist.ReplicatedModel:
     return model
 
 
-def main(end: str) -> None:
-    """A program that just ends, or whose instance 1 raises when its gradients have gone."""
+@mock.patch.object(buckets, "BUCKET_SIZE", overlap_laws.BUCKET_SIZE)
+def interrupt() -> None:
+    """Instance 1 is interrupted as it sends a bucket: all hear of it, and what comes later is as it was before."""
     model = _begin()
+    before = overlap_laws.gradients(model)
+    if popdist.instance_index() == VICTIM:
+        send, numbers = Channel.issue, itertools.count()
+
+        def send_some(*arguments: Any) -> None:  # noqa: ANN401 - as it is called
+            send(*arguments)
+            if next(numbers) == 1:
+                raise KeyboardInterrupt
+
+        with mock.patch.object(Channel, "issue", send_some), pytest.raises(KeyboardInterrupt):
+            _send_early(model)
+        with pytest.raises(popdist.MicroBatchError):
+            popdist.barrier()
+    else:
+        with pytest.raises(popdist.MicroBatchError):
+            _send_early(model)
+    for _ in range(overlap_laws.NUM_STEPS):
+        training_laws.train(model, overlap_laws.full_batch())
+        assert overlap_laws.same_bits(before, overlap_laws.gradients(model))
+    popdist.finalize()
+
+
+def _send_early(model: popdist.ReplicatedModel) -> None:
+    for x, _ in model.micro_batches(overlap_laws.full_batch()):
+        overlap_laws.meet()
+        model(x).square().mean().backward()
+
+
+def main(end: str) -> None:
+    """A program that just ends, or holds a loop, or whose instance 1 raises when its gradients have gone."""
+    model = _begin()
+    if end == "hold":
+        gc.disable()
+        cycle: list[object] = [model.micro_batches(overlap_laws.full_batch())]
+        next(cycle[0])  # type: ignore[call-overload] # it is an iterator
+        cycle.append(cycle)
+        overlap_laws.meet()
+        return
     for x, _ in model.micro_batches(overlap_laws.full_batch()):
         overlap_laws.meet()
         model(x).square().mean().backward()

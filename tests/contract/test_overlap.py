@@ -87,9 +87,15 @@ def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str) -> None:
 
 
 @pytest.mark.deadline(DEADLINE_SECONDS + 20)
-@pytest.mark.parametrize("end", ["end", "raise"])
+def test_an_instance_is_interrupted(forked_world: ForkedWorlds) -> None:
+    """While it sends: nobody waits for what may have gone or not."""
+    forked_world(overlap_losses.interrupt, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
+
+
+@pytest.mark.deadline(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize("end", ["end", "hold", "raise"])
 def test_programs_end(end: str) -> None:
-    """Those that do not call finalize(), and those that end with an exception when gradients have gone."""
+    """Without finalize(), with a loop that only the interpreter's end closes, or with an exception in one."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

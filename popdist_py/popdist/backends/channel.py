@@ -21,6 +21,7 @@ from popdist.backends.failures import as_backend_error
 from popdist.backends.swapping import as_bytes, swap
 from popdist.errors import BackendError
 from popdist.headers import name_instances
+from popdist.host_memory.waiting import wait_until
 
 END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the channel was closed."""
@@ -111,10 +112,14 @@ class Channel:
     def issue(self, do: Callable[[], None], tensors: Sequence[Tensor]) -> None:
         """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise.
 
+        Nothing is done once the channel was closed.
+
         Args:
             do: Calls :meth:`all_gather` and :meth:`all_to_all`.
             tensors: What it reads and writes, at least one and all on one device; left alone until then.
         """
+        if self._process_group is None:
+            return
         device = tensors[0].device
         is_ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self.num_issued += 1
@@ -154,13 +159,17 @@ class Channel:
             self._break_off(self._process_group)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and what still waits for an instance; on CUDA such a wait would outlast the program."""
         if self._thread is not None:
-            if self._num_done < self.num_issued:
+            if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.break_off()
             self._errands.put(None)
             self._thread.join(END_SECONDS)
         self._thread = self._process_group = None
+        self._failure = self._failure or BackendError("this instance has left the job")
+
+    def _is_idle(self) -> bool:
+        return all(stream.query() for stream in self._streams.values())
 
     def _work(self) -> None:
         while (errand := self._errands.get()) is not None:

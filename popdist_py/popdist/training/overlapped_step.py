@@ -83,8 +83,9 @@ class OverlappedStep:
         with self._lock:
             if not self._is_agreed():
                 return 0
-            self._publishing, self._is_closed = None, True
+            self._publishing = None
             self._issue_rest(own)
+            self._is_closed = True
             is_final = self._is_final(own[-1])
             self._overlap.learn(self._arrived, is_final=is_final)
             return -self.number if is_final else 0
@@ -137,8 +138,14 @@ class OverlappedStep:
         return self._unit is not None
 
     def _issue(self, partials: Sequence[Tensor]) -> None:
-        self._overlap.issue(self._overlap.buckets[self._num_issued], partials)
+        """Send the next bucket; if interrupted, it may have gone or not, so no instance sends early any more."""
+        bucket = self._overlap.buckets[self._num_issued]
         self._num_issued += 1
+        try:
+            self._overlap.issue(bucket, partials)
+        except BaseException:
+            self._overlap.channel.break_off()
+            raise
 
     def _issue_rest(self, own: Sequence[GradientRows]) -> None:
         for bucket in self._overlap.buckets[self._num_issued :]:

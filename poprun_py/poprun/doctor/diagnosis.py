@@ -89,8 +89,8 @@ def _extension(symptoms: Symptoms) -> Finding:
         subject="extension",
         state=State.ABSENT,
         found="popdist has none, so small all-reduces take longer",
-        remedy="install a C compiler (Debian: apt install gcc libc6-dev), then "
-        f"{symptoms.interpreter} -m pip install --force-reinstall --no-deps poprun",
+        remedy="install a C compiler and Python's headers (Debian: apt install gcc libc6-dev python3-dev), then "
+        f"{symptoms.interpreter} -m pip install --force-reinstall --no-cache-dir --no-deps poprun",
     )
 
 
