@@ -7,7 +7,7 @@ from torch import Tensor
 from popdist.host_memory.combining import Op
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.moving import Moving
-from popdist.host_memory.quickly import QuickSum, never
+from popdist.host_memory.quickly import QuickSum, alone
 from popdist.host_memory.reducing import AllReduce
 from popdist.host_memory.slots import Slots
 
@@ -34,7 +34,7 @@ class HostCollectives:
         self.group = group
         self.size = group.size
         self._is_alone = group.size == 1
-        self.add_quickly: QuickSum = never
+        self.add_quickly: QuickSum = alone
         if not self._is_alone:
             slots = Slots(group)
             self._moving = Moving(group, slots)

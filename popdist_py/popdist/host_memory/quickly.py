@@ -47,6 +47,11 @@ def never(_tensors: Any) -> bool:  # noqa: ANN401 - whatever it is
     return False
 
 
+def alone(_tensors: Any) -> bool:  # noqa: ANN401 - as above
+    """The sum over one rank, whatever it is."""
+    return True
+
+
 def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
     """What adds small tensors of a group of at least two ranks.
 
