@@ -1,5 +1,6 @@
 """What holds for small sums, which the extension makes where there is one: run on every rank of a real job."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from popdist.errors import CollectiveError
 from popdist.host_memory import quickly
 
 SLOT_BYTES = 1 << 16
+
+SMALL_STACK_BYTES = 1 << 18
 
 
 def without_it_on_odd_ranks(rank: int, run_all: Callable[[], int]) -> int:
@@ -135,3 +138,14 @@ def law_tensors_that_speak_another_dlpack_are_added_without_the_extension() -> N
     dist.all_reduce(tensor, group=group)
     assert (tensor == dist.get_world_size()).all()
     dist.destroy_process_group(group)
+
+
+def law_a_thread_with_a_small_stack_adds() -> None:
+    """What is added lies elsewhere."""
+    tensor = torch.ones(5000, dtype=torch.float64)
+    before = threading.stack_size(SMALL_STACK_BYTES)
+    thread = threading.Thread(target=dist.all_reduce, args=(tensor,))
+    thread.start()
+    thread.join()
+    threading.stack_size(before)
+    assert (tensor == dist.get_world_size()).all()

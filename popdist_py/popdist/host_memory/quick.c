@@ -11,8 +11,6 @@
 
 #include "quick.h"
 
-enum { BLOCK = 512 }; /* numbers of each rank that are added at once */
-
 typedef struct {
     void *data;
     int64_t length, num_bytes;
@@ -71,18 +69,18 @@ static int take(Quick *self, PyObject *list, Run *run) {
             for (int64_t i = 0; i < length; i++) out[i] = left[i] + right[i];                                 \
             return;                                                                                           \
         }                                                                                                     \
-        TYPE sums[MOST_RANKS][BLOCK];                                                                         \
+        TYPE *sums = self->sums;                                                                              \
         for (int64_t start = 0; start < length; start += BLOCK) {                                             \
             int64_t width = length - start < BLOCK ? length - start : BLOCK;                                  \
             for (int rank = 0; rank < self->size; rank++) {                                                   \
                 const char *slot = self->slots[rank] + parity * self->slot_bytes;                             \
-                memcpy(sums[rank], (const TYPE *)slot + start, width * sizeof(TYPE));                         \
+                memcpy(sums + rank * BLOCK, (const TYPE *)slot + start, width * sizeof(TYPE));                \
             }                                                                                                 \
             for (int step = 0; step < self->size - 1; step++) {                                               \
-                TYPE *left = sums[self->pairs[step][0]], *right = sums[self->pairs[step][1]];                 \
+                TYPE *left = sums + self->pairs[step][0] * BLOCK, *right = sums + self->pairs[step][1] * BLOCK;\
                 for (int64_t i = 0; i < width; i++) left[i] += right[i];                                      \
             }                                                                                                 \
-            memcpy(out + start, sums[0], width * sizeof(TYPE));                                               \
+            memcpy(out + start, sums, width * sizeof(TYPE));                                                  \
         }                                                                                                     \
     }
 

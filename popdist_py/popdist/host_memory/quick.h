@@ -42,6 +42,8 @@ enum { ON_CPU = 1, MAJOR_VERSION = 1, SIGNED = 0, FLOAT = 2 };
 
 enum { MOST_RANKS = 64 };
 
+enum { BLOCK = 512 }; /* numbers of each rank that are added at once */
+
 /* Words of a rank's page; see popdist.host_memory.flags and bells. */
 enum { COUNTER = 0, PURPOSES = 1, SLEEPS = 10 };
 
@@ -56,6 +58,7 @@ typedef struct {
     _Atomic uint64_t *pages[MOST_RANKS];
     char *slots[MOST_RANKS];
     int pairs[MOST_RANKS][2];
+    void *sums; /* room for a block of each rank: threads may have little of their own */
     int rank, size, num_looks;
     int64_t slot_bytes, most_bytes;
     uint64_t purposes[NUM_DTYPES];

@@ -35,8 +35,13 @@ static int fill(Quick *self, Numbers pages, Numbers pairs, Numbers purposes) {
         return -1;
     }
     for (int i = 0; i < self->size; i++) self->pages[i] = (_Atomic uint64_t *)(uintptr_t)number_at(pages, i);
-    for (int i = 0; i < 2 * (self->size - 1); i++) self->pairs[i / 2][i % 2] = number_at(pairs, i) % MOST_RANKS;
+    for (int i = 0; i < 2 * (self->size - 1); i++) self->pairs[i / 2][i % 2] = number_at(pairs, i) % self->size;
     for (int i = 0; i < NUM_DTYPES; i++) self->purposes[i] = number_at(purposes, i);
+    self->sums = PyMem_Malloc(self->size * BLOCK * sizeof(uint64_t));
+    if (self->sums == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
     self->failure = PyUnicode_InternFromString("failure");
     self->go_on = PyUnicode_InternFromString("go_on");
     return self->failure == NULL || self->go_on == NULL ? -1 : 0;
@@ -89,6 +94,7 @@ static void destroy(Quick *self) {
     Py_XDECREF(self->memory);
     Py_XDECREF(self->failure);
     Py_XDECREF(self->go_on);
+    PyMem_Free(self->sums);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
