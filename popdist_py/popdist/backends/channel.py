@@ -169,7 +169,10 @@ class Channel:
         self._failure = self._failure or BackendError("this instance has left the job")
 
     def _is_idle(self) -> bool:
-        return all(stream.query() for stream in self._streams.values())
+        try:
+            return all(stream.query() for stream in self._streams.values())
+        except RuntimeError:  # after an error of CUDA's nothing waits any more
+            return True
 
     def _work(self) -> None:
         while (errand := self._errands.get()) is not None:
