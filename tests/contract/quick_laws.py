@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from popdist.errors import CollectiveError
-from popdist.host_memory import quickly
+from popdist.host_memory import extension, fused, quickly
+from popdist.tree import tree_sum
+from tests.contract.host_memory_laws import connected
 
 SLOT_BYTES = 1 << 16
 
@@ -23,7 +27,7 @@ def without_it_on_odd_ranks(rank: int, run_all: Callable[[], int]) -> int:
     if rank % 2 == 0:
         return run_all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quickly, "extension", lambda: None)
+        patch.setattr(extension, "extension", lambda: None)
         return run_all()
 
 
@@ -56,7 +60,7 @@ def is_added_quickly(tensor: Tensor, *, async_op: bool = False) -> bool:
 
 def law_the_extension_adds_what_is_small_and_plain() -> None:
     """Of four dtypes and any shape; all else is added as it would be without it."""
-    rank, is_there = dist.get_rank(), quickly.extension() is not None
+    rank, is_there = dist.get_rank(), extension.extension() is not None
     if dist.get_world_size() == 1:
         assert is_added_quickly(torch.full((3,), rank, dtype=torch.uint8))  # there is nothing to add
         return
@@ -96,7 +100,7 @@ def law_nothing_is_added_when_the_ranks_differ() -> None:
         dist.all_reduce(mine)
     assert "rank 0: all_reduce (sum) of 5 float32" in str(caught.value)
     assert (mine == rank).all()
-    assert is_added_quickly(torch.full((4,), float(rank))) is (quickly.extension() is not None)
+    assert is_added_quickly(torch.full((4,), float(rank))) is (extension.extension() is not None)
 
 
 def law_overflow_and_infinity_are_as_torch_has_them() -> None:
@@ -114,7 +118,7 @@ def law_overflow_and_infinity_are_as_torch_has_them() -> None:
 def law_a_nan_has_the_same_bits_on_every_rank() -> None:
     """Of several NaNs, all take the same one's; where some have the extension and some have not, any."""
     ways: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ways, quickly.extension() is not None)
+    dist.all_gather_object(ways, extension.extension() is not None)
     if len(set(ways)) > 1:
         return
     for length in (1, 3, 64, 600):
@@ -132,7 +136,7 @@ def law_tensors_that_speak_another_dlpack_are_added_without_the_extension() -> N
         raise ValueError("tensors of this class speak another DLPack")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quickly, "extension", lambda: refuse)
+        patch.setattr(extension, "extension", lambda: SimpleNamespace(Quick=refuse, add_rows=None))
         group = dist.new_group(backend="popdist")
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
@@ -149,3 +153,38 @@ def law_a_thread_with_a_small_stack_adds() -> None:
     thread.join()
     threading.stack_size(before)
     assert (tensor == dist.get_world_size()).all()
+
+
+def law_rows_that_are_added_in_one_pass_have_the_bits_of_the_tree() -> None:
+    """Two and four of them, over any divisor, with and without the extension."""
+    with connected() as made:
+        for dtype, num_rows, length in product((torch.float32, torch.float64), (2, 3, 4), (1, 5, 1000)):
+            owners = [number % made.size for number in range(num_rows)]
+            blocks = [made.allocate(length * dtype.itemsize) for _ in owners]
+            rows = [block.of(owner).view(dtype) for block, owner in zip(blocks, owners, strict=True)]
+            reduction = made.reduction(rows)
+            is_fused = extension.extension() is not None and num_rows in fused.NUMS_ROWS
+            assert (reduction._fused is not None) is is_fused
+            for over in (1.0, 2.0, 3.0, 0.25, 1e-30, 2.0**-120):
+                brought = [some_numbers(length, dtype, seed=number) for number in range(num_rows)]
+                wanted = tree_sum([it.clone() for it in brought], Tensor.add) / over
+                for row, owner, it in zip(rows, owners, brought, strict=True):
+                    if owner == made.rank:
+                        row.copy_(it)
+                reduction.run(over=over)
+                assert all(torch.equal(bits_of(row), bits_of(wanted)) for row in rows), (dtype, num_rows, over)
+                made.barrier()
+
+
+def some_numbers(length: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of many magnitudes, among them zeros of both signs and an infinity."""
+    draw = torch.Generator().manual_seed(seed)
+    magnitudes = torch.randint(-30, 30, (length,), generator=draw)
+    numbers = torch.randn(length, generator=draw, dtype=dtype) * 10.0**magnitudes
+    special = torch.tensor([0.0, -0.0, torch.inf], dtype=dtype)[: length // 300]
+    return torch.cat([special, numbers[len(special) :]]).to(dtype)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """What tells 0.0 from -0.0."""
+    return tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)

@@ -1,4 +1,4 @@
-/* What the two files of the extension share: a group's memory, and how C sees a tensor. */
+/* What the files of the extension share: a group's memory, and how C sees a tensor. */
 
 #ifndef POPDIST_QUICK_H
 #define POPDIST_QUICK_H
@@ -66,5 +66,20 @@ typedef struct {
 
 /* Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened. */
 PyObject *reduce(Quick *self, PyObject *list);
+
+/* Add flat rows into all of them: their addresses, how many numbers, whether these are doubles, the divisor. */
+PyObject *add_rows(PyObject *module, PyObject *args);
+
+/* Numbers that Python hands over as the bytes of an array of 64-bit numbers. */
+typedef struct {
+    const char *bytes;
+    Py_ssize_t length;
+} Numbers;
+
+static inline uint64_t number_at(Numbers numbers, int i) {
+    uint64_t number;
+    memcpy(&number, numbers.bytes + i * sizeof number, sizeof number);
+    return number;
+}
 
 #endif

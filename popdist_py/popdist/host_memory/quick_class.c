@@ -1,4 +1,4 @@
-/* The class that Python makes of a group's memory: popdist.host_memory._quick.Quick. */
+/* The module that Python imports, popdist.host_memory._quick, and in it the class of a group's memory. */
 
 #include "quick.h"
 
@@ -12,18 +12,6 @@ static const Exchange *exchange_of(PyObject *tensor_type) {
         return NULL;
     }
     return exchange;
-}
-
-/* Numbers that Python hands over as the bytes of an array of 64-bit numbers. */
-typedef struct {
-    const char *bytes;
-    Py_ssize_t length;
-} Numbers;
-
-static uint64_t number_at(Numbers numbers, int i) {
-    uint64_t number;
-    memcpy(&number, numbers.bytes + i * sizeof number, sizeof number);
-    return number;
 }
 
 static int fill(Quick *self, Numbers pages, Numbers pairs, Numbers purposes) {
@@ -119,6 +107,9 @@ static int add_class(PyObject *module) {
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_class}, {0, NULL}};
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_quick", NULL, 0, NULL, module_slots, NULL, NULL, NULL};
+static PyMethodDef functions[] = {{"add_rows", add_rows, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_quick", NULL, 0, functions, module_slots, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__quick(void) { return PyModuleDef_Init(&definition); }

@@ -2,20 +2,17 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
+from popdist.host_memory import extension
 from popdist.host_memory.additions import additions
 from popdist.host_memory.combining import KINDS
 from popdist.host_memory.flags import purpose
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.slots import Slots
-
-if TYPE_CHECKING:
-    from popdist.host_memory._quick import Quick
 
 DTYPES: Final = (torch.float32, torch.float64, torch.int32, torch.int64)
 """What the extension adds, in its order."""
@@ -24,15 +21,6 @@ MOST_RANKS: Final = 64
 
 _NUM_LOOKS: Final = 400
 """At the others' counters, before Python waits for them."""
-
-
-def extension() -> "type[Quick] | None":
-    """Its class; None where it was not built, for want of a compiler or for another interpreter."""
-    try:
-        found: type[Quick] = import_module("popdist.host_memory._quick").Quick
-    except ImportError:
-        return None
-    return found
 
 
 QuickSum = Callable[[list[torch.Tensor]], bool]
@@ -60,15 +48,15 @@ def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
         slots: Theirs.
         operation: The sum's number.
     """
-    made_by, flags = extension(), group.flags
-    if made_by is None or group.size > MOST_RANKS:
+    found, flags = extension.extension(), group.flags
+    if found is None or group.size > MOST_RANKS:
         return never
     pairs = chain.from_iterable(additions(group.size))
     purposes = [purpose(operation, kind=KINDS[dtype]) for dtype in DTYPES]
     num_looks = 1 if flags.is_crowded else _NUM_LOOKS
     numbers = map(_numbers, (flags.addresses, pairs, purposes))
     try:
-        quick = made_by(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
+        quick = found.Quick(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
     except (AttributeError, ValueError):  # a torch whose tensors speak another DLPack
         return never
 
@@ -76,7 +64,8 @@ def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
         quick.lay(_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
 
     slots.tell(lay)
-    return quick.reduce
+    reduce: QuickSum = quick.reduce
+    return reduce
 
 
 def _numbers(numbers: Iterable[int]) -> bytes:
