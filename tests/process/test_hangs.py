@@ -163,6 +163,7 @@ def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: boo
     """Whatever a page announces: the signal would end the process."""
     with (tmp_path / "page").open("w+b") as page, subprocess.Popen(["sleep", "600"]) as process:
         pid = process.pid if is_child else psutil.Process().ppid()
+        wait_until(lambda: bool(psutil.Process(process.pid).cmdline()))  # a process that begins has none yet
         answer = StackQuestion(page.fileno(), 4096, Announcement(pid, 63)).answer()
         is_alive = process.poll() is None
         process.kill()
