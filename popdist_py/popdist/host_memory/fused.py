@@ -1,6 +1,5 @@
 """Rows added in one pass, in C, where that can be done."""
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from popdist.host_memory import extension
 from popdist.host_memory.additions import additions
+from popdist.host_memory.extension import as_numbers
 
 NUMS_ROWS: Final = (2, 4)
 DTYPES: Final = (torch.float32, torch.float64)
@@ -33,7 +33,7 @@ def fused_sum(
     is_usual = tuple(pairs) == additions(len(rows)) and _places(outputs) == _places(rows)
     if found is None or dtype not in DTYPES or len(rows) not in NUMS_ROWS or not is_usual:
         return None
-    starts = array("Q", [row.data_ptr() + elements.start * dtype.itemsize for row in rows]).tobytes()
+    starts = as_numbers(row.data_ptr() + elements.start * dtype.itemsize for row in rows)
     return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
 
 

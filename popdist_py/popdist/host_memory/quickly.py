@@ -1,7 +1,6 @@
 """Sums of small tensors in C, where the extension ``_quick`` was built; without it Python does the same."""
 
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ import torch
 from popdist.host_memory import extension
 from popdist.host_memory.additions import additions
 from popdist.host_memory.combining import KINDS
+from popdist.host_memory.extension import as_numbers
 from popdist.host_memory.flags import purpose
 from popdist.host_memory.group import HostGroup
 from popdist.host_memory.slots import Slots
@@ -54,19 +54,15 @@ def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
     pairs = chain.from_iterable(additions(group.size))
     purposes = [purpose(operation, kind=KINDS[dtype]) for dtype in DTYPES]
     num_looks = 1 if flags.is_crowded else _NUM_LOOKS
-    numbers = map(_numbers, (flags.addresses, pairs, purposes))
+    numbers = map(as_numbers, (flags.addresses, pairs, purposes))
     try:
         quick = found.Quick(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
     except (AttributeError, ValueError):  # a torch whose tensors speak another DLPack
         return never
 
     def lay(rows: Sequence[torch.Tensor], slot_bytes: int, most_bytes: int) -> None:
-        quick.lay(_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
+        quick.lay(as_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
 
     slots.tell(lay)
     reduce: QuickSum = quick.reduce
     return reduce
-
-
-def _numbers(numbers: Iterable[int]) -> bytes:
-    return array("Q", numbers).tobytes()
