@@ -21,8 +21,8 @@ from step import Shape, Step, ddp_step, group, interval, measure, nothing, repli
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.training import gradient_memory
-from popdist.training.overlap import Overlap
+from popdist.gradients import gradient_memory
+from popdist.gradients.overlap import Overlap
 
 GLOO, LATE, EARLY = "DDP, gloo", "ReplicatedModel, at the end", "ReplicatedModel"
 WITHOUT = {GLOO: "DDP, none", LATE: "ReplicatedModel, none", EARLY: "ReplicatedModel, none"}

@@ -22,10 +22,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-from poprun.inventory import cpu_cluster
+from poprun.plan.inventory import cpu_cluster
 from poprun.pool.pool import Pool
-from poprun.pool.waiting import wait_for_turn
-from poprun.pool.wishes import Wish
+from poprun.pool.requests import Wish
+from poprun.pool.turn import wait_for_turn
 
 _PATIENCE_SECONDS = 600.0
 

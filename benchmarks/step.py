@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.host_memory.reduction import Reduction
+from popdist.host_memory.row_reduction import Reduction
 
 Step = Callable[[], None]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from poprun.ranges import fold_numbers
-from poprun.topology import Cpu, Gpu, MachineFacts
+from poprun.plan.topology import Cpu, Gpu, MachineFacts
+from poprun.text.ranges import fold_numbers
 from tests import planning
 
 

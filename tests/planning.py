@@ -5,13 +5,13 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from poprun.binding import ProcessPlacement
-from poprun.plan import LaunchPlan
-from poprun.planner import make_plan
-from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant
-from poprun.vipu_settings import VipuSettings
+from poprun.plan.binding import ProcessPlacement
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.planner import make_plan
+from poprun.plan.request import LauncherChoice, LaunchRequest
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
+from poprun.plan.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant
+from poprun.plan.vipu_settings import VipuSettings
 
 MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")
 

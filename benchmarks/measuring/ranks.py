@@ -47,7 +47,7 @@ class TorchWorld:
 
     def __init__(self) -> None:
         import popdist  # noqa: PLC0415 - the worlds of MPI do without
-        from popdist.host_memory.group import HostGroup  # noqa: PLC0415 - as above
+        from popdist.host_memory.host_group import HostGroup  # noqa: PLC0415 - as above
 
         popdist.init()
         distributed.init_process_group("gloo")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         synchronize,
     )
     from popdist.context import finalize, init, is_initialized
-    from popdist.data.loader import data_loader
+    from popdist.data.data_loader import data_loader
     from popdist.data.sampler import ReplicaSampler
     from popdist.data.streams import shard_iterable
     from popdist.errors import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from popdist.metrics import gather, weighted_mean
     from popdist.objects import broadcast_object
     from popdist.preemption import check_preemption, on_preemption
-    from popdist.presence import report
+    from popdist.progress_report import report
     from popdist.queries import (
         device,
         devices,
@@ -64,10 +64,10 @@ if TYPE_CHECKING:
         num_local_replicas,
         num_replicas,
     )
-    from popdist.training.gradients import all_reduce_gradients
-    from popdist.training.replicated import ReplicatedModel
-    from popdist.training.sharded_optimizer import ShardedOptimizer
-    from popdist.training.weights import broadcast_weights, checksum
+    from popdist.sharded.sharded_optimizer import ShardedOptimizer
+    from popdist.training.all_reduce_gradients import all_reduce_gradients
+    from popdist.training.replicated_model import ReplicatedModel
+    from popdist.weights import broadcast_weights, checksum
 
     __version__: str
 
@@ -79,7 +79,7 @@ _NAMES = {
         "initializeBackend isBackendInitialized isPopdistEnvSet synchronize"
     ),
     "context": "finalize init is_initialized",
-    "data.loader": "data_loader",
+    "data.data_loader": "data_loader",
     "data.sampler": "ReplicaSampler",
     "data.streams": "shard_iterable",
     "errors": (
@@ -90,21 +90,21 @@ _NAMES = {
     "metrics": "gather weighted_mean",
     "objects": "broadcast_object",
     "preemption": "check_preemption on_preemption",
-    "presence": "report",
+    "progress_report": "report",
     "queries": (
         "device devices instance_index ipus_per_replica job_id local_instance_index local_replicas num_instances "
         "num_local_replicas num_replicas"
     ),
-    "training.gradients": "all_reduce_gradients",
-    "training.replicated": "ReplicatedModel",
-    "training.sharded_optimizer": "ShardedOptimizer",
-    "training.weights": "broadcast_weights checksum",
+    "training.all_reduce_gradients": "all_reduce_gradients",
+    "training.replicated_model": "ReplicatedModel",
+    "sharded.sharded_optimizer": "ShardedOptimizer",
+    "weights": "broadcast_weights checksum",
 }
 _MODULES = frozenset({"checkpoint"})
 _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 """As `popdist.contract` has it: every program that imports torch comes by here, and loads no more than it must."""
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
-    import_module("popdist.presence").begin()
+    import_module("popdist.progress_report").begin()
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [

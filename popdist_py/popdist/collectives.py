@@ -15,12 +15,12 @@ from typing import Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from popdist.backends.base import Backend
+from popdist.comm.backend import Backend
 from popdist.context import current_group
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
 from popdist.headers import name_instances
-from popdist.presence import presence
+from popdist.progress_report import presence
 from popdist.tree import tree_sum
 
 ReduceOp = Literal["sum", "mean", "min", "max"]

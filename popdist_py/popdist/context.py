@@ -18,13 +18,13 @@ from popdist.contract import VERSION, Contract
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError
 from popdist.groups import Group, Notice
-from popdist.presence import presence
 from popdist.process_group.registration import register
+from popdist.progress_report import presence
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from popdist.backends.base import Backend
+    from popdist.comm.backend import Backend
 
 DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
 """For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
@@ -181,7 +181,7 @@ def _prepare_arithmetic(contract: Contract) -> str:
     """Compute as the launcher told; how, in words. Imports torch only for the job that needs it."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
-    from popdist import arithmetic  # noqa: PLC0415 - torch comes with init()
+    from popdist.comm import arithmetic  # noqa: PLC0415 - torch comes with init()
 
     arithmetic.prepare(contract)
     return arithmetic.describe()
@@ -191,22 +191,22 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        from popdist.backends.serial import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+        from popdist.comm.serial import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
 
         if "cpu" not in device_types:
-            from popdist.backends.mesh import check_available  # noqa: PLC0415 - torch is loaded only to be asked
+            from popdist.comm.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
 
             check_available(device_types)
         return SerialBackend(device_types=device_types)
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
 
-    from popdist.backends import mesh, rendezvous, torch_dist  # noqa: PLC0415 - as above
+    from popdist.comm import connections, rendezvous, torch_backend  # noqa: PLC0415 - as above
 
-    mesh.check_available(device_types)
+    connections.check_available(device_types)
     if _state.store is None:
         _state.store = rendezvous.open_store(found, timeout_seconds)
     _state.num_inits += 1
-    connections = mesh.Mesh(
+    mesh = connections.Mesh(
         PrefixStore(f"popdist/{_state.num_inits}", _state.store),
         num_instances=contract.num_instances,
         instance_index=contract.instance_index,
@@ -214,7 +214,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         num_local_instances=contract.num_local_instances,
         timeout_seconds=timeout_seconds,
     )
-    return torch_dist.TorchBackend(connections, tuple(range(contract.num_instances)), device_types)
+    return torch_backend.TorchBackend(mesh, tuple(range(contract.num_instances)), device_types)
 
 
 def finalize() -> None:

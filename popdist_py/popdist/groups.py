@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from popdist import headers
-from popdist.backends.base import Backend, PendingExchange
+from popdist.comm.backend import Backend, PendingExchange
 from popdist.errors import BackendError, CollectiveError, PopdistError
-from popdist.presence import presence
+from popdist.progress_report import presence
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A signal is only noted. The note travels with the headers that the instances exchange anyway, so that all of them
 know of it at the same place of the program (`popdist.groups`), and they act on it at the next boundary between two
-steps (`popdist.boundaries`).
+steps (`popdist.loop`).
 """
 
 import os
@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from popdist import context
 from popdist.arguments import whole_number
-from popdist.boundaries import boundaries
 from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning
 from popdist.headers import name_instances
+from popdist.loop import boundaries
 from popdist.training import optimizers
 
 EXIT_CODE: Final = 128 + signal.SIGTERM

@@ -7,18 +7,18 @@ names arrive on first use: the agents of a job import this package in a bare int
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from poprun.plan import LaunchPlan
-    from poprun.planner import make_plan
-    from poprun.request import LaunchRequest
+    from poprun.plan.plan import LaunchPlan
+    from poprun.plan.planner import make_plan
+    from poprun.plan.request import LaunchRequest
 
 __version__: str
 __all__ = ["LaunchPlan", "LaunchRequest", "__version__", "make_plan"]
 
 _HOMES = {
-    "LaunchPlan": ("poprun.plan", "LaunchPlan"),
-    "LaunchRequest": ("poprun.request", "LaunchRequest"),
+    "LaunchPlan": ("poprun.plan.plan", "LaunchPlan"),
+    "LaunchRequest": ("poprun.plan.request", "LaunchRequest"),
     "__version__": ("popdist.contract", "VERSION"),
-    "make_plan": ("poprun.planner", "make_plan"),
+    "make_plan": ("poprun.plan.planner", "make_plan"),
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from poprun.errors import PoprunError
-from poprun.log_line import own_line
+from poprun.text.log_line import own_line
 
 BROKEN_PIPE = 141
 
@@ -35,12 +35,12 @@ def run_command(words: Sequence[str]) -> int:
     except PoprunError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
-        from poprun.cli.screen import abandon_stdout  # noqa: PLC0415 - needed here only
+        from poprun.text.screen import abandon_stdout  # noqa: PLC0415 - needed here only
 
         abandon_stdout()
         return BROKEN_PIPE
     except OSError as error:
-        from poprun.cli.screen import abandon_stdout  # noqa: PLC0415 - needed here only
+        from poprun.text.screen import abandon_stdout  # noqa: PLC0415 - needed here only
 
         abandon_stdout()
         return _fail(str(error), PoprunError.exit_code)
@@ -69,7 +69,7 @@ def _open_closed_streams() -> None:
 def _run(words: Sequence[str]) -> int:
     from click.exceptions import Exit  # noqa: PLC0415 - Ctrl-C is heard before this import
 
-    from poprun.cli.known_names import asked_completion  # noqa: PLC0415 - see above
+    from poprun.cli.machine_names import asked_completion  # noqa: PLC0415 - see above
 
     if (instruction := asked_completion()) is not None:
         return _complete(instruction)
@@ -79,15 +79,15 @@ def _run(words: Sequence[str]) -> int:
         line = read_command_line(words)
     except Exit as end:
         return end.exit_code
-    from poprun.cli.run import run  # noqa: PLC0415 - --help and --version do without it
+    from poprun.command import run  # noqa: PLC0415 - --help and --version do without it
 
     return run(line)
 
 
 def _complete(instruction: str) -> int:
     from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks for it
-    from poprun.cli.known_names import names_of_this_machine  # noqa: PLC0415 - see above
-    from poprun.cli.screen import show  # noqa: PLC0415 - see above
+    from poprun.cli.machine_names import names_of_this_machine  # noqa: PLC0415 - see above
+    from poprun.text.screen import show  # noqa: PLC0415 - see above
 
     show(answer(instruction, names_of_this_machine()))
     return 0

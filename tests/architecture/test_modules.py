@@ -13,8 +13,22 @@ MOST_LINES_OF_A_SCRIPT = 20
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager", "misc"})
 
 READERS = {
-    "popdist": ("__init__.py", "context.py", "presence.py", "startup", "testing"),
-    "poprun": ("cli", "vipu", "probe", "agent", "preflight"),
+    "popdist": ("__init__.py", "context.py", "progress_report.py", "startup", "testing"),
+    "poprun": (
+        "cli",
+        "vipu",
+        "probe",
+        "launch",
+        "lease",
+        "hosts/remote_side.py",
+        "process/answers.py",
+        "text/screen.py",
+        "command.py",
+        "doctor_command.py",
+        "other_hosts.py",
+        "print_out.py",
+        "start.py",
+    ),
 }
 """Where each package may read ``os.environ``: everybody else is handed what they need."""
 
@@ -88,8 +102,8 @@ def test_the_environment_is_read_at_the_edges_only() -> None:
 
 
 def _may_read(module: Module) -> bool:
-    first = PurePath(module.place).parts[0]
-    return first in READERS[module.name.partition(".")[0]]
+    readers = READERS[module.name.partition(".")[0]]
+    return module.place in readers or PurePath(module.place).parts[0] in readers
 
 
 def _touches(module: Module) -> Iterator[ast.AST]:

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
-from popdist.process_group.wires import Wires
+from popdist.process_group.host_messages import Wires
 from tests.contract.forked_ranks import Rank
 
 LENGTH = 3 << 20

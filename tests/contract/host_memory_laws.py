@@ -16,9 +16,9 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from popdist.errors import BackendError, CollectiveError
-from popdist.host_memory import fences, flags, group, meeting
-from popdist.host_memory.collectives import HostCollectives
-from popdist.host_memory.group import HostGroup
+from popdist.host_memory import fences, flags, host_group, mapping
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.mailboxes import Mailboxes
 from popdist.tree import tree_sum
 
@@ -109,14 +109,14 @@ def law_a_reduction_goes_where_it_is_told() -> None:
 def law_segments_come_through_the_door_where_proc_does_not_lead_to_them() -> None:
     """And where neither does, there is no group on any rank, although only one of them failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "_open_through_proc", lambda _hello: None)
+        patch.setattr(mapping, "_open_through_proc", lambda _hello: None)
         with connected() as made:
             block = made.allocate(1)
             block.mine[0] = made.rank + 1
             made.barrier()
             assert [int(row[0]) for row in block.rows] == list(range(1, made.size + 1))
         if dist.get_rank() == 0:
-            patch.setattr(meeting, "_knock", lambda _hello, _rank: None)
+            patch.setattr(mapping, "_knock", lambda _hello, _rank: None)
         made_without = connect()
         assert (made_without is None) == (dist.get_world_size() > 1)
 
@@ -125,7 +125,7 @@ def law_a_foreign_segment_proves_no_host() -> None:
     """The token counts: memory in which another one stands is not taken for the rank's that announced it."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(meeting, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
+            patch.setattr(mapping, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
         found = connect()
     assert (found is None) == (dist.get_world_size() > 1)
 
@@ -160,7 +160,7 @@ def law_a_shortage_is_an_error_on_every_rank() -> None:
 def law_where_memory_is_not_ordered_fences_keep_it() -> None:
     """The same results with a memory barrier around every flag; without one, there is no group."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "make_fence", lambda: fences.make_fence("riscv64"))
+        patch.setattr(host_group, "make_fence", lambda: fences.make_fence("riscv64"))
         with connected() as made:
             tensor = torch.ones(100_000)
             HostCollectives(made).all_reduce(tensor)

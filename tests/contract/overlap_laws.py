@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 import popdist
 from popdist import context
-from popdist.backends.channel import Channel
+from popdist.comm.channel import Channel
+from popdist.gradients import buckets, exchange
+from popdist.gradients.flat_gradients import GradientRows
+from popdist.gradients.overlap import Overlap
+from popdist.gradients.overlapped_step import OverlappedStep
 from popdist.host_memory.waiting import wait_until
-from popdist.training import buckets, exchange
 from popdist.training import step as training_step
-from popdist.training.flat_gradients import GradientRows
-from popdist.training.overlap import Overlap
-from popdist.training.overlapped_step import OverlappedStep
 from tests.contract import recipes, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share

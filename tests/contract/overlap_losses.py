@@ -16,9 +16,9 @@ from torch import nn
 
 import popdist
 from popdist import context
-from popdist.backends.channel import Channel
-from popdist.training import buckets
-from popdist.training.overlapped_step import OverlappedStep
+from popdist.comm.channel import Channel
+from popdist.gradients import buckets
+from popdist.gradients.overlapped_step import OverlappedStep
 from tests.contract import overlap_laws, training_laws
 
 VICTIM = 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from popdist.errors import CollectiveError
-from popdist.host_memory import extension, fused, quickly
+from popdist.host_memory import extension, fused_addition, quick_sums
 from popdist.tree import tree_sum
 from tests.contract.host_memory_laws import connected
 
@@ -64,7 +64,7 @@ def law_the_extension_adds_what_is_small_and_plain() -> None:
     if dist.get_world_size() == 1:
         assert is_added_quickly(torch.full((3,), rank, dtype=torch.uint8))  # there is nothing to add
         return
-    for dtype in quickly.DTYPES:
+    for dtype in quick_sums.DTYPES:
         for shape in [(), (1,), (3, 5), (600,), (SLOT_BYTES // dtype.itemsize,)]:
             assert is_added_quickly(torch.full(shape, rank, dtype=dtype)) is is_there
     rows = torch.full((4, 6), float(rank))
@@ -163,7 +163,7 @@ def law_rows_that_are_added_in_one_pass_have_the_bits_of_the_tree() -> None:
             blocks = [made.allocate(length * dtype.itemsize) for _ in owners]
             rows = [block.of(owner).view(dtype) for block, owner in zip(blocks, owners, strict=True)]
             reduction = made.reduction(rows)
-            is_fused = extension.extension() is not None and num_rows in fused.NUMS_ROWS
+            is_fused = extension.extension() is not None and num_rows in fused_addition.NUMS_ROWS
             assert (reduction._fused is not None) is is_fused
             for over in (1.0, 2.0, 3.0, 0.25, 1e-30, 2.0**-120):
                 brought = [some_numbers(length, dtype, seed=number) for number in range(num_rows)]

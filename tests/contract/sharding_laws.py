@@ -20,9 +20,9 @@ import popdist
 from popdist import context
 from popdist.checkpoint import load_latest, save
 from popdist.errors import BackendError
-from popdist.host_memory.group import HostGroup
+from popdist.gradients.partial_gradients import PartialGradient
+from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import whole_pages
-from popdist.training.partial_gradients import PartialGradient
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 

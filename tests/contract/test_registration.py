@@ -18,7 +18,7 @@ DEADLINE_SECONDS = 120.0
 AFTER_IMPORT = """
 import os, sys
 import torch.distributed as dist
-heavy = {"popdist.process_group.group", "popdist.contract", "popdist.host_memory"}
+heavy = {"popdist.process_group.torch_process_group", "popdist.contract", "popdist.host_memory"}
 print("POPDIST" in dist.Backend._plugins, sorted(heavy & set(sys.modules)))
 print(len(os.listdir("/proc/self/fd")))
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.plan_file import read_plan
+from poprun.plan.plan_file import read_plan
 from poprun.render import TopologyFormat
 from tests.running import Poprun, run, without_stamps
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from poprun.agent.lease import fetch_lease, give_up_lease
-from poprun.cli import keeper_line
-from poprun.cli.keeper_line import Keeper
 from poprun.errors import HostsError, IpusTakenError, PartitionError
-from poprun.inventory import cpu_cluster
-from poprun.plan import LaunchPlan
-from poprun.plan_file import plan_to_dict
+from poprun.launch.lease import fetch_lease, give_up_lease
+from poprun.lease import keeper_line
+from poprun.lease.keeper_line import Keeper
+from poprun.plan.inventory import cpu_cluster
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan_file import plan_to_dict
+from poprun.plan.vipu_settings import VipuSettings
 from poprun.pool.pool import Pool
-from poprun.vipu_settings import VipuSettings
 from tests.leftovers import wait_until_none
 from tests.planning import LAPTOP, planned
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from poprun.control import abstract_address, encode
+from poprun.messages.control import abstract_address, encode
 from tests.process.endings import has_met, write_program
 from tests.process.test_control_socket import control_socket
 from tests.process.test_endings import wait_until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.ranges import parse_numbers
+from poprun.text.ranges import parse_numbers
 from tests.running import Poprun, run
 from tests.screen import rows_of
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from poprun.hosts import parse_hosts
+from poprun.plan.vipu_settings import VipuSettings
 from poprun.render import TopologyFormat, render_plan
-from poprun.vipu_settings import VipuSettings
+from poprun.text.host_names import parse_hosts
 from tests.planning import CLUSTER_NODE, planned
 
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")

@@ -156,10 +156,10 @@ def waiting(job: Poprun, *words: str) -> "subprocess.Popen[bytes]":
 
 CONTENDER = """
 import fcntl, sys
-from poprun.inventory import cpu_cluster
+from poprun.plan.inventory import cpu_cluster
 from poprun.pool.pool import Pool
-from poprun.pool.waiting import wait_for_turn
-from poprun.pool.wishes import Wish
+from poprun.pool.turn import wait_for_turn
+from poprun.pool.requests import Wish
 marks = {f"cpu/{index}": open(f"mark-{index}", "w") for index in range(3)}
 pool, wish = Pool(sys.argv[1]), Wish(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))
 for _ in range(int(sys.argv[2])):

@@ -14,11 +14,11 @@ import pytest
 
 from poprun.__main__ import run_command
 from poprun.cli.command_line import read_command_line
-from poprun.plan import LaunchPlan
-from poprun.plan_file import read_plan
-from poprun.planner import job_words, make_plan
-from poprun.request import LaunchRequest
-from poprun.topology import MpiKind, MpiRuntime
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan_file import read_plan
+from poprun.plan.planner import job_words, make_plan
+from poprun.plan.request import LaunchRequest
+from poprun.plan.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH
 
 OPEN_MPI: Final = MpiRuntime(kind=MpiKind.OPEN_MPI, path="/opt/openmpi/bin/mpirun", version="5.0.11")

@@ -22,13 +22,13 @@ import pytest
 from click.testing import CliRunner
 
 from poprun.errors import PartitionError, ServerError, ServerLostError
-from poprun.pool.plain_wishes import PlainPartition, PlainWish
+from poprun.lease.server_client import RemotePool
+from poprun.lease.server_connection import ServerAddress
+from poprun.lease.server_messages import LeaseRequest, request_to_dict
+from poprun.lease.token_file import make_token, read_token
+from poprun.pool.plain_requests import PlainPartition, PlainWish
 from poprun.pool.pool import Pool
-from poprun.pool.wishes import Wish
-from poprun.remote_pool.client import RemotePool
-from poprun.remote_pool.connection import ServerAddress
-from poprun.remote_pool.token_file import make_token, read_token
-from poprun.remote_pool.wire import LeaseRequest, request_to_dict
+from poprun.pool.requests import Wish
 from poprun.vipu.command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import Finished, Poprun, run
@@ -440,7 +440,7 @@ def left_after_all(find: Callable[[], Iterable[T]]) -> list[T]:
 def keepers() -> list[psutil.Process]:
     """The processes that renew leases for jobs of this test."""
     found = processes_of(os.environ[TOKEN_VARIABLE])
-    return [process for process in found if any("keeper.py" in word for word in process.cmdline())]
+    return [process for process in found if any("renewal.py" in word for word in process.cmdline())]
 
 
 @pytest.mark.deadline(120)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from poprun.agent import shared_memory
-from poprun.agent.shared_memory import remove_abandoned
+from poprun.launch import shared_memory
+from poprun.launch.shared_memory import remove_abandoned
 
 MAP = """
 import mmap, sys

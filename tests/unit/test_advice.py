@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from poprun.advice import advise, advise_of_hosts
-from poprun.topology import MachineFacts
-from poprun.vipu_settings import VipuSettings
+from poprun.plan.advice import advise, advise_of_hosts
+from poprun.plan.topology import MachineFacts
+from poprun.plan.vipu_settings import VipuSettings
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import LAPTOP, planned, with_gpus
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.allocations import within
 from poprun.errors import PlanError
+from poprun.plan.allocations import within
+from poprun.plan.request import LaunchRequest
+from poprun.plan.topology import Allocation
 from poprun.probe.slurm import find_allocation
-from poprun.request import LaunchRequest
-from poprun.topology import Allocation
 
 SALLOC = {
     "SLURM_JOB_ID": "7",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from popdist.boundaries import Boundaries
+from popdist.loop import Boundaries
 
 
 class Model:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from popdist.training import buckets
-from popdist.training.flat_gradients import FlatGradients
+from popdist.gradients import buckets
+from popdist.gradients.flat_gradients import FlatGradients
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 

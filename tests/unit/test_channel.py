@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from popdist.backends import channel
-from popdist.backends.channel import Channel
+from popdist.comm import channel
+from popdist.comm.channel import Channel
 from popdist.errors import BackendError
 
 

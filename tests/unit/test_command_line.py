@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from poprun.binding import ProcessPlacement
 from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.errors import PoprunError
+from poprun.plan.binding import ProcessPlacement
+from poprun.plan.request import LauncherChoice, LaunchRequest
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
+from poprun.plan.vipu_settings import VipuSettings
 from poprun.render import TopologyFormat
-from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.vipu_settings import VipuSettings
 
 
 def read(*words: str) -> CommandLine:

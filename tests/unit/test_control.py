@@ -4,9 +4,9 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from poprun import control
-from poprun.authentication import Handshake, Seal, new_key
-from poprun.control import EVENT_FIELDS, LineReader, ProtocolError, check_event, decode, encode
+from poprun.messages import control
+from poprun.messages.authentication import Handshake, Seal, new_key
+from poprun.messages.control import EVENT_FIELDS, LineReader, ProtocolError, check_event, decode, encode
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

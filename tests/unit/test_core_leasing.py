@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from poprun.binding import ProcessPlacement
-from poprun.cli.core_leasing import CoreAsker
+from poprun.lease.cores import CoreAsker
+from poprun.plan.binding import ProcessPlacement
 from tests.machines import LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, Machine, facts_of
 from tests.planning import planned
 

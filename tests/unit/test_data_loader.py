@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 import popdist
 from popdist.data.batch import Batch
-from popdist.data.loader import data_loader
+from popdist.data.data_loader import data_loader
 from popdist.data.replica_loader import ReplicaLoader
 from tests.instances import on_instances
 

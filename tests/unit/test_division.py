@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from popdist.host_memory.reduction import divide
+from popdist.host_memory.row_reduction import divide
 
 DIVISORS = st.floats(min_value=2.0**-140, max_value=2.0**120) | st.integers(-140, 120).map(lambda it: 2.0**it)
 

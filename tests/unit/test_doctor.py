@@ -7,8 +7,8 @@ import pytest
 
 from poprun.doctor import ReportFormat
 from poprun.doctor.diagnosis import State, can_run, diagnose
-from poprun.doctor.report import render_findings
-from poprun.doctor.symptoms import Libraries, Symptoms, read_libraries
+from poprun.doctor.facts import Libraries, Symptoms, read_libraries
+from poprun.doctor.findings_report import render_findings
 from poprun.probe.memory import MemoryLimits
 from tests.planning import LAPTOP, MPICH, with_gpus
 

@@ -14,8 +14,8 @@ from popdist.environments import Launcher, detect
 from poprun.emit import EmitKind, Surroundings, emit_job
 from poprun.emit.names import job_name
 from poprun.errors import UsageError
-from poprun.plan import LaunchPlan
-from poprun.settings import EndingSettings
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.settings import EndingSettings
 from tests.planning import LAPTOP, MPICH, planned, with_gpus
 
 FOLDER = Path(__file__).with_name("kubernetes")

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from poprun.errors import PlanError
-from poprun.fitness import check_fitness
-from poprun.topology import MachineFacts
+from poprun.plan.fitness import check_fitness
+from poprun.plan.topology import MachineFacts
 from tests.machines import LAPTOP, TWO_SOCKETS, facts_of
 from tests.planning import planned, with_gpus
 

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.supervisor.folding import HOLD_SECONDS, MAX_HELD_BYTES, Folded, Folder
+from poprun.job.output.folding import HOLD_SECONDS, MAX_HELD_BYTES, Folded, Folder
 
 NUM_INSTANCES = 4
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.headers import name_instances
-from popdist.progress import Progress
-from poprun.supervisor.hang_words import describe_hang
-from poprun.supervisor.hangs import Hang, HangWatch, find_hang
-from poprun.supervisor.state import InstanceState, InstanceStatus, Usage
+from popdist.progress_page import Progress
+from poprun.job.hang_words import describe_hang
+from poprun.job.hangs import Hang, HangWatch, find_hang
+from poprun.job.state import InstanceState, InstanceStatus, Usage
 
 NOW = 1000.0
 

@@ -4,12 +4,12 @@ import signal
 
 import pytest
 
-from poprun.probe.kills import KillCounts
+from poprun.job.memory_curve import MemoryCurve
+from poprun.job.report.hints import hint, in_bytes
+from poprun.job.report.last_words import LastWords
+from poprun.job.state import AGENT_KILLED, InstanceStatus
+from poprun.probe.kernel_kills import KillCounts
 from poprun.probe.memory import Evidence, MemoryLimits
-from poprun.supervisor.excerpt import LastWords
-from poprun.supervisor.hints import hint, in_bytes
-from poprun.supervisor.memory_curve import MemoryCurve
-from poprun.supervisor.state import AGENT_KILLED, InstanceStatus
 
 GIBIBYTE = 2**30
 NOTHING_SAID = LastWords()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.errors import PlanError
-from poprun.hosts import MAX_HOSTS, fold_hosts, parse_hosts
+from poprun.text.host_names import MAX_HOSTS, fold_hosts, parse_hosts
 from tests.planning import host_lists
 
 

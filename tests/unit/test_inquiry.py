@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from poprun.supervisor.hangs import Hang
-from poprun.supervisor.inquiry import Inquiry
-from poprun.supervisor.state import InstanceState, InstanceStatus
+from poprun.job.hangs import Hang
+from poprun.job.inquiry import Inquiry
+from poprun.job.state import InstanceState, InstanceStatus
 
 RUNNING = [InstanceStatus(index=index, state=InstanceState.RUNNING) for index in range(3)]
 ENDED = [replace(status, state=InstanceState.ENDED) for status in RUNNING]

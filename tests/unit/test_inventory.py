@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.inventory import VirtualIpu, choose_ipus, cpu_cluster, gpu_cluster, size_of_partition
-from poprun.topology import Gpu, Occupant
+from poprun.plan.inventory import VirtualIpu, choose_ipus, cpu_cluster, gpu_cluster, size_of_partition
+from poprun.plan.topology import Gpu, Occupant
 
 
 def ipus(indices: list[int], domain_size: int) -> list[VirtualIpu]:

@@ -3,11 +3,11 @@
 import sys
 from dataclasses import replace
 
-from poprun.launchers import launch_commands
-from poprun.request import LauncherChoice
-from poprun.routes import HostRoute, JobKey, JobNetwork
-from poprun.settings import RemoteSettings
-from poprun.topology import MpiKind, MpiRuntime
+from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
+from poprun.launch.launchers import launch_commands
+from poprun.plan.request import LauncherChoice
+from poprun.plan.settings import RemoteSettings
+from poprun.plan.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH, planned
 
 OPEN_MPI = MpiRuntime(kind=MpiKind.OPEN_MPI, path="/opt/openmpi/bin/mpirun", version="5.0.11")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.errors import PlanError
-from poprun.legality import check_counts, legal_instances
+from poprun.plan.counts import check_counts, legal_instances
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.supervisor.lines import MAX_LINE_BYTES, LineSplitter, tagged
+from poprun.job.output.lines import MAX_LINE_BYTES, LineSplitter, tagged
 
 texts = st.lists(st.sampled_from([b"a", b"\xc3", b"\xa4", b"\n", b"\r", b"\r\n", b"\x00"]), max_size=40).map(
     b"".join

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import LaunchError
-from poprun.supervisor.log_files import LogFiles
+from poprun.job.output.log_files import LogFiles
 
 
 def test_a_file_system_that_writes_late_cuts_a_log_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

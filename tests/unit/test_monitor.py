@@ -6,13 +6,13 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from popdist.progress import Progress
-from poprun.control import ProtocolError, decode, encode
+from popdist.progress_page import Progress
+from poprun.job.state import InstanceState, InstanceStatus, Usage
+from poprun.job.views import instance_views
+from poprun.messages.control import ProtocolError, decode, encode
+from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.rates import Rate, rates
 from poprun.monitor.table import describe_bytes, describe_seconds, render
-from poprun.supervisor.state import InstanceState, InstanceStatus, Usage
-from poprun.supervisor.views import instance_views
-from poprun.view import InstanceView, JobView
 from tests.planning import planned
 
 RUNNING = InstanceView(

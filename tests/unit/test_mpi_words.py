@@ -5,15 +5,15 @@ from typing import Final
 
 import pytest
 
-from poprun.advice import advise_of_words
-from poprun.environment import program_environment
 from poprun.errors import PlanError
-from poprun.launchers import launch_commands
-from poprun.mpi_words import MpiWords, Variables, read_mpi_words
-from poprun.planner import job_words
-from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import OutputSettings, RemoteSettings
-from poprun.topology import MpiKind, MpiRuntime
+from poprun.launch.launchers import launch_commands
+from poprun.plan.advice import advise_of_words
+from poprun.plan.mpi_options import MpiWords, Variables, read_mpi_words
+from poprun.plan.planner import job_words
+from poprun.plan.program_environment import program_environment
+from poprun.plan.request import LauncherChoice, LaunchRequest
+from poprun.plan.settings import OutputSettings, RemoteSettings
+from poprun.plan.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH, planned
 
 KINDS: Final = (MpiKind.OPEN_MPI, MpiKind.MPICH, None)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.agent.binding import bind
-from poprun.binding import Binding, ProcessPlacement
 from poprun.errors import PlanError
-from poprun.placement import Demand, HostMap, flat_map, place_instances
-from poprun.ranges import fold_numbers
+from poprun.launch.core_binding import bind
+from poprun.plan.binding import Binding, ProcessPlacement
+from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
+from poprun.text.ranges import fold_numbers
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
 
 SPREAD, COMPACT, CORE, DISABLED = (
@@ -229,7 +229,7 @@ def test_memory_that_may_not_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(_nodes: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("poprun.agent.binding.take_memory_from", forbid)
+    monkeypatch.setattr("poprun.launch.core_binding.take_memory_from", forbid)
 
     assert bind((), (0,)) == {"memory_not_bound": "Operation not permitted"}
     assert bind((), ()) == {}

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given
 
 from poprun.errors import PlanError
-from poprun.plan import LaunchPlan
-from poprun.plan_file import plan_from_dict, plan_to_dict, read_plan
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan_file import plan_from_dict, plan_to_dict, read_plan
 from poprun.render.serial import render_json, render_yaml
 from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.binding import ProcessPlacement
 from poprun.errors import MpiNotFoundError, PlanError
-from poprun.plan import LauncherKind
-from poprun.planner import make_plan
-from poprun.request import LauncherChoice, LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings
+from poprun.plan.binding import ProcessPlacement
+from poprun.plan.plan import LauncherKind
+from poprun.plan.planner import make_plan
+from poprun.plan.request import LauncherChoice, LaunchRequest
+from poprun.plan.settings import EndingSettings, OutputSettings
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, MPICH, planned, with_gpus
 

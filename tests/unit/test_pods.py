@@ -3,9 +3,9 @@
 import pytest
 
 from poprun.errors import PartitionError, PlanError
-from poprun.pods import named_pod, on_machine, read_pod
+from poprun.plan.pods import named_pod, on_machine, read_pod
+from poprun.plan.topology import Gpu, Occupant
 from poprun.pool.clusters import gpus_within
-from poprun.topology import Gpu, Occupant
 
 PODS = """
 name: lab

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.supervisor.policy import Action, decide
-from poprun.supervisor.state import JobSnapshot, Limits, Phase
+from poprun.job.policy import Action, decide
+from poprun.job.state import JobSnapshot, Limits, Phase
 
 LIMITS = Limits(
     start_seconds=60,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import IpusTakenError, PartitionError, PoolError
-from poprun.inventory import cpu_cluster
+from poprun.plan.inventory import cpu_cluster
 from poprun.pool import place
 from poprun.pool.holders import lives, this_process
 from poprun.pool.pool import Pool, Ticket
-from poprun.pool.wishes import PartitionWish, Wish
+from poprun.pool.requests import PartitionWish, Wish
 
 CLUSTER = cpu_cluster("box", 8)
 MOUNTS = """\

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
+from poprun.plan.topology import MpiKind
 from poprun.probe.cores import cpu_quota, usable_cores
 from poprun.probe.gpus import read_gpus
-from poprun.probe.kills import KillCounts, kill_counts
+from poprun.probe.kernel_kills import KillCounts, kill_counts
 from poprun.probe.machine import machine_facts, names_of_this_machine
 from poprun.probe.memory import memory_limits
 from poprun.probe.mpi import read_version
 from poprun.probe.program import resolve_program
-from poprun.topology import MpiKind
 
 INVENTORY = "0, GPU-aaaa-1\n1, GPU-aabb-2\n2, GPU-cccc-3\n"
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.contract import Contract, Endpoint
-from poprun.environment import CACHES, passed_environment, program_environment, wished_job_id
-from poprun.plan import LaunchPlan, StartFacts
+from poprun.plan.plan import LaunchPlan, StartFacts
+from poprun.plan.program_environment import CACHES, passed_environment, program_environment, wished_job_id
 from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
 
 START = StartFacts(

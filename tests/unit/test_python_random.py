@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from popdist import python_random
+from popdist.data import python_random
 
 DRAWS: tuple[Callable[[], object], ...] = (
     random.random,

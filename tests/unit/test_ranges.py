@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.ranges import fold_numbers, parse_numbers
+from poprun.text.ranges import fold_numbers, parse_numbers
 
 
 @pytest.mark.parametrize(

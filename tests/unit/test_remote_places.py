@@ -7,14 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.cli.remote_places import as_here, check_place, facts_under, hosts_in, on_ipus
 from poprun.errors import PartitionError, PlanError
-from poprun.inventory import Cluster, cpu_cluster, gpu_cluster
-from poprun.plan import LaunchPlan
-from poprun.pods import named_pod, read_pod
-from poprun.pool.plain_wishes import PlainPartition, PlainWish
-from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.remote_pool.wire import (
+from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
+from poprun.lease.remote_places import as_here, check_place, facts_under, hosts_in, on_ipus
+from poprun.lease.server_messages import (
     LeaseRequest,
     ServedPool,
     pool_to_dict,
@@ -22,8 +18,12 @@ from poprun.remote_pool.wire import (
     read_request,
     request_to_dict,
 )
-from poprun.routes import HostRoute, JobKey, JobNetwork
-from poprun.topology import Gpu, Occupant
+from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.pods import named_pod, read_pod
+from poprun.plan.topology import Gpu, Occupant
+from poprun.pool.plain_requests import PlainPartition, PlainWish
+from poprun.pool.records import Holder, Lease, Partition, PoolState
 from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from poprun.hosts import parse_hosts
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.vipu_settings import VipuSettings
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.picture.grids import Grid
 from poprun.render.picture.measures import MAX_WIDTH, measure
 from poprun.render.picture.scene import Gap, HostScene, make_scene
-from poprun.vipu_settings import VipuSettings
+from poprun.text.host_names import parse_hosts
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from poprun.binding import ProcessPlacement
-from poprun.hosts import parse_hosts
+from poprun.plan.binding import ProcessPlacement
+from poprun.plan.topology import MachineFacts
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.details import Details
-from poprun.topology import MachineFacts
+from poprun.text.host_names import parse_hosts
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.supervisor.codes import describe_code
-from poprun.supervisor.excerpt import LastWords, last_words
-from poprun.supervisor.findings import Findings
-from poprun.supervisor.outcome import JobEnd, exit_code, first_failure
-from poprun.supervisor.report import render_attempts, render_end
-from poprun.supervisor.state import SHIM_KILLED, InstanceState, InstanceStatus
+from poprun.job.exit_codes import describe_code
+from poprun.job.outcome import JobEnd, exit_code, first_failure
+from poprun.job.report.findings import Findings
+from poprun.job.report.last_words import LastWords, last_words
+from poprun.job.report.report import render_attempts, render_end
+from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
 from tests.planning import planned
 
 GOOD = InstanceStatus(index=0, state=InstanceState.ENDED, exit_code=0, exited_at_seconds=5.0)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from poprun.leases import HeldLease
-from poprun.plan_file import plan_to_dict
-from poprun.supervisor.excerpt import LastWords
-from poprun.supervisor.findings import Findings
-from poprun.supervisor.memory_curve import MemoryCurve
-from poprun.supervisor.outcome import JobEnd
-from poprun.supervisor.report_file import job_to_dict, render_job
-from poprun.supervisor.state import InstanceState, InstanceStatus
-from poprun.supervisor.whole_file import check_target, write_whole
+from poprun.job.memory_curve import MemoryCurve
+from poprun.job.outcome import JobEnd
+from poprun.job.report.findings import Findings
+from poprun.job.report.last_words import LastWords
+from poprun.job.report.report_file import job_to_dict, render_job
+from poprun.job.state import InstanceState, InstanceStatus
+from poprun.plan.plan_file import plan_to_dict
+from poprun.pool.held_lease import HeldLease
+from poprun.text.atomic_file import check_target, write_whole
 from tests.planning import planned
 
 PLAN = planned(num_instances=2, num_replicas=4)

@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.training.pieces import in_rounds
-from popdist.training.scattering import NEAR, joined
+from popdist.gradients.pieces import in_rounds
+from popdist.gradients.scattering import NEAR, joined
 
 
 @st.composite

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.data.sharding import EpochPlan
+from popdist.data.epoch_plan import EpochPlan
 from popdist.dealing import part, parts
 
 SMALL = st.integers(1, 5)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.training.shards import ALIGNMENT, deal_elements
+from popdist.gradients.shards import ALIGNMENT, deal_elements
 
 SIZES = st.lists(st.integers(0, 2000), max_size=12)
 

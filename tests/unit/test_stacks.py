@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
-from poprun.agent.process_view import describe_process
-from poprun.agent.system_calls import name_system_call
-from poprun.supervisor.stacks import Frame, Standing, read_standing, render_standings
+from poprun.job.stacks import Frame, Standing, read_standing, render_standings
+from poprun.launch.process_view import describe_process
+from poprun.launch.system_calls import name_system_call
 
 TEXT = """\
 Thread 0x00007f95c8b2a6c0 (most recent call first):

@@ -1,6 +1,6 @@
 """Shims that are lost before they report."""
 
-from poprun.supervisor.start_watch import StartWatch
+from poprun.job.start_watch import StartWatch
 
 
 def test_a_shim_that_reports_is_not_lost() -> None:

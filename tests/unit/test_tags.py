@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from poprun.settings import OutputSettings
-from poprun.supervisor.tags import Tags
+from poprun.job.output.tags import Tags
+from poprun.plan.settings import OutputSettings
 from tests.planning import planned
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from popdist.checkpoint import folder, manifest
 from popdist.checkpoint.conditions import current_conditions, differences
 from popdist.checkpoint.encoding import decode, tensors_of
+from popdist.checkpoint.joint_work import broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.checkpoint.manifest import DamagedError, Manifest
 from popdist.checkpoint.states import check_fits, give, replica_states_of, stateful_of
-from popdist.checkpoint.together import broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
 

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from popdist.checkpoint.encoding import TensorForm
 from popdist.errors import CheckpointError
-from popdist.training.replicated import ReplicatedModel
-from popdist.training.sharded_optimizer import ShardedOptimizer
+from popdist.sharded.sharded_optimizer import ShardedOptimizer
+from popdist.training.replicated_model import ReplicatedModel
 
 MOST_NAMES = 8
 """How many names a message lists before it counts the rest."""

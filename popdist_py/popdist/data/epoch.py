@@ -8,9 +8,9 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from popdist.arguments import whole_number
+from popdist.data.epoch_plan import EpochPlan
 from popdist.data.permutation import Permutation
-from popdist.data.progress import Progress
-from popdist.data.sharding import EpochPlan
+from popdist.data.position import Progress
 from popdist.errors import DatasetError
 
 LOOKUP_SIZES: Final = (256, 16384)

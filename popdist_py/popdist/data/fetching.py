@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from popdist.data.batch import Share
-from popdist.data.randomness import Randomness, Reseed, draws_nothing, sample_seeds
+from popdist.data.sample_randomness import Randomness, Reseed, draws_nothing, sample_seeds
 from popdist.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]

@@ -7,11 +7,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from popdist import context
-from popdist.boundaries import boundaries
-from popdist.data.agreement import Agreement
 from popdist.data.batch import Batch
 from popdist.data.fetching import Fetched
-from popdist.data.progress import Progress, State
+from popdist.data.position import Progress, State
+from popdist.data.reader_agreement import Agreement
+from popdist.loop import boundaries
 
 
 class ReplicaLoader(DataLoader[Batch]):

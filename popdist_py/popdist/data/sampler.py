@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sized
 from torch.utils.data import Sampler
 
 from popdist import context
-from popdist.boundaries import boundaries
-from popdist.data.agreement import Agreement
 from popdist.data.epoch import deal_epoch, plan_epochs
-from popdist.data.progress import Progress, State
+from popdist.data.position import Progress, State
+from popdist.data.reader_agreement import Agreement
+from popdist.loop import boundaries
 
 
 class ReplicaSampler(Sampler[list[int]]):

@@ -14,14 +14,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from popdist import context
-from popdist.boundaries import boundaries
 from popdist.collectives import exchange
-from popdist.data.agreement import Agreement
 from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Collation, Fetched
-from popdist.data.progress import Progress
-from popdist.data.randomness import Reseed, isolated
+from popdist.data.position import Progress
+from popdist.data.reader_agreement import Agreement
 from popdist.data.replica_loader import ReplicaLoader
+from popdist.data.sample_randomness import Reseed, isolated
+from popdist.loop import boundaries
 
 
 class ShardedIterable(IterableDataset[Any]):

@@ -16,8 +16,8 @@ from typing import Final
 
 from popdist.errors import BackendError, CollectiveError
 from popdist.headers import name_instances
-from popdist.host_memory.bells import Bells
 from popdist.host_memory.fences import Fence
+from popdist.host_memory.futexes import Bells
 from popdist.host_memory.waiting import NUM_SPINS, Lives, wait_until
 
 COUNTER: Final = 0

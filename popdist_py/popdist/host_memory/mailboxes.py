@@ -14,7 +14,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from popdist.errors import BackendError
-from popdist.host_memory.group import HostGroup
+from popdist.host_memory.host_group import HostGroup
 
 _COUNTER_WORDS: Final = 8
 """A counter has a line of cache of its own."""

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.host_memory.group import HostGroup
+from popdist.host_memory.host_group import HostGroup
 
 FIRST_BYTES: Final = 1 << 16
 """Size of a slot until something larger is sent."""

@@ -27,7 +27,7 @@ def register() -> None:
 
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
-    from popdist.process_group.group import PopdistProcessGroup  # noqa: PLC0415 - only programs that make one need it
+    from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415 - only programs that make one need it
 
     return PopdistProcessGroup(
         options.store,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from popdist.errors import BackendError
-from popdist.host_memory.collectives import HostCollectives
-from popdist.host_memory.combining import HALVES, Combiner, Op
-from popdist.host_memory.quickly import QuickSum, never
-from popdist.process_group.peers import Peers, Place, in_turns
-from popdist.process_group.wires import Wires
+from popdist.host_memory.combination import HALVES, Combiner, Op
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.quick_sums import QuickSum, never
+from popdist.process_group.host_messages import Wires
+from popdist.process_group.share_exchange import Peers, Place, in_turns
 
 CHUNK_SIZE: Final = 1 << 20
 """Numbers that travel together: while they do, those before them are combined."""
@@ -29,7 +29,7 @@ FEW: Final = 1 << 13
 
 
 class SeveralHosts:
-    """As `popdist.host_memory.collectives.HostCollectives`, for ranks that do not all share a host.
+    """As `popdist.host_memory.host_collectives.HostCollectives`, for ranks that do not all share a host.
 
     Whatever goes wrong in a call ends the group: every rank raises BackendError with the reason that was found
     first, and every later call does so again.

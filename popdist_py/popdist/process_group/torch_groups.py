@@ -9,8 +9,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.process_group.lane import DONE
 from popdist.process_group.tracing import never_traced
+from popdist.process_group.work_queue import DONE
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")

@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from popdist import context
-from popdist.boundaries import boundaries
 from popdist.errors import MicroBatchError, OptimizerError
+from popdist.loop import boundaries
 from popdist.training.shared_weights import has_shared, is_shared_with_others
 
 

@@ -7,10 +7,10 @@ without popdist. What it says and refuses is what `popdist.training.step` does.
 from torch import Tensor
 
 from popdist.errors import BatchError
+from popdist.gradients.model_gradients import ModelGradients
+from popdist.gradients.step_end import NotFinite, Reduction, not_finite_error
 from popdist.groups import Group
-from popdist.presence import presence
-from popdist.training.closing import NotFinite, Reduction, not_finite_error
-from popdist.training.model_gradients import ModelGradients
+from popdist.progress_report import presence
 from popdist.training.step import out_of_order
 
 

@@ -7,17 +7,17 @@ from typing import Any
 from torch import nn
 
 from popdist import context
-from popdist.boundaries import boundaries
 from popdist.errors import BatchError, MicroBatchError
+from popdist.gradients.model_gradients import ModelGradients
+from popdist.gradients.replica_buffers import ReplicaBuffers
+from popdist.gradients.step_end import Reduction, check_reduction
+from popdist.loop import boundaries
 from popdist.training import optimizers
-from popdist.training.automatic import AutomaticReduction
-from popdist.training.batches import Nest, to_device
-from popdist.training.buffers import ReplicaBuffers
-from popdist.training.closing import Reduction, check_reduction
-from popdist.training.model_gradients import ModelGradients
+from popdist.training.combined_batch import Nest, to_device
+from popdist.training.micro_batches import Split, check_weight, split_batch
+from popdist.training.outside_backward import AutomaticReduction
 from popdist.training.plain_step import PlainStep
-from popdist.training.randomness import RandomScope, ReplicaRandomness
-from popdist.training.splitting import Split, check_weight, split_batch
+from popdist.training.replica_randomness import RandomScope, ReplicaRandomness
 from popdist.training.step import GradientStep, refuse_step
 
 

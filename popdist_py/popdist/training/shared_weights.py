@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from popdist.errors import BackendError
+from popdist.gradients.shards import flat_view
 from popdist.groups import Group
-from popdist.host_memory.blocks import SharedBlock
-from popdist.host_memory.group import HostGroup
-from popdist.training.shards import flat_view
+from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.shared_blocks import SharedBlock
 
 _LINE_BYTES = 64
 

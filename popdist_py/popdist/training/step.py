@@ -3,7 +3,7 @@
 The instances speak once or twice in a step. When a loop over a whole batch starts, each says what its heaviest
 micro batch weighs, without waiting for an answer: a micro batch's share of the heaviest one of the job is needed
 only after the first backward pass. When the step ends, each says that it has all its gradients, and only then are
-they exchanged (`popdist.training.closing`), or taken from what went before (`popdist.training.overlap`).
+they exchanged (`popdist.gradients.step_end`), or taken from what went before (`popdist.gradients.overlap`).
 """
 
 import operator
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from popdist.errors import BatchError, PopdistError
+from popdist.gradients.flat_gradients import GradientRows
+from popdist.gradients.gradient_memory import GradientMemory
+from popdist.gradients.replica_buffers import ReplicaBuffers
+from popdist.gradients.step_end import NotFinite, Reduction, ReplicaSum, check_whole_job, lost_step
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words
 from popdist.layout import ReplicaLayout
-from popdist.training.buffers import ReplicaBuffers
-from popdist.training.closing import NotFinite, Reduction, ReplicaSum, check_whole_job, lost_step
-from popdist.training.flat_gradients import GradientRows
-from popdist.training.gradient_memory import GradientMemory
 from popdist.tree import TreeSum, finish
 
 if TYPE_CHECKING:
-    from popdist.training.overlapped_step import OverlappedStep
+    from popdist.gradients.overlapped_step import OverlappedStep
 
 FAREWELL_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""

@@ -14,10 +14,10 @@ from poprun.cli.versions import VersionFormat
 from poprun.doctor import ReportFormat
 from poprun.emit import EmitKind
 from poprun.errors import UsageError
+from poprun.plan.request import LaunchRequest
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
+from poprun.plan.vipu_settings import VipuSettings
 from poprun.render import TopologyFormat
-from poprun.request import LaunchRequest
-from poprun.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.vipu_settings import VipuSettings
 
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"

@@ -16,7 +16,7 @@ import yaml
 
 from poprun.cli.option import Given, Option
 from poprun.errors import UsageError
-from poprun.supervisor.whole_file import check_target, write_whole
+from poprun.text.atomic_file import check_target, write_whole
 
 _NULL: Final = "tag:yaml.org,2002:null"
 _TEXT: Final = "tag:yaml.org,2002:str"

@@ -1,7 +1,7 @@
 """A file of hosts, one on each line, in range notation if need be; what follows a # counts for nothing."""
 
 from poprun.errors import PlanError, UsageError
-from poprun.hosts import check_hosts, parse_hosts
+from poprun.text.host_names import check_hosts, parse_hosts
 
 
 def read_host_file(path: str) -> tuple[str, ...]:

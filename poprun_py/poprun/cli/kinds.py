@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any, Final
 
 from poprun.cli.spelling import BOOLEANS
-from poprun.hosts import parse_hosts
-from poprun.ranges import parse_numbers
+from poprun.text.host_names import parse_hosts
+from poprun.text.ranges import parse_numbers
 
 AUTO: Final = "auto"
 OFF: Final = "off"

@@ -9,7 +9,7 @@ from typing import Final
 from poprun.cli.option import LINE, REQUEST, VARIABLE_PREFIX, Given
 from poprun.cli.options import OPTIONS
 from poprun.errors import UsageError
-from poprun.request import LaunchRequest
+from poprun.plan.request import LaunchRequest
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
 """What variables and files may hold, by name."""

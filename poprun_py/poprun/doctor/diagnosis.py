@@ -6,8 +6,8 @@ from enum import StrEnum
 from typing import Final
 
 from popdist.contract import VERSION
-from poprun.doctor.symptoms import Symptoms
-from poprun.ranges import fold_numbers
+from poprun.doctor.facts import Symptoms
+from poprun.text.ranges import fold_numbers
 
 MIN_SHARED_BYTES: Final = 2**30
 """Of /dev/shm; containers often have 64 MiB, and one batch of images takes more."""

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import UsageError
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,7 +27,7 @@ from poprun.emit.kubernetes import (
     required_image,
 )
 from poprun.emit.names import job_name
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
 from poprun.render.words import size_of
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from poprun.errors import UsageError
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
 
 GPU: Final = "nvidia.com/gpu"
 

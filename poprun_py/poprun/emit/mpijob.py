@@ -16,9 +16,9 @@ from poprun.emit.kubernetes import (
     required_image,
 )
 from poprun.emit.names import job_name
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.topology import MpiKind
 from poprun.render.words import size_of
-from poprun.topology import MpiKind
 
 if TYPE_CHECKING:
     from poprun.emit import Surroundings

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Final
 
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
 
 _MAX_NAME: Final = 40
 """Characters of a job's name; the operators append to it, and a host's name has at most 63."""

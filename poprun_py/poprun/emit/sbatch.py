@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.emit.names import job_name
 from poprun.errors import UsageError
-from poprun.hosts import fold_hosts
-from poprun.plan import LaunchPlan
-from poprun.planner import THIS_MACHINE
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.planner import THIS_MACHINE
 from poprun.render.words import size_of
+from poprun.text.host_names import fold_hosts
 
 if TYPE_CHECKING:
     from poprun.emit import Surroundings

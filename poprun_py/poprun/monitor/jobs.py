@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from poprun.control import RECEIVE_BYTES, VIEW_EVENT, LineReader, abstract_address, decode, encode, peer_user
-from poprun.view import JobView
+from poprun.messages.control import (
+    RECEIVE_BYTES,
+    VIEW_EVENT,
+    LineReader,
+    abstract_address,
+    decode,
+    encode,
+    peer_user,
+)
+from poprun.messages.view import JobView
 
 _NAME: Final = re.compile(r"@(poprun-(\d+)-[0-9a-f]{32})$", re.MULTILINE)
 _CONNECT_SECONDS: Final = 2.0

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from poprun.view import InstanceView, JobView
+from poprun.messages.view import InstanceView, JobView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.rates import Rate
-from poprun.view import InstanceView, JobView
 
 _LINES_AROUND: Final = 7
 _SECONDS_PER_MINUTE: Final = 60

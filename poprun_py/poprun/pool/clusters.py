@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from poprun.errors import PartitionError, PlanError
-from poprun.inventory import Cluster, cpu_cluster, gpu_cluster
-from poprun.pods import named_pod, on_machine, read_pod
-from poprun.topology import Gpu
-from poprun.vipu_settings import VipuSettings
+from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
+from poprun.plan.pods import named_pod, on_machine, read_pod
+from poprun.plan.topology import Gpu
+from poprun.plan.vipu_settings import VipuSettings
 
 
 def choose_cluster(

@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import cache
 
 from poprun.pool.records import REMOTE, Holder
-from poprun.process_tree import ProcessKey, key_of
-from poprun.users import user_name
+from poprun.process.tree import ProcessKey, key_of
+from poprun.process.users import user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _LONGEST_WORDS = 60

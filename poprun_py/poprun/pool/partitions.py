@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from poprun.errors import IpusTakenError, PartitionError, PlanError
-from poprun.inventory import Cluster, size_of_partition
-from poprun.legality import check_count
+from poprun.plan.counts import check_count
+from poprun.plan.inventory import Cluster, size_of_partition
 from poprun.pool.clusters import check_names
 from poprun.pool.pool import Pool
 from poprun.pool.records import Partition, PoolState

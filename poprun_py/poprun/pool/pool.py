@@ -7,9 +7,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from poprun.errors import IpusTakenError, PartitionError
-from poprun.inventory import VirtualIpu
+from poprun.plan.inventory import VirtualIpu
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.pool.requests import PartitionWish, Wish, must_change
 from poprun.pool.rows import (
     add_lease,
     add_partition,
@@ -22,8 +23,7 @@ from poprun.pool.rows import (
     user_of_lease,
 )
 from poprun.pool.schema import BUSY_SECONDS, checkpoint, lease_file, mode_of, opened
-from poprun.pool.wishes import PartitionWish, Wish, must_change
-from poprun.users import user_name
+from poprun.process.users import user_name
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
 """Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Final
 
-from poprun.inventory import CORE, Cluster
-from poprun.leases import fold_names
+from poprun.plan.inventory import CORE, Cluster
+from poprun.pool.held_lease import fold_names
 from poprun.pool.records import PoolState
-from poprun.pool.wishes import Wish
+from poprun.pool.requests import Wish
 
 _MOST_LINES: Final = 12
 

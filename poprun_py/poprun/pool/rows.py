@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from poprun.inventory import VirtualIpu
+from poprun.plan.inventory import VirtualIpu
 from poprun.pool.records import Holder, Lease, Partition, PoolState
 
 _SELECT_LEASES: Final = (

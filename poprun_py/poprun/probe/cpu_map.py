@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
+from poprun.plan.topology import Cpu
 from poprun.probe.control_groups import read_text
-from poprun.ranges import parse_numbers
-from poprun.topology import Cpu
+from poprun.text.ranges import parse_numbers
 
 SYSTEM: Final = "/sys/devices/system"
 STATUS: Final = "/proc/self/status"

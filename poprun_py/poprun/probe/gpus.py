@@ -8,11 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from poprun.environment import VISIBLE_DEVICES
-from poprun.probe.answers import answer_of
+from poprun.plan.program_environment import VISIBLE_DEVICES
+from poprun.plan.topology import Gpu, Occupant
 from poprun.probe.control_groups import read_text
-from poprun.topology import Gpu, Occupant
-from poprun.users import user_of
+from poprun.process.answers import answer_of
+from poprun.process.users import user_of
 
 TIMEOUT_SECONDS: Final = 10.0
 

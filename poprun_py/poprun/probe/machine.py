@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from popdist.contract import NUM_THREADS
+from poprun.plan.topology import MachineFacts
 from poprun.probe.cores import usable_cores
 from poprun.probe.cpu_map import read_cpus, read_memory_nodes
 from poprun.probe.gpus import find_gpus
 from poprun.probe.mpi import find_mpi
-from poprun.topology import MachineFacts
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from poprun.probe.control_groups import CGROUPS, MEMBERSHIP, ControlGroup, control_groups
-from poprun.probe.kills import KillCounts, kill_counts, named_count
+from poprun.probe.kernel_kills import KillCounts, kill_counts, named_count
 
 _MEMINFO: Final = "/proc/meminfo"
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted, to look at

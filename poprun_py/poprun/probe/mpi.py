@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from poprun.probe.answers import answer_of
-from poprun.topology import MpiKind, MpiRuntime
+from poprun.plan.topology import MpiKind, MpiRuntime
+from poprun.process.answers import answer_of
 
 TIMEOUT_SECONDS: Final = 10.0
 

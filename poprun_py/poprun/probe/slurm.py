@@ -10,8 +10,8 @@ from typing import Final
 from popdist.errors import ContractError
 from popdist.variables import read_node_counts
 from poprun.errors import PlanError
-from poprun.hosts import parse_hosts
-from poprun.topology import Allocation
+from poprun.plan.topology import Allocation
+from poprun.text.host_names import parse_hosts
 
 _JOB: Final = "SLURM_JOB_ID"
 _NODES: Final = "SLURM_JOB_NODELIST"

@@ -7,7 +7,7 @@ for none of them.
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from poprun.render.details import Details

@@ -7,7 +7,7 @@ import shlex
 from importlib.resources import files
 from typing import Final
 
-from poprun.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan
 from poprun.render.picture.drawing import draw
 from poprun.render.picture.markup import element, escaped
 from poprun.render.picture.scene import make_scene

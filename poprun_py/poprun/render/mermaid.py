@@ -7,7 +7,7 @@ draws no text longer than 50,000 characters, so a plan of more than ``MAX_INSTAN
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from poprun.plan import InstancePlan, LaunchPlan
+from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.picture import details
 from poprun.render.picture.drawing import NUM_HUES
 from poprun.render.picture.frames import Framing, framing

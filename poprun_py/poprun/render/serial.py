@@ -5,8 +5,8 @@ Both are ASCII: a word may hold any bytes of a file name, and line separators th
 
 import json
 
-from poprun.plan import LaunchPlan
-from poprun.plan_file import plan_to_dict
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan_file import plan_to_dict
 
 
 def render_json(plan: LaunchPlan) -> str:

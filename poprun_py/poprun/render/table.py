@@ -12,13 +12,13 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from poprun.binding import Binding
-from poprun.hosts import fold_hosts
-from poprun.plan import InstancePlan, LaunchPlan
-from poprun.ranges import fold_numbers
+from poprun.plan.binding import Binding
+from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.details import Details
 from poprun.render.page import Page
 from poprun.render.words import bound_to, launcher_of, numbered, size_of, stands_for, threads_of
+from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import fold_numbers
 
 MAX_HOSTS: Final = 4
 MAX_INSTANCES: Final = 8

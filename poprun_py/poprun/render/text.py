@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from poprun.hosts import fold_hosts
-from poprun.plan import LaunchPlan
-from poprun.ranges import fold_numbers
+from poprun.plan.plan import LaunchPlan
+from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import fold_numbers
 
 MAX_WIDTH: Final = 118
 

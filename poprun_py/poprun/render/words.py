@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from poprun.binding import Binding
-from poprun.plan import InstancePlan, LaunchPlan
-from poprun.ranges import fold_numbers
+from poprun.plan.binding import Binding
+from poprun.plan.plan import InstancePlan, LaunchPlan
+from poprun.text.ranges import fold_numbers
 
 
 def counted(count: int, noun: str) -> str:

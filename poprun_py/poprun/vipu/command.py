@@ -8,8 +8,9 @@ import click
 
 from popdist.contract import VERSION
 from poprun.errors import PartitionError, PoprunError
+from poprun.lease.server_client import RemotePool
+from poprun.plan.vipu_settings import DEFAULT_PORT, VipuSettings
 from poprun.pool.partitions import LocalPool
-from poprun.remote_pool.client import RemotePool
 from poprun.vipu.listing import (
     Row,
     allocation_rows,
@@ -21,9 +22,8 @@ from poprun.vipu.listing import (
     render_json,
     render_rows,
 )
-from poprun.vipu.reach import Reach
 from poprun.vipu.serve_command import serve
-from poprun.vipu_settings import DEFAULT_PORT, VipuSettings
+from poprun.vipu.target_pool import Reach
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _INTERRUPTED: Final = 130

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Final
 
 from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
-from poprun.leases import fold_names
+from poprun.lease.server_messages import LeaseAnswer, LeaseRequest
+from poprun.pool.held_lease import fold_names
 from poprun.pool.holders import remote_process
 from poprun.pool.partitions import LocalPool
 from poprun.pool.records import Lease, PoolState
-from poprun.pool.wishes import Wish
-from poprun.process_tree import ProcessKey
-from poprun.remote_pool.wire import LeaseAnswer, LeaseRequest
+from poprun.pool.requests import Wish
+from poprun.process.tree import ProcessKey
 from poprun.vipu.renewals import Renewals
 
 LOOK_SECONDS: Final = 1.0

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from poprun.inventory import IPUS_PER_MACHINE, Cluster
+from poprun.plan.inventory import IPUS_PER_MACHINE, Cluster
 from poprun.pool.records import Lease, Partition, PoolState
-from poprun.ranges import fold_numbers
+from poprun.text.ranges import fold_numbers
 
 Row = Mapping[str, object]
 

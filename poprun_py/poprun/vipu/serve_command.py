@@ -9,14 +9,14 @@ from typing import Final
 import click
 
 from poprun.errors import PlanError, ServerError
-from poprun.inventory import Cluster
+from poprun.lease.server_messages import MAX_IPUS
+from poprun.lease.token_file import TOKEN_VARIABLE, make_token, read_token, token_file
+from poprun.plan.inventory import Cluster
+from poprun.plan.vipu_settings import DEFAULT_PORT
 from poprun.pool.partitions import LocalPool
-from poprun.pool.serving import sole_server
-from poprun.remote_pool.token_file import TOKEN_VARIABLE, make_token, read_token, token_file
-from poprun.remote_pool.wire import MAX_IPUS
+from poprun.pool.server_lock import sole_server
 from poprun.vipu.lease_desk import LeaseDesk
-from poprun.vipu.reach import served_pool
-from poprun.vipu_settings import DEFAULT_PORT
+from poprun.vipu.target_pool import served_pool
 
 _LOOK_SECONDS: Final = 5.0
 """How long the server takes what it has seen of its devices for true."""
@@ -74,7 +74,7 @@ def serve_pool(host: str, port: int, token: str | None, lease_seconds: float) ->
         PoolError: If the pool is served already, or cannot be used.
     """
     try:
-        from poprun.vipu import server, serving  # noqa: PLC0415 - the extra is needed here only
+        from poprun.vipu import answers, server  # noqa: PLC0415 - the extra is needed here only
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn", "h11"):
             raise
@@ -98,7 +98,7 @@ def serve_pool(host: str, port: int, token: str | None, lease_seconds: float) ->
             )
         if not server.is_loopback(listener):
             lines.append(_IN_CLEAR)
-        server.serve(serving.make_app(local, desk, secret), listener, lambda: _log(*lines))
+        server.serve(answers.make_app(local, desk, secret), listener, lambda: _log(*lines))
         _log("stopped; the leases of jobs stay, and a server that starts again knows them")
 
 

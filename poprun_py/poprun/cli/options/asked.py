@@ -16,7 +16,7 @@ from poprun.cli.kinds import (
 )
 from poprun.cli.option import Group, Option, grouped
 from poprun.cli.versions import VersionFormat
-from poprun.request import LaunchRequest
+from poprun.plan.request import LaunchRequest
 
 _DEFAULTS: Final = LaunchRequest()
 

@@ -18,8 +18,8 @@ from poprun.cli.kinds import (
 from poprun.cli.option import Group, Option, grouped
 from poprun.doctor import ReportFormat
 from poprun.emit import EmitKind
+from poprun.plan.settings import EndingSettings
 from poprun.render import TopologyFormat
-from poprun.settings import EndingSettings
 
 _DEFAULTS: Final = EndingSettings()
 

@@ -2,10 +2,10 @@
 
 from typing import Final
 
-from poprun.binding import ProcessPlacement
 from poprun.cli.kinds import NUMBER, SECONDS, SWITCH, WORDS, WORDS_OF_INSTANCES, Kind, one_of
 from poprun.cli.option import Group, Option, grouped
-from poprun.request import LauncherChoice, LaunchRequest
+from poprun.plan.binding import ProcessPlacement
+from poprun.plan.request import LauncherChoice, LaunchRequest
 
 _DEFAULTS: Final = LaunchRequest()
 

@@ -4,7 +4,7 @@ from typing import Final
 
 from poprun.cli.kinds import NAME, NUMBER, SECONDS, SWITCH, TEXT
 from poprun.cli.option import Group, Option, grouped
-from poprun.vipu_settings import VipuSettings
+from poprun.plan.vipu_settings import VipuSettings
 
 _DEFAULTS: Final = VipuSettings()
 

@@ -2,9 +2,9 @@
 
 from typing import Final
 
-from poprun.hosts import fold_hosts
-from poprun.plan import InstancePlan, LaunchPlan
+from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.words import bound_to, counted, domains_of, numbered, stands_for
+from poprun.text.host_names import fold_hosts
 
 MAX_LENGTH: Final = 60
 """Characters of a list of hosts; a longer one is cut."""

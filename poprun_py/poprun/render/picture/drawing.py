@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from poprun.inventory import IPUS_PER_MACHINE
+from poprun.plan.inventory import IPUS_PER_MACHINE
 from poprun.render.picture import details
 from poprun.render.picture.frames import Framing
 from poprun.render.picture.grids import Nest

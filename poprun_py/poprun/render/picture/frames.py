@@ -6,8 +6,8 @@ are shaded instead; and nothing is framed in a folded picture, which shows few o
 
 from dataclasses import dataclass
 
-from poprun.inventory import IPUS_PER_MACHINE
-from poprun.plan import LaunchPlan
+from poprun.plan.inventory import IPUS_PER_MACHINE
+from poprun.plan.plan import LaunchPlan
 from poprun.render.picture.scene import Gap, HostScene, Scene
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from poprun.plan import InstancePlan, LaunchPlan
+from poprun.plan.plan import InstancePlan, LaunchPlan
 
 MAX_IPUS: Final = 1024
 """Virtual IPUs up to which nothing is folded."""

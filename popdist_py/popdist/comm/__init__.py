@@ -1,0 +1,1 @@
+"""How the instances of a job reach each other."""

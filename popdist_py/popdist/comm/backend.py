@@ -1,0 +1,114 @@
+"""What popdist asks of a way to connect instances.
+
+A backend moves bytes and knows nothing of operations: adding, comparing and checking are done once, above it, so
+that every backend has the same bits and the same errors. Where the instances share memory they add in it, in the
+very order of `popdist.tree` that is used above.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import torch
+    from torch import Tensor
+
+    from popdist.comm.channel import Channel
+    from popdist.host_memory.host_collectives import HostCollectives
+    from popdist.host_memory.host_group import HostGroup
+
+
+class PendingExchange(Protocol):
+    """An exchange of headers that has been started."""
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every instance's header, in the order of the backend's instances.
+
+        Args:
+            timeout_seconds: How long to wait at most; None waits as long as the backend was made to. After a
+                timeout the exchange goes on and can be waited for again.
+
+        Raises:
+            BackendError: If an instance was lost, or its header did not come in time; the message names it.
+        """
+
+    def peek(self) -> list[list[int]] | None:
+        """Every instance's header, if all have come; None if not. Neither waits nor raises."""
+
+
+class Backend(Protocol):
+    """A set of instances that can reach each other. All tensors are dense and contiguous."""
+
+    @property
+    def instances(self) -> tuple[int, ...]:
+        """Job-wide numbers of the instances in this set, ascending."""
+
+    @property
+    def instance_index(self) -> int:
+        """Job-wide number of this instance, one of :attr:`instances`."""
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Types of the devices whose tensors can be sent: ``cpu``, ``cuda``."""
+
+    @property
+    def host_group(self) -> "HostGroup | None":
+        """The memory that the instances of the whole job share; None where they do not, and for a part of it."""
+
+    @property
+    def neighbours(self) -> "HostCollectives | None":
+        """In a job of several hosts, collectives in the memory of this one, among the instances that it has.
+
+        They are neighbours in the order of the job, and on every host as many. None on all instances otherwise.
+        """
+
+    def share_memory(self) -> "HostCollectives | None":
+        """Collectives of CPU tensors in the memory that these instances share; None where they do not.
+
+        All of them ask at the same time, where their headers have proved that all are there.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
+        """A way to send tensors on ``devices`` while the program sends others; None where there is none.
+
+        All instances of the job are together in this call, with devices of the same types.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def start_exchange(self, header: list[int]) -> PendingExchange:
+        """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""
+
+    def all_gather(self, tensor: "Tensor") -> "Tensor":
+        """Every instance's ``tensor`` (same shape, dtype and type of device), stacked along a new first dimension.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def all_to_all(self, tensor: "Tensor") -> "Tensor":
+        """Row *j* goes to the *j*-th instance of the set; row *i* of the result came from the *i*-th.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def broadcast(self, tensor: "Tensor", root: int) -> None:
+        """Overwrite ``tensor`` with that of instance ``root``.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+
+    def subgroup(self, instances: tuple[int, ...]) -> "Backend":
+        """The same connections, limited to ``instances``, of which this instance must be one."""
+
+    def settle(self) -> None:
+        """Get ready for the end of the process without letting the others notice; nothing can be sent any more."""
+
+    def close(self) -> None:
+        """Drop the connections; the others see that this instance has left."""

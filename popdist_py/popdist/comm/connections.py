@@ -1,0 +1,221 @@
+"""The connections between the instances of a job, by torch.distributed: gloo, and NCCL when it is needed.
+
+The process groups are made directly, never through ``init_process_group``, so a program may have a default group
+of its own, made before or after. All connections are made at the start: afterwards only NCCL needs the store,
+and an instance that has finished may leave while others go on.
+"""
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from popdist.comm.channel import Channel
+from popdist.comm.failures import as_backend_error
+from popdist.errors import BackendError
+from popdist.headers import NUM_WORDS
+from popdist.host_memory.flags import Names
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.mailboxes import Mailboxes
+
+PROBE_TAG: Final = 1
+"""Tag of messages that nobody sends; headers and data have tag 0."""
+
+
+def check_available(device_types: frozenset[str]) -> None:
+    """Refuse a choice of devices that this build of torch cannot connect.
+
+    Raises:
+        BackendError: If only CUDA tensors are to be sent and torch was built without NCCL.
+    """
+    if device_types == {"cuda"} and not dist.is_nccl_available():
+        raise BackendError(f"backend 'nccl' was asked for, but torch {torch.__version__} was built without NCCL")
+
+
+class Mesh:
+    """The connections of a whole job; rank and instance index are the same number.
+
+    Args:
+        store: Where the instances find each other; used by nobody else under its prefix.
+        num_instances: Instances in the job. At least 2.
+        instance_index: This one.
+        address: Address of this host at which the others reach it, of loopback when all share it; None lets gloo
+            choose.
+        num_local_instances: Instances that are said to share this host. If these are all, CPU tensors go through
+            its memory; if each host has as many, those of a host add there. Mapping it proves that they share it.
+        timeout_seconds: How long a lost or late instance is waited for.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        num_instances: int,
+        instance_index: int,
+        address: str | None,
+        num_local_instances: int,
+        timeout_seconds: float,
+    ) -> None:
+        self.num_instances = num_instances
+        self.instance_index = instance_index
+        self.timeout_seconds = timeout_seconds
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._store = store
+        self._address = address
+        self._nccl: Any = None
+        self._waiting: list[Thread] = []
+        self._is_settled = False
+        self.control = self._connect("control")
+        self.gloo = self._connect("gloo")
+        is_one_host = num_local_instances == num_instances
+        self.host = self._share_memory(range(num_instances)) if is_one_host else None
+        self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
+        self.mailboxes = None if self.host is None else Mailboxes(self.host.group, NUM_WORDS)
+        self._channels: dict[str, Channel] = {}
+        if self.host is None and self.neighbours is None:
+            self._channels["cpu"] = self._channel_over(self._connect("channel"), self._close_connections)
+
+    def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+        gloo: Any = dist.ProcessGroupGloo
+        store = PrefixStore(name, self._store)
+        with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
+            if self._address is None:
+                return gloo(store, self.instance_index, self.num_instances, self._timeout)
+            options = gloo._Options()  # noqa: SLF001 - torch offers no other way to choose the address
+            options._devices = [gloo.create_device(hostname=self._address)]  # noqa: SLF001 - as above
+            options._timeout = self._timeout  # noqa: SLF001 - as above
+            return gloo(store, self.instance_index, self.num_instances, options)
+
+    def _share_memory(self, instances: range) -> HostCollectives | None:
+        """The memory of a host that ``instances`` share, of which this is one."""
+        group = HostGroup.connect(
+            PrefixStore(f"host/{instances.start}", self._store),
+            self.instance_index - instances.start,
+            len(instances),
+            timeout_seconds=self.timeout_seconds,
+            names=Names(members=tuple(instances), noun="instance"),
+        )
+        return None if group is None else HostCollectives(group)
+
+    def _share_with_neighbours(self, num_local: int) -> HostCollectives | None:
+        """The memory of this one of several hosts; None on all unless each has as many instances in a row."""
+        if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
+            return None
+        first = self.instance_index - self.instance_index % num_local
+        found = self._share_memory(range(first, first + num_local))
+        if all(self._tell_all(found is not None)):
+            return found
+        if found is not None:
+            found.group.close()
+        return None
+
+    def _tell_all(self, number: int) -> list[int]:
+        """What every instance tells."""
+        told = torch.empty(self.num_instances, 1, dtype=torch.int64)
+        with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
+            self.gloo.allgather([list(told.unbind())], [torch.tensor([int(number)])]).wait()
+        return told.flatten().tolist()
+
+    @property
+    def nccl(self) -> Any:  # noqa: ANN401 - as above
+        """The NCCL group, made at the first collective on CUDA tensors, in which all instances are together."""
+        if self._nccl is None:
+            self._nccl = self._start_nccl("nccl")
+        return self._nccl
+
+    def _start_nccl(self, name: str) -> Any:  # noqa: ANN401 - as above
+        with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout  # noqa: SLF001 - the only way to set it
+            store = PrefixStore(name, self._store)
+            return dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+
+    def channel(self, devices: Collection[torch.device]) -> Channel | None:
+        """A way beside all others for tensors on ``devices``, all of one type.
+
+        All instances are together in the first call for CUDA, and NCCL connects them then: later it might wait for
+        what the program computes meanwhile.
+
+        Returns:
+            None where CPU tensors go through the memory of a host, and where the devices are of several types.
+        """
+        types = {device.type for device in devices}
+        if types == {"cuda"} and "cuda" not in self._channels:
+            made = self._channel_over(self._start_nccl("channel/nccl"), lambda nccl: nccl.abort())
+            with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
+                for device in devices:
+                    made.all_gather(torch.zeros(1, device=device))
+            self._channels["cuda"] = made
+        return self._channels.get(types.pop()) if len(types) == 1 else None
+
+    def _channel_over(self, process_group: Any, break_off: Callable[[Any], None]) -> Channel:  # noqa: ANN401 - as above
+        others = [instance for instance in range(self.num_instances) if instance != self.instance_index]
+        return Channel(
+            process_group,
+            self.num_instances,
+            self.instance_index,
+            break_off=break_off,
+            find_lost=lambda: [other for other in others if self.is_lost(other)],
+        )
+
+    def is_lost(self, peer: int) -> bool:
+        """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""
+        try:
+            self.control.recv([torch.empty(1)], peer, PROBE_TAG)
+        except RuntimeError:
+            return True
+        return False
+
+    def check_open(self) -> None:
+        """See that this instance still takes part.
+
+        Raises:
+            BackendError: If it has left the job, or is about to: a thread that starts then may never begin to run.
+        """
+        if self._is_settled:
+            raise BackendError(f"instance {self.instance_index} has left the job")
+
+    def in_background(self, wait: Callable[[], None]) -> Thread:
+        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long.
+
+        Raises:
+            BackendError: If this instance has left the job.
+        """
+        self.check_open()
+        thread = Thread(target=wait, daemon=True)
+        self._waiting = [it for it in self._waiting if it.is_alive()] + [thread]
+        thread.start()
+        return thread
+
+    def settle(self) -> None:
+        """End all threads: one that lets go of a tensor when the interpreter is gone aborts the process."""
+        self._is_settled = True
+        for channel in self._channels.values():
+            channel.close()
+        self._channels = {}
+        self.gloo = self._nccl = None
+        waiting = [thread for thread in self._waiting if thread.is_alive()]
+        if waiting:
+            self._close_connections(self.control)
+        for thread in waiting:
+            thread.join()
+
+    def _close_connections(self, gloo: Any) -> None:  # noqa: ANN401 - as above
+        """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
+        with suppress(RuntimeError):
+            peer = 1 if self.instance_index == 0 else 0
+            gloo.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self.settle()
+        self.control = None
+        for shared in (self.host, self.neighbours):
+            if shared is not None:
+                shared.group.close()

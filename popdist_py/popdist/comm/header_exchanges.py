@@ -1,0 +1,145 @@
+"""Headers on their way, over gloo or through the memory of a host.
+
+They go from each instance to each other one directly: a lost or late instance is known by its number, and a subset
+of the instances needs no connections of its own.
+"""
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed as dist
+
+from popdist.comm.connections import Mesh
+from popdist.errors import BackendError
+from popdist.headers import name_instances
+from popdist.host_memory.mailboxes import Mailboxes
+
+if TYPE_CHECKING:
+    from threading import Thread
+
+
+class TorchExchange:
+    """Headers on their way between the instances of a group.
+
+    Args:
+        mesh: The connections of the job.
+        instances: Members of the group, this instance among them.
+        header: What this instance sends.
+
+    Raises:
+        BackendError: If this instance has left the job.
+    """
+
+    def __init__(self, mesh: Mesh, instances: tuple[int, ...], header: list[int]) -> None:
+        mesh.check_open()
+        self._mesh = mesh
+        self._instances = instances
+        self._header = header
+        self._received = {peer: torch.empty(len(header), dtype=torch.int64) for peer in peers_of(mesh, instances)}
+        self._sent = torch.tensor(header, dtype=torch.int64)
+        self._works: dict[int, list[dist.Work]] = {}
+        self._failures: dict[int, RuntimeError] = {}
+        self._thread: Thread | None = None
+        for peer, row in self._received.items():
+            try:
+                self._works[peer] = [mesh.control.recv([row], peer, 0), mesh.control.send([self._sent], peer, 0)]
+            except RuntimeError as error:
+                self._failures[peer] = error
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every member's header, in order; see `popdist.comm.backend`."""
+        if timeout_seconds is None and self._thread is None:
+            self._receive()
+        else:
+            self._thread = self._thread or self._mesh.in_background(self._receive)
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                raise BackendError(
+                    f"{name_instances(tuple(self._works))} did not come within {timeout_seconds:g} seconds"
+                )
+        if self._failures:
+            raise BackendError(self._blame()) from next(iter(self._failures.values()))
+        return self._headers()
+
+    def peek(self) -> list[list[int]] | None:
+        """Every member's header if all have come; see `popdist.comm.backend`."""
+        with suppress(BackendError):
+            self._thread = self._thread or self._mesh.in_background(self._receive)
+        is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
+        return self._headers() if is_there else None
+
+    def _headers(self) -> list[list[int]]:
+        return [self._received[i].tolist() if i in self._received else self._header for i in self._instances]
+
+    def _receive(self) -> None:
+        """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
+        deadline = time.monotonic() + self._mesh.timeout_seconds
+        while self._works and not self._failures:
+            peer = next(iter(self._works))
+            try:
+                for work in self._works[peer]:
+                    if not work.is_completed():  # else a wait was interrupted, and a second one would never end
+                        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                self._failures[peer] = error
+            del self._works[peer]
+
+    def _blame(self) -> str:
+        """Who did not answer and why; a timeout of gloo closes every connection, so it tells of one only."""
+        peer, error = next(iter(self._failures.items()))
+        if "timed out" in str(error).lower():
+            return f"{name_instances([peer])} did not come within {self._mesh.timeout_seconds:g} seconds"
+        lost = {*self._failures, *(other for other in self._works if self._mesh.is_lost(other))}
+        return f"the connection to {name_instances(lost)} was closed: it ended or was lost"
+
+
+class HostExchange:
+    """Headers on their way between instances that share memory.
+
+    Args:
+        mesh: The connections of the job.
+        mailboxes: Theirs in memory.
+        instances: Members of the group, this instance among them.
+        header: What this instance sends.
+    """
+
+    def __init__(self, mesh: Mesh, mailboxes: Mailboxes, instances: tuple[int, ...], header: list[int]) -> None:
+        self._mesh = mesh
+        self._mailboxes = mailboxes
+        self._instances = instances
+        self._received = {mesh.instance_index: header}
+        peers = peers_of(mesh, instances)
+        self._numbers = dict(zip(peers, mailboxes.send(peers, header), strict=True))
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every member's header, in order; see `popdist.comm.backend`."""
+        limit = self._mesh.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if late := self._receive(time.monotonic() + limit):
+            raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
+        return [self._received[instance] for instance in self._instances]
+
+    def peek(self) -> list[list[int]] | None:
+        """Every member's header if all have come; see `popdist.comm.backend`."""
+        with suppress(BackendError):
+            if not self._receive(time.monotonic()):
+                return [self._received[instance] for instance in self._instances]
+        return None
+
+    def _receive(self, deadline: float) -> list[int]:
+        """Take the headers that come until then; who is late."""
+        late = [instance for instance in self._instances if instance not in self._received]
+        for instance in tuple(late):
+            seconds_left = max(deadline - time.monotonic(), 0.0)
+            message = self._mailboxes.receive(instance, self._numbers[instance], seconds_left)
+            if message is not None:
+                self._received[instance] = message
+                late.remove(instance)
+        return late
+
+
+def peers_of(mesh: Mesh, instances: tuple[int, ...]) -> list[int]:
+    """The instances but this one."""
+    return [instance for instance in instances if instance != mesh.instance_index]

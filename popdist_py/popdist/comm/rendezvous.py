@@ -1,0 +1,140 @@
+"""Where the instances of a job meet first: a key-value store that every one of them can reach.
+
+Under poprun instance 0 serves it on a socket that its agent passed on, so the port was never free for others.
+Under torchrun, and wherever torch's own variables are set, it is torch's ``env://`` store under a name of our
+own. Under ``mpiexec`` instance 0 opens a socket and tells the others its address through MPI; under ``srun`` they
+try the same few ports.
+"""
+
+import os
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from popdist.contract import STORE, STORE_DESCRIPTOR, Contract, Endpoint
+from popdist.environments import Environment, Launcher
+from popdist.errors import BackendError
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
+"""Instances that may knock at the same moment."""
+
+
+def is_one_host(contract: Contract) -> bool:
+    """Whether all instances of the job run on this host."""
+    return contract.num_local_instances == contract.num_instances
+
+
+def own_address(contract: Contract) -> str | None:
+    """The address at which the other instances reach this host.
+
+    That of loopback when all of them are here. Else the one that leads to poprun's choice for instance 0's host,
+    so that a job keeps to one network; None when no poprun has chosen one.
+    """
+    if is_one_host(contract):
+        return LOOPBACK
+    if contract.store is None:
+        return None
+    family = socket.AF_INET6 if ":" in contract.store.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: connect(2) only looks up the way
+        asked.connect((contract.store.host, contract.store.port))
+        return str(asked.getsockname()[0])
+
+
+def open_store(environment: Environment, timeout_seconds: float) -> Store:
+    """The store of a job of at least two instances.
+
+    Raises:
+        BackendError: If it cannot be served or reached.
+    """
+    contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
+    try:
+        if contract.store is not None:
+            return _join(contract, contract.store, _passed_descriptor(contract), timeout)
+        if environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
+            return _join_through_mpi(environment, timeout)
+        if environment.launcher is Launcher.SLURM and contract.master is None:
+            from popdist.comm.slurm_meeting import meet  # noqa: PLC0415 - only tasks of srun need it
+
+            return meet(contract, None if is_one_host(contract) else environment.first_node, timeout_seconds)
+        rank, size = contract.instance_index, contract.num_instances
+        store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
+    except (RuntimeError, ValueError, OSError) as error:
+        where = contract.store or contract.master or "an address told through MPI"
+        raise BackendError(
+            f"instance {contract.instance_index} of {contract.num_instances} could not reach the job's store at "
+            f"{where} within {timeout_seconds:g} seconds: {error}"
+        ) from error
+    return store
+
+
+def _join(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> Store:
+    return TCPStore(
+        address.host,
+        address.port,
+        contract.num_instances,
+        is_master=descriptor is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
+
+
+def _passed_descriptor(contract: Contract) -> int | None:
+    """Instance 0's listening socket, checked: a program between the agent and us may have closed it."""
+    if contract.instance_index != 0:
+        return None
+    descriptor = contract.store_descriptor
+    if descriptor is None or not _listens(descriptor):
+        raise BackendError(
+            f"instance 0 should serve {STORE}={contract.store}, but {STORE_DESCRIPTOR}={descriptor} is no "
+            "listening socket here: start Python from poprun directly, or keep inherited descriptors open"
+        )
+    os.set_inheritable(descriptor, False)  # noqa: FBT003 - the standard library's signature
+    return descriptor
+
+
+def _listens(descriptor: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as passed:
+            return bool(passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False
+
+
+def _own_address() -> str:
+    """This host's address for others; its name where it takes itself for loopback, as Debian's hosts do.
+
+    The name of a pod is known to that pod alone, its address to all of them.
+    """
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return name
+    return name if address.startswith("127.") else address
+
+
+def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
+    """Instance 0 listens, and everyone learns where through COMM_WORLD: a fixed number of bytes, no pickle."""
+    from mpi4py import MPI  # noqa: PLC0415 - importing it starts MPI, which only a job under mpiexec wants
+
+    contract, world = environment.contract, MPI.COMM_WORLD
+    if (world.size, world.rank) != (contract.num_instances, contract.instance_index):
+        raise BackendError(
+            f"{environment.launcher} started this process as rank {contract.instance_index} of "
+            f"{contract.num_instances}, but mpi4py sees rank {world.rank} of {world.size}: it uses another MPI "
+            f"({MPI.Get_library_version().splitlines()[0]}) than the mpiexec that was called. Use the mpiexec of "
+            "that MPI, or start the program with poprun"
+        )
+    address, descriptor = bytearray(256), None
+    if world.rank == 0:
+        host = LOOPBACK if is_one_host(contract) else _own_address()
+        listener = socket.create_server((LOOPBACK if is_one_host(contract) else "", 0), backlog=BACKLOG)
+        address[:] = str(Endpoint(host=host, port=listener.getsockname()[1])).encode().ljust(256)
+        descriptor = listener.detach()
+    world.Bcast(address)
+    return _join(contract, Endpoint.parse(address.decode().strip()), descriptor, timeout)

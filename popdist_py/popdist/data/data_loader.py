@@ -1,0 +1,140 @@
+"""The loader that feeds one instance's replicas: torch's DataLoader, with the micro batches made one by one."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from torch.utils.data import Sampler, default_collate
+
+from popdist import context
+from popdist.data.batch import Share
+from popdist.data.epoch import check_sizes, deal_epoch, plan_epochs
+from popdist.data.epoch_plan import EpochPlan
+from popdist.data.fetching import Collate, Collation, MapFetcher
+from popdist.data.position import Progress
+from popdist.data.reader_agreement import Agreement
+from popdist.data.replica_loader import ReplicaLoader
+from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
+from popdist.errors import DatasetError
+
+_OURS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
+
+
+class _Shares(Sampler[Share]):
+    """This instance's share of each step of the epoch that is being started."""
+
+    def __init__(self, plan: EpochPlan, replicas: range, progress: Progress) -> None:
+        self._plan = plan
+        self._replicas = replicas
+        self._progress = progress
+
+    def __len__(self) -> int:
+        return self._plan.num_steps()
+
+    def __iter__(self) -> Iterator[Share]:
+        return self._shares(self._progress.epoch, deal_epoch(self._plan, self._replicas, self._progress))
+
+    def _shares(self, epoch: int, steps: Iterator[tuple[range, list[int]]]) -> Iterator[Share]:
+        for number, (step, indices) in enumerate(steps):
+            yield Share(epoch=epoch, step=number, stop=step.stop, num_samples_job=len(step), indices=indices)
+
+
+def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
+    dataset: Any,  # noqa: ANN401 - anything with a length and items
+    micro_batch_size: int,
+    accumulation: int = 1,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Collate | None = None,
+    **options: Any,  # noqa: ANN401 - torch's own
+) -> ReplicaLoader:
+    """A torch DataLoader that gives this instance's replicas their samples, exactly once an epoch.
+
+    It deals samples as :class:`ReplicaSampler` does: which samples a replica sees in a step depends on the job's
+    replicas, not on the instances they are dealt to. It yields :class:`Batch` objects for
+    ``ReplicatedModel.micro_batches``, each micro batch collated by itself: padding, graphs, strings and dicts are
+    all right, and nothing has to be split. Its state is that of the loop, not of the workers.
+
+    Random numbers that the dataset draws for a sample (from Python's, numpy's and torch's CPU generators) follow
+    from ``seed``, the epoch and the sample's index, and those of ``collate_fn`` from its first sample: neither the
+    split nor the number of workers changes them, and without workers the process's own random state stays as it
+    was. (A dataset that reads a list of samples at once with ``__getitems__`` draws once for each micro batch.)
+
+    Args:
+        dataset: Map-style: a length, and a sample for each index. A stream comes as ``shard_iterable(stream)``.
+        micro_batch_size: Samples of one replica in one forward and backward pass. At least 1.
+        accumulation: Micro batches that a replica adds up in one step. At least 1.
+        shuffle: Another order in each epoch; else the order of the dataset.
+        seed: Chooses the orders and the random numbers. Must be the same on all instances.
+        drop_last: Leave out a remainder smaller than a full step.
+        collate_fn: Makes a micro batch of a list of samples; None means torch's own.
+        **options: Anything else that DataLoader takes, such as ``num_workers=4``, ``pin_memory=True``,
+            ``prefetch_factor=4`` or ``persistent_workers=True``.
+
+    Raises:
+        DatasetError: If the dataset has no length or fewer samples than the job has replicas, a size is below 1,
+            or an option is one that deals samples.
+        CollectiveError: If the instances differ in sizes, seed or length of the dataset, or do not all make the
+            loader; a loader that was made before ``popdist.init()`` finds out when it is first iterated over.
+    """
+    _refuse_dealing(options)
+    collation = Collation(
+        collate_fn=collate_fn or default_collate,
+        num_replicas=context.environment().contract.layout.num_local_replicas,
+        accumulation=accumulation,
+        seed=seed,
+    )
+    if not isinstance(dataset, ShardedIterable):
+        return _map_loader(dataset, micro_batch_size, collation, options, shuffle=shuffle, drop_last=drop_last)
+    if shuffle:
+        raise DatasetError("shuffle=True: a stream has no indices to shuffle; shuffle it where it is made")
+    return _stream_loader(dataset, micro_batch_size, collation, options, drop_last=drop_last)
+
+
+def _refuse_dealing(options: dict[str, Any]) -> None:
+    if refused := sorted(_OURS & options.keys()):
+        raise DatasetError(
+            f"{' and '.join(refused)}: data_loader deals the samples itself; say micro_batch_size, accumulation, "
+            "shuffle, seed and drop_last"
+        )
+
+
+def _map_loader(
+    dataset: Any,  # noqa: ANN401 - as above
+    micro_batch_size: int,
+    collation: Collation,
+    options: dict[str, Any],
+    *,
+    shuffle: bool,
+    drop_last: bool,
+) -> ReplicaLoader:
+    contract = context.environment().contract
+    accumulation, seed = collation.accumulation, collation.seed
+    plan = plan_epochs(dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last)
+    progress = Progress(reader="data_loader", identity={"length": plan.length, "shuffle": shuffle, "seed": seed})
+    agreement = Agreement(
+        f"data_loader of {plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
+        f"{drop_last=}"
+    )
+    shares = _Shares(plan, contract.layout.replicas_of(contract.instance_index), progress)
+    options = {"sampler": shares, **options}
+    return ReplicaLoader(MapFetcher(dataset, collation), progress, accumulation, agreement, options)
+
+
+def _stream_loader(
+    dataset: ShardedIterable,
+    micro_batch_size: int,
+    collation: Collation,
+    options: dict[str, Any],
+    *,
+    drop_last: bool,
+) -> ReplicaLoader:
+    accumulation = collation.accumulation
+    check_sizes(micro_batch_size, accumulation)
+    agreement = Agreement(
+        f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, seed={collation.seed}, {drop_last=}"
+    )
+    progress = Progress(reader="data_loader", identity={"seed": collation.seed})
+    fetcher = StreamFetcher(dataset, collation, micro_batch_size * accumulation, drop_last=drop_last)
+    return StreamLoader(fetcher, progress, accumulation, agreement, options, ends_with_first=drop_last)

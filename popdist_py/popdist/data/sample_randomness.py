@@ -1,0 +1,127 @@
+"""Random numbers that belong to the sample: augmentation is the same in any split and with any number of workers.
+
+Datasets draw from the generators of the process: Python's, numpy's and torch's. Before each sample they are set to
+a state that follows from seed, epoch and index. Setting all three costs more than reading a small sample, so they
+are watched while the first samples are read, and afterwards only those are set that the dataset draws from. The
+others are still watched: when one was drawn from after all, what was read is read again.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from popdist.data.permutation import GOLDEN, round_keys, scramble
+from popdist.data.process_generators import GENERATORS, Generator
+
+T = TypeVar("T")
+
+Reseed = Callable[[int], object]
+"""Sets the generators for what comes next, from a 64-bit number."""
+
+
+@dataclass(slots=True)
+class Randomness:
+    """Gives work that reads samples the generators it wants, and the process its own ones back.
+
+    Attributes:
+        used: Names of the generators that the dataset was seen to draw from; None before the first work.
+    """
+
+    used: frozenset[str] | None = None
+
+    def run(self, work: Callable[[Reseed | None], T]) -> T:
+        """What ``work`` returns, as if all generators had been set whenever it reseeded; it may be called again.
+
+        It gets None where nothing is drawn, and else must reseed before it draws. The generators' states are
+        afterwards what they were before.
+        """
+        if self.used is None:
+            return isolated(lambda reseed: self._learn(work, reseed))
+        while True:
+            watched = [it for it in GENERATORS if it.name not in self.used]
+            before = [it.look() for it in watched]
+            try:
+                result = self._seeded(work)
+            finally:
+                after = [it.look() for it in watched]
+                if after != before:
+                    self._undo(watched, before, after)
+            if after == before:
+                return result
+
+    def _seeded(self, work: Callable[[Reseed | None], T]) -> T:
+        """What ``work`` returns when the generators are set that are known to be used."""
+        return isolated(work, [it for it in GENERATORS if it.name in self.used]) if self.used else work(None)
+
+    def _undo(self, watched: list[Generator], before: list[object], after: list[object]) -> None:
+        """Let those that were drawn from go on as before, and count them among the used ones."""
+        for it, seen, found in zip(watched, before, after, strict=True):
+            if found != seen:
+                it.undo(seen)
+                self.used = (self.used or frozenset()) | {it.name}
+
+    def _learn(self, work: Callable[[Reseed | None], T], reseed_all: Reseed) -> T:
+        """Set all generators, and see which of them each sample draws from."""
+        used: set[str] = set()
+        expected: dict[str, object] = {}
+
+        def find() -> None:
+            used.update(it.name for it in GENERATORS if it.look() != expected.get(it.name, it.look()))
+
+        def reseed(seed: int) -> None:
+            find()
+            reseed_all(seed)
+            expected.update({it.name: it.look() for it in GENERATORS})
+
+        result = work(reseed)
+        find()
+        self.used = frozenset(used)
+        return result
+
+
+def isolated(work: Callable[[Reseed], T], generators: Sequence[Generator] = GENERATORS) -> T:
+    """What ``work`` returns, called once; the generators' states are afterwards what they were before."""
+    own = [it.get() for it in generators]
+    try:
+        return work(_seeding(generators))
+    finally:
+        for it, state in zip(generators, own, strict=True):
+            it.set(state)
+
+
+def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
+    """A 64-bit number for each index, from all of them; ``what`` tells numbers for different uses apart."""
+    words = np.array(indices, dtype=np.uint64) * np.uint64(GOLDEN) + _key(seed, epoch, what)
+    seeds: list[int] = scramble(words).tolist()
+    return seeds
+
+
+@lru_cache(maxsize=8)
+def _key(*ingredients: int) -> np.uint64:
+    return np.uint64(round_keys(*ingredients)[0])
+
+
+def draws_nothing(dataset: object) -> bool:
+    """Whether reading ``dataset`` is known to draw no random number: containers, and tensors in rows."""
+    if type(dataset) is Subset:
+        return draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(draws_nothing, dataset.datasets))
+    return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
+
+
+def _seeding(generators: Sequence[Generator]) -> Reseed:
+    seeds = [it.seed for it in generators]
+    if len(seeds) == 1:
+        return seeds[0]
+
+    def reseed(number: int) -> None:
+        for seed in seeds:
+            seed(number)
+
+    return reseed

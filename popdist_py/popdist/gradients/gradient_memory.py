@@ -1,0 +1,164 @@
+"""Where the gradients of an instance's replicas are added up: memory that is used again in every step.
+
+On a host whose instances share memory, the gradient that ends as an instance's part of the job's sum lies there
+from the start: autograd's results are moved into it while they are in the cache, and the sum over the instances is
+made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from popdist.errors import BackendError
+from popdist.gradients.exchange import add_instances, nodes_of
+from popdist.gradients.flat_gradients import FlatGradients, GradientRows
+from popdist.gradients.gradient_parts import GradientParts, parts_of
+from popdist.gradients.overlap import Overlap
+from popdist.gradients.overlapped_step import OverlappedStep
+from popdist.gradients.rows import add_rows, scale_rows
+from popdist.gradients.shared_rows import SharedRows, num_bytes_of
+from popdist.groups import Group
+from popdist.host_memory.host_group import HostGroup
+from popdist.layout import ReplicaLayout
+from popdist.tree import Node, finish, span
+
+if TYPE_CHECKING:
+    from popdist.host_memory.shared_blocks import Reservation
+
+
+class GradientMemory:
+    """Rows for the gradients of micro batches, and their sum over the job.
+
+    Args:
+        group: All instances of the job.
+        layout: Which replicas each of them owns.
+        gradients: Of one model, the same on all instances when they are added.
+    """
+
+    def __init__(self, group: Group, layout: ReplicaLayout, gradients: FlatGradients) -> None:
+        self.group = group
+        self.gradients = gradients
+        self._layout = layout
+        instance, num_replicas = group.backend.instance_index, layout.num_replicas
+        first = layout.replicas_of(instance).start
+        self._node_at = {
+            span(node, num_replicas).start - first: k for k, node in enumerate(nodes_of(layout, instance))
+        }
+        self._own: list[GradientRows] = []
+        self._free: list[GradientRows] = []
+        is_on_cpu = all(kind.device.type == "cpu" for kind in gradients.kinds)
+        self._host = group.backend.host_group if is_on_cpu and gradients.kinds else None
+        self._reserved: Reservation | None = None
+        self._shared: SharedRows | None = None
+        self._is_connected = False
+        self._overlap: Overlap | None = None
+        self._is_sent = False
+        if self._host is not None:
+            with suppress(BackendError):
+                self._reserved = self._host.reserve(num_bytes_of(layout, gradients))
+                self._shared = SharedRows(self._host, layout, gradients, self._reserved.row)
+
+    def begin(self) -> None:
+        """A step begins: what the rows hold is no longer needed."""
+        self._free = list(self._own)
+
+    def rows_for(self, replica: int, position: int) -> GradientRows:
+        """Room for a micro batch.
+
+        Args:
+            replica: Its replica, among those of this instance.
+            position: Which of the replica's micro batches it is.
+        """
+        if self._shared is not None and position == 0 and replica in self._node_at:
+            return self._shared.mine[self._node_at[replica]]
+        if not self._free:
+            self._own.append(self.gradients.make_rows())
+            self._free.append(self._own[-1])
+        return self._free.pop()
+
+    def take_all(self) -> GradientRows:
+        """All gradients that there are, as those of the one micro batch of a step."""
+        self.begin()
+        rows = self.rows_for(0, 0)
+        self.gradients.fill(rows)
+        return rows
+
+    def add(self, left: GradientRows, right: GradientRows) -> GradientRows:
+        """Add ``right``, which is no longer needed then, to ``left``."""
+        add_rows(left.rows, right.rows)
+        self._free.append(right)
+        return left
+
+    def parts(self) -> GradientParts | None:
+        """The parts of the sum that the instances need, where not all get all of it anyway."""
+        return None if self._host is not None or self._layout.num_instances == 1 else parts_of(self.gradients)
+
+    def prepare_overlap(self) -> None:
+        """After a step that was announced: from now on they may go early. All instances are together here."""
+        if self._overlap is None and self._is_sent:
+            channel = self.group.backend.channel([kind.device for kind in self.gradients.kinds])
+            self._overlap = None if channel is None else Overlap(channel, self._layout, self.gradients)
+        self._is_sent = False
+
+    def begin_overlap(self, *, scales: bool) -> OverlappedStep | None:
+        """The next step, if it may go early; ``scales`` as in `popdist.training.step`."""
+        if self._overlap is None or self.parts() is not None:
+            return None
+        number = self._overlap.offer()
+        return OverlappedStep(self._overlap, number, scales=scales) if number else None
+
+    def finish(
+        self,
+        nodes: Mapping[Node, GradientRows],
+        over: float,
+        parts: GradientParts | None = None,
+        early: GradientRows | None = None,
+    ) -> GradientRows:
+        """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
+
+        Args:
+            nodes: This instance's part of the tree.
+            over: The same on all instances.
+            parts: What the instances need, if they have agreed to get no more.
+            early: The sum, where it has been made already.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+        if early is not None:
+            scale_rows(early.rows, over=over)
+            return early
+        own = list(nodes.values())
+        if self._host is not None and not self._is_connected:
+            self._connect(self._host, own)
+        if self._is_connected and self._shared is not None:
+            return self._shared.reduce(over)
+        if parts is not None:
+            return parts.add(self.group, self._layout, own, over)
+        if self._layout.num_instances == 1:
+            total = finish(nodes, self._layout.num_replicas, self.add)
+        else:
+            for row_of_nodes in zip(*(it.rows for it in own), strict=True):
+                add_instances(self.group, self._layout, list(row_of_nodes))
+            total = own[0]
+            self._is_sent = True
+        scale_rows(total.rows, over=over)
+        return total
+
+    def _connect(self, host: HostGroup, own: list[GradientRows]) -> None:
+        """Make the instances' rows known to all; where one has no room, they are sent as between hosts.
+
+        Not before: that all instances have the same gradients is known only when they come to add them.
+        """
+        try:
+            block = host.allocate(num_bytes_of(self._layout, self.gradients), self._reserved)
+        except BackendError:
+            self._host = None
+            return
+        if self._shared is None:
+            self._shared = SharedRows(host, self._layout, self.gradients, block.mine)
+        for mine, rows in zip(self._shared.mine, own, strict=True):
+            if mine is not rows:
+                mine.copy(rows)
+        self._shared.connect(block)
+        self._is_connected = True

@@ -1,0 +1,240 @@
+"""The processes of one host as a group that shares memory: what everything fast on a host is built from.
+
+::
+
+    group = HostGroup.connect(store, rank, size, timeout_seconds=60)   # None on every rank: not one host
+    block = group.allocate(num_bytes)                   # a row of shared memory for each rank, all mapped here
+    block.mine                                          # this rank's row: a flat tensor of bytes
+    block.of(rank)                                      # another's row, in place
+    total = group.reduction([row.view(torch.float32) for row in block.rows])
+    total.run()                                         # every row is now the sum of all rows
+    group.barrier()
+"""
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Final, Self
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from popdist.errors import BackendError
+from popdist.host_memory.combination import Op
+from popdist.host_memory.fences import make_fence
+from popdist.host_memory.flags import Flags, Names, operation, purpose
+from popdist.host_memory.mapping import Found, Meeting
+from popdist.host_memory.row_reduction import Reduction
+from popdist.host_memory.segments import PAGE_BYTES, Segment, as_tensor, as_words, map_window, whole_pages
+from popdist.host_memory.shared_blocks import Reservation, SharedBlock
+from popdist.host_memory.waiting import Lives
+
+_ALLOCATE: Final = operation("allocate")
+_BARRIER: Final = 0
+
+
+class HostGroup:
+    """Processes of one host that share memory; made by :meth:`connect`.
+
+    All calls but :meth:`close` and the attributes are collectives: every rank makes the same ones in the same
+    order, from one thread at a time. A rank that is lost or late is an error on all others that names it, and ends
+    the group: every later call raises the same. In a process that was forked from a rank every call raises.
+
+    Attributes:
+        rank: This process, from 0.
+        size: Processes in the group, at least 1.
+        flags: Their meetings, which every operation is made of.
+    """
+
+    def __init__(
+        self, segment: Segment, found: dict[int, Found], flags: Flags, rank: int, *, is_part: bool = False
+    ) -> None:
+        self.rank = rank
+        self.size = len(found) + 1
+        self.flags = flags
+        self._segment = segment
+        self._found = found
+        self._is_part = is_part
+
+    @classmethod
+    def connect(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        names: Names | None = None,
+    ) -> Self | None:
+        """Share memory with the other ranks, which all call this.
+
+        Args:
+            store: Where they find each other; used by nobody else under its prefix.
+            rank: This process.
+            size: Ranks in the group.
+            timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
+            names: What the ranks are called in errors; None means rank 0 and so on.
+
+        Returns:
+            The group; None on every rank where they do not all share a host, or may not share memory.
+
+        Raises:
+            BackendError: If a rank did not come in time, or there is no memory for the group.
+        """
+        names = names or Names(members=tuple(range(size)))
+        meeting = Meeting(store, rank, [names.of([it]) for it in range(size)], timeout_seconds)
+        try:
+            fence, segment = make_fence(), Segment()
+        except BackendError:
+            meeting.refuse()
+            return None
+        try:
+            segment.grow(PAGE_BYTES)
+            window = map_window(segment.descriptor, 0, PAGE_BYTES)
+            found = meeting.hold(segment, memoryview(window))
+        except BaseException:
+            segment.close()
+            raise
+        if found is None:
+            segment.close()
+            return None
+        windows = {other: map_window(it.descriptor, 0, PAGE_BYTES) for other, it in found.items()} | {rank: window}
+        flags = Flags(
+            [memoryview(windows[it]).cast("Q") for it in range(size)],
+            rank=rank,
+            names=names,
+            lives=Lives({other: it.pid for other, it in found.items()}),
+            fence=fence,
+            timeout_seconds=timeout_seconds,
+        )
+        group = cls(segment, found, flags, rank)
+        group.barrier()  # so a process that is watched is one that was there after the watch had begun
+        return group
+
+    @property
+    def num_bytes(self) -> int:
+        """How much memory this rank's rows take in all."""
+        return self._segment.num_bytes
+
+    def reserve(self, num_bytes: int) -> Reservation:
+        """Memory of this rank that :meth:`allocate` can make known to the others later; no collective.
+
+        It is given back when the last view of it is gone here, so the others may use it in operations of the group
+        only.
+
+        Raises:
+            BackendError: If there is no room.
+        """
+        offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
+        window = map_window(self._segment.descriptor, offset, length)
+        weakref.finalize(window, self._segment.release, offset, length).atexit = False
+        return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
+
+    def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
+        """Some of the ranks as a group of their own, in the same memory; no collective, and waits for nobody.
+
+        Args:
+            ranks: In the order in which the new group counts them, this one among them.
+            page: Reserved by this rank, of ``PAGE_BYTES``; used for nothing else.
+            offsets: Where each of them has its page, in the same order.
+
+        Raises:
+            OSError, ValueError: If the process may map no more.
+        """
+        places = zip(ranks, offsets, strict=True)
+        pages = [page.row if it == self.rank else self._map(it, offset, PAGE_BYTES) for it, offset in places]
+        found = {place: self._found[it] for place, it in enumerate(ranks) if it != self.rank}
+        lives = Lives({place: it.pid for place, it in found.items()})
+        flags = self.flags.part(ranks, [as_words(it) for it in pages], lives)
+        return HostGroup(self._segment, found, flags, flags.rank, is_part=True)
+
+    def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
+        """A row of ``num_bytes`` for each rank, mapped by all; all zero, unless it was reserved before.
+
+        Args:
+            num_bytes: At least 1; the same on every rank.
+            reserved: What is this rank's row; as long as that. None for new memory.
+
+        Raises:
+            BackendError: If some rank has no room for its row: every rank raises it, and the group goes on.
+            CollectiveError: If the ranks are not in the same call.
+        """
+        trouble, rows = "", []
+        try:
+            offset = self._segment.grow(num_bytes) if reserved is None else reserved.offset
+        except BackendError as error:
+            offset, trouble = -1, str(error)
+        self.flags.say(offset + 1)
+        self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
+        offsets = [it - 1 for it in self.flags.said()]
+        if not trouble and -1 not in offsets:
+            try:
+                rows = [
+                    self._map(rank, it, num_bytes) if reserved is None or rank != self.rank else reserved.row
+                    for rank, it in enumerate(offsets)
+                ]
+            except (OSError, ValueError) as error:
+                trouble = f"cannot map {num_bytes} bytes of each rank: {error}"
+        self.flags.say(1 if rows else 0)
+        self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
+        if not all(said := self.flags.said()):
+            if offset >= 0 and reserved is None:
+                self._segment.release(offset, whole_pages(num_bytes))
+            without = self.flags.name([rank for rank, has_room in enumerate(said) if not has_room])
+            raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")
+        return SharedBlock(self._segment, offset, rows, self.rank)
+
+    def _map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
+        descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
+        return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
+
+    def reduction(
+        self,
+        rows: Sequence[Tensor],
+        op: Op = "sum",
+        *,
+        outputs: Sequence[Tensor] | None = None,
+        pairs: Sequence[tuple[int, int]] | None = None,
+    ) -> Reduction:
+        """Prepare to combine rows of shared memory in place, each rank a share of the elements; no collective.
+
+        What is prepared can be run again and again: ``run()`` is the collective. It waits for all ranks, combines,
+        and waits again, so that afterwards the result stands in every output. What stood in ``rows`` is lost.
+
+        Args:
+            rows: Flat contiguous tensors of one dtype and length in memory of this group's blocks: the same ones
+                in the same order on every rank.
+            op: "sum", "mean" (floating dtypes only), "min", "max" or "product". NaN wins in "min" and "max". Half
+                dtypes are combined in float32.
+            outputs: Where the result goes, as ``rows``; may be of another floating dtype. None means ``rows``.
+            pairs: In which order: row ``left`` becomes the result of both, and row 0 ends as the result of all.
+                None means the tree of `popdist.tree` over the rows.
+
+        Raises:
+            ValueError: If the rows do not fit together.
+        """
+        return Reduction(self.flags, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Wait until every rank is here; afterwards each sees what all wrote into shared memory before.
+
+        Args:
+            timeout_seconds: How long to wait; None means as long as the group was made to.
+
+        Raises:
+            BackendError: If a rank was lost or did not come in time; the message names it.
+            CollectiveError: If a rank is in another operation of this group.
+        """
+        self.flags.meet(_BARRIER, timeout_seconds)
+
+    def close(self) -> None:
+        """Leave the group: the others see it, and nothing is held any more but what views of blocks still map.
+
+        A part of a group leaves the segments to that one, which is closed later.
+        """
+        self.flags.leave()
+        if self._is_part:
+            return
+        self._segment.close()
+        while self._found:
+            os.close(self._found.popitem()[1].descriptor)

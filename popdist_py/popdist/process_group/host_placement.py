@@ -1,0 +1,109 @@
+"""Which ranks of a group share a host, and the collectives that fit it.
+
+One boot and one network namespace let processes share memory at all; that they do is proved by mapping it.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from popdist.errors import BackendError
+from popdist.host_memory.flags import Names
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.host_group import HostGroup
+from popdist.process_group.host_messages import Wires
+from popdist.process_group.several_hosts import SeveralHosts
+from popdist.process_group.share_exchange import Place
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
+
+
+def machine() -> str:
+    """What this process and another one must have in common to share memory; empty where that is unknown.
+
+    Processes of other network namespaces, such as those of another pod, cannot hand descriptors to this one.
+    """
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
+    except OSError:
+        return ""
+
+
+def connect(
+    store: Store, rank: int, size: int, *, timeout_seconds: float, names: Names
+) -> HostCollectives | SeveralHosts:
+    """The collectives of a group; every rank calls this.
+
+    Args:
+        store: Where the ranks find each other; used by nobody else under its prefix.
+        rank: This process.
+        size: Ranks in the group.
+        timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
+        names: What the ranks are called in errors.
+
+    Raises:
+        BackendError: If a rank did not come in time, or there is no memory for the group.
+    """
+    machines = _tell_all(PrefixStore("machine", store), rank, names, machine(), timeout_seconds)
+
+    def share(ranks: range) -> HostCollectives | None:
+        group = HostGroup.connect(
+            PrefixStore(f"host/{ranks.start}", store),
+            rank - ranks.start,
+            len(ranks),
+            timeout_seconds=timeout_seconds,
+            names=Names(members=tuple(names.members[it] for it in ranks), noun=names.noun),
+        )
+        return None if group is None else HostCollectives(group)
+
+    num_local = ranks_of_each(machines)
+    neighbours = None
+    if num_local == size or num_local > 1:
+        first = rank - rank % num_local
+        neighbours = share(range(first, first + num_local))
+    if num_local == size and neighbours is not None:
+        return neighbours
+    found = _tell_all(PrefixStore("found", store), rank, names, str(neighbours is not None), timeout_seconds)
+    if neighbours is not None and set(found) != {str(True)}:
+        neighbours.close()
+        neighbours = None
+    gloo: Any = dist.ProcessGroupGloo
+    own = PrefixStore("wires", store)
+    wires = Wires(gloo(own, rank, size, timedelta(seconds=timeout_seconds)), own, rank, names, timeout_seconds)
+    num_local = 1 if neighbours is None else num_local
+    place = Place(rank=rank, num_hosts=size // num_local, num_local=num_local)
+    return SeveralHosts(place, wires, neighbours)
+
+
+def ranks_of_each(machines: list[str]) -> int:
+    """How many ranks each machine has; 1 where they do not make up nodes of the tree.
+
+    Args:
+        machines: Of each rank.
+
+    Returns:
+        All ranks for one machine. For several: a power of two, which each has in a row.
+    """
+    if len(set(machines)) == 1 and machines[0]:
+        return len(machines)
+    num_local = max(1, len(machines) // len(set(machines)))
+    rows = [machines[start : start + num_local] for start in range(0, len(machines), num_local)]
+    is_regular = all(row == [row[0]] * num_local for row in rows) and "" not in machines
+    return num_local if is_regular and num_local & (num_local - 1) == 0 else 1
+
+
+def _tell_all(store: Store, rank: int, names: Names, text: str, timeout_seconds: float) -> list[str]:
+    """What every rank tells."""
+    store.set(str(rank), text)
+    told = []
+    for other in range(len(names.members)):
+        try:
+            store.wait([str(other)], timedelta(seconds=timeout_seconds))
+        except RuntimeError as error:
+            raise BackendError(f"{names.of([other])} did not come within {timeout_seconds:g} seconds") from error
+        told.append(str(store.get(str(other)), "utf-8"))
+    return told

@@ -1,0 +1,1 @@
+"""A sharded optimizer: each instance updates its part of the parameters."""

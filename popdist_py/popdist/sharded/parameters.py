@@ -1,0 +1,108 @@
+"""The parameters of a sharded optimizer, each cut into one piece for each instance."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from popdist.errors import OptimizerError
+from popdist.gradients.partial_gradients import PartialGradient
+from popdist.gradients.shards import Ranges, deal_elements, flat_like, flat_view, may_be_cut
+from popdist.groups import Group
+
+Named: TypeAlias = tuple[str, Parameter]
+"""A parameter of the model, after its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedParameter:
+    """One parameter and its pieces.
+
+    Attributes:
+        name: For messages.
+        whole: The parameter of the model.
+        ranges: Who has what.
+        mine: Those of this instance.
+        shard: This instance's piece, which shares memory with ``whole``: what the optimizer inside updates.
+        address: Where ``whole`` was.
+    """
+
+    name: str
+    whole: Parameter
+    ranges: Ranges
+    mine: range
+    shard: Parameter
+    address: int
+
+    @property
+    def content(self) -> Tensor:
+        """The elements of ``whole``, in its memory."""
+        return self.whole.detach()
+
+    def check(self) -> None:
+        """See that the parameter is where its pieces are, and that its gradient is dense.
+
+        Raises:
+            OptimizerError: If it was given other memory, or the gradient is sparse.
+        """
+        if self.whole.data_ptr() != self.address:
+            raise OptimizerError(
+                f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "
+                "load_state_dict(assign=True) do: make the optimizer after them"
+            )
+        if self.whole.grad is not None and self.whole.grad.layout != torch.strided:
+            raise OptimizerError(f"the gradient of {self.name} is sparse: make it with sparse=False")
+
+    def lend_gradient(self) -> None:
+        """Give the piece its part of the gradient; None where there is none."""
+        gradient = self.whole.grad
+        if isinstance(gradient, PartialGradient):
+            gradient = gradient.content if gradient.ranges == self.ranges else gradient.whole
+        if gradient is None:
+            self.shard.grad = None
+        else:
+            flat = flat_like(gradient.detach(), self.whole, self.name)
+            self.shard.grad = flat[self.mine.start : self.mine.stop].view(self.shard.shape)
+
+
+def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
+    """Cut parameters into one piece of about equal size for each instance of ``group``.
+
+    Those that are trained now are dealt by themselves, so that everybody gets as much work; frozen ones have no
+    state and may be most of a model.
+
+    Raises:
+        OptimizerError: If the memory of one has gaps or overlaps.
+    """
+    ranges: dict[str, list[range]] = {}
+    for is_trained in (True, False):
+        dealt = [it for it in named if it[1].requires_grad is is_trained]
+        sizes = [whole.numel() for _, whole in dealt]
+        may_cut = [may_be_cut(whole) for _, whole in dealt]
+        shares = deal_elements(sizes, len(group.instances), may_cut=may_cut)
+        ranges |= {name: owned for (name, _), *owned in zip(dealt, *shares, strict=True)}
+    return [_shard(name, whole, tuple(ranges[name]), group.backend.instance_index) for name, whole in named]
+
+
+def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> ShardedParameter:
+    mine = ranges[instance]
+    piece = flat_view(whole.detach(), name)[mine.start : mine.stop]
+    if not whole.dim() and mine:
+        piece = whole.detach()  # torch picks the dtypes of operations by the number of dimensions
+    return ShardedParameter(
+        name=name, whole=whole, ranges=ranges, mine=mine, shard=Parameter(piece), address=whole.data_ptr()
+    )
+
+
+def describe(named: Sequence[Named]) -> str:
+    """What must be the same on all instances, in words: how many, and a digest of what they are."""
+    text = "\n".join(
+        f"{name} {tuple(it.shape)} {it.stride()} {it.dtype} {it.device.type} {it.requires_grad}"
+        for name, it in named
+    )
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{len(named)} parameters, names and shapes {digest}"

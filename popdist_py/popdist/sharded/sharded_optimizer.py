@@ -1,0 +1,254 @@
+"""An optimizer whose work and state are shared by the instances: each updates its part of every step."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from popdist import context
+from popdist.errors import OptimizerError
+from popdist.gradients.ownership import remember
+from popdist.gradients.step_end import check_whole_job
+from popdist.groups import Group
+from popdist.sharded.elementwise import check_elementwise, quiet_step
+from popdist.sharded.optimizer_settings import in_words, is_optimizer_class, settings_of
+from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
+from popdist.sharded.state import State, copy_state, gather_state, own_state
+from popdist.sharded.step_agreement import digest_of, report
+from popdist.sharded.weight_copies import WeightCopies
+from popdist.training.replicated_model import ReplicatedModel
+
+
+class ShardedOptimizer(Optimizer):
+    """Shards ``optimizer_class`` over the instances: each holds 1/n of the state and does 1/n of the work.
+
+    The bits of the weights are those of the optimizer alone. It is used as any optimizer: parameter groups,
+    ``zero_grad``, schedulers, closures, GradScaler::
+
+        optimizer = popdist.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+    Every instance makes it, steps, and asks for ``state_dict()``. The elements of a parameter group's parameters,
+    laid end to end, are cut into one run for each instance; when each has updated its own, all get those of the
+    others. The manner is that of torch's ZeroRedundancyOptimizer, and of ZeRO's first stage (Rajbhandari et al.,
+    2020), by elements in place of parameters. Where gradients go over a network, as between hosts, an instance
+    gets those only that it updates: what else reads a ``.grad`` has them sent, on all instances together.
+
+    Args:
+        model: Whose parameters these are.
+        optimizer_class: Of torch or your own. It must treat each element by itself, as SGD and the Adam family do.
+        params: Parameters of the model, or groups of them, as torch's optimizers take them; None means all.
+        **defaults: The keyword arguments of ``optimizer_class``.
+
+    Raises:
+        OptimizerError: If the optimizer does not treat each element by itself, as LBFGS, Adafactor, Muon, LAMB and
+            LARS do not, or a parameter is not the model's or has gaps in its memory.
+        CollectiveError: If the instances make different ones.
+        BackendError: If an instance was lost or did not come in time.
+    """
+
+    def __init__(
+        self,
+        model: ReplicatedModel,
+        optimizer_class: type[Optimizer],
+        params: Iterable[Any] | None = None,
+        **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
+    ) -> None:
+        if not isinstance(model, ReplicatedModel):
+            raise OptimizerError(f"ShardedOptimizer takes a popdist.ReplicatedModel, not a {type(model).__name__}")
+        if not is_optimizer_class(optimizer_class):
+            raise OptimizerError(f"ShardedOptimizer takes a class of optimizers, not {optimizer_class!r}")
+        self._model = weakref.ref(model)
+        self._optimizer_class = optimizer_class
+        self._keys: frozenset[str] = frozenset()
+        self._sharded: list[ShardedParameter] = []
+        self._copies = WeightCopies()
+        self._inside: Optimizer | None = None
+        self._group().agree(f"ShardedOptimizer({optimizer_class.__name__}{in_words(defaults)})")
+        self._given = defaults
+        super().__init__(model.parameters() if params is None else params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters, as torch's optimizers do; every instance adds the same.
+
+        Raises:
+            OptimizerError: If one is not the model's or comes twice, or the group's settings make the optimizer
+                another kind.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            named = self._named(group["params"])
+            device = named[0][1].device if named else torch.device("cpu")
+            settings = settings_of(group)
+            keys = check_elementwise(self._optimizer_class, self._given, settings, device)
+            whole_job = self._group()
+            whole_job.agree(f"ShardedOptimizer.add_param_group({describe(named)})")
+            self._copies.share(whole_job, named, self)
+            sharded = shard_parameters(named, whole_job)
+        except Exception:
+            del self.param_groups[-1]
+            raise
+        inner = {**settings, "params": [it.shard for it in sharded if it.mine]}
+        if self._inside is None:
+            self._inside = self._optimizer_class([inner], **self._given)
+            self.defaults = self._inside.defaults
+        else:
+            self._inside.add_param_group(inner)
+        for name, value in settings_of(self._inside.param_groups[-1]).items():
+            group.setdefault(name, value)
+        self._keys |= keys
+        self._sharded += sharded
+        remember([(it.whole, it.ranges) for it in sharded], self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+        """Update this instance's part of the parameters, and get those of the others; every instance calls it.
+
+        Args:
+            closure: Computes the loss and the gradients anew, as for torch's optimizers.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            OptimizerError: If a parameter was moved, a gradient is sparse, or an instance failed or has other
+                settings.
+            Exception: What the optimizer says; the others then raise an OptimizerError.
+            MicroBatchError: If the gradients of all replicas are not there.
+            CollectiveError: If the instances do other things.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group, text = self._group(), f"ShardedOptimizer.step() of {len(self._sharded)} parameters"
+        self._begin(group, text)
+        trouble = self._update()
+        with group.doing(f"{text}, the update"):
+            self._copies.publish(group, self._sharded)
+        report(group, f"{text}, the update", trouble)
+        return loss
+
+    def _begin(self, group: Group, text: str) -> None:
+        """Wait until all instances are here, so that nobody reads the weights any more."""
+        trouble: OptimizerError | None = None
+        try:
+            for it in self._sharded:
+                it.check()
+        except OptimizerError as error:
+            trouble = error
+        report(group, text, trouble, digest_of(self.param_groups, self.defaults))
+
+    def _update(self) -> Exception | None:
+        """Update this instance's pieces; what went wrong, if anything did."""
+        inside = self._settled_inside()
+        try:
+            for it in self._sharded:
+                it.lend_gradient()
+            quiet_step(inside)
+        except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
+            return error
+        finally:
+            for it in self._sharded:
+                it.shard.grad = None
+        for own, within in zip(self.param_groups, inside.param_groups, strict=True):
+            own.update(settings_of(within))
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer as it would be without sharding, on every instance; all instances call it.
+
+        It loads into ``optimizer_class`` itself. ``popdist.checkpoint.save`` gathers it, one tensor after the
+        other, on the instance that writes.
+
+        Raises:
+            OptimizerError: If a state holds something else than tensors and single values, or an instance has
+                another one than the others.
+            CollectiveError: If the instances do not all call it.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        return self.gather_state_dict(keep=True)
+
+    @torch.no_grad()
+    def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
+        """What ``state_dict`` gives, on the instances that ``keep`` it; the others take part and keep nothing."""
+        text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
+        inner = self._settled_inside().state
+        for it, state in gather_state(self._group(), self._sharded, inner, self._keys, text):
+            if keep:
+                self.state[it.whole] = state
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this instance's part of a state, which may be that of ``optimizer_class`` itself; waits for nobody.
+
+        Raises:
+            ValueError: If it has other groups.
+        """
+        super().load_state_dict(dict(state_dict))
+        inside = self._settled_inside()
+        mine = [it for it in self._sharded if it.mine and it.whole in self.state]
+        states = {it.shard: own_state(it, self.state[it.whole], self._keys) for it in mine}
+        inside.__setstate__({"state": defaultdict(dict, states), "param_groups": inside.param_groups})
+        self.state.clear()
+
+    def __reduce__(self) -> Any:  # noqa: ANN401 - object's own
+        raise OptimizerError(
+            "a ShardedOptimizer cannot be copied or pickled: the other instances hold parts of its state. Take "
+            "its state_dict(), or popdist.checkpoint.save()"
+        )
+
+    @property
+    def own_state(self) -> Mapping[Tensor, State]:
+        """What this instance holds of the state, by its pieces of the parameters."""
+        return self._settled_inside().state
+
+    def remember(self) -> Callable[[], None]:
+        """What gives this instance's part of the state, and the settings, back as they are now."""
+        inside = self._settled_inside()
+        states = {piece: copy_state(state) for piece, state in inside.state.items()}
+        settings = [settings_of(group) for group in self.param_groups]
+
+        def give_back() -> None:
+            inside.state.clear()
+            inside.state.update(states)
+            for group, before in zip(self.param_groups, settings, strict=True):
+                group.update(before)
+
+        return give_back
+
+    def _settled_inside(self) -> Optimizer:
+        """The optimizer of this instance's pieces, with the settings that the groups have now."""
+        assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
+        for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
+            within.update(settings_of(own))
+        return self._inside
+
+    def _named(self, parameters: list[Parameter]) -> list[Named]:
+        model = self._model()
+        names = {} if model is None else {id(it): name for name, it in model.named_parameters()}
+        for it in parameters:
+            if id(it) not in names:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(it.shape)} is none of the model's: give ShardedOptimizer "
+                    "parameters of the ReplicatedModel that it was made with"
+                )
+        if len(set(map(id, parameters))) < len(parameters):
+            raise OptimizerError("a group of parameters holds one of them twice: name each once")
+        return [(names[id(it)], it) for it in parameters]
+
+    def _group(self) -> Group:
+        context.ensure_init()
+        group = context.current_group()
+        check_whole_job(group, context.environment().contract.layout)
+        return group

@@ -1,0 +1,146 @@
+"""The state of a sharded optimizer as that of one which is not: gathered from the instances, and dealt to them."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from popdist.errors import OptimizerError
+from popdist.gradients.shards import flat_like, flat_view
+from popdist.groups import Group
+from popdist.headers import name_instances
+from popdist.sharded.parameters import ShardedParameter
+
+State = dict[str, Any]
+"""What an optimizer keeps for one parameter: tensors with a number for each element, and single values."""
+
+
+def gather_state(
+    group: Group,
+    sharded: Sequence[ShardedParameter],
+    states: Mapping[Tensor, State],
+    keys: frozenset[str],
+    text: str,
+) -> Iterator[tuple[ShardedParameter, State]]:
+    """The whole state of each parameter that has one, one after the other; all instances take all of them.
+
+    Args:
+        group: All instances of the job.
+        sharded: The parameters, the same on all instances.
+        states: This instance's, by piece.
+        keys: Names of the state with one number for each element.
+        text: Of the header.
+
+    Raises:
+        OptimizerError: If a state holds something else than tensors and single values, or the instances have
+            different ones of the same parameter.
+        CollectiveError, BackendError: If the instances do other things, or one was lost.
+    """
+    everybody = _gather_json(group, text, _describe_all(sharded, states, keys))
+    if trouble := next((it for it in everybody if isinstance(it, str)), None):
+        raise OptimizerError(trouble)
+    for position, it in enumerate(sharded):
+        owners = [instance for instance, elements in enumerate(it.ranges) if elements]
+        described = [everybody[owner][position] for owner in owners]
+        if any(other != described[0] for other in described):
+            raise OptimizerError(
+                f"the state of {it.name} is not of one step on {name_instances(owners)}, of which each has a part:"
+                " all instances must load a state, or none"
+            )
+        if described and described[0]:
+            yield it, {key: _gather(group, it, states, key, value) for key, value in described[0].items()}
+
+
+def own_state(it: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
+    """This instance's part of the state of one parameter, in memory of its own."""
+    return {
+        key: _piece(it, value).clone()
+        if _is_of_elements(key, value, keys, it.whole.shape)
+        else value.clone()
+        if isinstance(value, Tensor)
+        else value
+        for key, value in whole.items()
+    }
+
+
+def copy_state(state: State) -> State:
+    """The same in memory of its own."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _piece(it: ShardedParameter, value: Tensor) -> Tensor:
+    flat = flat_like(value.view(it.whole.shape), it.whole, it.name)
+    return flat[it.mine.start : it.mine.stop].view(it.shard.shape)
+
+
+def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and (key in keys or (value.dim() > 0 and value.shape == shape))
+
+
+def _describe_all(
+    sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
+) -> list[dict[str, Any]] | str:
+    """The state of each parameter as JSON, or why there is none."""
+    if others := set(states) - {it.shard for it in sharded}:
+        return f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
+    try:
+        return [_describe(it, states.get(it.shard, {}), keys) for it in sharded]
+    except OptimizerError as error:
+        return str(error)
+
+
+def _describe(it: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
+    """The state as JSON; of what has a number for each element the dtype only."""
+    return {
+        key: ["elements", _name(value.dtype)]
+        if _is_of_elements(key, value, keys, it.shard.shape)
+        else _single_as_json(value, f"the state {key} of {it.name}")
+        for key, value in state.items()
+    }
+
+
+def _single_as_json(value: object, what: str) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return ["tensor", _name(value.dtype), list(value.shape), value.device.type, value.item()]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["value", value]
+    raise OptimizerError(
+        f"{what} is neither a number for each element nor a single value, so it cannot be gathered"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _gather(
+    group: Group, it: ShardedParameter, states: Mapping[Tensor, State], key: str, described: Sequence[Any]
+) -> Any:  # noqa: ANN401 - a tensor or a value
+    kind, *content = described
+    if kind == "value":
+        return content[0]
+    if kind == "tensor":
+        dtype, shape, device_type, number = content
+        device = it.whole.device if device_type == it.whole.device.type else device_type
+        return torch.full(shape, number, dtype=getattr(torch, dtype), device=device)
+    whole = torch.empty_like(it.whole, dtype=getattr(torch, content[0]), requires_grad=False)
+    flat = flat_view(whole, it.name)
+    if it.mine:
+        flat[it.mine.start : it.mine.stop] = states[it.shard][key].view(-1)
+    if len(group.instances) > 1:
+        for owner, elements in enumerate(it.ranges):
+            if elements:
+                group.backend.broadcast(flat[elements.start : elements.stop], owner)
+    return whole
+
+
+def _gather_json(group: Group, text: str, value: object) -> list[Any]:
+    """Every instance's ``value``."""
+    data = bytearray(json.dumps(value).encode())
+    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
+    row = torch.zeros(max(lengths), dtype=torch.uint8)
+    row[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    rows = zip(group.backend.all_gather(row), lengths, strict=True)
+    return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]

@@ -1,0 +1,181 @@
+"""Random numbers belong to the replica: what it draws does not depend on the process it lives in.
+
+Each replica owns a state of every generator that programs draw from unasked: Python's, numpy's, and torch's for
+the CPU and for the model's CUDA device. It is put in place for the replica's micro batches only, so a dropout mask
+is the same however replicas are dealt to instances, and outside the loop the program's own states go on as if
+nothing had been drawn. (But for numpy's second half of a pair of normal numbers, which is drawn anew.)
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+from torch import Tensor
+
+from popdist.data import python_random
+from popdist.errors import WeightsError
+
+
+class _States(NamedTuple):
+    """The states of all generators at one moment.
+
+    Attributes:
+        python: Of the generator behind the functions of ``random``.
+        numpy: numpy's own generator, not a copy: it is what draws.
+        torch: Of torch's CPU generator.
+        cuda: Of the generator of a CUDA device; None as long as there is none.
+    """
+
+    python: python_random.State
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None
+
+
+class ReplicaRandomness:
+    """The random states of this instance's replicas.
+
+    Args:
+        seed: Seeds every replica's states, together with its job-wide number.
+        replicas: Job-wide numbers of this instance's replicas.
+    """
+
+    def __init__(self, seed: int, replicas: range) -> None:
+        self.seed = seed
+        self._states = {replica: _seeded(seed, replica) for replica in replicas}
+
+    def of(self, replica: int, device: torch.device) -> "RandomScope":
+        """What to enter for a micro batch of ``replica`` on a model whose parameters lie on ``device``."""
+        if device.type != "cuda":
+            return RandomScope(self._states, replica, None)
+        if self._states[replica].cuda is None:
+            state = torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda")).get_state()
+            self._states[replica] = self._states[replica]._replace(cuda=state)
+        return RandomScope(self._states, replica, device.index)
+
+    def state_dict(self) -> dict[str, dict[str, object]]:
+        """The states of this instance's replicas: job-wide number, as text → tensors and numbers.
+
+        The states of the whole job are the union over its instances.
+        """
+        return {str(replica): _as_values(states) for replica, states in self._states.items()}
+
+    def load_state_dict(self, state_dict: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Take the states of this instance's replicas out of ``state_dict``, which may hold those of others.
+
+        A replica that is not in it keeps its state: a job may go on with more replicas than it had.
+
+        Raises:
+            WeightsError: If an entry is not one that :meth:`state_dict` wrote; then no state has changed.
+        """
+        found = {int(replica): values for replica, values in state_dict.items()}
+        try:
+            taken = {replica: _from_values(found[replica]) for replica in self._states if replica in found}
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise WeightsError(f"these are no random states of replicas: {error!r}") from error
+        self._states.update(taken)
+
+
+class RandomScope:
+    """Puts a replica's states in place when it is entered, and the program's own ones when it is left.
+
+    Scopes need not be left in the order of a stack: of two loops side by side, each micro batch's scope is
+    left after the other one was entered. The states that were put in place last are those that draw.
+    """
+
+    _entered: ClassVar[list["RandomScope"]] = []
+
+    def __init__(self, states: dict[int, _States], replica: int, ordinal: int | None) -> None:
+        self._states = states
+        self._replica = replica
+        self._ordinal = ordinal
+        self._outside = states[replica]
+
+    def __enter__(self) -> None:
+        if self._entered:
+            self._entered[-1].take_back()
+        self._entered.append(self)
+        self.put_in_place()
+
+    def __exit__(self, *_error: object) -> None:
+        was_last = self._entered[-1] is self
+        self._entered.remove(self)
+        if was_last:
+            self.take_back()
+            if self._entered:
+                self._entered[-1].put_in_place()
+
+    def put_in_place(self) -> None:
+        """Let the generators go on from the replica's states."""
+        self._outside = _current(self._ordinal)
+        _put_in_place(self._states[self._replica], self._ordinal)
+
+    def take_back(self) -> None:
+        """Let them go on where they were, and keep what the replica's states have come to."""
+        self._states[self._replica] = _current(self._ordinal, self._states[self._replica].cuda)
+        _put_in_place(self._outside, self._ordinal)
+
+
+def _current(ordinal: int | None, cuda: Tensor | None = None) -> _States:
+    """The states of the generators that draw now, with that of CUDA device ``ordinal``; without one ``cuda``."""
+    return _States(
+        python_random.current(),
+        mtrand.get_bit_generator(),
+        torch.default_generator.get_state(),
+        cuda if ordinal is None else torch.cuda.default_generators[ordinal].get_state(),
+    )
+
+
+def _put_in_place(states: _States, ordinal: int | None) -> None:
+    """Let the generators go on from ``states``."""
+    python_random.put_in_place(states.python)
+    mtrand.set_bit_generator(states.numpy)  # a reference: copying this state takes ten times longer
+    torch.default_generator.set_state(states.torch)
+    if ordinal is not None and states.cuda is not None:
+        torch.cuda.default_generators[ordinal].set_state(states.cuda)
+
+
+def _number(seed: int, replica: int, generator: str) -> int:
+    """A seed of 63 bits that nobody else has."""
+    digest = hashlib.blake2b(f"{seed} {replica} {generator}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _seeded(seed: int, replica: int) -> _States:
+    return _States(
+        python=python_random.seeded(_number(seed, replica, "python")),
+        numpy=np.random.MT19937(_number(seed, replica, "numpy")),
+        torch=torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
+        cuda=None,
+    )
+
+
+def _as_values(states: _States) -> dict[str, object]:
+    numbers, gauss = python_random.as_numbers(states.python)
+    numpy_state = states.numpy.state["state"]
+    return {
+        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python_gauss": gauss,
+        "numpy": torch.tensor([numpy_state["pos"], *numpy_state["key"].tolist()], dtype=torch.int64),
+        "torch": states.torch.clone(),
+        "cuda": None if states.cuda is None else states.cuda.clone(),
+    }
+
+
+def _from_values(values: Mapping[str, Any]) -> _States:
+    position, *key = values["numpy"].tolist()
+    generator = np.random.MT19937()
+    generator.state = {
+        "bit_generator": "MT19937",
+        "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+    }
+    torch.Generator().set_state(values["torch"])
+    return _States(
+        python=python_random.from_numbers(values["python"].tolist(), values["python_gauss"]),
+        numpy=generator,
+        torch=values["torch"].clone(),
+        cuda=None if values["cuda"] is None else values["cuda"].clone(),
+    )

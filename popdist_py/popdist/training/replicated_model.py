@@ -1,0 +1,255 @@
+"""The model of a data-parallel job: an ordinary module whose gradients are those of all replicas."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from popdist import context
+from popdist.arguments import seed_number, whole_number
+from popdist.errors import BatchError, WeightsError
+from popdist.gradients.clipping import clip_grad_norm
+from popdist.gradients.step_end import Reduction
+from popdist.training.combined_batch import Nest
+from popdist.training.micro_batches import Split
+from popdist.training.replica_randomness import ReplicaRandomness
+from popdist.training.replication import Replication
+from popdist.weights import broadcast_weights
+
+
+class ReplicatedModel(nn.Module):
+    """Wraps ``module`` so that each step's gradient is the mean over all replicas of the job.
+
+    Makes the weights of all instances those of instance 0, after ``popdist.init()`` where the program has not
+    called it. Everything else is the module's own: ``forward``, the keys of ``state_dict``, the names of
+    parameters and buffers, and any attribute that this class does not have. The loop to write, with any torch
+    optimizer::
+
+        model = popdist.ReplicatedModel(Net())
+        for batch in loader:
+            for x, y in model.micro_batches(batch):
+                loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    The bits of the weights depend on the replicas and the accumulation, not on how many instances the replicas
+    are dealt to. A replica draws its random numbers (Python's, numpy's and torch's) from states of its own; every
+    replica starts a step from the same buffers, and afterwards those of floats are the mean over the replicas,
+    others those of replica 0. The conditions: the same number of threads for each replica (poprun sets it), the
+    same kind of CPU or GPU, the same build of torch, and a computation that gives the same bits for the same
+    samples (so a loss that is a mean over its micro batch). Instances exchange one partial sum of gradients when
+    their number of local replicas is a power of two, else the aligned ones of their block, at most
+    ``2 * log2(num_replicas)``.
+
+    Outside the loop, ``backward()`` reduces when it ends if the instance has one replica, as under torch's
+    DistributedDataParallel, and raises ``BatchError`` if it has several.
+
+    Args:
+        module: Any module; its parameters and buffers are changed in place on instances other than 0.
+        seed: Of the replicas' random states; the same on all instances.
+        check_finite: Look for NaN and infinity in the gradient of each micro batch; every instance then raises
+            ``GradientError``, which names the parameter and the replica. Not for use with a GradScaler, which
+            expects them.
+        strict_bits: Refuse local replicas that are no power of two.
+
+    Raises:
+        WeightsError: If the instances have different modules, or the weights differ afterwards.
+        CollectiveError: If the instances differ in the other arguments.
+        BatchError: If ``strict_bits`` refuses the number of local replicas, or the seed is none.
+        ContractError, BackendError: As ``popdist.init()``.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self, module: nn.Module, seed: int = 0, *, check_finite: bool = False, strict_bits: bool = False
+    ) -> None:
+        super().__init__()
+        num_local = context.environment().contract.layout.num_local_replicas
+        if strict_bits and num_local & (num_local - 1):
+            raise BatchError(
+                f"strict_bits=True, and {num_local} local replicas are no power of two: choose --num-replicas and "
+                "--num-instances so that their quotient is one"
+            )
+        if not isinstance(module, nn.Module):
+            raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
+        seed = seed_number(seed, BatchError)
+        context.ensure_init()
+        context.current_group().agree(f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=})")
+        self.module = module
+        self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
+        broadcast_weights(module)
+        self._replication = Replication(module, seed=seed, checks_finite=check_finite)
+        self._replication.automatic.watch()
+
+    @property
+    def randomness(self) -> ReplicaRandomness:
+        """The random states of this instance's replicas; part of what a checkpoint saves."""
+        return self._replication.randomness
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
+        """The module's own forward pass."""
+        if torch.is_grad_enabled():
+            self._replication.automatic.watch()
+        return self.module(*args, **kwargs)
+
+    def micro_batches(
+        self,
+        batch: Nest,
+        accumulation: int = 1,
+        *,
+        reduction: Reduction = "mean",
+        weights: Sequence[float] | None = None,
+        split: Split | None = None,
+    ) -> Iterator[Nest]:
+        """Split this instance's combined batch into its replicas' micro batches; afterwards ``.grad`` is ready.
+
+        Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. Every
+        gradient is weighted by the samples it stands for, so ragged last steps are exact: when the loop has ended,
+        ``.grad`` of each parameter is the mean over all samples of the job's step. It is added in float32
+        (float64 for parameters of double precision) and is None for a parameter that no replica used. The
+        gradients that were there before are dropped.
+
+        A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
+        none, and still takes part. Leaving the loop before its end (by break, return or an exception) abandons
+        the step on every instance: the others raise ``MicroBatchError`` at the end of their loops, and here the
+        next optimizer step or popdist call does.
+
+        Args:
+            batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
+                dim 0 of each: micro batch size x accumulation x local replicas, or fewer (see
+                `popdist.training.combined_batch`). Or the batch of ``popdist.data_loader``, or what ``split``
+                splits.
+            accumulation: Micro batches of each replica in this step, the same on all instances. At least 1; a
+                loader's batch brings its own.
+            reduction: ``"sum"`` leaves out the division by the sum of the weights, and weighs each micro batch 1
+                unless ``weights`` says more.
+            weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
+                loss that is a mean over tokens. At least 0 each; 0 drops the gradient.
+            split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
+                replica, None for one without samples. ``split=list`` takes a list of them.
+
+        Returns:
+            Micro batches on the model's device; those of a nest are views of its tensors if these are there.
+
+        Raises:
+            BatchError: If the batch cannot be split, a weight is negative, or the whole job has no sample in this
+                step.
+            GradientError: If gradients are checked and one is not finite.
+            MicroBatchError: If an instance left its loop or could not split its batch.
+            CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        steps = self._replication
+        return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split)
+
+    def micro_batch(
+        self, index: int, *, weight: float = 1.0, accumulation: int = 1
+    ) -> AbstractContextManager[None]:
+        """Within it, this process is the replica that micro batch ``index`` belongs to; for loops of your own.
+
+        ``micro_batches`` is made of this and :meth:`reduce_gradients`. A step is all of an instance's micro
+        batches, or fewer, in order, each with any number of backward passes::
+
+            for i, (x, y) in enumerate(parts):
+                with model.micro_batch(i, weight=len(x)):
+                    loss_fn(model(x), y).backward()
+            model.reduce_gradients()
+
+        The first one drops the gradients that were there. Leaving it by an exception abandons the step, as
+        leaving ``micro_batches`` does.
+
+        Args:
+            index: Among this instance's micro batches, replica by replica: local replica x accumulation + step.
+            weight: What the gradient counts. At least 0; 0 drops it.
+            accumulation: Micro batches of each replica in this step.
+
+        Raises:
+            BatchError: If there is no such micro batch, it is done already, or the weight is negative.
+        """
+        index = whole_number("index", index, BatchError, minimum=0)
+        accumulation = whole_number("accumulation", accumulation, BatchError)
+        return self._replication.micro_batch(index, weight, accumulation)
+
+    def reduce_gradients(self, reduction: Reduction = "mean") -> None:
+        """End a step: ``.grad`` of each parameter becomes that of all replicas, and buffers are made equal.
+
+        Micro batches that were left out count as empty ones. Every instance calls it, also one without any.
+
+        Args:
+            reduction: ``"mean"`` divides the sum of the weighted gradients by the sum of the weights; ``"sum"``
+                does not.
+
+        Raises:
+            BatchError: If the weights of the whole job add up to 0.
+            GradientError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
+        """
+        self._replication.reduce(reduction)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients down to a norm of ``max_norm``, after the loop; every instance calls it.
+
+        As ``torch.nn.utils.clip_grad_norm_``, which may be used as well: each instance takes the norms of some of
+        the parameters only, and on the CPU the bits are the same.
+
+        Args:
+            max_norm: The largest norm of all gradients together.
+            norm_type: Which norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: Raise when the norm is NaN or infinity, and leave the gradients.
+
+        Returns:
+            The norm before scaling.
+
+        Raises:
+            RuntimeError: If the norm is not finite and ``error_if_nonfinite``.
+            CollectiveError, BackendError: If the instances do other things, or one was lost.
+        """
+        group = context.current_group()
+        return clip_grad_norm(group, self.module, max_norm, norm_type, must_be_finite=error_if_nonfinite)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within it, ``backward()`` outside the loop leaves this instance's gradients as they are.
+
+        As under DistributedDataParallel: they are reduced with the next backward pass outside it. And the way to
+        say that this model's gradients play no part, as those of a discriminator when its generator is trained.
+        """
+        return self._replication.automatic.suspended()
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def state_dict(  # type: ignore[override]  # torch's stubs leave out the positional arguments it takes
+        self,
+        *args: Any,  # noqa: ANN401 - torch's own signature
+        **kwargs: Any,  # noqa: ANN401 - as above
+    ) -> dict[str, Any]:
+        """The module's own state dict: it loads into the bare module and the other way round."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
+        """Load a state dict of the module, on this instance only."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as above
+        """The module's parameters under its own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - as above
+        """The module's buffers under its own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+
+def _inside_another_module(_model: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: object) -> None:
+    """Before a module that holds the model loads: its children are found by attribute, so put that name in."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)

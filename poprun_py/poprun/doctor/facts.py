@@ -1,0 +1,134 @@
+"""What there is on this machine; nothing is judged here, and nothing is changed."""
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from poprun.plan.topology import MachineFacts
+from poprun.probe.control_groups import CGROUPS, MEMBERSHIP
+from poprun.probe.cores import cpu_quota
+from poprun.probe.machine import machine_facts
+from poprun.probe.memory import MemoryLimits, memory_limits
+from poprun.process.answers import answer_of
+
+TORCH_TIMEOUT_SECONDS: Final = 120.0
+"""Importing torch for the first time may have to fetch a gigabyte from a slow disk."""
+
+_TIMEOUT_SECONDS: Final = 10.0
+
+_ASK: Final = """
+import importlib, json
+found = {}
+for name in ("torch", "mpi4py", "popdist"):
+    try:
+        found[name] = getattr(importlib.import_module(name), "__version__", "")
+    except Exception as error:
+        found[name + "_problem"] = f"{type(error).__name__}: {error}"
+try:
+    importlib.import_module("popdist.host_memory._quick")
+    found["extension"] = True
+except Exception:
+    pass
+if "torch" in found:
+    import torch
+    found["cuda"] = torch.version.cuda or ""
+    found["devices"] = torch.cuda.device_count()
+    found["gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+print("\\n" + json.dumps(found))
+"""
+"""For a Python of its own: poprun never imports torch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Libraries:
+    """What a program finds when it imports.
+
+    Attributes:
+        versions: Of torch, mpi4py and popdist, each only if it can be imported.
+        problems: Why one of them cannot.
+        cuda: The version of CUDA that torch was built for; empty for a torch of the CPU.
+        num_devices: CUDA devices that torch sees.
+        has_gloo: Whether torch has gloo.
+        has_extension: Whether popdist has its extension in C.
+    """
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    cuda: str = ""
+    num_devices: int = 0
+    has_gloo: bool = False
+    has_extension: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symptoms:
+    """Everything that a diagnosis needs.
+
+    Attributes:
+        python: Version of the Python that runs poprun.
+        interpreter: Its path.
+        libraries: What that Python can import.
+        facts: The machine as the planner sees it.
+        cpu_quota: How many cores' worth of time the control groups grant, or None.
+        memory: Limits on memory, and the room in /dev/shm.
+        can_share_memory: Whether /dev/shm can be written.
+        ssh: What the ssh client says of itself; empty when there is none.
+        slurm: What srun says of itself; empty when there is none.
+        slurm_job: Number of the Slurm job that this process is in, or empty.
+    """
+
+    python: str
+    interpreter: str
+    libraries: Libraries
+    facts: MachineFacts
+    cpu_quota: float | None
+    memory: MemoryLimits
+    can_share_memory: bool
+    ssh: str
+    slurm: str
+    slurm_job: str
+
+
+def examine(environment: Mapping[str, str]) -> Symptoms:
+    """Look at this machine; takes as long as importing torch does."""
+    return Symptoms(
+        python=platform.python_version(),
+        interpreter=sys.executable,
+        libraries=read_libraries(answer_of((sys.executable, "-c", _ASK), TORCH_TIMEOUT_SECONDS)),
+        facts=machine_facts(environment),
+        cpu_quota=cpu_quota(MEMBERSHIP, CGROUPS),
+        memory=memory_limits(),
+        can_share_memory=os.access("/dev/shm", os.W_OK | os.X_OK),  # noqa: S108 - where it is mounted, to look at
+        ssh=_version_of("ssh", "-V"),
+        slurm=_version_of("srun", "--version"),
+        slurm_job=environment.get("SLURM_JOB_ID", ""),
+    )
+
+
+def read_libraries(answer: str | None) -> Libraries:
+    """What the other Python has printed in its last line; None when it failed or took too long."""
+    try:
+        found = json.loads((answer or "").strip().rpartition("\n")[2])
+    except ValueError:
+        problem = f"Python did not answer within {TORCH_TIMEOUT_SECONDS:g} s, or crashed when it imported torch"
+        return Libraries(problems={"torch": problem})
+    names = ("torch", "mpi4py", "popdist")
+    return Libraries(
+        versions={name: found[name] for name in names if name in found},
+        problems={name: found[f"{name}_problem"] for name in names if f"{name}_problem" in found},
+        cuda=found.get("cuda", ""),
+        num_devices=found.get("devices", 0),
+        has_gloo=found.get("gloo", False),
+        has_extension=found.get("extension", False),
+    )
+
+
+def _version_of(program: str, option: str) -> str:
+    path = shutil.which(program)
+    answer = answer_of((path, option), _TIMEOUT_SECONDS) if path else None
+    return (answer or "").strip().partition("\n")[0]

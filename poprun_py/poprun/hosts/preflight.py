@@ -1,0 +1,198 @@
+"""Ask every host at once whether the job can run there, and find out how the hosts reach each other."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from popdist import contract
+from poprun.errors import HostsError
+from poprun.hosts.addresses import Choice, choose_addresses
+from poprun.hosts.environment_copy import copy_environment, environment_folder
+from poprun.hosts.host_checks import judge, judge_names, judge_places, judge_routes, judge_slots, program_files
+from poprun.hosts.no_answer import no_answer
+from poprun.hosts.problems import Problem, render_problems
+from poprun.hosts.questions import Answer, python_file
+from poprun.hosts.rounds import Rounds
+from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
+from poprun.messages.authentication import new_key
+from poprun.plan.plan import LaunchPlan
+from poprun.text.host_names import fold_hosts
+
+_FACTS_SECONDS: Final = 9.0
+_ROUTE_SECONDS: Final = 3.0
+_SLOTS_SECONDS: Final = 3.0
+_HOLD_SECONDS: Final = 3.0
+_KEY_FILE: Final = "/dev/shm/poprun-key-{}"  # noqa: S108 - in memory, and on every host; its name is not to be guessed
+_VERSION_FILE: Final = os.path.abspath(contract.__file__)
+_FOLDERS: Final = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    os.path.dirname(_VERSION_FILE),
+)
+_HERE: Final = "this machine"
+_MOST_NAMES: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What was found, when nothing is wrong.
+
+    Attributes:
+        network: How the hosts reach each other.
+        reason: Why these addresses, for the user.
+    """
+
+    network: JobNetwork
+    reason: str
+
+
+def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> Examination:
+    """Look at every host of ``plan``, and bring the Python environment to those that lack it, if the plan says so.
+
+    Args:
+        plan: The job.
+        here: The names among its hosts that mean this machine; at most one.
+        tell: Tells the user of something that takes long.
+
+    Raises:
+        HostsError: If a host cannot take part; the message has a table with all of them, with cause and remedy.
+    """
+    return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
+
+
+async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> Examination:
+    found, problems = await _Examiner(plan, here).examine()
+    lacking = list(dict.fromkeys(problem.host for problem in problems if problem.lacks_environment))
+    if lacking and plan.remote.synchronises_venv:
+        folder = environment_folder()
+        tell(f"copying {folder} to {fold_hosts(lacking)}")
+        problems = await copy_environment(folder, lacking, plan.remote.ssh_config)
+        if not problems:
+            found, problems = await _Examiner(plan, here).examine()
+    if found is None:
+        order = {host: number for number, host in enumerate(plan.hosts)}
+        ordered = sorted(problems, key=lambda problem: order.get(problem.host, -1))
+        raise HostsError(render_problems(ordered, len(plan.hosts)))
+    return found
+
+
+class _Examiner:
+    """One look at all hosts.
+
+    Args:
+        plan: The job.
+        here: What this machine is called: one of the hosts' names, or none of them.
+    """
+
+    def __init__(self, plan: LaunchPlan, here: str) -> None:
+        self._plan = plan
+        self._here = here
+        self._rounds = Rounds(dict.fromkeys((here, *plan.hosts)), here, plan.remote)
+        self._problems: list[Problem] = []
+
+    async def examine(self) -> tuple[Examination | None, list[Problem]]:
+        """What was found when nothing is wrong, and what is."""
+        try:
+            answers = await self._ask_for_facts()
+            self._judge(answers)
+            await self._ask_for_slots(answers)
+            choice = self._choose(answers)
+            self._problems += choice.problems
+            if self._here in choice.routes:
+                await self._try_routes(choice.routes)
+            key = JobKey(text=new_key(), file=_KEY_FILE.format(os.urandom(16).hex()))
+            if not self._problems:
+                await self._hand_over(key)
+        finally:
+            await self._rounds.end()
+        if self._problems:
+            return None, self._problems
+        routes = tuple(choice.routes[host] for host in self._plan.hosts)
+        network = JobNetwork(control_host=choice.routes[self._here].address, hosts=routes, key=key)
+        return Examination(network=network, reason=choice.reason), []
+
+    async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
+        """The answer of every host that gives one in time; it is a problem of the others that they do not."""
+        found = await self._rounds.ask(questions, seconds)
+        in_slurm = self._plan.remote.slurm_job is not None
+        for name, error in found.silent.items():
+            self._problems.append(no_answer(name, error.code, error.words, python_file(), in_slurm=in_slurm))
+        return found.answers
+
+    async def _ask_for_facts(self) -> dict[str, Answer]:
+        plan = self._plan
+        question = {
+            "ask": "facts",
+            "folders": list(_FOLDERS),
+            "version_file": _VERSION_FILE,
+            "mpi": plan.mpi.path if plan.mpi else "",
+            "working_directory": plan.working_directory,
+            "files": [os.path.join(plan.working_directory, file) for file in program_files(plan.program)],
+            "names": () if plan.remote.slurm_job else plan.hosts[:_MOST_NAMES],
+        }
+        return await self._ask(dict.fromkeys((self._here, *plan.hosts), question), _FACTS_SECONDS)
+
+    def _judge(self, answers: Mapping[str, Answer]) -> None:
+        here = answers.get(self._here)
+        if here is None:
+            return
+        for name, answer in answers.items():
+            if name in self._plan.hosts:
+                self._problems += judge(name, answer, self._plan, here, sys.prefix)
+        self._problems += judge_names(answers, self._plan.hosts)
+
+    async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
+        """See that the hosts with nothing wrong have the virtual IPUs that the job uses."""
+        bad = {problem.host for problem in self._problems}
+        asked = [name for name in answers if name in self._plan.hosts and name not in bad]
+        question = {"ask": "slots", "folders": list(_FOLDERS)}
+        for name, slots in (await self._ask(dict.fromkeys(asked, question), _SLOTS_SECONDS)).items():
+            self._problems += judge_slots(name, slots, self._plan)
+
+    async def _hand_over(self, key: JobKey) -> None:
+        """Have each host hold the job's key for its agents: who starts them may send it for anybody to read."""
+        question = {"ask": "hold", "file": key.file, "key": key.text}
+        for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
+            if answer["problem"]:
+                cause = f"it cannot hold the job's key in {os.path.dirname(key.file)}: {answer['problem']}"
+                self._problems.append(Problem(host=name, cause=cause, remedy="make room there, or mount it"))
+
+    def _choose(self, answers: Mapping[str, Answer]) -> Choice:
+        """The addresses of the hosts that answered, and of this machine."""
+        places = {
+            name: [(place[0], place[1]) for place in answer["addresses"]] for name, answer in answers.items()
+        }
+        ways = {name: answer["ssh"] for name, answer in answers.items() if name != self._here and answer["ssh"]}
+        reached = {name: way[2] for name, way in ways.items()}
+        if ways:
+            reached[self._here] = next(iter(ways.values()))[0]
+        choice = choose_addresses(places, reached, self._plan.remote.subnet)
+        if self._plan.remote.slurm_job is None:  # Slurm's nodes are as many as it says, wherever they are
+            routes = {host: choice.routes[host] for host in self._plan.hosts if host in choice.routes}
+            self._problems += judge_places(places, routes)
+        return choice
+
+    async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
+        """See that every host reaches this machine and the host of instance 0 from its address for the job.
+
+        Here the agents report, there the instances meet.
+        """
+        first = self._plan.hosts[0]
+        host = routes[self._here].address
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN) as listener:
+            targets = {"this machine": (host, listener.getsockname()[1])}
+            if first in routes and first != self._here:
+                question = {"ask": "listen", "host": routes[first].address}
+                for answer in (await self._ask({first: question}, _ROUTE_SECONDS)).values():
+                    targets[first] = (routes[first].address, answer["port"])
+            questions = {
+                name: {"ask": "route", "from": route.address, "targets": list(targets.values())}
+                for name, route in routes.items()
+                if name != self._here
+            }
+            for name, answer in (await self._ask(questions, _ROUTE_SECONDS)).items():
+                self._problems += judge_routes(routes[name], targets, answer["problems"])

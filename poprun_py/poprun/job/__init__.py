@@ -1,0 +1,1 @@
+"""See a job from its plan to its end: snapshot, policy, decision, action."""

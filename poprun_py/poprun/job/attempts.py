@@ -1,0 +1,188 @@
+"""A job and its restarts: attempt after attempt, until one ends well or there are no more.
+
+The pure part says whether and when a failed job is started again; the rest does it.
+"""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from poprun.errors import HostsError, UsageError
+from poprun.hosts.routes import JobNetwork
+from poprun.job.loop import Job
+from poprun.job.orders import JobIdentity
+from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
+from poprun.job.signals import SignalBox
+from poprun.job.voice import say
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.program_environment import wished_job_id
+from poprun.pool.held_lease import HeldLease
+from poprun.process.linux import become_subreaper
+
+_LONGEST_PAUSE_SECONDS = 30.0
+
+Look = Callable[[], JobNetwork | None]
+
+
+def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
+    """How long to wait before a job is started again; None when it is not.
+
+    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says
+    with its exit code that it was, nor one whose program cannot be executed: it would not be the next time.
+
+    Args:
+        end: How the last attempt ended.
+        restart_count: Restarts so far.
+        max_restarts: As many as there may be.
+    """
+    was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
+    was_asked = was_asked or has_left(end)
+    failed = first_failure(end.statuses)
+    is_hopeless = failed is not None and failed.cannot_run
+    if restart_count >= max_restarts or exit_code(end) == 0 or was_asked or is_hopeless:
+        return None
+    return min(2.0**restart_count, _LONGEST_PAUSE_SECONDS)
+
+
+def run_attempts(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    verbosity: int,
+    network: JobNetwork | None = None,
+    leases: Sequence[HeldLease] = (),
+    look: Look = lambda: None,
+) -> int:
+    """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
+
+    Args:
+        plan: The job.
+        environ: The environment that poprun was called in.
+        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
+        network: How the hosts of the job reach each other; None when there is only this machine.
+        leases: What the job holds; the agents of this host keep the descriptors open until their programs end.
+        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
+            raises HostsError when some can take part no more.
+
+    Raises:
+        HostsError: If hosts are missing and there are no more restarts.
+        LaunchError: If the launcher cannot be executed.
+        UsageError: If the report that the plan asks for could not be written.
+    """
+    file = _checked_report_file(plan)
+    become_subreaper()
+    identity = JobIdentity(
+        job_id=wished_job_id(environ) or os.urandom(6).hex(),
+        restart_count=0,
+        began_at_seconds=time.monotonic(),
+        network=network,
+        leases=tuple(leases),
+    )
+    ends: list[JobEnd] = []
+    error = ""
+    with SignalBox() as signals:
+        try:
+            for end in _attempts(plan, environ, identity, verbosity, signals, look):
+                ends.append(end)  # noqa: PERF402 - those that have ended stay when the next one raises
+        except Exception as problem:
+            error = str(problem)
+            raise
+        finally:
+            if file is not None:
+                _write_report(file, plan, identity, ends, error)
+    _tell(ends, plan)
+    return exit_code(ends[-1])
+
+
+def _attempts(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    identity: JobIdentity,
+    verbosity: int,
+    signals: SignalBox,
+    look: Look,
+) -> Iterator[JobEnd]:
+    """Run one attempt after the other; how each ended."""
+    following: JobIdentity | None = identity
+    while following is not None:
+        end = Job(plan, environ, following, verbosity).run(signals)
+        yield end
+        following = _next_attempt(plan, following, end, signals, look)
+
+
+def _next_attempt(
+    plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: SignalBox, look: Look
+) -> JobIdentity | None:
+    """What the next attempt is called, when it is time for it; None when there is none.
+
+    A restart at which hosts are missing counts as one, and the next may find them again.
+    """
+    while True:
+        pause_seconds = restart_pause_seconds(end, identity.restart_count, plan.ending.max_restarts)
+        if pause_seconds is None:
+            return None
+        identity = replace(identity, restart_count=identity.restart_count + 1)
+        say(f"restart {identity.restart_count} of at most {plan.ending.max_restarts} in {pause_seconds:g} s")
+        if not _pause(pause_seconds, signals):
+            return None
+        try:
+            network = look()
+        except HostsError as error:
+            if identity.restart_count >= plan.ending.max_restarts:
+                raise
+            say(str(error))
+        else:
+            found = identity if network is None else replace(identity, network=network)
+            return found if _pause(0.0, signals) else None
+
+
+def _checked_report_file(plan: LaunchPlan) -> str | None:
+    """The absolute path of the report, or None when none is wanted."""
+    if plan.ending.report_file is None:
+        return None
+    from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report
+
+    file = os.path.join(plan.working_directory, plan.ending.report_file)
+    try:
+        check_target(file)
+    except OSError as error:
+        raise UsageError(f"--report {plan.ending.report_file} cannot be written: {error.strerror}") from None
+    return file
+
+
+def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequence[JobEnd], error: str) -> None:
+    from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
+    from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
+
+    text = render_job(job_to_dict(plan, identity.job_id, ends, error, identity.leases))
+    try:
+        write_whole(file, text)
+    except OSError as problem:
+        say(f"warning: --report {file} cannot be written: {problem.strerror}")
+
+
+def _pause(seconds: float, signals: SignalBox) -> bool:
+    """Wait; False when somebody asked for the end of the job meanwhile."""
+    deadline = time.monotonic() + seconds
+    while True:
+        signals.drain()
+        if signals.num_interrupts or signals.is_terminated or signal.SIGHUP in signals.passed_on:
+            return False
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return True
+        select.select((signals.descriptor,), (), (), left)
+
+
+def _tell(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
+    """Say what only the whole job shows."""
+    if len(ends) == 1 and plan.num_replicas == plan.num_instances:
+        return
+    from poprun.job.report.report import render_attempts, unused_replicas  # noqa: PLC0415 - most jobs do without
+
+    for line in render_attempts(ends):
+        say(line)
+    if exit_code(ends[-1]) == 0 and (line := unused_replicas(ends[-1], plan)):
+        say(line)

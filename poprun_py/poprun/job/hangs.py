@@ -1,0 +1,107 @@
+"""Instances that wait while nobody gets on: who waits for what, for how long, and who has not come. Pure.
+
+Only programs that use popdist say that they wait. Their clocks play no part: what counts is for how long poprun
+has heard of no change, from any instance that runs. An instance that computes, compiles or saves for long without
+a word looks the same, so a hang is something to tell of; whether it is one, the stacks say.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.job.state import InstanceState, InstanceStatus
+
+_MEMBERS: Final = r" among instances? ([0-9, andto]+)$"
+_GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
+_LOOK_SECONDS: Final = 0.5
+_RUN: Final = r"(\d+)(?: to (\d+))?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hang:
+    """Instances that wait, and nobody who gets on.
+
+    Attributes:
+        idle_seconds: For how long nobody has.
+        waiting: The instances that wait, ascending, by what they wait in.
+        absent: Those that run, wait for nobody, and are waited for, ascending.
+        ended: Those that have ended, ascending.
+    """
+
+    idle_seconds: float
+    waiting: Mapping[str, tuple[int, ...]]
+    absent: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
+def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
+    """The hang of a job, which lasts since whoever got on last; None when nobody waits.
+
+    Args:
+        statuses: Every instance.
+        since_seconds: Monotonic time before which nothing counts: then the job was suspended.
+    """
+    running = [status for status in statuses if status.state is InstanceState.RUNNING]
+    waiting: dict[str, list[int]] = {}
+    for status in running:
+        if status.usage is None or status.progress is None or status.progressed_at_seconds is None:
+            return None  # it was not looked at yet
+        if status.progress.waiting_since_seconds is not None:
+            waiting.setdefault(status.progress.collective, []).append(status.index)
+    if not waiting:
+        return None
+    absent = {status.index for status in running}.difference(*waiting.values())
+    members = [_members(collective) for collective in waiting]
+    awaited = absent if None in members else absent & frozenset().union(*filter(None, members))
+    return Hang(
+        idle_seconds=min(_idle_seconds(status, since_seconds) for status in running),
+        waiting={collective: tuple(indices) for collective, indices in waiting.items()},
+        absent=tuple(sorted(awaited)),
+        ended=tuple(status.index for status in statuses if status.state in _GONE),
+    )
+
+
+def _idle_seconds(status: InstanceStatus, since_seconds: float) -> float:
+    """From the last change to the last look: a poprun that slept has not seen what happened meanwhile."""
+    looked_at = status.usage.at_seconds if status.usage is not None else 0.0
+    return looked_at - max(status.progressed_at_seconds or 0.0, since_seconds)
+
+
+def _members(collective: str) -> frozenset[int] | None:
+    """The instances that take part in a collective of some instances only; None when all do."""
+    found = re.search(_MEMBERS, collective)
+    if found is None:
+        return None
+    runs = ((int(first), int(last or first)) for first, last in re.findall(_RUN, found[1]))
+    return frozenset(index for first, last in runs for index in range(first, last + 1))
+
+
+class HangWatch:
+    """The looks at a job: its hang, and whether that was told of."""
+
+    def __init__(self) -> None:
+        self.hang: Hang | None = None
+        """Instances that wait while nobody gets on, or None."""
+        self.is_told = False
+        """Whether this hang was told of; one that comes after somebody got on is another one."""
+        self._since_seconds = 0.0
+        self._next_seconds = 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long nobody has got on while instances wait; 0 when none does."""
+        return 0.0 if self.hang is None else self.hang.idle_seconds
+
+    def look(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Look at the instances, if the last look was a while ago: it costs more the more there are."""
+        if now_seconds < self._next_seconds:
+            return
+        self._next_seconds = now_seconds + _LOOK_SECONDS
+        before, self.hang = self.idle_seconds, find_hang(statuses, self._since_seconds)
+        if self.idle_seconds < before:
+            self.is_told = False
+
+    def begin_anew(self, now_seconds: float) -> None:
+        """The job was suspended until now."""
+        self.hang, self.is_told, self._since_seconds = None, False, now_seconds

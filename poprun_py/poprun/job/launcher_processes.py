@@ -1,0 +1,100 @@
+"""The launcher's processes: mpiexec, or one shim for each instance."""
+
+import os
+import selectors
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from poprun.errors import LaunchError
+from poprun.launch.launchers import LaunchCommand
+from poprun.process.start import ProcessStart, start_process
+from poprun.process.tree import reap
+
+_READ_BYTES = 64 * 1024
+_KEPT_BYTES = 16 * 1024
+_JOB_PREFIXES = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", "MPI_LOCAL")
+_SETTINGS_MARK = "_MCA_"
+
+
+class LauncherProcesses:
+    """What poprun itself has started, and what it printed (its complaints, when it fails)."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._running: set[int] = set()
+        self._output = b""
+        self._was_asked = False
+        self.exit_code: int | None = None
+        """Exit code of the first one that failed, negative for a signal; 0 when none has, None while all run."""
+
+    def start(self, commands: Iterable[LaunchCommand], environ: Mapping[str, str], working_directory: str) -> None:
+        """Start every command in the working directory, to which the user's words for the runtime may refer.
+
+        Raises:
+            LaunchError: If one cannot be executed.
+        """
+        inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
+        reader, writer = os.pipe()
+        null = os.open(os.devnull, os.O_RDONLY)
+        for command in commands:
+            start = ProcessStart(
+                words=command.words,
+                working_directory=working_directory,
+                environment={**inherited, **command.environment},
+                streams=(null, writer, writer),
+                death_signal=command.death_signal,
+            )
+            try:
+                self._running.add(start_process(start))
+            except OSError as error:
+                verb = "enter" if error.filename == working_directory else "run"
+                raise LaunchError(f"cannot {verb} {error.filename}: {error.strerror}") from None
+        os.close(null)
+        os.close(writer)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._read(reader))
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The process ids of those that run."""
+        return frozenset(self._running)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether none of them runs any more."""
+        return not self._running
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether one of them has ended otherwise than well."""
+        return bool(self.exit_code)
+
+    @property
+    def output(self) -> list[str]:
+        """The last lines that they printed."""
+        return self._output.decode(errors="replace").splitlines()
+
+    def reap(self) -> None:
+        """Bury every child that has ended, adopted ones too."""
+        for ended in reap():
+            if ended.pid in self._running:
+                self._running.remove(ended.pid)
+                self.exit_code = self.exit_code or (0 if self._was_asked else ended.code)
+
+    def end(self, signum: int) -> None:
+        """End those that still run with a signal; what they make of it is no failure."""
+        self._was_asked = True
+        for pid in self._running:
+            os.kill(pid, signum)
+
+    def _read(self, reader: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        data = os.read(reader, _READ_BYTES)
+        self._output = (self._output + data)[-_KEPT_BYTES:]
+        if not data:
+            self._selector.unregister(reader)
+            os.close(reader)
+        yield from ()
+
+
+def _is_of_another_job(name: str) -> bool:
+    """Whether a variable tells of an MPI job around this one, which the runtime would then join."""
+    return name.startswith(_JOB_PREFIXES) and _SETTINGS_MARK not in name

@@ -1,0 +1,131 @@
+r"""Progress bars on a terminal that several instances share. Pure.
+
+A bar is a row that ends with ``\r``: the cursor goes back to its beginning, and the next step is written over it.
+Here the last bar that was drawn stays the bottom row: lines of others take its place and it is drawn again below
+them. A step that the next step or a line is drawn over at once is not drawn at all. Bars below each other move the
+cursor up; they may, as long as nobody else has written the rows that they move to. A step that is wider than the
+terminal is cut off: on two rows it could not be drawn over.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from poprun.job.output.lines import tagged
+
+_ERASE_TO_END: Final = b"\x1b[K"
+_CURSOR_UP: Final = b"\x1b[A"
+_MAX_STEP_BYTES: Final = 4096
+_COLOUR_OR_SIGN: Final = re.compile(r"(\x1b\[[0-9;]*m)|.", re.DOTALL)
+
+_Writer = tuple[str, tuple[int, ...]]
+
+
+class BottomRow:
+    """What stands around the terminal's cursor, which is always at the beginning of a row.
+
+    Args:
+        columns: Says how wide the terminal is at the moment; 0 if nobody knows.
+    """
+
+    def __init__(self, columns: Callable[[], int]) -> None:
+        self._columns = columns
+        self._bar = b""
+        self._owner: _Writer | None = None
+        self._num_used = 0  # rows from the cursor's own downwards that are not empty
+        self._writer: _Writer | None = None
+        self._num_above = 0  # rows above the cursor that this writer wrote last
+
+    def render(
+        self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes = b""
+    ) -> bytes:
+        """What to write so that ``lines`` and then ``step`` are seen.
+
+        Args:
+            stream: The name of the stream that they came on.
+            instances: Who wrote them; one instance unless they were folded.
+            tag: What stands before each.
+            lines: Whole lines, steps of bars among them.
+            step: The beginning of a bar's next step, see `LineSplitter.step`.
+        """
+        writer = (stream, instances)
+        if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:
+            step = b""  # it cannot be written twice
+        if b"\r" not in lines and not step and _CURSOR_UP not in lines and self._num_used <= 1:
+            return self._render_lines(writer, tagged(tag, lines))
+        rows = [*lines.splitlines(keepends=True), *([step + b"\r"] if step else ())]
+        last = len(rows) - 1
+        return b"".join(
+            self._render_row(writer, tag, row)
+            for number, row in enumerate(rows)
+            if number == last or not row.endswith(b"\r") or _CURSOR_UP in row
+        )
+
+    def leave(self, stream: str, instance: int) -> bytes:
+        """What to write when this stream has ended: its bars stay where they are, on rows of their own."""
+        if self._owner != (stream, (instance,)):
+            return b""
+        below = b"\n" * self._num_used
+        self._bar, self._owner, self._num_used, self._writer = b"", None, 0, None
+        return below
+
+    def _render_row(self, writer: _Writer, tag: bytes, row: bytes) -> bytes:
+        if _CURSOR_UP in row:
+            num_up = row.count(_CURSOR_UP)
+            writes_above = not row.rstrip(b"\r\n").endswith(_CURSOR_UP * num_up)
+            num_left = num_up - row.endswith(b"\n")
+            if (num_up if writes_above else num_left) <= (self._num_above if self._writer == writer else 0):
+                return self._render_move(writer, tag + row, num_left)
+            row = row.replace(_CURSOR_UP, b"").rstrip(b"\r\n") + b"\n"  # rows of others stand there
+            if row.isspace():
+                return b""
+        return (
+            self._render_step(writer, tag, row) if row.endswith(b"\r") else self._render_lines(writer, tag + row)
+        )
+
+    def _render_move(self, writer: _Writer, text: bytes, num_up: int) -> bytes:
+        self._bar, self._owner = b"", writer
+        self._num_above -= num_up
+        self._num_used = max(1, self._num_used) + num_up
+        return _ERASE_TO_END + text
+
+    def _render_lines(self, writer: _Writer, text: bytes) -> bytes:
+        if not text:
+            return b""
+        num_lines = text.count(b"\n")
+        self._num_above = num_lines + (self._num_above if self._writer == writer else 0)
+        self._writer = writer
+        erase = _ERASE_TO_END if self._num_used else b""
+        if not self._bar or self._is_owned_by(writer):
+            self._bar = b""
+            self._num_used = max(0, self._num_used - num_lines)
+            self._owner = self._owner if self._num_used else None
+        return erase + text + self._bar
+
+    def _render_step(self, writer: _Writer, tag: bytes, row: bytes) -> bytes:
+        if row == b"\r" or (row.isspace() and not self._is_owned_by(writer)):
+            return b""
+        if row.isspace():  # the bar is wiped out
+            self._bar, self._num_used = b"", max(0, self._num_used - 1)
+            return _ERASE_TO_END
+        bar = clip(tag + row[:-1], self._columns()) + b"\r"
+        self._bar, self._owner, self._num_used = bar, writer, max(1, self._num_used)
+        return _ERASE_TO_END + bar
+
+    def _is_owned_by(self, writer: _Writer) -> bool:
+        if self._owner is None:
+            return False
+        stream, (instance, *_) = self._owner
+        return stream == writer[0] and instance in writer[1]
+
+
+def clip(text: bytes, columns: int) -> bytes:
+    """As much of ``text`` as ``columns`` show, with all of its colours; all of it if that is 0."""
+    if not columns or len(text) <= columns:
+        return text
+    shown, num_signs = [], 0
+    for piece in _COLOUR_OR_SIGN.finditer(text.decode(errors="surrogateescape")):
+        num_signs += piece[1] is None
+        if piece[1] or num_signs <= columns:
+            shown.append(piece[0])
+    return "".join(shown).encode(errors="surrogateescape")

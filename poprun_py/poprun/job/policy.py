@@ -1,0 +1,101 @@
+"""What to do next: a pure function of a snapshot and the limits."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from poprun.job.state import JobSnapshot, Limits, Phase
+
+_ESCALATION_SECONDS: Final = 1.0
+"""An agent ends its tree by itself when the grace is over; poprun steps in this much later."""
+
+
+class Action(StrEnum):
+    """The decisions that can be taken."""
+
+    WAIT = "wait"
+    START = "start"
+    INTERRUPT = "interrupt"
+    STOP = "stop"
+    TIME_OUT = "time out"
+    REPORT_HANG = "report a hang"
+    STOP_HUNG = "stop the hung job"
+    KILL = "kill"
+    FINISH = "finish"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and the reason that is logged with it."""
+
+    action: Action
+    reason: str = ""
+
+
+_WAIT: Final = Decision(Action.WAIT)
+
+
+def decide(job: JobSnapshot, limits: Limits) -> Decision:
+    """The one next step of a job."""
+    if job.num_ended == job.num_instances:
+        return Decision(Action.FINISH, "every instance has ended")
+    if job.phase is Phase.KILLING:
+        if job.in_phase_seconds >= limits.kill_seconds:
+            return Decision(Action.FINISH, "the agents do not answer")
+        return _WAIT
+    if job.num_interrupts > 1:
+        return Decision(Action.KILL, "Ctrl-C was pressed again")
+    if job.phase is Phase.STOPPING:
+        if job.in_phase_seconds >= limits.grace_seconds + _ESCALATION_SECONDS:
+            return Decision(Action.KILL, f"not ended {limits.grace_seconds:g} s after the request")
+        return _WAIT
+    return _decide_undisturbed(job, limits)
+
+
+def _decide_undisturbed(job: JobSnapshot, limits: Limits) -> Decision:
+    if job.is_terminated:
+        return Decision(Action.STOP, "poprun was asked to end")
+    if job.is_output_closed:
+        return Decision(Action.STOP, "nobody reads the output any more")
+    if limits.job_seconds is not None and job.in_job_seconds >= limits.job_seconds:
+        return Decision(Action.TIME_OUT, f"not over after --timeout {limits.job_seconds:g} s")
+    if job.phase is Phase.INTERRUPTED:
+        if job.in_phase_seconds >= limits.grace_seconds:
+            return Decision(Action.STOP, f"not ended {limits.grace_seconds:g} s after Ctrl-C")
+        return _WAIT
+    if job.num_interrupts:
+        action = Action.STOP if job.phase is Phase.STARTING else Action.INTERRUPT
+        return Decision(action, "Ctrl-C was pressed")
+    if job.failed_instance is not None:
+        return Decision(Action.STOP, f"instance {job.failed_instance} failed")
+    if job.has_launcher_ended:
+        return Decision(Action.STOP, "the launcher has ended before its instances")
+    if job.phase is Phase.STARTING:
+        return _decide_start(job, limits)
+    return _decide_hang(job, limits)
+
+
+def _decide_hang(job: JobSnapshot, limits: Limits) -> Decision:
+    """Tell of it first, so that a job which is ended has shown where it stood."""
+    if job.awaits_stacks or not job.hang_seconds:
+        return _WAIT
+    patience = min(filter(None, (limits.hang_report_seconds, limits.hang_timeout_seconds)), default=math.inf)
+    if job.hang_seconds >= patience and not job.is_hang_told:
+        return Decision(Action.REPORT_HANG, f"instances have waited for {job.hang_seconds:.0f} s")
+    if limits.hang_timeout_seconds is not None and job.hang_seconds >= limits.hang_timeout_seconds:
+        return Decision(Action.STOP_HUNG, f"no progress for --hang-timeout {limits.hang_timeout_seconds:g} s")
+    return _WAIT
+
+
+def _decide_start(job: JobSnapshot, limits: Limits) -> Decision:
+    if job.num_ready == job.num_instances:
+        return Decision(Action.START, "every agent has reported")
+    if job.has_lost_shim:
+        return Decision(Action.STOP, "a shim or an agent was killed before it had reported")
+    if job.no_shim_seconds >= (limits.lost_shim_seconds if job.num_ready else limits.no_shim_seconds):
+        return Decision(Action.STOP, f"the MPI runtime has started {job.num_ready} of {job.num_instances} shims")
+    if job.in_phase_seconds >= limits.start_seconds:
+        missing = job.num_instances - job.num_ready
+        return Decision(Action.STOP, f"{missing} of {job.num_instances} agents have not reported")
+    return _WAIT

@@ -1,0 +1,1 @@
+"""How a job ended, in words: the first failure, its traceback, and what the machine knows about it. Pure."""

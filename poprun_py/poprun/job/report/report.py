@@ -1,0 +1,95 @@
+"""What poprun says at the end of a job: a failure in at most fifteen lines. Pure."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from poprun.job.exit_codes import describe_code, name_code
+from poprun.job.outcome import JobEnd, first_failure, has_left
+from poprun.job.report.findings import Findings
+from poprun.job.report.hints import hint
+from poprun.job.report.other_instances import name_instances, roll_call
+from poprun.job.state import SHIM_KILLED, InstanceStatus
+from poprun.plan.plan import LaunchPlan
+
+_MAX_SURVIVORS: Final = 10
+
+
+def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
+    """What poprun says at the end of a job, in at most 15 lines: nothing when all went well."""
+    failed = first_failure(end.statuses)
+    is_let_down = plan.mpi is not None and bool(end.launcher_code)  # one cause for all lost shims
+    if failed is not None and has_left(end):
+        lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
+    elif failed is not None and not (failed.problem == SHIM_KILLED and is_let_down):
+        lines = _render_failure(end, failed, plan)
+    elif end.stop_reason and not (end.num_interrupts or end.is_terminated or end.is_output_closed):
+        lines = _render_launcher_end(end, plan)
+    else:
+        lines = [f"{name_instances(end.interrupted)}: KeyboardInterrupt"] if end.interrupted else []
+    if end.survivors:
+        lines.append(f"{'  ' if lines else ''}{_render_survivors(end.survivors)}")
+    return lines
+
+
+def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
+    """One line for each attempt of a job that was started more than once; none for a job of one attempt."""
+    if len(ends) == 1:
+        return []
+    return [f"attempt {number}: {_describe_attempt(end)}, {end.seconds:.1f} s" for number, end in enumerate(ends)]
+
+
+def unused_replicas(end: JobEnd, plan: LaunchPlan) -> str:
+    """A warning when instances were to hold several replicas and no program asked popdist for them; else ""."""
+    if plan.num_replicas == plan.num_instances or not end.has_started:
+        return ""
+    if any(status.progress is not None and status.progress.has_joined for status in end.statuses):
+        return ""
+    num = plan.num_instances
+    return (
+        f"warning: no instance used popdist, so this was a job of {num}, not of {plan.num_replicas} replicas: "
+        f"use popdist in the program, or give --num-replicas {num}"
+    )
+
+
+def _describe_attempt(end: JobEnd) -> str:
+    failed = first_failure(end.statuses)
+    if has_left(end):
+        return "left when it was asked to"
+    if failed is not None:
+        return f"instance {failed.index} failed first, {failed.problem or name_code(failed.exit_code or 0)}"
+    return end.stop_reason or "ended well"
+
+
+def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> list[str]:
+    which = f"instance {failed.index} failed first" if len(end.statuses) > 1 else "the program failed"
+    findings = end.findings or Findings()
+    said = findings.words_of(failed.index)
+    why = hint(failed, said, findings.evidence)
+    return [
+        f"{which}: {failed.problem or describe_code(failed.exit_code or 0)} ({_place(failed, plan)})",
+        *([f"  {why}"] if why else []),
+        *(f"  | {line}" for line in said.lines),
+        *(f"  {line}" for line in roll_call(failed, end.statuses, findings.words)),
+    ]
+
+
+def _render_launcher_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
+    name = plan.mpi.launcher if plan.mpi is not None else "the launcher"
+    reason = end.stop_reason
+    if end.launcher_code:
+        reason = f"{name} ended before the program: {describe_code(end.launcher_code)}"
+    findings = end.findings or Findings()
+    return [reason, *(f"  | {line}" for line in findings.launcher_words.lines)]
+
+
+def _render_survivors(survivors: Sequence[int]) -> str:
+    told = ", ".join(map(str, survivors[:_MAX_SURVIVORS]))
+    more = f" and {len(survivors) - _MAX_SURVIVORS} more" if len(survivors) > _MAX_SURVIVORS else ""
+    return f"these processes do not die: {told}{more}"
+
+
+def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
+    instance = plan.instance(failed.index)
+    first, last = instance.replicas[0], instance.replicas[-1]
+    replicas = f"replica {first}" if first == last else f"replicas {first}-{last}"
+    return f"host {instance.host}, {replicas}"

@@ -1,0 +1,103 @@
+"""The report of a whole job as values for JSON: how each attempt went, and each instance in it. Pure."""
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from popdist import contract
+from poprun.job.exit_codes import name_code, shell_code, signal_of
+from poprun.job.outcome import JobEnd, exit_code, first_failure
+from poprun.job.report.findings import Findings
+from poprun.job.report.hints import hint
+from poprun.job.state import InstanceStatus
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan_file import plan_to_dict
+from poprun.pool.held_lease import HeldLease
+from poprun.text.ranges import fold_numbers
+
+VERSION: Final = 1
+_SAMPLE: Final = re.compile(r"\[\n\s+([-+.e\d]+),\n\s+(\d+)\n\s+\]")
+_DIGITS: Final = 3
+_MILLISECONDS: Final = 1000
+
+
+def job_to_dict(
+    plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: str = "", leases: Sequence[HeldLease] = ()
+) -> dict[str, object]:
+    """The job as values that JSON knows.
+
+    Args:
+        plan: The job.
+        job_id: Its id.
+        ends: How its attempts ended, in order; none when the first could not be started.
+        error: Why poprun itself gave up; empty when it did not.
+        leases: What the job held.
+    """
+    return {
+        "version": VERSION,
+        "poprun_version": contract.VERSION,
+        "job_id": job_id,
+        "exit_code": exit_code(ends[-1]) if ends and not error else None,
+        "error": error,
+        "plan": plan_to_dict(plan),
+        "leases": [_lease_to_dict(lease) for lease in leases],
+        "attempts": [_attempt_to_dict(plan, end) for end in ends],
+    }
+
+
+def render_job(job: Mapping[str, object]) -> str:
+    """The report's text: a sample of memory on a line, and ASCII only, whatever bytes the program's words hold."""
+    return _SAMPLE.sub(r"[\1, \2]", json.dumps(job, indent=1)) + "\n"
+
+
+def _lease_to_dict(lease: HeldLease) -> dict[str, object]:
+    return {"host": lease.host, "held": list(lease.names), "partition": lease.partition, "pool": lease.pool}
+
+
+def _attempt_to_dict(plan: LaunchPlan, end: JobEnd) -> dict[str, object]:
+    failed = first_failure(end.statuses)
+    return {
+        "started_at": _utc(end.started_at_epoch_seconds),
+        "ended_at": _utc(end.started_at_epoch_seconds + end.seconds),
+        "duration_seconds": round(end.seconds, _DIGITS),
+        "exit_code": exit_code(end),
+        "stop_reason": end.stop_reason,
+        "first_failure": None if failed is None else failed.index,
+        "launcher_exit_code": None if end.launcher_code is None else shell_code(end.launcher_code),
+        "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
+        "survivors": list(end.survivors),
+        "instances": [_instance_to_dict(plan, end, status) for status in end.statuses],
+    }
+
+
+def _instance_to_dict(plan: LaunchPlan, end: JobEnd, status: InstanceStatus) -> dict[str, object]:
+    instance, code = plan.instance(status.index), status.exit_code
+    findings = end.findings or Findings()
+    words = findings.words_of(status.index)
+    began, ended = status.started_at_seconds, status.exited_at_seconds
+    return {
+        "index": status.index,
+        "host": instance.host,
+        "replicas": fold_numbers(instance.replicas),
+        "exit_code": None if code is None else shell_code(code),
+        "signal": name_code(-signum) if code is not None and (signum := signal_of(code)) else "",
+        "was_stopped": status.was_stopped,
+        "problem": status.problem,
+        "hint": hint(status, words, findings.evidence) if status.has_failed else "",
+        "excerpt": list(words.lines),
+        "duration_seconds": None if began is None or ended is None else round(ended - began, _DIGITS),
+        "peak_memory_bytes": status.memory.peak_bytes or None,
+        "memory": [
+            [round(at_seconds - (began or 0.0), _DIGITS), num_bytes]
+            for at_seconds, num_bytes in status.memory.samples
+        ],
+    }
+
+
+def _utc(epoch_seconds: float) -> str:
+    """A moment as ISO 8601 has it, to the millisecond."""
+    milliseconds = round(epoch_seconds * _MILLISECONDS)
+    whole, rest = divmod(milliseconds, _MILLISECONDS)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{rest:03}Z"

@@ -1,0 +1,171 @@
+"""What is: the state of a job and of its instances, as frozen values."""
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Final
+
+from popdist.progress_page import Progress
+from poprun.job.memory_curve import MemoryCurve
+
+AGENT_KILLED: Final = "its agent was killed"
+"""The problem of an instance whose agent was lost; the kernel has then killed its program."""
+
+HOST_LOST: Final = "its host does not answer any more"
+"""The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
+
+SHIM_KILLED: Final = "its shim was killed"
+"""The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
+
+
+NOT_EXECUTABLE: Final = 126
+NOT_FOUND: Final = 127
+"""What a shell says of a program that it cannot execute, and of one that is not there."""
+
+NOT_BOUND: Final = 70
+"""EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life."""
+
+_NO_MEMORY: Final = MemoryCurve()
+
+
+class InstanceState(StrEnum):
+    """How far an instance has come."""
+
+    AWAITED = "awaited"  # no agent has reported
+    READY = "ready"  # the agent waits for the start order
+    RUNNING = "running"
+    EXITED = "exited"  # the program has ended; its tree is being ended
+    ENDED = "ended"  # nothing of its tree is left
+
+
+class Phase(IntEnum):
+    """How far the job has come; it never goes back."""
+
+    STARTING = 0
+    RUNNING = 1
+    INTERRUPTED = 2
+    STOPPING = 3
+    KILLING = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What an instance's processes used at one moment.
+
+    Attributes:
+        at_seconds: Monotonic time at which poprun heard of it.
+        memory_bytes: Resident memory; of the helpers, only what they share with nobody.
+        cpu_seconds: Processor time of those that lived, since each began.
+        num_processes: How many lived.
+    """
+
+    at_seconds: float
+    memory_bytes: int
+    cpu_seconds: float
+    num_processes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceStatus:
+    """One instance.
+
+    Attributes:
+        index: Global index.
+        state: How far it has come.
+        exit_code: The program's exit code, negative for a signal; None while it runs, or when nobody could tell.
+        exited_at_seconds: Monotonic time of the program's end, or of the moment the agent was lost.
+        was_stopped: Whether it ended because poprun had asked it to.
+        problem: What went wrong other than the program's own end, in words; empty when nothing did.
+        started_at_seconds: Monotonic time at which poprun heard that the program runs, or None.
+        usage: What its processes used when they were looked at last, or None.
+        memory: How much memory they held in the course of time.
+        progress: What the program said of itself when it was looked at last, or None.
+        progressed_at_seconds: Monotonic time at which the last change of ``progress`` was heard of.
+    """
+
+    index: int
+    state: InstanceState = InstanceState.AWAITED
+    exit_code: int | None = None
+    started_at_seconds: float | None = None
+    exited_at_seconds: float | None = None
+    was_stopped: bool = False
+    problem: str = ""
+    usage: Usage | None = None
+    memory: MemoryCurve = _NO_MEMORY
+    progress: Progress | None = None
+    progressed_at_seconds: float | None = None
+
+    @property
+    def cannot_run(self) -> bool:
+        """Whether the program could not even be executed."""
+        return bool(self.problem) and self.exit_code in (NOT_BOUND, NOT_EXECUTABLE, NOT_FOUND)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this instance is a cause of failure: a death that poprun asked for is none."""
+        return bool(self.problem) or (not self.was_stopped and self.exit_code not in (0, None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSnapshot:
+    """Everything that the policy may look at.
+
+    Attributes:
+        phase: How far the job has come.
+        in_phase_seconds: How long it has been there.
+        in_job_seconds: How long the job has been going on, earlier attempts included.
+        num_instances: Instances of the job.
+        num_ready: Instances whose agent has reported.
+        num_ended: Instances of which nothing is left.
+        failed_instance: The instance that failed first, or None.
+        num_interrupts: Times that Ctrl-C was pressed.
+        is_terminated: Whether poprun was asked to end.
+        is_output_closed: Whether nobody reads poprun's output any more.
+        hang_seconds: For how long nobody has got on while instances wait for others.
+        is_hang_told: Whether that was told of.
+        awaits_stacks: Whether programs have been asked where they stand, and not all have answered.
+        has_lost_shim: Whether the MPI runtime has lost a shim that had not reported.
+        no_shim_seconds: For how long, while the job starts, the MPI runtime has had no shim that may still report.
+        has_launcher_ended: Whether the launcher's processes are gone, or one of them has failed.
+    """
+
+    phase: Phase
+    in_phase_seconds: float
+    num_instances: int
+    in_job_seconds: float = 0.0
+    num_ready: int = 0
+    num_ended: int = 0
+    failed_instance: int | None = None
+    num_interrupts: int = 0
+    is_terminated: bool = False
+    is_output_closed: bool = False
+    hang_seconds: float = 0.0
+    is_hang_told: bool = False
+    awaits_stacks: bool = False
+    has_lost_shim: bool = False
+    no_shim_seconds: float = 0.0
+    has_launcher_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long the stages of a job may take.
+
+    Attributes:
+        start_seconds: From the launch until every agent has reported.
+        no_shim_seconds: How long the MPI runtime may take to start its first shim.
+        lost_shim_seconds: How long it may have no further shim under way once one has reported.
+        job_seconds: How long the whole job may take, or None.
+        hang_report_seconds: How long a hang may last before it is told of, or None.
+        hang_timeout_seconds: How long it may last before the job is ended, or None.
+        grace_seconds: What a program gets between the request to end and its end by force.
+        kill_seconds: What the machine gets to bury killed processes.
+    """
+
+    start_seconds: float = 60.0
+    no_shim_seconds: float = 10.0
+    lost_shim_seconds: float = 1.0
+    job_seconds: float | None = None
+    hang_report_seconds: float | None = None
+    hang_timeout_seconds: float | None = None
+    grace_seconds: float = 5.0
+    kill_seconds: float = 5.0

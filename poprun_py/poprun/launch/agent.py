@@ -1,0 +1,265 @@
+"""The agent of one instance: it starts the program, tells poprun how it ended, and leaves nothing behind.
+
+It lives in a session of its own, so that neither a terminal's Ctrl-C nor the MPI runtime's way of ending a job
+reaches it, and is a subreaper, so that what loses its parent becomes its child. It ends the program's tree in
+order when poprun says so, when poprun is gone (the control socket closes), when its shim is gone (the life pipe
+closes), and when the program has ended by itself.
+"""
+
+import os
+import select
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+from poprun.launch.agent_streams import NUM_STREAMS, connect_streams, detach_streams
+from poprun.launch.core_binding import bind
+from poprun.launch.key_file import HeldKey, forget_key
+from poprun.launch.lease import fetch_lease, give_up_lease
+from poprun.launch.ports import hold_master_port, open_store_listener
+from poprun.launch.shared_memory import remove_abandoned
+from poprun.launch.tree_ending import Ending
+from poprun.launch.watch import Watch
+from poprun.messages.control import RECEIVE_BYTES, Message, ProtocolError
+from poprun.messages.link import Link, connect, is_remote, notice_death
+from poprun.process.linux import become_subreaper
+from poprun.process.start import ProcessStart, start_process
+from poprun.process.tree import catchers, descendants, key_of, reap, send
+
+if TYPE_CHECKING:
+    from poprun.launch.stack_request import StackQuestion
+
+_CONNECT_SECONDS = 30.0
+_WALK_MILLISECONDS = 20
+
+
+def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, life_reader: int) -> int:
+    """Be the agent of instance ``index``; the exit code of the agent's process.
+
+    Args:
+        address: Where poprun's control socket is.
+        key: The key of the job, for a control socket of the network; else empty.
+        index: Global index of the instance.
+        runtime: Process that started the shim.
+        shim: Process that started the agent.
+        life_reader: Pipe whose other end the shim holds open as long as it lives.
+    """
+    os.setsid()
+    try:
+        streams = connect_streams(address, key.text, index, _CONNECT_SECONDS) if is_remote(address) else []
+        control = connect(address, key.text, _CONNECT_SECONDS)
+        if is_remote(address):
+            notice_death(control.connection)
+    except (OSError, ProtocolError):
+        return 1  # poprun is gone: there is nobody to tell
+    hello = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
+    Agent(control, life_reader, hello, streams, key).run()
+    forget_key(key)
+    control.close()
+    return 0
+
+
+class Agent:
+    """The agent's state, and what it does at each event; :meth:`run` is its loop."""
+
+    def __init__(
+        self, control: Link, life_reader: int, hello: dict[str, Any], streams: list[int], key: HeldKey
+    ) -> None:
+        self._control = control
+        self._life_reader = life_reader
+        self._streams = streams
+        self._key = key
+        self._is_remote = bool(key.text)
+        address = control.own_address()
+        self._hello = {**hello, "address": address}
+        self._ports = (hold_master_port(address), open_store_listener(address)) if hello["instance"] == 0 else ()
+        self._program: int | None = None
+        self._ending = Ending()
+        self._was_terminated = False
+        self._is_over = False
+        self._is_orphan = False
+        self._began_at_seconds = time.monotonic()
+        self._watch = Watch()
+        self._question: StackQuestion | None = None
+        self._keeper = ""
+
+    def run(self) -> None:
+        """Serve orders until the program's whole tree has ended, or there is nothing to start."""
+        detach_streams()
+        wakeup = self._catch_signals()
+        ports = [holder.getsockname()[1] for holder in self._ports]
+        self._tell({"event": "hello", **self._hello, "ports": ports})
+        become_subreaper()
+        poll = select.poll()
+        for descriptor in (self._control.fileno(), self._life_reader, wakeup):
+            poll.register(descriptor, select.POLLIN)
+        while not self._is_over:
+            for descriptor, _ in poll.poll(self._patience_milliseconds()):
+                if descriptor == wakeup:
+                    os.read(wakeup, RECEIVE_BYTES)
+                elif descriptor == self._life_reader:
+                    poll.unregister(descriptor)
+                    self._tell({"event": "shim_lost"})
+                    self._ending.stop(self._program)
+                elif not self._receive():
+                    self._is_orphan = True
+                    poll.unregister(descriptor)
+                    self._ending.stop(self._program)
+            if self._was_terminated and not self._ending.was_stopped:
+                self._ending.stop(self._program)
+            self._reap()
+            self._is_over |= self._ending.is_over(self._program)
+            self._tell_of_program()
+        self._tell({"event": "ended"})
+        if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
+            remove_abandoned(time.monotonic() - self._began_at_seconds)
+        if self._is_orphan and self._is_remote:
+            give_up_lease(self._keeper)
+            self._end_runtime()
+
+    def _end_runtime(self) -> None:
+        """End what started the shim: its mpiexec is out of reach, and it would wait for that for ever."""
+        runtime = key_of(self._hello["runtime"])
+        if runtime is not None and any(key.pid == self._hello["shim"] for key in descendants(runtime.pid)):
+            send([runtime], signal.SIGTERM)
+
+    def _tell_of_program(self) -> None:
+        """What the program uses, now and then, and where it stands, when poprun has asked."""
+        if self._program is not None and self._watch.is_due():
+            self._tell(self._watch.look())
+        if self._question is not None and (answer := self._question.answer()):
+            self._tell(answer)
+            self._question = None
+
+    def _patience_milliseconds(self) -> float | None:
+        if self._ending.has_begun or self._question is not None:
+            return _WALK_MILLISECONDS
+        return None if self._program is None else self._watch.patience_seconds() * 1000
+
+    def _catch_signals(self) -> int:
+        """Wake the loop when a child ends; stop in order when somebody terminates the agent itself."""
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return reader
+
+    def _on_terminate(self, *_: object) -> None:
+        self._was_terminated = True
+
+    def _tell(self, message: Message) -> None:
+        try:
+            self._control.send(message)
+        except OSError:  # poprun is gone; its end of the socket says so to the loop
+            return
+
+    def _receive(self) -> bool:
+        """Read what poprun sent and obey; False when poprun is gone or speaks no sense."""
+        received = self._control.receive()
+        if received is None or received.refusals:
+            return False
+        self._streams += received.descriptors
+        for message in received.messages:
+            self._obey(message)
+        return True
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["order"] == "start" and not self._ending.was_stopped:
+            self._start(order)
+        elif order["order"] == "signal" and self._program is not None:
+            os.killpg(self._program, order["signal"])
+            self._watch.heed(order["signal"])
+        elif order["order"] == "offer_signal" and self._program is not None:
+            self._offer(order["signal"])
+        elif order["order"] == "stacks" and self._program is not None:
+            self._question = self._watch.ask_for_stacks()
+        elif order["order"] == "stop":
+            self._ending.grace_seconds = order["grace_seconds"]
+            self._ending.stop(self._program)
+        elif order["order"] == "kill":
+            self._ending.kill()
+
+    def _start(self, order: dict[str, Any]) -> None:
+        """Run the program of the ``start`` order.
+
+        Its environment is what the MPI runtime gave this process, without poprun's own variables, and what the
+        order adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
+        """
+        forget_key(self._key)  # poprun has heard of every agent
+        self._ending.grace_seconds = order["grace_seconds"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("POPRUN_")}
+        environment |= order["environment"]
+        if self._ports:
+            environment[order["store_variable"]] = str(self._ports[1].fileno())
+        environment[order["progress_variable"]] = str(self._watch.open_page(order))
+        self._keeper = order["keeper"]
+        try:
+            self._streams += fetch_lease(self._keeper)
+        except OSError as error:
+            self._tell({"event": "failed_to_hold", "errno": error.errno or 0})
+            self._is_over = True
+            return
+        try:
+            to_tell = bind(order["cores"], order["memory_nodes"])
+        except OSError as error:
+            self._tell({"event": "failed_to_bind", "errno": error.errno, "cores": order["cores"]})
+            self._is_over = True
+        else:
+            self._run(order, environment, to_tell)
+        self._let_go()
+
+    def _run(self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str]) -> None:
+        kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
+        try:
+            self._program = start_process(
+                ProcessStart(
+                    order["words"],
+                    order["working_directory"],
+                    environment,
+                    self._streams[:NUM_STREAMS],
+                    signal.SIGKILL,
+                    kept,
+                )
+            )
+        except OSError as error:
+            self._tell({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
+            self._is_over = True
+        else:
+            self._watch.begin()
+            self._tell({"event": "started", "pid": self._program, **to_tell})
+
+    def _let_go(self) -> None:
+        """Close what is the program's now: an end of a pipe that is held here would never close.
+
+        Further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended.
+        """
+        for descriptor in self._streams[:NUM_STREAMS]:
+            os.close(descriptor)
+        for listener in self._ports[1:]:
+            listener.close()
+
+    def _offer(self, signum: int) -> None:
+        """Pass a signal on to the processes that handle it, and tell if there are none."""
+        takers = catchers(signum)
+        send(takers, signum)
+        if not takers:
+            self._tell({"event": "signal_unhandled", "signal": signum})
+
+    def _reap(self) -> None:
+        for ended in reap():
+            if ended.pid == self._program:
+                self._program = None
+                self._tell(self._watch.last_words())
+                self._tell(
+                    {
+                        "event": "exited",
+                        "code": ended.code,
+                        "at_seconds": time.monotonic(),
+                        "peak_bytes": ended.peak_bytes,
+                        "was_stopped": self._ending.was_stopped,
+                    }
+                )
+                self._ending.stop_leftovers()

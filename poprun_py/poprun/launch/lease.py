@@ -1,0 +1,58 @@
+"""The lease of a job of several hosts, as an agent comes by it: from the process that keeps it there.
+
+What an agent is given is the open file that is the lease, locked with flock(2): as long as one agent has it open,
+the virtual IPUs are the job's, whatever has become of poprun and of the way to it.
+"""
+
+import errno
+import os
+import socket
+from contextlib import suppress
+
+from poprun.messages.control import abstract_address, peer_user
+
+FETCH = b"?"
+"""What an agent says to be given the lease."""
+
+GIVE_UP = b"!"
+"""What an agent says when poprun is out of reach: nobody is there any more for whom the lease could be kept."""
+
+SECONDS = 10.0
+MOST = 4
+"""Descriptors that a lease has at most."""
+
+
+def fetch_lease(address: str) -> list[int]:
+    """The descriptors of the job's lease on this host, which are this process's now; none without an ``address``.
+
+    Raises:
+        OSError: If nobody of this user keeps it.
+    """
+    if not address:
+        return []
+    with _connected(address) as connection:
+        connection.sendall(FETCH)
+        data, descriptors, _, _ = socket.recv_fds(connection, 1, MOST)
+    if not data:
+        raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+    return descriptors
+
+
+def give_up_lease(address: str) -> None:
+    """Let the process that keeps the lease end, if it is there."""
+    if address:
+        with suppress(OSError), _connected(address) as connection:
+            connection.sendall(GIVE_UP)
+
+
+def _connected(address: str) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(SECONDS)
+        connection.connect(abstract_address(address))
+        if peer_user(connection) != os.getuid():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+    except OSError:
+        connection.close()
+        raise
+    return connection

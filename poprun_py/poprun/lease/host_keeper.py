@@ -1,0 +1,145 @@
+"""Keeps a job's lease on one host: ``python -I host_keeper.py FOLDER``, which poprun starts there through ssh.
+
+It asks the pool of its host, holds what it is given from attempt to attempt, and hands the open file that is the
+lease to the agents of the job there. poprun says when it is over. When poprun is out of reach, this process ends
+at once and gives nothing back: the agents have the file open until their programs have ended, and the lease ends
+with them.
+"""
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.argv[1:]]
+
+from poprun.errors import PoprunError  # noqa: E402 - as above
+from poprun.launch.lease import FETCH, GIVE_UP, SECONDS  # noqa: E402 - it has to be told where poprun is
+from poprun.lease.cores import cores_leased  # noqa: E402 - as above
+from poprun.lease.ipus import leased  # noqa: E402 - as above
+from poprun.lease.queue import pool_file  # noqa: E402 - as above
+from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
+from poprun.plan.plan import LaunchPlan  # noqa: E402 - as above
+from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
+from poprun.pool.held_lease import KEEPER_MARK, HeldLease  # noqa: E402 - as above
+from poprun.pool.holders import boot_id  # noqa: E402 - as above
+from poprun.pool.place import prepare_folder  # noqa: E402 - as above
+from poprun.probe.gpus import find_gpus  # noqa: E402 - as above
+
+
+def main() -> None:
+    """Take what the plan needs when poprun says so, and keep it until poprun says that it is over."""
+    orders = _Orders()
+    request = orders.next()
+    try:
+        plan = read_plan(request["plan"], "the plan")
+        os.chdir(plan.working_directory)
+        _say({"machine": machine(pool_file(plan.vipu.pool))})
+        orders.next()
+        with ExitStack() as stack:
+            kept, leases = _take(stack, plan, is_fixed=request["is_fixed"])
+            address = _serve([lease.descriptor for lease in leases if lease.descriptor is not None])
+            held = [[list(lease.names), lease.pool, lease.partition] for lease in leases]
+            _say({"held": held, "devices": kept.devices if plan.takes_lease else (), "address": address})
+            while orders.next()["order"] != "release":
+                _say({"here": True})
+    except PoprunError as error:
+        _say({"error": str(error), "kind": type(error).__name__})
+    except OSError as error:
+        _say({"error": f"{error.filename or 'the working directory'}: {error.strerror}", "kind": "HostsError"})
+
+
+def machine(pool: str) -> str:
+    """What tells the pool in the file ``pool`` from those of other machines, whatever the machine is called.
+
+    Raises:
+        PoolError: If there can be no pool.
+    """
+    prepare_folder(pool)
+    folder = os.stat(os.path.dirname(pool))
+    return f"{boot_id()} {folder.st_dev} {folder.st_ino} {os.path.basename(pool)}"
+
+
+def _take(stack: ExitStack, plan: LaunchPlan, *, is_fixed: bool) -> tuple[LaunchPlan, list[HeldLease]]:
+    """The plan with what this host gives the job, and the leases on it, which end with ``stack``."""
+    leases = []
+    if plan.takes_lease:
+        gpus = find_gpus(os.environ)
+        plan, lease = stack.enter_context(
+            leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=is_fixed, tell=_tell)
+        )
+        leases.append(lease)
+    if plan.owns_cores:
+        plan, lease = stack.enter_context(cores_leased(plan, None, _tell))
+        leases.append(lease)
+    return plan, leases
+
+
+class _Orders:
+    """What poprun says, line by line. This process ends where poprun does not say any more what is to be done."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def next(self) -> dict[str, Any]:
+        """The next order."""
+        order: dict[str, Any] = json.loads(self._lines.get())
+        return order
+
+    def _listen(self) -> None:
+        is_over = False
+        for line in sys.stdin:
+            is_over = json.loads(line).get("order") == "release"
+            self._lines.put(line)
+        if not is_over:
+            _vanish()
+
+
+def _serve(descriptors: list[int]) -> str:
+    """Hand the lease to who asks for it among the processes of this user; where they are to ask."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
+    listener.bind(abstract_address(address))
+    listener.listen(socket.SOMAXCONN)
+    threading.Thread(target=_answer, args=(listener, descriptors), daemon=True).start()
+    return address
+
+
+def _answer(listener: socket.socket, descriptors: list[int]) -> NoReturn:
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            if peer_user(connection) != os.getuid():
+                continue
+            try:
+                connection.settimeout(SECONDS)
+                asked = connection.recv(1)
+                if asked == FETCH:
+                    socket.send_fds(connection, [FETCH], descriptors)
+            except OSError:
+                continue
+            if asked == GIVE_UP:
+                _vanish()
+
+
+def _vanish() -> NoReturn:
+    """End at once, without a word to the pool: what the agents still hold is still the job's."""
+    os._exit(0)
+
+
+def _tell(text: str) -> None:
+    _say({"told": text})
+
+
+def _say(message: dict[str, object]) -> None:
+    sys.stdout.write(f"{KEEPER_MARK}{json.dumps(message)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

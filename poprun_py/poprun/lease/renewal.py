@@ -1,0 +1,120 @@
+"""``python -I -S keeper.py``: renews a job's lease at a server of virtual IPUs until the job has ended.
+
+It is a process of its own, outside poprun's tree, so that a poprun that is stopped, busy or killed does not lose
+the lease while programs compute under it. Its standard input is a pipe, of which poprun and its agents hold the
+other end: the first line says what to do, a second one that the job is over, and an end without it that all of
+them were killed. Then it gives the lease back.
+"""
+
+import json
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from poprun.errors import LeaseEndedError, PoprunError
+from poprun.lease.server_connection import ServerAddress, ask
+from poprun.text.log_line import own_line
+
+_INPUT = 0
+_READ_BYTES = 4096
+_RENEWALS = 6
+"""Renewals in the time that a lease lasts: some may be lost."""
+_PATIENCE = 4
+"""Parts of that time: for one of them an answer is waited for."""
+
+
+class Keeper:
+    """One lease.
+
+    Args:
+        told: What the first line says.
+    """
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self._lease_seconds = float(told["lease_seconds"])
+        self._linger_seconds = float(told["linger_seconds"])
+        self._pause_seconds = self._lease_seconds / _RENEWALS
+        self._key = {"key": told["key"]}
+        self._server = ServerAddress(
+            host=told["host"],
+            port=told["port"],
+            token=told["token"],
+            timeout_seconds=min(told["timeout_seconds"], self._lease_seconds / _PATIENCE),
+        )
+        self._renewed_at = time.monotonic()
+        self._is_lost = False
+
+    def keep(self) -> None:
+        """Renew the lease until the job is over, then give it back."""
+        poll = select.poll()
+        poll.register(_INPUT, select.POLLIN)
+        while not poll.poll(self._pause_seconds * 1000):
+            if not self._renew():
+                return
+        is_over = bool(os.read(_INPUT, _READ_BYTES))
+        deadline = time.monotonic() + (0 if is_over else self._linger_seconds)
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._renew():
+                return
+            time.sleep(min(left, self._pause_seconds))
+        with suppress(PoprunError):
+            ask(self._server, "end-lease", self._key)
+
+    def _renew(self) -> bool:
+        """Renew the lease; False when there is none any more."""
+        try:
+            ask(self._server, "renew-lease", self._key)
+        except LeaseEndedError as error:
+            _tell(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
+            return False
+        except PoprunError as error:
+            if not self._is_lost:
+                left = max(0.0, self._lease_seconds - (time.monotonic() - self._renewed_at))
+                _tell(
+                    f"warning: {error}. The job goes on. If only the link is cut, its virtual IPUs are free for "
+                    f"others in {left:.0f} s; a server that is started again knows that the job has them"
+                )
+            self._is_lost = True
+        else:
+            if self._is_lost:
+                _tell(
+                    f"the server of virtual IPUs at {self._server} answers again, and the lease has been renewed"
+                )
+            self._is_lost = False
+            self._renewed_at = time.monotonic()
+        return True
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal may have gone, and the lease is more important
+        sys.stderr.write(own_line(text))
+        sys.stderr.flush()
+
+
+def _first_line() -> bytes:
+    """Read no further than that: what comes behind it says that the job is over."""
+    line = b""
+    while not line.endswith(b"\n"):
+        letter = os.read(_INPUT, 1)
+        if not letter:
+            return b""
+        line += letter
+    return line
+
+
+def main() -> None:
+    """Leave poprun's tree, then keep the lease that the first line tells of."""
+    if os.fork():
+        os._exit(0)
+    line = _first_line()
+    if line:
+        Keeper(json.loads(line)).keep()
+
+
+if __name__ == "__main__":
+    main()

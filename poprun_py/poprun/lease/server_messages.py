@@ -1,0 +1,270 @@
+"""What a server of virtual IPUs and its clients say to each other, as values and as JSON. Pure.
+
+Reading is strict: a text that is too long, a number out of its range, or a field that nobody knows is an error
+that names it, and nothing of the rest is believed.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from poprun.errors import PlanError
+from poprun.plan.inventory import Cluster, VirtualIpu
+from poprun.plan.topology import Occupant
+from poprun.pool.plain_requests import PlainPartition, PlainWish
+from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.text.fields import FieldReader
+
+MAX_IPUS: Final = 4096
+"""IPUs of a cluster that a server hands out: all of them are in one answer."""
+
+_MAX_TEXT: Final = 255
+_MAX_HOSTS: Final = 1024
+_KEY: Final = re.compile("[0-9a-f]{32}")
+_MAX_NUMBER: Final = 2**53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """What a client says when it wants IPUs.
+
+    Attributes:
+        key: What it names its lease by: 32 hexadecimal digits that it made up. The same key is the same lease.
+        pid: Its process id.
+        start_ticks: When it started, in clock ticks since boot: two processes that have had the same id differ.
+        user: Whose it is.
+        host: Where it runs.
+        words: What it runs.
+        wish: What it wants.
+    """
+
+    key: str
+    pid: int
+    start_ticks: int
+    user: str
+    host: str
+    words: str
+    wish: PlainWish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAnswer:
+    """What the server says to that.
+
+    Attributes:
+        id: Number of the lease.
+        ipus: Names of the IPUs that it holds, in slot order; none while it waits.
+        pause_seconds: When to ask again, while it waits.
+    """
+
+    id: int
+    ipus: tuple[str, ...]
+    pause_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedPool:
+    """All that a server tells of its pool.
+
+    Attributes:
+        boot_id: The run of the kernel that the server lives in: a client knows whether that is its own machine.
+        lease_seconds: How long a lease lasts after it was renewed.
+        cluster: What the pool hands out.
+        state: What stands in it.
+    """
+
+    boot_id: str
+    lease_seconds: float
+    cluster: Cluster
+    state: PoolState
+
+
+def reader(values: object, source: str) -> FieldReader:
+    """Reads the fields of one message."""
+    return FieldReader(source=source, values=values, noun="this message")
+
+
+def text_of(read: FieldReader, key: str) -> str:
+    """A short text that can be shown.
+
+    Raises:
+        PlanError: If it is empty, too long, or holds what cannot be printed.
+    """
+    text = read.text(key)
+    if not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
+        raise PlanError(f"{read.source}: {read.path}{key} must be 1 to {_MAX_TEXT} characters that can be printed")
+    return text
+
+
+def optional_text_of(read: FieldReader, key: str) -> str | None:
+    """The same, or None for null."""
+    return None if read.is_null(key) else text_of(read, key)
+
+
+def number_of(read: FieldReader, key: str, most: int = MAX_IPUS) -> int:
+    """A whole number from 1 to ``most``."""
+    number = read.count(key)
+    if not 1 <= number <= most:
+        raise PlanError(f"{read.source}: {read.path}{key} must be a whole number from 1 to {most}, not {number}")
+    return number
+
+
+def key_of_lease(read: FieldReader) -> str:
+    """What a client names its lease by."""
+    key = read.text("key")
+    if not _KEY.fullmatch(key):
+        raise PlanError(f"{read.source}: {read.path}key must be 32 hexadecimal digits")
+    return key
+
+
+def request_to_dict(request: LeaseRequest) -> dict[str, object]:
+    """``request`` as values that JSON knows."""
+    return asdict(request)
+
+
+def read_request(values: object, source: str) -> LeaseRequest:
+    """Inverse of :func:`request_to_dict`.
+
+    Raises:
+        PlanError: If that is none.
+    """
+    read = reader(values, source)
+    read.expect_keys(("key", "pid", "start_ticks", "user", "host", "words", "wish"))
+    words = read.text("words")
+    if len(words) > _MAX_TEXT:
+        raise PlanError(f"{source}: words must be {_MAX_TEXT} characters at most")
+    return LeaseRequest(
+        key=key_of_lease(read),
+        pid=number_of(read, "pid", _MAX_NUMBER),
+        start_ticks=number_of(read, "start_ticks", _MAX_NUMBER),
+        user=text_of(read, "user"),
+        host=text_of(read, "host"),
+        words="".join(letter if letter.isprintable() else "?" for letter in words),
+        wish=_read_wish(read.nested("wish")),
+    )
+
+
+def _read_wish(read: FieldReader) -> PlainWish:
+    read.expect_keys(("num_ipus", "hosts", "allocation", "shares_devices", "partition"))
+    hosts = read.texts("hosts")
+    if len(hosts) > _MAX_HOSTS or not all(0 < len(host) <= _MAX_TEXT and host.isprintable() for host in hosts):
+        raise PlanError(f"{read.source}: {read.path}hosts must be {_MAX_HOSTS} names at most")
+    num_ipus = number_of(read, "num_ipus")
+    return PlainWish(
+        num_ipus=num_ipus,
+        hosts=hosts,
+        allocation=optional_text_of(read, "allocation"),
+        shares_devices=read.flag("shares_devices"),
+        partition=None if read.is_null("partition") else _read_partition_wish(read.nested("partition"), num_ipus),
+    )
+
+
+def _read_partition_wish(read: FieldReader, num_ipus: int) -> PlainPartition:
+    read.expect_keys(("name", "least", "most", "is_temporary", "may_change", "resets"))
+    least, most = number_of(read, "least"), number_of(read, "most")
+    if not num_ipus <= least <= most:
+        raise PlanError(f"{read.source}: {read.path}least must be from num_ipus to most")
+    return PlainPartition(
+        name=text_of(read, "name"),
+        least=least,
+        most=most,
+        is_temporary=read.flag("is_temporary"),
+        may_change=read.flag("may_change"),
+        resets=read.optional_flag("resets"),
+    )
+
+
+def read_answer(values: object, source: str) -> LeaseAnswer:
+    """What a server says to a request; inverse of ``asdict``."""
+    read = reader(values, source)
+    read.expect_keys(("id", "ipus", "pause_seconds"))
+    return LeaseAnswer(id=read.count("id"), ipus=read.texts("ipus"), pause_seconds=read.number("pause_seconds"))
+
+
+def pool_to_dict(pool: ServedPool) -> dict[str, object]:
+    """``pool`` as values that JSON knows."""
+    parts = {name: [part.start, part.stop] for name, part in pool.cluster.allocations.items()}
+    return {
+        "boot_id": pool.boot_id,
+        "lease_seconds": pool.lease_seconds,
+        "cluster": {**asdict(pool.cluster), "allocations": parts},
+        "state": asdict(pool.state),
+    }
+
+
+def read_pool(values: object, source: str) -> ServedPool:
+    """Inverse of :func:`pool_to_dict`.
+
+    Raises:
+        PlanError: If that is none.
+    """
+    read = reader(values, source)
+    state = read.nested("state")
+    return ServedPool(
+        boot_id=read.text("boot_id"),
+        lease_seconds=read.number("lease_seconds"),
+        cluster=_read_cluster(read.nested("cluster")),
+        state=PoolState(
+            partitions=tuple(map(read_partition, state.items("partitions"))),
+            leases=tuple(map(_read_lease, state.items("leases"))),
+        ),
+    )
+
+
+def _read_cluster(read: FieldReader) -> Cluster:
+    parts = read.nested("allocations")
+    return Cluster(
+        name=read.text("name"),
+        kind=read.text("kind"),
+        is_open=read.flag("is_open"),
+        memory_bytes=read.optional_count("memory_bytes"),
+        hosts=read.texts("hosts"),
+        allocations={name: _read_range(parts, name) for name in parts.names()},
+        ipus=tuple(map(_read_ipu, read.items("ipus"))),
+    )
+
+
+def _read_range(read: FieldReader, key: str) -> range:
+    ends = read.values[key] if isinstance(read.values, Mapping) else None
+    if not (
+        isinstance(ends, list) and len(ends) == len(("start", "stop")) and all(type(it) is int for it in ends)
+    ):
+        raise PlanError(f"{read.source}: {read.path}{key} must be two numbers")
+    return range(ends[0], ends[1])
+
+
+def _read_ipu(read: FieldReader) -> VirtualIpu:
+    return VirtualIpu(
+        index=read.count("index"),
+        name=read.text("name"),
+        domain=read.count("domain"),
+        device=read.text("device"),
+        occupants=tuple(Occupant(pid=it.count("pid"), user=it.text("user")) for it in read.items("occupants")),
+    )
+
+
+def read_partition(read: FieldReader) -> Partition:
+    """One partition; inverse of ``asdict``."""
+    return Partition(
+        name=read.text("name"),
+        ipus=read.texts("ipus"),
+        cluster=read.text("cluster"),
+        allocation=read.text("allocation"),
+        num_domains=read.count("num_domains"),
+        user=read.text("user"),
+        created_at_epoch_seconds=read.number("created_at_epoch_seconds"),
+        lease=read.optional_count("lease"),
+        is_temporary=read.flag("is_temporary"),
+    )
+
+
+def _read_lease(read: FieldReader) -> Lease:
+    return Lease(
+        id=read.count("id"),
+        holder=read.nested("holder").settings(Holder),
+        since_epoch_seconds=read.number("since_epoch_seconds"),
+        num_ipus=read.count("num_ipus"),
+        queue=read.text("queue"),
+        ipus=read.texts("ipus"),
+    )

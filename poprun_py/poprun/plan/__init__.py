@@ -1,0 +1,1 @@
+"""From a request and facts to a plan: the pure half of poprun."""

@@ -1,0 +1,246 @@
+"""What words written for Open MPI's launcher ask for, whatever starts the job.
+
+Pure. poprun gives programs their variables, shows their output and chooses their network itself, so `-x`,
+`--tag-output`, `--output-filename`, `--allow-run-as-root` and `--mca btl_tcp_if_include SUBNET` are its own to do;
+the rest is for the launcher, if it is Open MPI's.
+The words are those of https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.errors import PlanError
+from poprun.plan.topology import MpiKind
+
+Variables = tuple[tuple[str, str | None], ...]
+"""Names and values; None passes on the value that poprun finds."""
+
+_VARIABLE: Final = "x"
+_OWN: Final = {_VARIABLE: 1, "tag-output": 0, "output-filename": 1, "allow-run-as-root": 0}
+_OPEN_MPI_ONLY: Final = {
+    **dict.fromkeys(("mca", "gmca", "omca", "pmca", "prtemca", "pmixmca", "gpmixmca"), 2),
+    **dict.fromkeys(("output", "display", "rank-by", "xterm", "prefix", "runtime-options", "tune", "am"), 1),
+    **dict.fromkeys(
+        (
+            "oversubscribe",
+            "nooversubscribe",
+            "report-bindings",
+            "timestamp-output",
+            "merge-stderr-to-stdout",
+            "display-map",
+            "display-allocation",
+            "bind-to-core",
+            "bind-to-socket",
+            "bind-to-none",
+            "nolocal",
+        ),
+        0,
+    ),
+}
+"""Open MPI's own options that may stand in poprun's, by how many words follow each."""
+
+_INTERFACES: Final = ("btl_tcp_if_include", "oob_tcp_if_include")
+"""Parameters of Open MPI's that say which network, or interface, the hosts talk over."""
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?")
+
+_ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+"""A word that launchers would take for the program; people who leave out its -x mean a variable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiWords:
+    """What some words ask for.
+
+    Attributes:
+        variables: Those of the programs, in the order in which they were written.
+        is_tagged: Whether they ask for lines with tags.
+        log_dir: Where they want the output kept, or None.
+        subnet: The network for the traffic between hosts, such as ``10.1.0.0/16``, or None.
+        launcher_words: What is left for the launcher.
+        left_out: What only Open MPI's launcher could do, where the job has another or none.
+    """
+
+    variables: Variables
+    is_tagged: bool
+    log_dir: str | None
+    subnet: str | None
+    launcher_words: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
+    """What ``words``, the value of ``option``, ask for of a job that a launcher of ``kind`` starts, or none.
+
+    Raises:
+        PlanError: If a word lacks its value, or a variable has no name.
+    """
+    variables: list[tuple[str, str | None]] = []
+    is_tagged, log_dir, subnet = False, None, None
+    for_launcher: list[str] = []
+    left_out: list[str] = []
+    is_value = False
+    for name, written in _split(words, option):
+        is_assigned = not (name or is_value) and _ASSIGNMENT.match(written[0])
+        is_value = not is_assigned and name not in _OWN
+        if name == _VARIABLE or is_assigned:
+            variables.append(_variable(written[-1], option))
+        elif name == "tag-output":
+            is_tagged = True
+        elif name == "output-filename":
+            log_dir = written[-1]
+        elif name != "allow-run-as-root":
+            network = _subnet(written)
+            subnet = network or subnet
+            if network and kind is not MpiKind.OPEN_MPI:
+                continue
+            is_lost = kind is None or (kind is not MpiKind.OPEN_MPI and name in _OPEN_MPI_ONLY)
+            (left_out if is_lost else for_launcher).extend(written)
+    return MpiWords(
+        variables=tuple(variables),
+        is_tagged=is_tagged,
+        log_dir=log_dir,
+        subnet=subnet,
+        launcher_words=tuple(for_launcher),
+        left_out=tuple(left_out),
+    )
+
+
+def merged(variables: Variables, stronger: Variables) -> Variables:
+    """Both, each name once; what is ``stronger`` wins."""
+    return tuple(dict((*variables, *stronger)).items())
+
+
+def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
+    """See that every instance of ``pairs`` is there.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    for index, _ in pairs:
+        if not 0 <= index < num_instances:
+            raise PlanError(
+                f"--instance-mpi-local-args {index}: there is no such instance; "
+                f"--num-instances {num_instances} numbers them from 0 to {num_instances - 1}"
+            )
+
+
+def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]:
+    """Each option that Open MPI has, by its name without dashes, with the words that belong to it; others singly.
+
+    An option's value may stand behind ``=``; it is then given as a word of its own.
+    """
+    rest = list(reversed(words))
+    while rest:
+        word = rest.pop()
+        name, equals, value = word.lstrip("-").partition("=")
+        num_values = (_OWN | _OPEN_MPI_ONLY).get(name, 0) if word.startswith("-") else 0
+        if word.startswith("-") and equals and num_values == 1:
+            yield name, [word.partition("=")[0], value]
+            continue
+        if len(rest) < num_values:
+            raise PlanError(f"{option}: {word} lacks its value")
+        yield name if word.startswith("-") else "", [word, *(rest.pop() for _ in range(num_values))]
+
+
+def _subnet(written: Sequence[str]) -> str | None:
+    """The network that ``--mca btl_tcp_if_include 10.1.0.0/16`` and its like name; None for other words."""
+    if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
+        return None
+    from ipaddress import ip_network  # noqa: PLC0415 - hardly any job has such words
+
+    try:
+        return str(ip_network(written[2], strict=False)) if "/" in written[2] else None
+    except ValueError:
+        return None
+
+
+def _variable(text: str, option: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not _NAME.fullmatch(name):
+        raise PlanError(f"{option}: -x {text!r} names no variable: write -x NAME or -x NAME=value")
+    return name, value if equals else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWords:
+    """What all words for the launcher of a job ask for.
+
+    Attributes:
+        for_job: The words before the process count.
+        for_instances: Those after it.
+        for_one: Pairs of an instance and its own.
+    """
+
+    for_job: MpiWords
+    for_instances: MpiWords
+    for_one: tuple[tuple[int, MpiWords], ...]
+
+    @property
+    def variables(self) -> Variables:
+        """Those of all programs."""
+        return merged(self.for_job.variables, self.for_instances.variables)
+
+    @property
+    def instance_variables(self) -> tuple[tuple[int, Variables], ...]:
+        """Those of single instances."""
+        found: dict[int, Variables] = {}
+        for index, words in self.for_one:
+            found[index] = merged(found.get(index, ()), words.variables)
+        return tuple((index, variables) for index, variables in found.items() if variables)
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether lines are to have tags."""
+        return self.for_job.is_tagged or self.for_instances.is_tagged
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where the output is to be kept, or None."""
+        return self.for_instances.log_dir or self.for_job.log_dir
+
+    @property
+    def subnet(self) -> str | None:
+        """The network for the traffic between hosts, or None."""
+        return self.for_instances.subnet or self.for_job.subnet
+
+    @property
+    def has_launcher_words(self) -> bool:
+        """Whether any are left for the launcher."""
+        return bool(self.for_job.launcher_words or self.for_instances.launcher_words)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the launcher of this job cannot be told, word by word."""
+        own = (word for _, words in self.for_one for word in words.left_out)
+        return (*self.for_job.left_out, *self.for_instances.left_out, *own)
+
+
+def read_job_words(
+    for_job: Sequence[str],
+    for_instances: Sequence[str],
+    for_one: Sequence[tuple[int, Sequence[str]]],
+    kind: MpiKind | None,
+) -> JobWords:
+    """What the words of ``--mpi-global-args``, ``--mpi-local-args`` and ``--instance-mpi-local-args`` ask for.
+
+    Words for the launcher that are meant for one instance are left out: one launcher starts all of them.
+
+    Args:
+        for_job: The words before the process count.
+        for_instances: Those after it.
+        for_one: Pairs of an instance and its own.
+        kind: Whose launcher starts the job, or None.
+
+    Raises:
+        PlanError: If a word lacks its value, or a variable has no name.
+    """
+    return JobWords(
+        for_job=read_mpi_words(for_job, "--mpi-global-args", kind),
+        for_instances=read_mpi_words(for_instances, "--mpi-local-args", kind),
+        for_one=tuple(
+            (index, read_mpi_words(words, f"--instance-mpi-local-args {index}", None)) for index, words in for_one
+        ),
+    )

@@ -1,0 +1,232 @@
+"""From a machine's map of NUMA nodes, caches and cores to the cores of each instance. Pure.
+
+* ``spreadnuma`` shares a host's NUMA nodes out to its instances: whole nodes for each instance, or one node for
+  several. On a host with one node, and for one instance, there is nothing to bind.
+* ``core`` gives each instance an equal part of the host's cores, which no other instance has.
+* ``compact`` gives each instance as many cores as it has threads, side by side, and leaves the rest of the host
+  free.
+
+``core`` and ``compact`` deal out physical cores, so that two instances never share one while there are enough. A
+part stays within one last-level cache, else within one NUMA node, where all parts can. An instance whose GPUs are
+known to be near some nodes comes to those.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+
+from poprun.errors import PlanError
+from poprun.plan.binding import Binding, ProcessPlacement
+from poprun.plan.topology import Cpu
+
+_Part = tuple[Cpu, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMap:
+    """What there is on a host to bind to.
+
+    Attributes:
+        cpus: Its cores that the job may use.
+        memory_nodes: Its NUMA nodes whose memory the job may use.
+        max_cores: The most cores whose time the job may use, when that is less than there are ``cpus``.
+    """
+
+    cpus: tuple[Cpu, ...]
+    memory_nodes: tuple[int, ...]
+    max_cores: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What the instances of a host are.
+
+    Attributes:
+        num_instances: How many.
+        num_threads: Threads that one computes with.
+        near: For each instance the NUMA nodes of its GPUs, empty when they are not known; or nothing at all.
+    """
+
+    num_instances: int
+    num_threads: int
+    near: tuple[frozenset[int], ...] = ()
+
+    def nodes_near(self, instance: int) -> frozenset[int]:
+        """The NUMA nodes of one instance's GPUs; empty when they are not known."""
+        return self.near[instance] if self.near else frozenset()
+
+
+def flat_map(cores: Iterable[int]) -> tuple[Cpu, ...]:
+    """The map of a machine of which nothing is known: one node, one cache, and every core by itself."""
+    return tuple(Cpu(number=number, core=number, cache=0, node=0, socket=0) for number in cores)
+
+
+def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) -> tuple[Binding, ...]:
+    """What each instance of a host is bound to: each is in one binding, or there is none.
+
+    Raises:
+        PlanError: If ``core`` or ``compact`` is asked for and there are fewer cores than the instances need.
+    """
+    if placement is ProcessPlacement.DISABLED:
+        return ()
+    if placement is ProcessPlacement.SPREADNUMA:
+        parts = _whole_nodes(host, demand)
+    else:
+        parts = _own_cores(placement, host, demand)
+    return _bindings(parts, host.memory_nodes)
+
+
+def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Binding, ...]:
+    """One binding for all instances that have the same cores."""
+    instances: dict[_Part, list[int]] = {}
+    for instance, part in enumerate(parts):
+        instances.setdefault(part, []).append(instance)
+    return tuple(
+        Binding(
+            instances=tuple(members),
+            cores=tuple(sorted(cpu.number for cpu in part)),
+            memory_nodes=_memory_of(part, memory_nodes),
+        )
+        for part, members in instances.items()
+    )
+
+
+def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """The nodes of some cores; none when they have no memory of their own, or all there is."""
+    nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
+    return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
+
+
+def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
+    """The cores of each instance's nodes; nothing when that would be all of them."""
+    nodes = _groups(host.cpus, _node_of)
+    if len(nodes) == 1 or demand.num_instances == 1:
+        return ()
+    if demand.num_instances < len(nodes):
+        owned = _owned_nodes(nodes, demand)
+    else:
+        owned = [_shared_node(nodes, demand, instance) for instance in range(demand.num_instances)]
+    return [tuple(chain.from_iterable(nodes[index] for index in sorted(indices))) for indices in owned]
+
+
+def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
+    """The node of an instance, as an index, when there are at least as many instances as nodes."""
+    near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
+    return near or {instance * len(nodes) // demand.num_instances}
+
+
+def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
+    """The nodes of each instance, as indices, when there are more of them: near ones first, then evenly."""
+    count = demand.num_instances
+    owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
+    if not any(owned):
+        return [set(range(k * len(nodes) // count, (k + 1) * len(nodes) // count)) for k in range(count)]
+    left = set(range(len(nodes))).difference(*owned)
+    while left:
+        taker = min(owned, key=len)
+        sockets = {nodes[index][0].socket for index in taker}
+        taken = min(left, key=lambda index: (nodes[index][0].socket not in sockets, index))
+        taker.add(taken)
+        left.remove(taken)
+    return owned
+
+
+def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Sequence[_Part]:
+    """Cores that each instance has to itself."""
+    count, threads = demand.num_instances, demand.num_threads
+    units = _within(_groups(host.cpus, _place_of_core), host.max_cores)
+    least = -(-threads // min(map(len, units)))
+    if count * least > len(units):  # then two instances may have a hardware thread each of one physical core
+        single = [(cpu,) for cpu in sorted(host.cpus, key=_place_of_core)]
+        units, least = _within(single, host.max_cores), threads
+    if count * least > len(units):
+        raise _too_few_cores(placement, len(units), demand)
+    size = least if placement is ProcessPlacement.COMPACT else len(units) // count
+    return _nearest(_parts(units, size, demand), demand)
+
+
+def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
+    """The first units that hold ``max_cores`` cores together, but one at least."""
+    total, kept = 0, 0
+    for unit in units:
+        total += len(unit)
+        kept += total <= max_cores
+    return units[: max(1, kept)]
+
+
+def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]:
+    """Parts of ``size`` units, at least one for each instance.
+
+    They lie in the smallest cache that holds all of them, else in the smallest such node, unless GPUs call them to
+    several nodes; what is free of a host that others use, too, is seldom regular.
+    """
+    scopes = [units]
+    if not any(demand.near):
+        scopes = [*_by_size(units, _cache_of), *_by_size(units, _node_of), units]
+    found: Iterator[Sequence[_Part]] = (_cut(scope, size, demand.num_instances) for scope in scopes)
+    return next(parts for parts in found if len(parts) >= demand.num_instances)
+
+
+def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
+    """Parts of ``size`` units, none across caches if there are enough, else none across nodes, else any."""
+    parts: list[_Part] = []
+    for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
+        in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))
+        parts = [
+            tuple(chain.from_iterable(group[start : start + size]))
+            for group in in_order
+            for start in range(0, len(group) - size + 1, size)
+        ]
+        if len(parts) >= count:
+            break
+    return parts
+
+
+def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
+    """The units with the same ``key`` together, the smallest group first."""
+    return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
+
+
+def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
+    """For each instance the first part that is near its GPUs, else the first that nobody has."""
+    free = list(parts)
+    chosen: dict[int, _Part] = {}
+    for instance in range(demand.num_instances):
+        near = demand.nodes_near(instance)
+        part = next((part for part in free if near.issuperset(cpu.node for cpu in part)), None)
+        if part is not None:
+            chosen[instance] = part
+            free.remove(part)
+    return [chosen[k] if k in chosen else free.pop(0) for k in range(demand.num_instances)]
+
+
+def _node_of(cpu: Cpu) -> tuple[int, ...]:
+    return (cpu.socket, cpu.node)
+
+
+def _cache_of(cpu: Cpu) -> tuple[int, ...]:
+    return (cpu.socket, cpu.node, cpu.cache)
+
+
+def _place_of_core(cpu: Cpu) -> tuple[int, ...]:
+    return (cpu.socket, cpu.node, cpu.cache, cpu.core)
+
+
+def _groups(cpus: Iterable[Cpu], key: Callable[[Cpu], tuple[int, ...]]) -> Sequence[_Part]:
+    """The cores with the same ``key`` together, in its order."""
+    in_order = sorted(cpus, key=lambda cpu: (key(cpu), cpu.number))
+    return [tuple(group) for _, group in groupby(in_order, key=key)]
+
+
+def _too_few_cores(placement: ProcessPlacement, num_cores: int, demand: Demand) -> PlanError:
+    count, threads = demand.num_instances, demand.num_threads
+    fitting = num_cores // count
+    fewer = (
+        f"--threads-per-replica {fitting}, " if fitting else f"at most {num_cores // threads} instances a host, "
+    )
+    return PlanError(
+        f"--process-placement {placement} gives each instance cores of its own: {count} instances with "
+        f"{threads} thread{'s' if threads > 1 else ''} each need {count * threads} cores, and there "
+        f"{'is' if num_cores == 1 else 'are'} {num_cores}: nearest: {fewer}or --process-placement "
+        f"{ProcessPlacement.SPREADNUMA}, with which instances share cores"
+    )

@@ -1,0 +1,251 @@
+"""What poprun will do, as one frozen value: the plan.
+
+A plan states counts and ranges, not items, so a plan for a thousand hosts is as small as one for a laptop;
+:meth:`LaunchPlan.instance` works out one instance of it on demand. It is written as JSON and read back by
+`poprun.plan.plan_file`; a plan that was written and read starts the same processes.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from popdist.contract import Contract, Endpoint
+from popdist.layout import ReplicaLayout
+from poprun.plan.binding import Binding, ProcessPlacement
+from poprun.plan.mpi_options import Variables
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
+from poprun.plan.topology import MpiRuntime
+from poprun.plan.vipu_settings import VipuSettings
+
+
+class LauncherKind(StrEnum):
+    """How the instances of a plan are started."""
+
+    MPI = "mpi"
+    LOCAL = "local"
+    SRUN = "srun"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFacts:
+    """What programs are told and a plan does not know: it is decided when the job starts.
+
+    Attributes:
+        job_id: The same for all instances and all attempts of a job.
+        restart_count: How often the job has been started again.
+        master: Where torch's own store of the program will listen.
+        store: Where popdist's store listens.
+    """
+
+    job_id: str = ""
+    restart_count: int = 0
+    master: Endpoint | None = None
+    store: Endpoint | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstancePlan:
+    """One process of a plan.
+
+    Attributes:
+        index: Global index of the instance.
+        host: Name of the host it runs on.
+        host_index: That host among the hosts of the plan.
+        local_index: The instance among those of its host.
+        replicas: Global indices of its replicas.
+        slots: Its virtual IPUs, numbered from 0 on its host. Local replicas take turns on them.
+        devices: Names of its CUDA devices on that host; empty on the CPU.
+        cores: Cores that its virtual IPUs stand for; empty with CUDA devices.
+        binding: What its process is bound to, or None.
+    """
+
+    index: int
+    host: str
+    host_index: int
+    local_index: int
+    replicas: range
+    slots: range
+    devices: tuple[str, ...]
+    cores: tuple[int, ...]
+    binding: Binding | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything that is decided before the first process starts.
+
+    All hosts are alike: each runs ``num_instances / len(hosts)`` instances with the same slots.
+
+    Attributes:
+        program: argv of every instance; empty only in a dry run.
+        working_directory: Absolute path in which every instance starts.
+        hosts: Names, in order of host index. At least one.
+        num_instances: Processes in the job, a multiple of the number of hosts.
+        num_replicas: Model replicas in the job, a multiple of ``num_instances``.
+        ipus_per_replica: Virtual IPUs that one replica uses.
+        cores: Cores of each host, ascending.
+        devices: CUDA devices that the job uses on each host, in slot order; empty when it computes on the CPU.
+        placement: How the instances were placed on the cores.
+        bindings: What the instances of each host are bound to; each of them is in one, or there is none at all.
+        threads_per_replica: Value of ``OMP_NUM_THREADS``; None leaves the one that the user set.
+        is_deterministic: Whether torch is to use deterministic algorithms only.
+        launcher: How the processes are started.
+        mpi: The runtime that starts them, or None with the local launcher.
+        mpi_global_args: Extra words for the MPI launcher, before its process count; none with the local launcher.
+        mpi_local_args: Extra words for the MPI launcher, after its process count; none with the local launcher.
+        variables: Variables of all programs, names and values; None is the value that poprun finds.
+        instance_variables: Pairs of an instance and variables of its own, which win over those of all.
+        executable_cache_path: Directory for compiled programs, or None; a relative one starts at
+            ``working_directory``.
+        vipu: What is asked of the pool of virtual IPUs.
+        output: What is shown and kept of what the programs print.
+        ending: When the job ends other than by itself, and what is told of it.
+        remote: How the hosts are reached.
+    """
+
+    program: tuple[str, ...]
+    working_directory: str
+    hosts: tuple[str, ...]
+    num_instances: int
+    num_replicas: int
+    ipus_per_replica: int
+    cores: tuple[int, ...]
+    devices: tuple[str, ...]
+    placement: ProcessPlacement
+    bindings: tuple[Binding, ...]
+    threads_per_replica: int | None
+    is_deterministic: bool
+    launcher: LauncherKind
+    mpi: MpiRuntime | None
+    mpi_global_args: tuple[str, ...]
+    mpi_local_args: tuple[str, ...]
+    variables: Variables
+    instance_variables: tuple[tuple[int, Variables], ...]
+    executable_cache_path: str | None
+    vipu: VipuSettings
+    output: OutputSettings
+    ending: EndingSettings
+    remote: RemoteSettings
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas each instance owns."""
+        return ReplicaLayout(num_instances=self.num_instances, num_replicas=self.num_replicas)
+
+    @property
+    def num_instances_per_host(self) -> int:
+        """Processes on each host."""
+        return self.num_instances // len(self.hosts)
+
+    @property
+    def num_slots_per_host(self) -> int:
+        """Virtual IPUs that the job uses on each host: an instance's replicas take turns on its own."""
+        return self.num_instances_per_host * self.ipus_per_replica
+
+    @property
+    def num_ilds(self) -> int:
+        """IPU-Link domains that the job spans; each has equally many instances, neighbours of each other."""
+        return self.vipu.num_ilds or 1
+
+    def ild_of(self, instance: int) -> int:
+        """The IPU-Link domain of an instance, among those of the job."""
+        return instance * self.num_ilds // self.num_instances
+
+    @property
+    def asks_server(self) -> bool:
+        """Whether the job takes its virtual IPUs from a server."""
+        return self.vipu.server_host is not None and not self.vipu.is_offline
+
+    @property
+    def takes_lease(self) -> bool:
+        """Whether the job asks the pools of its hosts: for GPUs, and where virtual IPUs are counted or named."""
+        vipu = self.vipu
+        is_named = vipu.partition or vipu.pool or vipu.pod or vipu.ipus_per_host is not None
+        return bool(self.devices or is_named) and not (vipu.is_offline or self.asks_server)
+
+    @property
+    def owns_cores(self) -> bool:
+        """Whether the instances have cores that no other job shall have."""
+        return bool(self.bindings) and self.placement in (ProcessPlacement.CORE, ProcessPlacement.COMPACT)
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether lines of output carry their instance."""
+        if self.output.is_tagged is not None:
+            return self.output.is_tagged
+        return self.num_instances > 1 or self.output.tag_format is not None
+
+    @property
+    def cache_directory(self) -> str | None:
+        """Absolute path of the directory for compiled programs, or None."""
+        path = self.executable_cache_path
+        return None if path is None else os.path.join(self.working_directory, path)
+
+    def passed_names(self, index: int | None = None) -> frozenset[str]:
+        """The variables whose values instance ``index`` is to have from poprun, or without it all instances."""
+        own = [variables for instance, variables in self.instance_variables if instance == index]
+        return frozenset(name for some in (self.variables, *own) for name, value in some if value is None)
+
+    def variables_of(self, index: int) -> dict[str, str]:
+        """The variables that the user gave instance ``index`` a value for."""
+        own = [variables for instance, variables in self.instance_variables if instance == index]
+        pairs = [pair for variables in (self.variables, *own) for pair in variables]
+        return {name: value for name, value in pairs if value is not None}
+
+    def instance(self, index: int) -> InstancePlan:
+        """Where instance ``index`` runs and what it owns.
+
+        Raises:
+            ValueError: If there is no such instance.
+        """
+        replicas = self.layout.replicas_of(index)
+        host_index, local_index = divmod(index, self.num_instances_per_host)
+        first_slot = local_index * self.ipus_per_replica
+        slots = range(first_slot, first_slot + self.ipus_per_replica)
+        binding = next((binding for binding in self.bindings if binding.holds(local_index)), None)
+        cores = self.cores_of(slots) if binding is None else binding.share_of(local_index)
+        return InstancePlan(
+            index=index,
+            host=self.hosts[host_index],
+            host_index=host_index,
+            local_index=local_index,
+            replicas=replicas,
+            slots=slots,
+            devices=self.devices[slots.start : slots.stop],
+            cores=() if self.devices else cores,
+            binding=binding,
+        )
+
+    def instances(self) -> Iterator[InstancePlan]:
+        """Every instance, in order."""
+        return map(self.instance, range(self.num_instances))
+
+    def cores_of(self, slots: range) -> tuple[int, ...]:
+        """The share of a host's cores that neighbouring CPU slots stand for; slots past the cores share one."""
+        num_slots, num_cores = self.num_slots_per_host, len(self.cores)
+        first = slots.start * num_cores // num_slots
+        last = max(first + 1, slots.stop * num_cores // num_slots)
+        return self.cores[first:last]
+
+    def contract(self, index: int, start: StartFacts | None = None) -> Contract:
+        """What instance ``index`` is told about the job, with what is known of its start."""
+        start = start or StartFacts()
+        instance = self.instance(index)
+        return Contract(
+            num_instances=self.num_instances,
+            instance_index=index,
+            num_local_instances=self.num_instances_per_host,
+            local_instance_index=instance.local_index,
+            host_index=instance.host_index,
+            num_replicas=self.num_replicas,
+            ipus_per_replica=self.ipus_per_replica,
+            devices=tuple(instance.slots) if self.devices else (),
+            job_id=start.job_id,
+            restart_count=start.restart_count,
+            master=start.master,
+            store=start.store,
+            executable_cache_path=self.cache_directory,
+            num_threads=self.threads_per_replica,
+            is_deterministic=self.is_deterministic,
+        )

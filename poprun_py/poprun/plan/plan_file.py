@@ -1,0 +1,170 @@
+"""A plan as a file: written as JSON or YAML, read back to the same plan.
+
+Pure: values in, values and text out. The file states what the plan states, with hosts and cores as ranges, and
+nothing that follows from it. Reading is strict, because a plan that is misread starts the wrong processes.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, fields
+from typing import Final
+
+from poprun.errors import PlanError
+from poprun.plan.binding import Binding, ProcessPlacement
+from poprun.plan.checks import check_plan
+from poprun.plan.mpi_options import Variables
+from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
+from poprun.plan.topology import MpiKind, MpiRuntime
+from poprun.plan.vipu_settings import VipuSettings
+from poprun.text.fields import FieldReader
+from poprun.text.host_names import fold_hosts, parse_hosts
+from poprun.text.ranges import fold_numbers, parse_numbers
+
+VERSION: Final = 1
+
+_KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
+_MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
+_BINDING_KEYS: Final = tuple(field.name for field in fields(Binding))
+
+
+def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
+    """``plan`` as values that JSON and YAML know. Inverse of :func:`plan_from_dict`."""
+    mpi = plan.mpi
+    return {
+        "version": VERSION,
+        "program": list(plan.program),
+        "working_directory": plan.working_directory,
+        "hosts": fold_hosts(plan.hosts),
+        "num_instances": plan.num_instances,
+        "num_replicas": plan.num_replicas,
+        "ipus_per_replica": plan.ipus_per_replica,
+        "cores": fold_numbers(plan.cores),
+        "devices": list(plan.devices),
+        "placement": plan.placement.value,
+        "bindings": [_binding_to_dict(binding) for binding in plan.bindings],
+        "threads_per_replica": plan.threads_per_replica,
+        "is_deterministic": plan.is_deterministic,
+        "launcher": plan.launcher.value,
+        "mpi": mpi and {**asdict(mpi), "kind": mpi.kind.value},
+        "mpi_global_args": list(plan.mpi_global_args),
+        "mpi_local_args": list(plan.mpi_local_args),
+        "variables": dict(plan.variables),
+        "instance_variables": {str(index): dict(variables) for index, variables in plan.instance_variables},
+        "executable_cache_path": plan.executable_cache_path,
+        "vipu": asdict(plan.vipu),
+        "output": {**asdict(plan.output), "shown_instances": _fold(plan.output.shown_instances)},
+        "ending": asdict(plan.ending),
+        "remote": asdict(plan.remote),
+    }
+
+
+def plan_from_dict(values: object, source: str) -> LaunchPlan:
+    """The plan that ``values`` states.
+
+    Args:
+        values: What a JSON or YAML reader made of the file.
+        source: Name of the file, for messages.
+
+    Raises:
+        PlanError: If a key is missing, unknown or of the wrong type, the version is another one, or the values
+            contradict each other; the message names the file, the key, and what was found.
+    """
+    read = FieldReader(source=source, values=values)
+    if read.count("version") != VERSION:
+        raise PlanError(f"{source}: version {read.count('version')}: this poprun reads version {VERSION}")
+    read.expect_keys(_KEYS)
+    plan = LaunchPlan(
+        program=read.texts("program"),
+        working_directory=read.text("working_directory"),
+        hosts=read.converted("hosts", parse_hosts),
+        num_instances=read.count("num_instances"),
+        num_replicas=read.count("num_replicas"),
+        ipus_per_replica=read.count("ipus_per_replica"),
+        cores=read.converted("cores", parse_numbers),
+        devices=read.texts("devices"),
+        placement=read.choice("placement", ProcessPlacement),
+        bindings=tuple(map(_read_binding, read.items("bindings"))),
+        threads_per_replica=read.optional_count("threads_per_replica"),
+        is_deterministic=read.flag("is_deterministic"),
+        launcher=read.choice("launcher", LauncherKind),
+        mpi=_read_mpi(read),
+        mpi_global_args=read.texts("mpi_global_args"),
+        mpi_local_args=read.texts("mpi_local_args"),
+        variables=read.optional_texts("variables"),
+        instance_variables=_read_instance_variables(read.nested("instance_variables")),
+        executable_cache_path=read.optional_text("executable_cache_path"),
+        vipu=read.nested("vipu").settings(VipuSettings),
+        output=read.nested("output").settings(OutputSettings),
+        ending=read.nested("ending").settings(EndingSettings),
+        remote=read.nested("remote").settings(RemoteSettings),
+    )
+    check_plan(plan, source)
+    return plan
+
+
+def read_plan(text: str, source: str) -> LaunchPlan:
+    """The plan in ``text``, JSON or YAML, of the file ``source``.
+
+    Raises:
+        PlanError: If it is neither, or states no plan; the message names the file.
+    """
+    try:
+        values = _read_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(
+            f"{source}: {error}: a plan is made with poprun --dry-run --topology-format json > plan.json"
+        ) from None
+    return plan_from_dict(values, source)
+
+
+def _read_json(text: str) -> object:
+    return json.loads(text, object_pairs_hook=_unique_keys)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice} comes twice")
+    return values
+
+
+def _read_yaml(text: str) -> object:
+    import yaml  # noqa: PLC0415 - most plans are JSON, and most jobs have no plan file
+
+    try:
+        values: object = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"neither JSON nor YAML ({' '.join(str(error).split())})") from None
+    return values
+
+
+def _read_mpi(read: FieldReader) -> MpiRuntime | None:
+    if read.is_null("mpi"):
+        return None
+    mpi = read.nested("mpi")
+    mpi.expect_keys(_MPI_KEYS)
+    return MpiRuntime(
+        kind=mpi.choice("kind", MpiKind),
+        path=mpi.text("path"),
+        version=mpi.text("version"),
+        forker=mpi.optional_text("forker"),
+    )
+
+
+def _binding_to_dict(binding: Binding) -> dict[str, str]:
+    return {key: fold_numbers(getattr(binding, key)) for key in _BINDING_KEYS}
+
+
+def _read_binding(read: FieldReader) -> Binding:
+    read.expect_keys(_BINDING_KEYS)
+    return Binding(**{key: read.converted(key, parse_numbers) for key in _BINDING_KEYS})
+
+
+def _read_instance_variables(read: FieldReader) -> tuple[tuple[int, Variables], ...]:
+    return tuple((read.index(key), read.optional_texts(key)) for key in read.names())
+
+
+def _fold(numbers: tuple[int, ...] | None) -> str | None:
+    return None if numbers is None else fold_numbers(numbers)

@@ -1,0 +1,235 @@
+"""What was asked and what the machine has → what poprun will do.
+
+Pure: :func:`make_plan` takes the facts as an argument and reads no clock, environment or disk. Every host of a job
+is taken to be like the machine that poprun runs on.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Final
+
+from popdist.contract import NUM_THREADS
+from poprun.errors import MpiNotFoundError, PlanError
+from poprun.plan.binding import ProcessPlacement
+from poprun.plan.counts import check_count, check_counts, legal_instances
+from poprun.plan.domains import num_ilds
+from poprun.plan.inventory import Cluster
+from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, merged, read_job_words
+from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
+from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.request import LauncherChoice, LaunchRequest
+from poprun.plan.settings import OutputSettings, check_ending, check_output, check_path, check_remote
+from poprun.plan.topology import MachineFacts, MpiRuntime
+from poprun.plan.vipu_settings import VipuSettings, check_vipu
+from poprun.text.host_names import check_hosts
+
+DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+"""Where Python was when a signal ended it, and what torch's own process groups disagree on."""
+
+THIS_MACHINE: Final = "localhost"
+
+_DEFAULT_PLACEMENT: Final = LaunchRequest().placement
+_BIND_TO: Final = "bind-to"
+_UNBOUND: Final = "none"
+
+
+def make_plan(request: LaunchRequest, facts: MachineFacts, pod: Cluster | None = None) -> LaunchPlan:
+    """Decide everything that can be decided before a process starts.
+
+    Args:
+        request: What the user asked for.
+        facts: What is known about the machine; each host is taken to be like it.
+        pod: The pod that is planned for in place of this machine, or None.
+
+    Raises:
+        PlanError: If the counts do not fit together or a value is out of its range; the message names the nearest
+            legal choices.
+        MpiNotFoundError: If MPI was asked for and there is none.
+    """
+    hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
+    _check_hosts(hosts, facts)
+    check_count("--ipus-per-replica", request.ipus_per_replica)
+    num_instances = _num_instances(request, facts, len(hosts))
+    check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
+    num_replicas = request.num_replicas or num_instances
+    _check_settings(request, num_instances)
+    mpi = _choose_mpi(request, facts)
+    is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
+    words = job_words(request, mpi)
+    variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
+    check_instance_variables(words.instance_variables, num_instances)
+    num_slots = num_instances // len(hosts) * request.ipus_per_replica
+    devices = _choose_devices(request, facts, num_slots)
+    num_cores = len(facts.cores) if devices else _num_cores(request, facts, num_slots)
+    threads = _choose_threads(request, facts, variables, num_cores * len(hosts) // num_replicas)
+    plan = LaunchPlan(
+        program=request.program,
+        working_directory=request.working_directory,
+        hosts=hosts,
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        ipus_per_replica=request.ipus_per_replica,
+        cores=facts.cores,
+        devices=devices,
+        placement=_choose_placement(request),
+        bindings=(),
+        threads_per_replica=threads,
+        is_deterministic=request.is_deterministic,
+        launcher=_launcher_kind(request, mpi),
+        mpi=mpi if is_here and not words.has_launcher_words else _without_forker(mpi),
+        mpi_global_args=words.for_job.launcher_words,
+        mpi_local_args=words.for_instances.launcher_words,
+        variables=variables,
+        instance_variables=words.instance_variables,
+        executable_cache_path=request.executable_cache_path,
+        vipu=_fill_domains(request, pod, num_instances),
+        output=_output(request.output, words),
+        ending=request.ending,
+        remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
+    )
+    return place(plan, facts)
+
+
+def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
+    """``plan`` with its instances bound to cores as it says, each near its own of the host's GPUs.
+
+    Raises:
+        PlanError: If the instances shall have cores of their own, and there are too few.
+    """
+    user = facts.user_num_threads or ""
+    num_local, num_cores = plan.num_instances_per_host, len(plan.cores)
+    node_of = {gpu.name: gpu.node for gpu in facts.gpus}
+    host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
+    demand = Demand(
+        num_instances=num_local,
+        num_threads=plan.threads_per_replica
+        or (int(user) if user.isdecimal() else 0)
+        or max(1, num_cores // num_local),
+        near=tuple(
+            frozenset(node for name in instance.devices if (node := node_of.get(name)) is not None)
+            for instance in map(plan.instance, range(num_local if plan.devices else 0))
+        ),
+    )
+    return replace(plan, bindings=place_instances(plan.placement, host, demand))
+
+
+def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
+    """What the words of ``request`` for the MPI launcher ask for in a job that ``mpi`` starts, or no MPI.
+
+    Raises:
+        PlanError: If one lacks its value, or a variable has no name.
+    """
+    return read_job_words(
+        request.mpi_global_args, request.mpi_local_args, request.instance_mpi_local_args, mpi.kind if mpi else None
+    )
+
+
+def _output(asked: OutputSettings, words: JobWords) -> OutputSettings:
+    """The settings that were asked for; the words for the launcher fill in what options leave open."""
+    is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
+    return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
+
+
+def _check_settings(request: LaunchRequest, num_instances: int) -> None:
+    if request.threads_per_replica is not None:
+        check_count("--threads-per-replica", request.threads_per_replica)
+    check_output(request.output, num_instances)
+    check_ending(request.ending)
+    check_vipu(request.vipu, num_instances)
+    check_path("--executable-cache-path", request.executable_cache_path)
+    check_remote(request.remote)
+
+
+def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
+    check_hosts(hosts)
+    here = [host for host in hosts if host in facts.host_aliases]
+    if len(here) > 1:
+        raise PlanError(f"--host names this machine twice, as {here[0]} and {here[1]}: name it once")
+
+
+def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int) -> int:
+    """The number asked for; ``auto`` is one for each replica's worth of free GPUs, else one a host.
+
+    With a given number of replicas, ``auto`` is the largest legal number of instances that is not above that.
+    """
+    if request.num_instances is not None:
+        return request.num_instances
+    num_free = sum(gpu.is_free for gpu in facts.gpus)
+    wanted = max(1, num_free // request.ipus_per_replica) * num_hosts
+    if request.num_replicas is None or request.num_replicas < 1:
+        return wanted
+    return max((n for n in legal_instances(request.num_replicas, num_hosts) if n <= wanted), default=wanted)
+
+
+def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | None:
+    choice = request.launcher
+    if choice in (LauncherChoice.LOCAL, LauncherChoice.SRUN):
+        return None
+    if choice is LauncherChoice.MPI and facts.mpi is None:
+        unknown = (
+            f" (found {', '.join(facts.unknown_mpi)}, of a kind it does not know)" if facts.unknown_mpi else ""
+        )
+        raise MpiNotFoundError(
+            f"--launcher mpi: there is no MPICH and no Open MPI on PATH or beside poprun's own Python{unknown}; "
+            "install one with pip install 'poprun[mpich]', put your cluster's on PATH (module load), or start "
+            "without MPI: --launcher local"
+        )
+    return facts.mpi
+
+
+def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
+    """Without MPI it is Slurm inside of an allocation, and where it was asked for."""
+    if mpi is not None:
+        return LauncherKind.MPI
+    is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
+    return LauncherKind.SRUN if is_slurm and request.launcher is not LauncherChoice.LOCAL else LauncherKind.LOCAL
+
+
+def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
+    """MPICH with Hydra: its forker knows one host only, and none of the words that may be Hydra's own."""
+    return mpi and replace(mpi, forker=None)
+
+
+def _fill_domains(request: LaunchRequest, pod: Cluster | None, num_instances: int) -> VipuSettings:
+    """What is asked of the pool, with the number of IPU-Link domains that it comes to."""
+    asked, per_replica = request.vipu.num_ilds, request.ipus_per_replica
+    number = num_ilds(asked, pod, num_instances=num_instances, ipus_per_replica=per_replica)
+    return replace(request.vipu, num_ilds=number)
+
+
+def _choose_devices(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
+    """The GPUs for a host's virtual IPUs: free ones first, in slot order; none when they do not suffice."""
+    counted = request.vipu.ipus_per_host
+    if counted is not None and num_slots > counted:
+        raise PlanError(
+            f"--ipus-per-host {counted} is too few: the instances of a host use {num_slots} virtual IPUs; "
+            f"give --ipus-per-host {num_slots} or more, or fewer instances"
+        )
+    gpus = facts.gpus[:counted]
+    if num_slots > len(gpus) or request.vipu.is_offline:
+        return ()
+    by_need = sorted(range(len(gpus)), key=lambda slot: (not gpus[slot].is_free, slot))
+    return tuple(gpus[slot].name for slot in sorted(by_need[:num_slots]))
+
+
+def _num_cores(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> int:
+    """Cores of a host that the job computes on: its virtual IPUs' share where they are counted."""
+    counted = request.vipu.ipus_per_host
+    return len(facts.cores) if counted is None else max(1, len(facts.cores) * num_slots // counted)
+
+
+def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:
+    """Threads of a replica's arithmetic; None leaves ``OMP_NUM_THREADS`` as the user set it."""
+    if request.threads_per_replica is not None:
+        return request.threads_per_replica
+    asked = dict(variables).get(NUM_THREADS)
+    if asked is not None:
+        return int(asked) if asked.isdecimal() and int(asked) else None
+    return None if facts.user_num_threads else max(1, share)
+
+
+def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
+    """The one asked for; words of the user's that have the MPI launcher bind come before the default."""
+    words = (*request.mpi_global_args, *request.mpi_local_args)
+    binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
+    return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

@@ -1,0 +1,133 @@
+"""The variables that poprun adds to each program's environment.
+
+Pure: what the user has set is an argument. The contract's own names live in `popdist.contract`.
+"""
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from popdist import contract
+from popdist.contract import JOB_ID, NUM_REPLICAS
+from poprun.plan.plan import LaunchPlan, StartFacts
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_ORDER = "CUDA_DEVICE_ORDER"
+UNBUFFERED = "PYTHONUNBUFFERED"
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+PYTHON_PATH = "PYTHONPATH"
+
+STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startup")
+"""Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
+ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
+
+PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")
+PASSED_PREFIXES: Final = (
+    *("LC_", "PYTHON", "POPDIST_", "POPTORCH_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_"),
+    *("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "OMPI_MCA_", "MPIR_CVAR_", "UCX_", "FI_"),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "XLA_", "JAX_", "TF_"),
+)
+"""The variables that go to other hosts, by name and by beginning."""
+
+HYDRA_SSH_OPTIONS: Final = "HYDRA_LAUNCHER_EXTRA_ARGS"
+"""What Hydra's ssh is called with; poprun's own words take the place of the user's."""
+
+_LAUNCHER_NAMES: Final = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "SSH_AUTH_SOCK", "KRB5CCNAME")
+_LAUNCHER_PREFIXES: Final = ("HYDRA_", "MPIEXEC_", "OMPI_", "OPAL_", "PRTE_", "PMIX_", "SLURM")
+_SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
+_INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+CACHES: Final = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "PYTORCH_KERNEL_CACHE_PATH": "kernels",
+    "CUDA_CACHE_PATH": "cuda",
+    "POPTORCH_CACHE_DIR": "",
+}
+"""Variables that say where compiled programs are kept, and the folder of each in the directory for all of them."""
+
+
+def wished_job_id(user: Mapping[str, str]) -> str:
+    """The job's name that the user has set, so that a job that is started again can have the same one; or "".
+
+    A program that runs under poprun and starts another job passes its own name on without wishing it.
+    """
+    return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
+
+
+def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """The variables of the user's that go to other hosts: settings of the libraries that train, and search paths.
+
+    What is particular to a machine or to a login (``HOME``, ``TMPDIR``, ``DISPLAY``, …) stays, and so does what
+    looks like a secret, because the way there is sealed and not encrypted. What is ``named`` goes in any case;
+    a name that ends with ``*`` stands for all that begin so.
+    """
+    beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
+    return {
+        name: value
+        for name, value in user.items()
+        if name in named
+        or (beginnings and name.startswith(beginnings))
+        or (
+            (name in PASSED_NAMES or name.startswith(PASSED_PREFIXES)) and not any(map(name.__contains__, _SECRET))
+        )
+    }
+
+
+def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the MPI launcher of a job of several hosts gets, and with it the programs on this one.
+
+    Hydra sends all that it has to every host, unsealed, and each there picks what is for the shims. So it gets
+    only what may go to other hosts, and what it needs itself.
+    """
+    own = {
+        name: value
+        for name, value in user.items()
+        if (name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES)) and name != HYDRA_SSH_OPTIONS
+    }
+    return {**passed_environment(user), **own}
+
+
+def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
+    """What tells torch's and NVIDIA's libraries which interface to use between hosts, unless the user has."""
+    return {name: interface for name in _INTERFACE_NAMES if name not in user}
+
+
+def program_environment(
+    plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
+) -> dict[str, str]:
+    """What is added to the user's environment for instance ``index`` of ``plan``, the plan's variables among it.
+
+    Args:
+        plan: The job.
+        index: Global index of the instance.
+        user: The environment that poprun was called in; with the plan's variables it decides what is left alone.
+        start: What is known of the job's start, if it has come to that.
+    """
+    asked = plan.variables_of(index)
+    user = {**user, **asked}
+    env = {**asked, **plan.contract(index, start).to_env()}
+    if plan.devices:
+        env[VISIBLE_DEVICES] = ",".join(plan.devices)
+        if VISIBLE_DEVICES not in user:  # then poprun counted the devices as nvidia-smi does, and CUDA shall, too
+            env[DEVICE_ORDER] = "PCI_BUS_ID"
+    elif plan.vipu.is_offline:
+        env[VISIBLE_DEVICES] = ""
+    if (
+        not plan.devices and ACCELERATE_ON_CPU not in user
+    ):  # else accelerate connects GPUs only, and every instance trains alone
+        env[ACCELERATE_ON_CPU] = "true"
+    if plan.is_deterministic and CUBLAS_WORKSPACE not in user:
+        env[CUBLAS_WORKSPACE] = ":4096:8"  # cuBLAS gives the same bits again with workspaces of a fixed size only
+    if plan.cache_directory is not None:
+        env |= {
+            name: os.path.join(plan.cache_directory, folder).rstrip("/")
+            for name, folder in CACHES.items()
+            if name not in user
+        }
+    env[PYTHON_PATH] = os.pathsep.join(filter(None, (STARTUP_FOLDER, user.get(PYTHON_PATH))))
+    if UNBUFFERED not in user:
+        env[UNBUFFERED] = "1"
+    return env

@@ -1,0 +1,1 @@
+"""Values as text, and text as values: numbers, host names, fields of files, and what poprun writes itself."""
