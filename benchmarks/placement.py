@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from poprun.probe.cpu_map import read_cpus
+from poprun.probe.cpus import read_cpus
 
 PROGRAM = """\
 import os, sys, time

@@ -5,13 +5,11 @@ from typing import Any, Final
 
 from hypothesis import strategies as st
 
-from poprun.plan.binding import ProcessPlacement
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant, ProcessPlacement
 
 MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")
 

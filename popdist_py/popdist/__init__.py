@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from popdist import checkpoint
-    from popdist.collectives import all_gather, all_reduce, barrier, broadcast
+    from popdist.collectives import (
+        all_gather,
+        all_reduce,
+        barrier,
+        broadcast,
+        broadcast_object,
+        gather,
+        weighted_mean,
+    )
     from popdist.compat import (
         checkNumIpusPerReplica,
         finalizeBackend,
@@ -27,7 +35,21 @@ if TYPE_CHECKING:
         isPopdistEnvSet,
         synchronize,
     )
-    from popdist.context import finalize, init, is_initialized
+    from popdist.context import (
+        device,
+        devices,
+        finalize,
+        init,
+        instance_index,
+        ipus_per_replica,
+        is_initialized,
+        job_id,
+        local_instance_index,
+        local_replicas,
+        num_instances,
+        num_local_replicas,
+        num_replicas,
+    )
     from popdist.data.data_loader import data_loader
     from popdist.data.sampler import ReplicaSampler
     from popdist.data.streams import shard_iterable
@@ -48,37 +70,26 @@ if TYPE_CHECKING:
         WorldError,
     )
     from popdist.instances import execute_on_instances, first_on_host, is_main
-    from popdist.metrics import gather, weighted_mean
-    from popdist.objects import broadcast_object
     from popdist.preemption import check_preemption, on_preemption
-    from popdist.progress_report import report
-    from popdist.queries import (
-        device,
-        devices,
-        instance_index,
-        ipus_per_replica,
-        job_id,
-        local_instance_index,
-        local_replicas,
-        num_instances,
-        num_local_replicas,
-        num_replicas,
-    )
+    from popdist.progress import report
     from popdist.sharded.sharded_optimizer import ShardedOptimizer
-    from popdist.training.all_reduce_gradients import all_reduce_gradients
+    from popdist.training.outside_backward import all_reduce_gradients
     from popdist.training.replicated_model import ReplicatedModel
     from popdist.weights import broadcast_weights, checksum
 
     __version__: str
 
 _NAMES = {
-    "collectives": "all_gather all_reduce barrier broadcast",
+    "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather weighted_mean",
     "compat": (
         "checkNumIpusPerReplica finalizeBackend getDeviceId getInstanceIndex getLocalInstanceIndex "
         "getNumInstances getNumIpusPerReplica getNumLocalReplicas getNumTotalReplicas getReplicaIndexOffset "
         "initializeBackend isBackendInitialized isPopdistEnvSet synchronize"
     ),
-    "context": "finalize init is_initialized",
+    "context": (
+        "device devices finalize init instance_index ipus_per_replica is_initialized job_id local_instance_index "
+        "local_replicas num_instances num_local_replicas num_replicas"
+    ),
     "data.data_loader": "data_loader",
     "data.sampler": "ReplicaSampler",
     "data.streams": "shard_iterable",
@@ -87,15 +98,9 @@ _NAMES = {
         "MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError"
     ),
     "instances": "execute_on_instances first_on_host is_main",
-    "metrics": "gather weighted_mean",
-    "objects": "broadcast_object",
     "preemption": "check_preemption on_preemption",
-    "progress_report": "report",
-    "queries": (
-        "device devices instance_index ipus_per_replica job_id local_instance_index local_replicas num_instances "
-        "num_local_replicas num_replicas"
-    ),
-    "training.all_reduce_gradients": "all_reduce_gradients",
+    "progress": "report",
+    "training.outside_backward": "all_reduce_gradients",
     "training.replicated_model": "ReplicatedModel",
     "sharded.sharded_optimizer": "ShardedOptimizer",
     "weights": "broadcast_weights checksum",
@@ -104,7 +109,7 @@ _MODULES = frozenset({"checkpoint"})
 _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 """As `popdist.contract` has it: every program that imports torch comes by here, and loads no more than it must."""
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
-    import_module("popdist.progress_report").begin()
+    import_module("popdist.progress").begin()
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [

@@ -4,18 +4,21 @@ New programs use the snake_case names, which say what they count.
 """
 # ruff: noqa: N802, N803, N816 - the names are PopDist's
 
-from popdist.context import environment, finalize, init, is_initialized
-from popdist.environments import Launcher
-from popdist.queries import (
+from popdist.context import (
     device,
+    environment,
+    finalize,
+    init,
     instance_index,
     ipus_per_replica,
+    is_initialized,
     local_instance_index,
     local_replicas,
     num_instances,
     num_local_replicas,
     num_replicas,
 )
+from popdist.environments import Launcher
 
 getInstanceIndex = instance_index
 getNumInstances = num_instances

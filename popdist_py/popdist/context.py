@@ -13,15 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from popdist.arguments import as_float
 from popdist.contract import VERSION, Contract
 from popdist.environments import Environment, Launcher, detect
-from popdist.errors import BackendError, NotInitializedError
+from popdist.errors import BackendError, NotInitializedError, as_float
 from popdist.groups import Group, Notice
 from popdist.process_group.registration import register
-from popdist.progress_report import presence
+from popdist.progress import presence
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
     from torch.distributed.distributed_c10d import Store
 
     from popdist.comm.backend import Backend
@@ -181,10 +183,9 @@ def _prepare_arithmetic(contract: Contract) -> str:
     """Compute as the launcher told; how, in words. Imports torch only for the job that needs it."""
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
-    from popdist.comm import arithmetic  # noqa: PLC0415 - torch comes with init()
 
-    arithmetic.prepare(contract)
-    return arithmetic.describe()
+    prepare_arithmetic(contract)
+    return describe_arithmetic()
 
 
 def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> "Backend":
@@ -245,3 +246,132 @@ def _leave_at_exit() -> None:
 def is_initialized() -> bool:
     """Whether ``init()`` has been called and ``finalize()`` has not."""
     return _state.job is not None
+
+
+def instance_index() -> int:
+    """This instance (process) among those of the job: 0 to ``num_instances() - 1``; 0 outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.instance_index
+
+
+def num_instances() -> int:
+    """Instances (processes) in the job; 1 outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.num_instances
+
+
+def num_replicas() -> int:
+    """Replicas of the model in the whole job, a multiple of ``num_instances()``; 1 outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.num_replicas
+
+
+def num_local_replicas() -> int:
+    """Replicas that this instance owns, the same number on every instance; 1 outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.layout.num_local_replicas
+
+
+def local_replicas() -> range:
+    """Job-wide numbers of the replicas that this instance owns, ascending; ``range(0, 1)`` outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    contract = environment().contract
+    return contract.layout.replicas_of(contract.instance_index)
+
+
+def ipus_per_replica() -> int:
+    """Virtual IPUs (a share of the CPU's cores, or one CUDA device each) that a replica uses; 1 outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.ipus_per_replica
+
+
+def local_instance_index() -> int:
+    """This instance among those of the job on its host, from 0; 0 outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.local_instance_index
+
+
+def job_id() -> str:
+    """A name of the job, the same on all its instances: for folders of runs, logs and trackers.
+
+    Under poprun it is ``POPDIST_JOB_ID``: what the caller has set it to, so that a job that is started again can
+    have the same one, else a new random one. Empty under other launchers and outside a job.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return environment().contract.job_id
+
+
+def device() -> "torch.device":
+    """The device that this instance computes on: the first of ``devices()``.
+
+    Under poprun it is the first of the CUDA devices that the instance was given, or the CPU when it was given
+    none. Under another launcher, and outside a job, it is ``cuda:<local instance index>``, or the first of those
+    that it needs in that order, when torch sees that device, else the CPU. Imports torch and starts no CUDA
+    context.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    return devices()[0]
+
+
+def devices() -> "tuple[torch.device, ...]":
+    """All devices of this instance, whose replicas take turns on them: one for each of ``ipus_per_replica()``.
+
+    Under poprun they are the CUDA devices that it was given, under another launcher and outside a job those after
+    the ones of the instances before it, when torch sees them all; else the CPU alone. Imports torch and starts no
+    CUDA context.
+
+    Raises:
+        ContractError: If the environment promises a job and does not describe one.
+    """
+    import torch  # noqa: PLC0415 - queries do without it
+
+    found = environment()
+    contract = found.contract
+    ordinals: Sequence[int] = contract.devices
+    if found.launcher is not Launcher.POPRUN:
+        first = contract.local_instance_index * contract.ipus_per_replica
+        ordinals = range(first, min(first + contract.ipus_per_replica, torch.cuda.device_count()))
+    return tuple(torch.device("cuda", ordinal) for ordinal in ordinals) or (torch.device("cpu"),)
+
+
+def prepare_arithmetic(contract: Contract) -> None:
+    """Compute from now on as the launcher told; what it left open stays as the program or torch has it."""
+    import torch  # noqa: PLC0415 - torch comes with init()
+
+    if contract.num_threads is not None:
+        torch.set_num_threads(contract.num_threads)
+    if contract.is_deterministic:
+        torch.use_deterministic_algorithms(mode=True)
+
+
+def describe_arithmetic() -> str:
+    """What must be the same on all instances, in words."""
+    import torch  # noqa: PLC0415 - torch comes with init()
+
+    algorithms = "deterministic" if torch.are_deterministic_algorithms_enabled() else "any"
+    return f"{torch.get_num_threads()} threads for each replica, {algorithms} algorithms"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from popdist import headers
 from popdist.comm.backend import Backend, PendingExchange
 from popdist.errors import BackendError, CollectiveError, PopdistError
-from popdist.progress_report import presence
+from popdist.progress import presence
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, ParamSpec, TypeVar
 
-from popdist.context import current_job, limited_to
+from popdist.context import current_job, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange, Group
 from popdist.headers import name_instances
-from popdist.queries import instance_index, local_instance_index
 
 P = ParamSpec("P")
 R = TypeVar("R")

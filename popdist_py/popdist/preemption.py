@@ -19,8 +19,7 @@ from typing import Any, Final
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from popdist import context
-from popdist.arguments import whole_number
-from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning
+from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning, whole_number
 from popdist.headers import name_instances
 from popdist.loop import boundaries
 from popdist.training import optimizers

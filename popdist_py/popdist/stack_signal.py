@@ -17,7 +17,7 @@ PAGE_NAME = "poprun-progress"
 
 _PID_AT, _PID_BYTES = 8, 8
 _SIGNAL_AT, _SIGNAL_BYTES = 16, 4
-"""Where the page names its process and the signal, as `popdist.progress_page` has it."""
+"""Where the page names its process and the signal, as `popdist.progress` has it."""
 
 _FIRST, _LAST = 40, 63
 """Real-time signals (signal(7)) that no C library keeps for itself."""

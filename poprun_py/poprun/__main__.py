@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from poprun.errors import PoprunError
-from poprun.text.log_line import own_line
+from poprun.text.screen import own_line
 
 BROKEN_PIPE = 141
 
@@ -69,7 +69,7 @@ def _open_closed_streams() -> None:
 def _run(words: Sequence[str]) -> int:
     from click.exceptions import Exit  # noqa: PLC0415 - Ctrl-C is heard before this import
 
-    from poprun.cli.machine_names import asked_completion  # noqa: PLC0415 - see above
+    from poprun.cli.completion import asked_completion  # noqa: PLC0415 - see above
 
     if (instruction := asked_completion()) is not None:
         return _complete(instruction)
@@ -85,8 +85,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _complete(instruction: str) -> int:
-    from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks for it
-    from poprun.cli.machine_names import names_of_this_machine  # noqa: PLC0415 - see above
+    from poprun.cli.completion import answer, names_of_this_machine  # noqa: PLC0415 - see above
     from poprun.text.screen import show  # noqa: PLC0415 - see above
 
     show(answer(instruction, names_of_this_machine()))

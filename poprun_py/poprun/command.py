@@ -8,23 +8,34 @@ from dataclasses import replace
 from poprun.cli.command_line import CommandLine
 from poprun.cli.origins import misspelled_variables
 from poprun.cli.versions import VersionFormat, version_text
+from poprun.doctor import ReportFormat
+from poprun.doctor.diagnosis import can_run, diagnose
+from poprun.doctor.facts import examine
+from poprun.doctor.findings_report import render_findings
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
-from poprun.other_hosts import look_at_hosts
-from poprun.plan.advice import advise, advise_of_hosts, advise_of_words
-from poprun.plan.allocations import facts_within, within
-from poprun.plan.idle_options import idle_vipu_options
+from poprun.plan.advice import advise, advise_of_hosts, advise_of_words, idle_vipu_options
 from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.planner import job_words, make_plan
+from poprun.plan.planner import facts_within, job_words, make_plan, within
 from poprun.plan.request import LauncherChoice
+from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.plan.vipu_settings import VipuSettings
-from poprun.print_out import print_out
 from poprun.probe.machine import machine_facts, own_names
 from poprun.probe.program import as_elsewhere, resolve_program
 from poprun.probe.slurm import find_allocation
-from poprun.start import gpus_for, start_job
+from poprun.start import gpus_for, look_at_hosts, print_out, start_job
 from poprun.text import screen
+
+
+def consult(report_format: ReportFormat) -> int:
+    """Tell what poprun would use on this machine, and what is missing.
+
+    Returns:
+        1 when no job can run on it, else 0.
+    """
+    findings = diagnose(examine(os.environ))
+    screen.show(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
+    return 0 if can_run(findings) else 1
 
 
 def run(line: CommandLine) -> int:
@@ -40,8 +51,6 @@ def run(line: CommandLine) -> int:
         screen.show(version_text(line.version_format or VersionFormat.TEXT))
         return 0
     if line.asks_doctor:
-        from poprun.doctor_command import consult  # noqa: PLC0415 - needed here only
-
         return consult(line.report_format)
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.is_dry_run or line.emitted is not None:
@@ -195,7 +204,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
     """See that the machine has what a plan of another time or place counts on."""
-    from poprun.plan.fitness import check_fitness  # noqa: PLC0415 - most jobs have no plan file
+    from poprun.plan.advice import check_fitness  # noqa: PLC0415 - most jobs have no plan file
 
     source = "standard input" if file == "-" else file
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), source):

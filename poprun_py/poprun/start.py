@@ -1,23 +1,124 @@
-"""From a plan to a job: with the virtual IPUs and the cores that it is to have to itself."""
+"""From a plan to a job: its hosts looked at, its virtual IPUs and cores leased, its processes started."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from poprun.cli.command_line import CommandLine
-from poprun.other_hosts import look_again
-from poprun.plan.plan import LaunchPlan
+from poprun.cli.origins import origins
+from poprun.errors import PlanError
+from poprun.hosts.routes import JobKey, JobNetwork
+from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.planner import place
+from poprun.plan.program_environment import passed_environment
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.pool.held_lease import HeldLease
-from poprun.print_out import print_out
+from poprun.pool.records import HeldLease
 from poprun.probe.gpus import find_gpus
+from poprun.probe.machine import names_of_this_machine
+from poprun.render import render_plan
 from poprun.text import screen
+from poprun.text.host_names import fold_hosts
 
 if TYPE_CHECKING:
-    from poprun.hosts.routes import JobNetwork
+    from poprun.hosts.preflight import Examination
     from poprun.lease.host_leases import HostLeases
+    from poprun.render.table import Details
+
+_MOST_TOLD: Final = 4
+
+
+def look_at_hosts(plan: LaunchPlan, verbosity: int) -> JobNetwork | None:
+    """How the hosts of ``plan`` reach each other; None when there is only this machine.
+
+    Raises:
+        PlanError: If the plan starts its processes without MPI.
+        HostsError: If a host cannot take part.
+    """
+    if plan.launcher is LauncherKind.SRUN and plan.remote.slurm_job is None:
+        raise PlanError(
+            "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
+            "batch script (--emit sbatch writes one), or in the shell of salloc, or leave --launcher out"
+        )
+    here = names_of_this_machine(plan.hosts) & set(plan.hosts)
+    if here == set(plan.hosts):
+        return None
+    if plan.launcher is LauncherKind.LOCAL:
+        raise PlanError(
+            f"--launcher local starts processes on this machine only, and {fold_hosts(plan.hosts)} is not: use "
+            "MPI, or leave out --host"
+        )
+    found = _examine(plan)
+    screen.tell(f"hosts talk over {_ways(found.network)}: {found.reason}")
+    if verbosity:
+        passed = sorted(passed_environment(os.environ, plan.passed_names()))
+        screen.tell(f"variables that go to other hosts: {', '.join(passed)}")
+    return found.network
+
+
+def look_again(plan: LaunchPlan) -> JobKey:
+    """See that the hosts of ``plan`` can still take part, and give them a new key, which is returned.
+
+    Raises:
+        HostsError: If one cannot.
+    """
+    return _examine(plan).network.key
+
+
+def _examine(plan: LaunchPlan) -> "Examination":
+    from poprun.hosts.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
+
+    return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.tell)
+
+
+def _ways(network: JobNetwork) -> str:
+    """The interfaces and addresses, of many hosts the first ones."""
+    told = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts[:_MOST_TOLD]]
+    return ", ".join([*told, *(["..."] if len(network.hosts) > _MOST_TOLD else [])])
+
+
+_ENGINES_OWN: Final = ("host", "num-instances", "image")
+"""Options that a batch script leaves to what it asks Slurm for."""
+
+
+def print_out(plan: LaunchPlan, line: CommandLine) -> str:
+    """``plan`` in the form that the command line asks for."""
+    if line.emitted is not None:
+        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
+
+        return emit_job(
+            plan, line.emitted, Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
+        )
+    return render_plan(
+        plan,
+        line.topology_format,
+        width=screen.width(),
+        has_color=screen.has_color(),
+        details=_details(plan, line) if line.verbosity else None,
+    )
+
+
+def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
+    from poprun.launch.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
+    from poprun.plan.program_environment import program_environment  # noqa: PLC0415 - only -v asks for it
+    from poprun.render.table import Details  # noqa: PLC0415 - only -v asks for it
+
+    commands = launch_commands(plan)
+    return Details(
+        command=commands[0].words,
+        num_commands=len(commands),
+        origins=origins(line.given, with_defaults=line.verbosity > 1),
+        environment=program_environment(plan, 0, os.environ),
+    )
+
+
+def _options_again(line: CommandLine) -> tuple[str, ...]:
+    """The words with which poprun makes the same plan again, where the hosts come from the cluster's engine."""
+    if line.plan_file is not None:
+        return (f"--plan={os.path.abspath(line.plan_file)}",)
+    kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)
+    return tuple(f"--{one.option.name}={text}" for one in kept for text in one.texts)
 
 
 def start_job(
@@ -99,7 +200,7 @@ def _start(
     *leases: HeldLease,
     kept: "HostLeases | None" = None,
 ) -> int:
-    from poprun.job.run import run_job  # noqa: PLC0415 - a dry run starts nothing
+    from poprun.job.attempts import run_job  # noqa: PLC0415 - a dry run starts nothing
 
     if line.prints_topology:
         screen.show(print_out(plan, line))

@@ -15,15 +15,14 @@ from tests.architecture.source_tree import (
 
 LAYERS = {
     "popdist": (
-        ("errors", "dealing", "headers", "tree", "progress_page", "stack_signal", "startup", "loop"),
-        ("layout", "arguments", "variables"),
+        ("errors", "layout", "headers", "tree", "stack_signal", "startup", "loop"),
         ("contract",),
-        ("environments", "progress_report", "host_memory"),
+        ("environments", "progress", "host_memory"),
         ("comm", "process_group"),
         ("groups",),
         ("context",),
-        ("queries", "collectives", "weights"),
-        ("instances", "metrics", "objects", "gradients"),
+        ("collectives", "weights"),
+        ("instances", "gradients"),
         ("data",),
         ("training",),
         ("sharded",),
@@ -41,7 +40,6 @@ LAYERS = {
         ("launch", "render"),
         ("lease", "job", "monitor", "emit", "doctor"),
         ("cli", "vipu"),
-        ("print_out", "other_hosts", "doctor_command"),
         ("start",),
         ("command",),
         ("__main__",),
@@ -49,20 +47,16 @@ LAYERS = {
 }
 """Lowest first. A file imports only lower layers and, within its folder, its siblings."""
 
-BRIDGE = frozenset(
-    {"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress_page", "popdist.variables"}
-)
+BRIDGE = frozenset({"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress"})
 """All that poprun may know of popdist."""
 
 AGENT = frozenset(
     {
         "poprun",
         "poprun.messages",
-        "poprun.messages.authentication",
         "poprun.messages.control",
         "poprun.messages.link",
         "poprun.process",
-        "poprun.process.linux",
         "poprun.process.start",
         "poprun.process.tree",
     }
@@ -83,9 +77,7 @@ TORCH_FACING = frozenset(
         "training",
         "sharded",
         "data",
-        "metrics",
         "weights",
-        "objects",
         "instances",
         "testing",
         "checkpoint",

@@ -6,14 +6,14 @@ from pathlib import PurePath
 
 from tests.architecture.source_tree import ROOT, Module, all_modules
 
-MOST_LINES_OF_A_MODULE = 300
+MOST_LINES_OF_A_MODULE = 500
 MOST_LINES_OF_A_FUNCTION = 60
 MOST_LINES_OF_A_SCRIPT = 20
 
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager", "misc"})
 
 READERS = {
-    "popdist": ("__init__.py", "context.py", "progress_report.py", "startup", "testing"),
+    "popdist": ("__init__.py", "context.py", "progress.py", "startup", "testing"),
     "poprun": (
         "cli",
         "vipu",
@@ -21,12 +21,9 @@ READERS = {
         "launch",
         "lease",
         "hosts/remote_side.py",
-        "process/answers.py",
+        "process/start.py",
         "text/screen.py",
         "command.py",
-        "doctor_command.py",
-        "other_hosts.py",
-        "print_out.py",
         "start.py",
     ),
 }

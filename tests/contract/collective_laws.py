@@ -20,7 +20,7 @@ from torch import Tensor
 import popdist
 from popdist import context
 from popdist.collectives import DTYPES, FLOATS, exchange
-from popdist.comm.part_memory import Parts
+from popdist.comm.header_exchanges import Parts
 from popdist.errors import BackendError
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.waiting import wait_until

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from popdist.errors import BackendError, CollectiveError
-from popdist.host_memory import fences, flags, host_group, mapping
+from popdist.host_memory import flags, host_group, mapping
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.mailboxes import Mailboxes
@@ -160,13 +160,13 @@ def law_a_shortage_is_an_error_on_every_rank() -> None:
 def law_where_memory_is_not_ordered_fences_keep_it() -> None:
     """The same results with a memory barrier around every flag; without one, there is no group."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_group, "make_fence", lambda: fences.make_fence("riscv64"))
+        patch.setattr(host_group, "make_fence", lambda: flags.make_fence("riscv64"))
         with connected() as made:
             tensor = torch.ones(100_000)
             HostCollectives(made).all_reduce(tensor)
             assert (tensor == made.size).all()
         if dist.get_rank() == 0:
-            patch.setattr(fences, "_SYSCALL_NUMBERS", {})
+            patch.setattr(flags, "_SYSCALL_NUMBERS", {})
         assert connect() is None
 
 

@@ -21,10 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import popdist
 from popdist import context
 from popdist.comm.channel import Channel
-from popdist.gradients import buckets, exchange
-from popdist.gradients.flat_gradients import GradientRows
-from popdist.gradients.overlap import Overlap
-from popdist.gradients.overlapped_step import OverlappedStep
+from popdist.gradients import exchange, overlap
+from popdist.gradients.overlap import Overlap, OverlappedStep
+from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
 from popdist.training import step as training_step
 from tests.contract import recipes, training_laws
@@ -53,7 +52,7 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
         place.device = torch.device("cuda", popdist.local_instance_index())
         torch.backends.cudnn.deterministic = True
     laws = training_laws.laws_of(sys.modules[__name__])
-    with mock.patch.object(buckets, "BUCKET_SIZE", BUCKET_SIZE), mock.patch.object(exchange, "FEW", FEW):
+    with mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE), mock.patch.object(exchange, "FEW", FEW):
         for law in laws:
             popdist.barrier()
             law()
@@ -65,7 +64,7 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
 def run_recipes() -> tuple[dict[str, str], int]:
     """What every recipe of recipes.py has trained, and how many steps went early and were right."""
     with (
-        mock.patch.object(buckets, "BUCKET_SIZE", BUCKET_SIZE),
+        mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE),
         mock.patch.object(exchange, "FEW", FEW),
         counted() as ends,
     ):

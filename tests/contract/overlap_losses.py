@@ -17,8 +17,8 @@ from torch import nn
 import popdist
 from popdist import context
 from popdist.comm.channel import Channel
-from popdist.gradients import buckets
-from popdist.gradients.overlapped_step import OverlappedStep
+from popdist.gradients import overlap
+from popdist.gradients.overlap import OverlappedStep
 from tests.contract import overlap_laws, training_laws
 
 VICTIM = 1
@@ -67,7 +67,7 @@ def _begin() -> popdist.ReplicatedModel:
     return model
 
 
-@mock.patch.object(buckets, "BUCKET_SIZE", overlap_laws.BUCKET_SIZE)
+@mock.patch.object(overlap, "BUCKET_SIZE", overlap_laws.BUCKET_SIZE)
 def interrupt() -> None:
     """Instance 1 is interrupted as it sends a bucket: all hear of it, and what comes later is as it was before."""
     model = _begin()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from popdist.errors import CollectiveError
-from popdist.host_memory import extension, fused_addition, quick_sums
+from popdist.host_memory import addition, all_reduce
 from popdist.tree import tree_sum
 from tests.contract.host_memory_laws import connected
 
@@ -27,7 +27,7 @@ def without_it_on_odd_ranks(rank: int, run_all: Callable[[], int]) -> int:
     if rank % 2 == 0:
         return run_all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension, "extension", lambda: None)
+        patch.setattr(addition, "extension", lambda: None)
         return run_all()
 
 
@@ -60,11 +60,11 @@ def is_added_quickly(tensor: Tensor, *, async_op: bool = False) -> bool:
 
 def law_the_extension_adds_what_is_small_and_plain() -> None:
     """Of four dtypes and any shape; all else is added as it would be without it."""
-    rank, is_there = dist.get_rank(), extension.extension() is not None
+    rank, is_there = dist.get_rank(), addition.extension() is not None
     if dist.get_world_size() == 1:
         assert is_added_quickly(torch.full((3,), rank, dtype=torch.uint8))  # there is nothing to add
         return
-    for dtype in quick_sums.DTYPES:
+    for dtype in all_reduce.DTYPES:
         for shape in [(), (1,), (3, 5), (600,), (SLOT_BYTES // dtype.itemsize,)]:
             assert is_added_quickly(torch.full(shape, rank, dtype=dtype)) is is_there
     rows = torch.full((4, 6), float(rank))
@@ -100,7 +100,7 @@ def law_nothing_is_added_when_the_ranks_differ() -> None:
         dist.all_reduce(mine)
     assert "rank 0: all_reduce (sum) of 5 float32" in str(caught.value)
     assert (mine == rank).all()
-    assert is_added_quickly(torch.full((4,), float(rank))) is (extension.extension() is not None)
+    assert is_added_quickly(torch.full((4,), float(rank))) is (addition.extension() is not None)
 
 
 def law_overflow_and_infinity_are_as_torch_has_them() -> None:
@@ -118,7 +118,7 @@ def law_overflow_and_infinity_are_as_torch_has_them() -> None:
 def law_a_nan_has_the_same_bits_on_every_rank() -> None:
     """Of several NaNs, all take the same one's; where some have the extension and some have not, any."""
     ways: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ways, extension.extension() is not None)
+    dist.all_gather_object(ways, addition.extension() is not None)
     if len(set(ways)) > 1:
         return
     for length in (1, 3, 64, 600):
@@ -136,7 +136,7 @@ def law_tensors_that_speak_another_dlpack_are_added_without_the_extension() -> N
         raise ValueError("tensors of this class speak another DLPack")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(extension, "extension", lambda: SimpleNamespace(Quick=refuse, add_rows=None))
+        patch.setattr(addition, "extension", lambda: SimpleNamespace(Quick=refuse, add_rows=None))
         group = dist.new_group(backend="popdist")
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
@@ -163,7 +163,7 @@ def law_rows_that_are_added_in_one_pass_have_the_bits_of_the_tree() -> None:
             blocks = [made.allocate(length * dtype.itemsize) for _ in owners]
             rows = [block.of(owner).view(dtype) for block, owner in zip(blocks, owners, strict=True)]
             reduction = made.reduction(rows)
-            is_fused = extension.extension() is not None and num_rows in fused_addition.NUMS_ROWS
+            is_fused = addition.extension() is not None and num_rows in addition.NUMS_ROWS
             assert (reduction._fused is not None) is is_fused
             for over in (1.0, 2.0, 3.0, 0.25, 1e-30, 2.0**-120):
                 brought = [some_numbers(length, dtype, seed=number) for number in range(num_rows)]

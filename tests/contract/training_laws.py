@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, embedding
 
 import popdist
 from popdist import context
-from popdist.dealing import parts
+from popdist.layout import parts
 from tests.contract.collective_laws import refused
 
 TIMEOUT_SECONDS = 60.0

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poprun.messages.authentication import NONCE_BYTES, PROOF_BYTES
 from poprun.messages.control import MAX_MESSAGE_BYTES, abstract_address
+from poprun.messages.link import NONCE_BYTES, PROOF_BYTES
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import Finished, Poprun, run
@@ -79,7 +79,7 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
 
 OVER_TCP = """
 import os, sys
-from poprun.messages.authentication import new_key
+from poprun.messages.link import new_key
 from poprun.plan.plan_file import read_plan
 from poprun.hosts.remote_side import hold
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
@@ -165,7 +165,7 @@ def test_who_does_not_know_the_key_is_refused_at_the_network(poprun: Poprun, tmp
 
 STRANGERS = f"""
 import os, socket, sys, threading
-from poprun.job import remote_listener
+from poprun.job import listeners
 created = socket.create_server
 def create_server(*args, **kwargs):
     listener = created(*args, **kwargs)

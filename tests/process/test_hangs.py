@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from poprun.launch.stack_request import Announcement, StackQuestion
+from poprun.launch.program_watch import Announcement, StackQuestion
 from tests.process.endings import has_met
 from tests.process.test_endings import interrupt, wait_until
 from tests.running import Poprun
@@ -30,7 +30,7 @@ PAUSE = """
 import os
 import time
 import popdist
-from popdist.progress_report import presence
+from popdist.progress import presence
 
 rank = popdist.instance_index()
 if os.environ["POPDIST_RESTART_COUNT"] == "0":

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import HostsError, IpusTakenError, PartitionError
-from poprun.launch.lease import fetch_lease, give_up_lease
+from poprun.launch.handed_files import fetch_lease, give_up_lease
 from poprun.lease import keeper_line
 from poprun.lease.keeper_line import Keeper
 from poprun.plan.inventory import cpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import VipuSettings
 from poprun.pool.pool import Pool
 from tests.leftovers import wait_until_none
 from tests.planning import LAPTOP, planned

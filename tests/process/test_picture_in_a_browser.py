@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import VipuSettings
 from poprun.render import TopologyFormat, render_plan
 from poprun.text.host_names import parse_hosts
 from tests.planning import CLUSTER_NODE, planned

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.probe.cores import usable_cores
-from poprun.probe.cpu_map import read_cpus
+from poprun.probe.cpus import read_cpus, usable_cores
 from poprun.text.ranges import fold_numbers
 from tests.running import Poprun, run
 
@@ -126,7 +125,7 @@ def test_a_plan_of_a_larger_machine(poprun: Poprun, tmp_path: Path) -> None:
 UNCHECKED = """\
 import os, sys
 from poprun.plan.plan_file import read_plan
-from poprun.job.run import run_job
+from poprun.job.attempts import run_job
 with open(sys.argv[1]) as file:
     sys.exit(run_job(read_plan(file.read(), sys.argv[1]), environ=os.environ, verbosity=0))
 """

@@ -22,13 +22,11 @@ import pytest
 from click.testing import CliRunner
 
 from poprun.errors import PartitionError, ServerError, ServerLostError
-from poprun.lease.server_client import RemotePool
+from poprun.lease.server_client import RemotePool, make_token, read_token
 from poprun.lease.server_connection import ServerAddress
 from poprun.lease.server_messages import LeaseRequest, request_to_dict
-from poprun.lease.token_file import make_token, read_token
-from poprun.pool.plain_requests import PlainPartition, PlainWish
 from poprun.pool.pool import Pool
-from poprun.pool.requests import Wish
+from poprun.pool.requests import PlainPartition, PlainWish, Wish
 from poprun.vipu.command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import Finished, Poprun, run

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.job.session_folders import remove_abandoned_sessions, session_parent
+from poprun.launch.mpi_leftovers import remove_abandoned_sessions, session_parent
 
 
 def ended_process() -> int:

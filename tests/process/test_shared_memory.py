@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from poprun.launch import shared_memory
-from poprun.launch.shared_memory import remove_abandoned
+from poprun.launch import mpi_leftovers
+from poprun.launch.mpi_leftovers import remove_abandoned
 
 MAP = """
 import mmap, sys
@@ -63,8 +63,8 @@ def test_files_of_other_makers_are_left_alone(tmp_path: Path, name: str) -> None
 
 def test_nothing_is_removed_that_invisible_processes_may_use(rest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that shares the host's memory sees the host's files, and not who uses them."""
-    monkeypatch.setattr(shared_memory, "_FIRST_PROCESS_SPACE", "another")
-    monkeypatch.setattr(shared_memory, "_FIRST_MEMORY_SPACE", str(Path("/proc/self/ns/ipc").readlink()))
+    monkeypatch.setattr(mpi_leftovers, "_FIRST_PROCESS_SPACE", "another")
+    monkeypatch.setattr(mpi_leftovers, "_FIRST_MEMORY_SPACE", str(Path("/proc/self/ns/ipc").readlink()))
 
     assert remove_abandoned(60.0, str(rest.parent)) == []
 

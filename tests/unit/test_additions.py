@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.host_memory.addition_order import LINE_BYTES, additions, blocks, share
+from popdist.host_memory.addition import LINE_BYTES, additions, blocks, share
 from popdist.tree import tree_sum
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from poprun.plan.advice import advise, advise_of_hosts
+from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.plan.vipu_settings import VipuSettings
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import LAPTOP, planned, with_gpus
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from poprun.errors import PlanError
-from poprun.plan.allocations import within
+from poprun.plan.planner import within
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import Allocation
 from poprun.probe.slurm import find_allocation

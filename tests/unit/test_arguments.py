@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import popdist
 from popdist import checkpoint
-from popdist.arguments import as_float, seed_number, whole_number
+from popdist.errors import as_float, seed_number, whole_number
 
 DATASET = TensorDataset(torch.ones(20, 4))
 

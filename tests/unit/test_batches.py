@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from popdist.errors import BatchError
-from popdist.training.combined_batch import count_samples, micro_batch_rows, take
+from popdist.training.micro_batches import count_samples, micro_batch_rows, take
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the untyped kind is what programs have
 

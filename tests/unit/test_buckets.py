@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from popdist.gradients import buckets
-from popdist.gradients.flat_gradients import FlatGradients
+from popdist.gradients import overlap
+from popdist.gradients.rows import FlatGradients
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
@@ -21,8 +21,8 @@ def test_buckets_hold_every_number_once(parameters: list[tuple[int, torch.dtype]
     """From the end of each row to its beginning, in pieces that are large enough, all but the last."""
     named = [(str(i), Parameter(torch.zeros(size, dtype=dtype))) for i, (size, dtype) in enumerate(parameters)]
     kinds = FlatGradients(named).kinds
-    with mock.patch.object(buckets, "BUCKET_SIZE", bucket_size):
-        made = buckets.make_buckets(kinds)
+    with mock.patch.object(overlap, "BUCKET_SIZE", bucket_size):
+        made = overlap.make_buckets(kinds)
 
     for number, kind in enumerate(kinds):
         own = [it for it in made if it.kind == number]

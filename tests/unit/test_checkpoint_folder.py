@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.checkpoint import folder
-from popdist.checkpoint.conditions import current_conditions, differences
+from popdist.checkpoint.manifest import current_conditions, differences
 
 
 def fill(directory: Path) -> None:

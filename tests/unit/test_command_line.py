@@ -6,10 +6,9 @@ import pytest
 
 from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.errors import PoprunError
-from poprun.plan.binding import ProcessPlacement
 from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.topology import ProcessPlacement
 from poprun.render import TopologyFormat
 
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from poprun.cli.completion import Names, answer, completions
+from poprun.cli.completion import Names, answer, completions, known_hosts, names_in
 from poprun.errors import UsageError
-from poprun.probe.known_hosts import known_hosts, names_in
 
 NAMES = Names(hosts=lambda: ["gpu1", "gpu2", "login"], partitions=lambda: ["half", "whole"])
 

@@ -3,12 +3,12 @@
 import pytest
 
 from poprun.errors import PlanError
-from poprun.plan.domains import num_ilds
+from poprun.plan.inventory import num_ilds
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.program_environment import program_environment
 from poprun.plan.request import LaunchRequest
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import VipuSettings
 from poprun.render import TopologyFormat, render_plan
 from tests.planning import LAPTOP, planned, with_gpus
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from popdist.environments import Launcher, detect
 from poprun.emit import EmitKind, Surroundings, emit_job
-from poprun.emit.names import job_name
+from poprun.emit.kubernetes import job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import EndingSettings

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from poprun.errors import PlanError
-from poprun.plan.fitness import check_fitness
+from poprun.plan.advice import check_fitness
 from poprun.plan.topology import MachineFacts
 from tests.machines import LAPTOP, TWO_SOCKETS, facts_of
 from tests.planning import planned, with_gpus

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.headers import name_instances
-from popdist.progress_page import Progress
-from poprun.job.hang_words import describe_hang
-from poprun.job.hangs import Hang, HangWatch, find_hang
+from popdist.progress import Progress
+from poprun.job.hangs import Hang, HangWatch, describe_hang, find_hang
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 
 NOW = 1000.0

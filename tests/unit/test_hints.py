@@ -4,12 +4,10 @@ import signal
 
 import pytest
 
-from poprun.job.memory_curve import MemoryCurve
-from poprun.job.report.hints import hint, in_bytes
+from poprun.job.report.findings import hint, in_bytes
 from poprun.job.report.last_words import LastWords
-from poprun.job.state import AGENT_KILLED, InstanceStatus
-from poprun.probe.kernel_kills import KillCounts
-from poprun.probe.memory import Evidence, MemoryLimits
+from poprun.job.state import AGENT_KILLED, InstanceStatus, MemoryCurve
+from poprun.probe.memory import Evidence, KillCounts, MemoryLimits
 
 GIBIBYTE = 2**30
 NOTHING_SAID = LastWords()

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from poprun.cli.command_line import read_command_line
-from poprun.cli.host_file import read_host_file
 from poprun.errors import PoprunError
+from poprun.text.host_names import read_host_file
 
 
 def test_each_line_names_hosts(tmp_path: Path) -> None:

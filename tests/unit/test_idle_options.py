@@ -2,8 +2,8 @@
 
 import pytest
 
-from poprun.plan.idle_options import idle_vipu_options
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.advice import idle_vipu_options
+from poprun.plan.settings import VipuSettings
 from tests.planning import LAPTOP, planned, with_gpus
 
 ALLOCATIONS = {"vipu-allocation", "vipu-cluster"}

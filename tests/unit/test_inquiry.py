@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from poprun.job.hangs import Hang
-from poprun.job.inquiry import Inquiry
+from poprun.job.stacks import Inquiry
 from poprun.job.state import InstanceState, InstanceStatus
 
 RUNNING = [InstanceStatus(index=index, state=InstanceState.RUNNING) for index in range(3)]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.job.output.interrupts import MAX_HELD_LINES, InterruptFilter
+from poprun.job.output.relay import MAX_HELD_LINES, InterruptFilter
 
 HEADER = b"Traceback (most recent call last):\n"
 CALL = b'  File "/home/me/train.py", line 3, in <module>\n    time.sleep(600)\n'

@@ -10,7 +10,7 @@ from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, kept_words
 from poprun.job.orders import JobIdentity, start_order
 from poprun.lease.host_leases import check_machines
 from poprun.plan.program_environment import VISIBLE_DEVICES
-from poprun.pool.held_lease import HeldLease, fold_names
+from poprun.pool.records import HeldLease, fold_names
 from tests.planning import planned, with_gpus
 
 MEETING = [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]

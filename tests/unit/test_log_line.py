@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from poprun.text.log_line import Level, logged, own_line
+from poprun.text.screen import Level, logged, own_line
 
 
 @pytest.mark.parametrize(

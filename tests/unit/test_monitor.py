@@ -6,9 +6,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from popdist.progress_page import Progress
+from popdist.progress import Progress
+from poprun.job.record import instance_views
 from poprun.job.state import InstanceState, InstanceStatus, Usage
-from poprun.job.views import instance_views
 from poprun.messages.control import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.rates import Rate, rates

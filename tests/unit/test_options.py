@@ -9,8 +9,7 @@ from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.cli.option import Option
 from poprun.cli.options import OPTIONS
 from poprun.plan.request import LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 
 SECTIONS: Final = {
     "line": CommandLine,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.data.permutation import MAX_LENGTH, Permutation
+from popdist.data.epoch import MAX_LENGTH, Permutation
 
 
 def _whole(length: int, *, seed: int = 0, epoch: int = 0) -> list[int]:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.errors import PlanError
-from poprun.launch.core_binding import bind
-from poprun.plan.binding import Binding, ProcessPlacement
+from poprun.launch.agent import bind
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
+from poprun.plan.topology import Binding, ProcessPlacement
 from poprun.text.ranges import fold_numbers
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
 
@@ -229,7 +229,7 @@ def test_memory_that_may_not_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(_nodes: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("poprun.launch.core_binding.take_memory_from", forbid)
+    monkeypatch.setattr("poprun.launch.agent.take_memory_from", forbid)
 
     assert bind((), (0,)) == {"memory_not_bound": "Operation not permitted"}
     assert bind((), ()) == {}

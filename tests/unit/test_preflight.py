@@ -1,9 +1,7 @@
 """What is made of the hosts' answers."""
 
-from poprun.hosts.addresses import choose_addresses
-from poprun.hosts.host_checks import judge_places
-from poprun.hosts.no_answer import no_answer
-from poprun.hosts.problems import Problem, render_problems
+from poprun.hosts.preflight import choose_addresses
+from poprun.hosts.problems import Problem, judge_places, no_answer, render_problems
 from poprun.hosts.routes import HostRoute
 
 BOTH = [("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("ib0", "10.1.0.1"), ("lo", "::1"), ("ib0", "fd00::1")]

@@ -8,11 +8,10 @@ import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import MpiKind
-from poprun.probe.cores import cpu_quota, usable_cores
+from poprun.probe.cpus import cpu_quota, usable_cores
 from poprun.probe.gpus import read_gpus
-from poprun.probe.kernel_kills import KillCounts, kill_counts
 from poprun.probe.machine import machine_facts, names_of_this_machine
-from poprun.probe.memory import memory_limits
+from poprun.probe.memory import KillCounts, kill_counts, memory_limits
 from poprun.probe.mpi import read_version
 from poprun.probe.program import resolve_program
 

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 import popdist
 from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.progress_page import MAX_NAME_BYTES, PAGE_BYTES, USED_BYTES, Progress, ProgressPage
-from popdist.progress_report import Presence, presence
+from popdist.progress import MAX_NAME_BYTES, PAGE_BYTES, USED_BYTES, Presence, Progress, ProgressPage, presence
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import sitecustomize
-from poprun.launch.watch import _PAGE_NAME
+from poprun.launch.program_watch import _PAGE_NAME
 
 counts = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=MAX_NAME_BYTES // 4)
@@ -175,7 +174,7 @@ def test_a_program_reports_its_step_and_its_loss(descriptor: int, monkeypatch: p
     """Each alone too; what is left out stays."""
     mine = Presence()
     mine.open(descriptor)
-    monkeypatch.setattr("popdist.progress_report.presence", mine)
+    monkeypatch.setattr("popdist.progress.presence", mine)
     popdist.report(step=0)
     popdist.report(loss=0.5)
 

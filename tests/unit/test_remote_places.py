@@ -22,8 +22,8 @@ from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.topology import Gpu, Occupant
-from poprun.pool.plain_requests import PlainPartition, PlainWish
 from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.pool.requests import PlainPartition, PlainWish
 from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import VipuSettings
 from poprun.render import TopologyFormat, render_plan
 from poprun.render.picture.grids import Grid
 from poprun.render.picture.measures import MAX_WIDTH, measure

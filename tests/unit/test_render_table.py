@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from poprun.plan.binding import ProcessPlacement
-from poprun.plan.topology import MachineFacts
+from poprun.plan.topology import MachineFacts, ProcessPlacement
 from poprun.render import TopologyFormat, render_plan
-from poprun.render.details import Details
+from poprun.render.table import Details
 from poprun.text.host_names import parse_hosts
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from popdist.data.sampler import ReplicaSampler
-from popdist.dealing import part
 from popdist.errors import DatasetError
+from popdist.layout import part
 from tests.instances import instance, on_instances
 
 SPLITS = st.sampled_from([(1, 1), (1, 6), (2, 6), (3, 6), (6, 6), (4, 8), (1, 8), (5, 5)])

@@ -5,8 +5,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.gradients.pieces import in_rounds
-from popdist.gradients.scattering import NEAR, joined
+from popdist.gradients.exchange import NEAR, joined
+from popdist.gradients.shards import in_rounds
 
 
 @st.composite

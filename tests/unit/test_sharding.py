@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.data.epoch_plan import EpochPlan
-from popdist.dealing import part, parts
+from popdist.data.epoch import EpochPlan
+from popdist.layout import part, parts
 
 SMALL = st.integers(1, 5)
 SPLITS = st.sampled_from([(1, 1), (1, 6), (2, 3), (3, 2), (6, 1), (4, 2)])

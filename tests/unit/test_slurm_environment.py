@@ -4,11 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.contract import Endpoint
+from popdist.contract import Endpoint, read_node_counts
 from popdist.environments import Launcher, detect
 from popdist.environments.slurm import first_node, meeting_ports, read_slurm
 from popdist.errors import ContractError
-from popdist.variables import read_node_counts
 
 TASK = {
     "SLURM_JOB_ID": "7",

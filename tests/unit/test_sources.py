@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from poprun.job.sources import read_lines
+from poprun.job.stacks import read_lines
 
 
 def test_lines_are_read_where_there_are_any(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Shims that are lost before they report."""
 
-from poprun.job.start_watch import StartWatch
+from poprun.job.launcher_processes import StartWatch
 
 
 def test_a_shim_that_reports_is_not_lost() -> None:

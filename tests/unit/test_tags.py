@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from poprun.job.output.tags import Tags
+from poprun.job.output.lines import Tags
 from poprun.plan.settings import OutputSettings
 from tests.planning import planned
 

@@ -1,21 +1,65 @@
-"""One checkpoint on the disk: a manifest in JSON, and the tensors' files, whose digests the manifest holds.
+"""One checkpoint on the disk: a manifest in JSON, the conditions of its bits, and the digests of its files.
 
 A bit that has changed anywhere is found before anything is read: a checkpoint is whole or damaged.
 """
 
 import hashlib
 import json
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+import torch
 from torch import Tensor
 
-from popdist import contract
-from popdist.checkpoint.conditions import Conditions
+from popdist import context, contract
 from popdist.checkpoint.encoding import Json, TensorForm
 from popdist.errors import CheckpointError
+
+_CPU_NAMES: Final = ("model name", "cpu model", "CPU part")
+"""What different kernels call it in ``/proc/cpuinfo``."""
+
+_CPU_INFO: Final = Path("/proc/cpuinfo")
+
+Conditions = dict[str, str | int]
+"""Each condition in words, such as ``threads per replica``, and what it is."""
+
+
+def current_conditions() -> Conditions:
+    """Those of this instance now."""
+    device = context.device()
+    return {
+        "popdist": contract.VERSION,
+        "torch": torch.__version__,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "CPU": _cpu_kind(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads per replica": torch.get_num_threads(),
+        "algorithms": "deterministic" if torch.are_deterministic_algorithms_enabled() else "any",
+        "replicas": context.num_replicas(),
+    }
+
+
+def differences(before: Conditions, now: Conditions) -> list[str]:
+    """Each condition that has changed, in words; one that only one side knows is not compared."""
+    return [
+        f"{name}: {before[name]} then, {now[name]} now"
+        for name in now
+        if name in before and before[name] != now[name]
+    ]
+
+
+def _cpu_kind() -> str:
+    try:
+        lines = _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    pairs = (line.partition(":") for line in lines)
+    kinds = (value.strip() for name, _, value in pairs if name.strip() in _CPU_NAMES)
+    return next(kinds, platform.machine())
+
 
 FORMAT: Final = 1
 MANIFEST: Final = "manifest.json"

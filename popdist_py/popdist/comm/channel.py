@@ -1,5 +1,8 @@
 """Collectives beside those of the program: a thread does them, one after the other, while the program goes on.
 
+Every way between two instances is used in both directions at once. gloo's own all-to-all and all-gather use one
+after the other, and take up to twice as long over a network.
+
 They have connections of their own, because nothing says in which order they meet the program's. All instances of
 the job issue as many, in the same order and with tensors that fit; nothing proves that here.
 
@@ -8,8 +11,8 @@ issued; the host waits for neither. Memory that it uses is not given to others b
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import Any, Final, NamedTuple
@@ -17,11 +20,63 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from popdist.comm.failures import as_backend_error
-from popdist.comm.swapping import as_bytes, swap
 from popdist.errors import BackendError
 from popdist.headers import name_instances
 from popdist.host_memory.waiting import wait_until
+from popdist.progress import presence
+
+
+@contextmanager
+def as_backend_error(what: str) -> Iterator[None]:
+    """Wait for the other instances in the block.
+
+    Torch raises RuntimeError and subclasses of it for everything that goes wrong on the way.
+    """
+    presence.wait_again()
+    try:
+        yield
+    except BackendError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition(". ")[0].splitlines()[0]
+        raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error
+    finally:
+        presence.go_on()
+
+
+def swap(
+    gloo: Any,  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+    own: int,
+    instances: Sequence[int],
+    sent: Sequence[Tensor],
+    received: Sequence[Tensor],
+) -> None:
+    """Send each instance its tensor and wait for theirs.
+
+    Args:
+        gloo: The process group of the whole job.
+        own: This instance.
+        instances: Who takes part, this instance among them.
+        sent: What goes to each of them; flat tensors of bytes.
+        received: Where what each of them sends goes.
+
+    Raises:
+        RuntimeError: If an instance was lost or did not come in time.
+    """
+    works = []
+    for peer, mine, row in zip(instances, sent, received, strict=True):
+        if peer == own:
+            row.copy_(mine)
+        else:
+            works += [gloo.recv([row], peer, 0), gloo.send([mine], peer, 0)]
+    for work in works:
+        work.wait()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as a flat tensor of bytes: every dtype travels the same way."""
+    return tensor.reshape(-1).view(torch.uint8)
+
 
 END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the channel was closed."""

@@ -15,8 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.comm.channel import Channel
-from popdist.comm.failures import as_backend_error
+from popdist.comm.channel import Channel, as_backend_error
 from popdist.errors import BackendError
 from popdist.headers import NUM_WORDS
 from popdist.host_memory.flags import Names

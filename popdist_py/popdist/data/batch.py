@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from popdist.dealing import part
+from popdist.layout import part
 
 
 class MicroBatch(NamedTuple):

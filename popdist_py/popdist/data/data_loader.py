@@ -7,11 +7,9 @@ from torch.utils.data import Sampler, default_collate
 
 from popdist import context
 from popdist.data.batch import Share
-from popdist.data.epoch import check_sizes, deal_epoch, plan_epochs
-from popdist.data.epoch_plan import EpochPlan
+from popdist.data.epoch import EpochPlan, check_sizes, deal_epoch, plan_epochs
 from popdist.data.fetching import Collate, Collation, MapFetcher
-from popdist.data.position import Progress
-from popdist.data.reader_agreement import Agreement
+from popdist.data.position import Agreement, Progress
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import DatasetError

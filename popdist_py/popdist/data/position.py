@@ -1,12 +1,12 @@
-"""Where an iteration over epochs stands: a seed, an epoch and a position, and nothing else to remember."""
+"""Where an iteration over epochs stands, and the proof that all instances have made the same reader."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from popdist.arguments import seed_number, whole_number
-from popdist.errors import DatasetError
+from popdist import context
+from popdist.errors import DatasetError, seed_number, whole_number
 
 State: TypeAlias = dict[str, int | bool]
 
@@ -83,3 +83,28 @@ def _is_state(state: object, own: State) -> bool:
     if not all(isinstance(value, int) for value in state.values()):
         return False
     return bool(state["epoch"] >= 0 and 0 <= state["position"] <= own.get("length", math.inf))
+
+
+class Agreement:
+    """Is proven once: when it is made, or, if that is before ``init()``, when it is next asked for.
+
+    Args:
+        text: What must be the same on every instance, in words.
+
+    Raises:
+        CollectiveError: If the instances differ, or do not all make one.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text: str | None = text
+        self.prove()
+
+    def prove(self) -> None:
+        """Compare with the others, unless that has been done; before ``init()`` nobody can be asked.
+
+        Raises:
+            CollectiveError: If the instances differ, or do not all ask.
+        """
+        if self._text is not None and context.is_initialized():
+            text, self._text = self._text, None
+            context.current_group().agree(text)

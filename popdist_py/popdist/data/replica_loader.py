@@ -9,8 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 from popdist import context
 from popdist.data.batch import Batch
 from popdist.data.fetching import Fetched
-from popdist.data.position import Progress, State
-from popdist.data.reader_agreement import Agreement
+from popdist.data.position import Agreement, Progress, State
 from popdist.loop import boundaries
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from popdist.data.permutation import GOLDEN, round_keys, scramble
+from popdist.data.epoch import GOLDEN, round_keys, scramble
 from popdist.data.process_generators import GENERATORS, Generator
 
 T = TypeVar("T")

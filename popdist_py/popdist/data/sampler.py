@@ -6,8 +6,7 @@ from torch.utils.data import Sampler
 
 from popdist import context
 from popdist.data.epoch import deal_epoch, plan_epochs
-from popdist.data.position import Progress, State
-from popdist.data.reader_agreement import Agreement
+from popdist.data.position import Agreement, Progress, State
 from popdist.loop import boundaries
 
 

@@ -17,8 +17,7 @@ from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Collation, Fetched
-from popdist.data.position import Progress
-from popdist.data.reader_agreement import Agreement
+from popdist.data.position import Agreement, Progress
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
 from popdist.loop import boundaries

@@ -13,10 +13,9 @@ from enum import StrEnum
 from typing import Final
 
 from popdist import contract as names
-from popdist.contract import Contract, read_master
+from popdist.contract import Contract, read_count, read_master
 from popdist.environments.slurm import NODES, first_node, read_slurm
 from popdist.errors import ContractError
-from popdist.variables import read_count
 
 COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
 """The index of a pod of an indexed Job of Kubernetes."""

@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from popdist.contract import Contract, read_master
+from popdist.contract import Contract, read_count, read_master, read_node_counts
 from popdist.errors import ContractError
-from popdist.variables import read_count, read_node_counts
 
 SIZE: Final = "SLURM_STEP_NUM_TASKS"
 RANK: Final = "SLURM_PROCID"

@@ -1,4 +1,7 @@
-"""Which numbers of the rows of gradients each instance needs, where sharded optimizers update all of a model.
+"""Gradients of which an instance has a part: what ``.grad`` is where a sharded optimizer needs no more.
+
+Whoever wants more gets it: an operation that is not done element by element first gathers the parts of all
+gradients of the step from the instances, which must all come to it; then ``.grad`` is an ordinary tensor.
 
 An instance that updates some elements needs the sum of their gradients only. That is so as long as every parameter
 that is trained belongs to a sharded optimizer; the instances tell each other, and one of them is enough to have
@@ -7,17 +10,205 @@ everybody get everything.
 
 import hashlib
 import weakref
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Self
 
-from popdist.gradients.flat_gradients import FlatGradients, GradientRows
-from popdist.gradients.ownership import ranges_of
-from popdist.gradients.partial_gradients import StepGradients
-from popdist.gradients.rows import num_reals
-from popdist.gradients.scattering import joined, scatter_sum
-from popdist.gradients.shards import Ranges
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.utils import clip_grads_with_norm_
+from torch.utils._pytree import tree_map_only
+
+from popdist.gradients.exchange import joined, scatter_sum
+from popdist.gradients.rows import FlatGradients, GradientRows, num_reals
+from popdist.gradients.shards import Pieces, Ranges, deal_elements, group_by_kind, ranges_of
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+
+_aten: Final = torch.ops.aten
+_SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar})
+
+
+class PartialGradient(Tensor):
+    """A gradient of which this instance has the elements that it updates; made by :class:`StepGradients`.
+
+    Attributes:
+        content: All elements, of which only the instance's own, and with ``is_whole`` all, are the gradient's.
+        title: The parameter's name.
+        ranges: For each instance the elements that it has, in the order of memory.
+        is_whole: Whether all are here.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as torch's documents write it
+
+    content: Tensor
+    title: str
+    ranges: Ranges
+    is_whole: bool
+    _step: "StepGradients"
+
+    def __new__(cls, content: Tensor, *_: object) -> Self:
+        """A tensor of the same shape and kind, without memory."""
+        made: Self = Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's own way
+            cls, content.shape, strides=content.stride(), dtype=content.dtype, device=content.device
+        )
+        return made
+
+    def __init__(self, content: Tensor, title: str, ranges: Ranges, step: "StepGradients") -> None:
+        self.content = content
+        self.title = title
+        self.ranges = ranges
+        self.is_whole = not content.numel()
+        self._step = step
+
+    def __repr__(self) -> str:  # type: ignore[override] # torch's takes more
+        """What it is; its numbers would have to be asked for."""
+        return f"PartialGradient({self.title}, {tuple(self.shape)}, {self.dtype})"
+
+    @property
+    def whole(self) -> Tensor:
+        """As an ordinary tensor.
+
+        Raises:
+            CollectiveError: If the instances do other things.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        if not self.is_whole:
+            self._step.gather()
+        return self.content
+
+    @property
+    def data(self) -> Tensor:
+        """All of it, as elsewhere; may be set."""
+        return self.whole.data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.whole.data = value
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether several instances have a part of it, and not all is here."""
+        return not self.is_whole and sum(map(bool, self.ranges)) > 1
+
+    @property
+    def holder(self) -> int:
+        """The instance that has most of it."""
+        return max(range(len(self.ranges)), key=lambda instance: len(self.ranges[instance]))
+
+    @property
+    def here(self) -> Tensor:
+        """The elements that this instance has."""
+        if self.is_whole:
+            return self.content
+        mine = self.ranges[self._step.instance_index]
+        return self.content.as_strided((self.content.numel(),), (1,))[mine.start : mine.stop]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub leaves out the first argument
+        cls,
+        func: Any,  # noqa: ANN401 - torch's own signature
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as above
+        """Do element by element what can be, and else make all gradients of the step whole first."""
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        if func is _aten.zero_.default or (func in _SCALING and _is_number(args[1])):
+            func(
+                args[0].here if args[0].dim() else args[0].content, *args[1:]
+            )  # by dimensions torch picks the dtype
+            return args[0]
+        plain_args, plain_kwargs = tree_map_only(PartialGradient, lambda it: it.whole, (args, kwargs or {}))
+        return func(*plain_args, **plain_kwargs)
+
+
+def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
+    return lambda gradient, *args, **kwargs: getattr(gradient.whole, name)(*args, **kwargs)
+
+
+_READ_MEMORY: Final = (
+    "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
+)
+"""Methods that do not ask torch's operations, and read memory that this tensor has not."""
+
+for _name in _READ_MEMORY.split():
+    setattr(PartialGradient, _name, _read_whole(_name))
+
+
+class StepGradients:
+    """The gradients of one step, in parts.
+
+    Args:
+        group: All instances of the job.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._members: list[tuple[weakref.ref[Parameter], weakref.ref[PartialGradient]]] = []
+
+    @property
+    def group(self) -> Group:
+        """All instances of the job."""
+        return self._group
+
+    @property
+    def instance_index(self) -> int:
+        """This one."""
+        return self._group.backend.instance_index
+
+    def cover(self, name: str, parameter: Parameter, ranges: Ranges) -> None:
+        """Make ``.grad`` of ``parameter``, which has the instance's own elements, a gradient in parts."""
+        if parameter.grad is not None:
+            gradient = PartialGradient(parameter.grad, name, ranges, self)
+            parameter.grad = gradient
+            self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
+
+    def gather(self) -> None:
+        """Make all gradients whole, and ordinary tensors; every instance calls it.
+
+        Raises:
+            CollectiveError: If the instances do other things.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
+        self._group.agree(
+            f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
+        )
+        gather_parts(self._group, [gradient for _, gradient in pairs if gradient is not None])
+        for parameter, gradient in pairs:
+            if parameter is not None and gradient is not None and parameter.grad is gradient:
+                _uncover(parameter, gradient)
+
+
+def _uncover(parameter: Parameter, gradient: PartialGradient) -> None:
+    """Unless the parameter is just being moved: then torch is about to replace its gradient, too."""
+    if (parameter.dtype, parameter.device) == (gradient.dtype, gradient.device):
+        parameter.grad = gradient.content
+
+
+@torch.no_grad()
+def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
+    """Make ``gradients``, the same on all instances, whole; all call it, after they have agreed to."""
+    for kind in group_by_kind([it for it in gradients if not it.is_whole]):
+        Pieces(kind, group.backend).exchange()
+    for it in gradients:
+        it.is_whole = True
+
+
+def _is_number(value: object) -> bool:
+    return not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, PartialGradient))
+
+
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Divide gradients by a scaler's scale; what one instance finds, all have found."""
+    parts = [it for it in gradients if isinstance(it, PartialGradient)]
+    group = parts[0]._step.group  # noqa: SLF001 - of this module
+    group.agree(f"unscale {len(gradients)} gradients, look for NaN and infinity")
+    here = [it.here if isinstance(it, PartialGradient) else it for it in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_([it for it in here if it.numel()], found_inf, inv_scale)
+    found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
 
 
 class GradientParts:
@@ -88,3 +279,53 @@ def parts_of(gradients: FlatGradients) -> GradientParts | None:
     if known is None or known.ranges != found:
         known = _known[gradients] = GradientParts(gradients, found)
     return known
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    group: Group, module: Module, max_norm: float, norm_type: float, *, must_be_finite: bool
+) -> Tensor:
+    """Scale gradients down to ``max_norm``: see ``ReplicatedModel.clip_grad_norm_``.
+
+    Each instance takes the norms of some of the gradients. They are of whole parameters, so that the norm of the
+    norms has the bits of torch's for any number of instances. Where gradients are in parts, an instance takes
+    those of the parameters that it has most of; only what several have a part of must be sent first.
+    """
+    parameters = [it for it in module.parameters() if it.grad is not None]
+    gradients = [it.grad for it in parameters if it.grad is not None]
+    text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
+    group.agree(text)
+    if not gradients:
+        return torch.tensor(0.0)
+    gather_parts(group, [it for it in gradients if isinstance(it, PartialGradient) and it.is_cut])
+    norms = _norms(group, gradients, norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if must_be_finite and not total.isfinite():
+        raise RuntimeError(f"{text}: the norm is {total.item()}, and error_if_nonfinite=True")  # torch raises this
+    clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _norms(group: Group, gradients: list[Tensor], norm_type: float) -> list[Tensor]:
+    """The norm of each gradient, in its dtype, on the device of the first."""
+    device, own = gradients[0].device, group.backend.instance_index
+    sizes = [it.numel() for it in gradients]
+    shares = deal_elements(sizes, len(group.instances), may_cut=[False] * len(sizes))
+    owner_of = [
+        it.holder if isinstance(it, PartialGradient) else _owner([share[i] for share in shares])
+        for i, it in enumerate(gradients)
+    ]
+    found = torch.zeros(len(gradients), dtype=torch.float64)
+    for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True)):
+        if owner == own:
+            whole = gradient.content if isinstance(gradient, PartialGradient) else gradient
+            found[index] = torch.linalg.vector_norm(whole, norm_type)
+    everybody = group.backend.all_gather(found)
+    return [
+        everybody[owner, index].to(device, gradient.dtype.to_real())
+        for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True))
+    ]
+
+
+def _owner(ranges: list[range]) -> int:
+    return next((owner for owner, it in enumerate(ranges) if it), 0)

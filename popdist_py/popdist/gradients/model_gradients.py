@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from popdist.gradients.flat_gradients import FlatGradients
 from popdist.gradients.gradient_memory import GradientMemory
+from popdist.gradients.rows import FlatGradients
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 

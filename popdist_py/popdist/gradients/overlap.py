@@ -1,4 +1,4 @@
-"""Adding gradients over the instances while the backward pass that makes them still runs, bucket by bucket.
+"""Gradients that go early: added over the instances, bucket by bucket, while the last backward pass still runs.
 
 Where the sum goes over a network or between GPUs, its time is hidden behind the rest of the last backward pass of
 a step. What an instance sends early is a copy, made as the end of the step would make it; its own gradients stay
@@ -9,18 +9,72 @@ does to its gradients before a micro batch is over, the sum is right.
 A step goes early only if all instances have said, in its first header, that they would, and how: a number tells
 the buckets and how many have been sent before. From then on each of them brings every bucket of the step, whatever
 becomes of it, because the others wait for them.
+
+The copy has the bits that the end of the step will have if nobody changes the gradients until then.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import RLock
+from typing import Final
 
+import torch
 from torch import Tensor
 
 from popdist.comm.channel import Channel
-from popdist.gradients.buckets import Bucket, digest_of, make_buckets
 from popdist.gradients.exchange import add_among, nodes_of
-from popdist.gradients.flat_gradients import FlatGradients, GradientRows
+from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals
+from popdist.groups import Exchange
+from popdist.headers import as_floats
 from popdist.layout import ReplicaLayout
+from popdist.tree import TreeSum
+
+BUCKET_SIZE: Final = 1 << 20
+"""Numbers in a bucket, or more where the last slot in it is large: what is worth a message of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Slots side by side in one row.
+
+    Attributes:
+        kind: Which row.
+        start: Its first number there.
+        stop: The number after its last one.
+        members: Positions, among all parameters, of those whose slots these are.
+    """
+
+    kind: int
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+    @property
+    def run(self) -> slice:
+        """Its numbers in the row."""
+        return slice(self.start, self.stop)
+
+
+def make_buckets(kinds: Sequence[RowKind]) -> list[Bucket]:
+    """All rows in buckets, from the end of each to its beginning: the last parameters come first."""
+    buckets = [bucket for number, kind in enumerate(kinds) for bucket in _buckets_of(number, kind)]
+    return sorted(buckets, key=lambda bucket: min(bucket.members), reverse=True)
+
+
+def _buckets_of(number: int, kind: RowKind) -> Iterable[Bucket]:
+    stop, members = kind.size, []
+    for index, parameter, start in reversed(kind.members):
+        if num_reals(parameter):
+            members.append(index)
+        if members and (stop - start >= BUCKET_SIZE or start == 0):
+            yield Bucket(kind=number, start=start, stop=stop, members=tuple(members))
+            stop, members = start, []
+
+
+def digest_of(buckets: Iterable[Bucket]) -> bytes:
+    """The same for the same buckets."""
+    return hashlib.blake2b(repr(list(buckets)).encode(), digest_size=16).digest()
 
 
 class Overlap:
@@ -103,3 +157,217 @@ class Overlap:
     def leave_rows(self) -> None:
         """Let what is still on its way use the rows for itself."""
         self._rows = None
+
+
+class Publishing:
+    """Makes what is sent, during the last micro batch."""
+
+    def __init__(
+        self,
+        overlap: Overlap,
+        micro_batches: TreeSum[GradientRows],
+        replicas: TreeSum[GradientRows],
+        weight: float,
+    ) -> None:
+        self._overlap = overlap
+        self._micro_batches = micro_batches
+        self._replicas = replicas
+        self._weight = weight
+        self._is_blocked = False
+        devices = {kind.device for kind in overlap.gradients.kinds if kind.device.type == "cuda"}
+        self._streams = {device: torch.cuda.current_stream(device) for device in devices}
+
+    def look_at(self, parameter: Tensor) -> None:
+        """See whether a gradient that has come may be read in this stream: else all wait for the end."""
+        self._is_blocked |= not self._is_in_order(parameter.device) or (
+            parameter.grad is not None and parameter.grad.layout != torch.strided
+        )
+
+    def can_read(self, number: int) -> bool:
+        """Whether the gradients of a bucket may be read here and now."""
+        kind = self._overlap.gradients.kinds[self._overlap.buckets[number].kind]
+        return not self._is_blocked and self._is_in_order(kind.device)
+
+    @torch.no_grad()
+    def partials_of(self, number: int, unit: float) -> list[Tensor]:
+        """This instance's part of the tree over all replicas, as the end of the step will have it.
+
+        Args:
+            number: Of the bucket, whose gradients are complete.
+            unit: What weights are divided by.
+        """
+        bucket, published = self._overlap.buckets[number], self._overlap.published
+        for parameter in self._overlap.members[number]:
+            slot = published.slots[id(parameter)]
+            slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
+        row = published.rows[bucket.kind][bucket.run]
+        if self._weight != unit:
+            row.mul_(self._weight / unit)
+
+        def part(rows: GradientRows) -> Tensor:
+            return rows.rows[bucket.kind][bucket.run]
+
+        micro_batches = self._micro_batches.of_part(part, _add)
+        micro_batches.push(row)
+        replicas = self._replicas.of_part(part, _add)
+        (replica,) = micro_batches.nodes.values()
+        replicas.push(replica)
+        return list(replicas.nodes.values())
+
+    def _is_in_order(self, device: torch.device) -> bool:
+        """Whether this thread computes on ``device`` in the stream in which the micro batch began, for itself."""
+        if device not in self._streams:
+            return True
+        is_same = torch.cuda.current_stream(device) == self._streams[device]
+        return is_same and not torch.cuda.is_current_stream_capturing()
+
+
+def _add(left: Tensor, right: Tensor) -> Tensor:
+    """The sum, in place of ``right``, which is this step's: ``left`` is still needed where it is."""
+    return torch.add(left, right, out=right)
+
+
+_BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""What numbers are compared as: a NaN is not equal to itself, and 0.0 is to -0.0."""
+
+
+class OverlappedStep:
+    """The step that has the channel: made before it is announced, and ended in every case.
+
+    Args:
+        overlap: Of the model's gradients.
+        number: What the overlap offers; greater than 0.
+        scales: Whether weights are divided by the heaviest one of the job.
+    """
+
+    def __init__(self, overlap: Overlap, number: int, *, scales: bool) -> None:
+        self.number = number
+        self._overlap = overlap
+        self._scales = scales
+        self._lock = RLock()
+        """Gradients of several devices come in a thread each."""
+        self._announced: Exchange | None = None
+        self._unit: float | None = None
+        self._is_refused = self._is_closed = self._is_over = False
+        self._arrived: set[int] = set()
+        self._num_awaited = overlap.num_expected()
+        self._num_issued = self._num_early = 0
+        self._publishing: Publishing | None = None
+        overlap.channel.is_taken = True
+
+    def listen(self, announced: Exchange) -> None:
+        """The header with :attr:`number` has been sent."""
+        self._announced = announced
+        announced.peek()
+
+    def begin(self, micro_batches: TreeSum[GradientRows], replicas: TreeSum[GradientRows], weight: float) -> None:
+        """The last micro batch begins.
+
+        Args:
+            micro_batches: Those of its replica before it.
+            replicas: Those of this instance before its own.
+            weight: What the micro batch counts.
+        """
+        if weight:
+            self._publishing = Publishing(self._overlap, micro_batches, replicas, weight)
+
+    def take(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated: send the buckets that are complete, if all instances want them."""
+        if self._publishing is None:
+            return
+        with self._lock:
+            self._publishing.look_at(parameter)
+            self._arrive(parameter)
+            while self._num_issued < len(self._num_awaited) and not self._num_awaited[self._num_issued]:
+                if not self._is_agreed() or not self._publishing.can_read(self._num_issued):
+                    return
+                self._issue(self._publishing.partials_of(self._num_issued, self._unit or 1.0))
+                self._num_early += 1
+
+    def close(self, own: Sequence[GradientRows]) -> int:
+        """The gradients are complete: send what is left of them.
+
+        Args:
+            own: This instance's part of the tree over all replicas.
+
+        Returns:
+            What to say: that the sums are right as far as this instance knows, or 0.
+        """
+        with self._lock:
+            if not self._is_agreed():
+                return 0
+            self._publishing = None
+            self._issue_rest(own)
+            self._is_closed = True
+            is_final = self._is_final(own[-1])
+            self._overlap.learn(self._arrived, is_final=is_final)
+            return -self.number if is_final else 0
+
+    def wait(self, *, are_right: bool) -> GradientRows | None:
+        """When all instances have come to the end of the step: wait for what is on its way.
+
+        Args:
+            are_right: Whether all have said that the sums are.
+
+        Returns:
+            The sums over the job, if they are right.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+        if self._num_issued:
+            self._overlap.channel.wait()
+            self._num_issued = 0
+        return self._overlap.sums if are_right else None
+
+    def end(self) -> None:
+        """Let another step go early; send what the others still expect where this one was left. Never raises."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over, self._publishing = True, None
+            if not self._is_closed and self._is_agreed():
+                self._issue_rest([self._overlap.published])
+            elif self._announced is not None and self._unit is None and not self._is_refused:
+                self._overlap.channel.break_off()  # the others may still agree, without this one
+            if self._num_issued:
+                self._overlap.leave_rows()
+            self._overlap.channel.is_taken = False
+
+    def _arrive(self, parameter: Tensor) -> None:
+        bucket = self._overlap.bucket_of.get(id(parameter))
+        if bucket is not None and id(parameter) not in self._arrived:
+            self._arrived.add(id(parameter))
+            self._num_awaited[bucket] -= id(parameter) in self._overlap.expected
+
+    def _is_agreed(self) -> bool:
+        """Whether all instances have said that they send what this one does."""
+        if self._unit is None and self._announced is not None and not self._is_refused:
+            numbers = self._announced.peek()
+            if numbers is not None:
+                heaviest = as_floats([words[0] for words in numbers])
+                self._is_refused = {words[1] for words in numbers} != {self.number} or not any(heaviest)
+                self._unit = None if self._is_refused else max(heaviest) if self._scales else 1.0
+        return self._unit is not None
+
+    def _issue(self, partials: Sequence[Tensor]) -> None:
+        """Send the next bucket; if interrupted, it may have gone or not, so no instance sends early any more."""
+        bucket = self._overlap.buckets[self._num_issued]
+        self._num_issued += 1
+        try:
+            self._overlap.issue(bucket, partials)
+        except BaseException:
+            self._overlap.channel.break_off()
+            raise
+
+    def _issue_rest(self, own: Sequence[GradientRows]) -> None:
+        for bucket in self._overlap.buckets[self._num_issued :]:
+            self._issue([it.rows[bucket.kind][bucket.run] for it in own])
+
+    def _is_final(self, last: GradientRows) -> bool:
+        """Whether what was sent early has the bits of ``last``."""
+        starts = {bucket.kind: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
+        pairs = [
+            (self._overlap.published.rows[kind][start:], last.rows[kind][start:]) for kind, start in starts.items()
+        ]
+        return all(torch.equal(sent.view(_BITS[sent.dtype]), own.view(_BITS[own.dtype])) for sent, own in pairs)

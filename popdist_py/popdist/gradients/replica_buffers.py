@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from popdist.gradients.replica_tree import ReplicaTree
+from popdist.gradients.exchange import ReplicaTree
 from popdist.gradients.rows import cut, join, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout

@@ -1,14 +1,24 @@
-"""Rows of numbers: tensors of any shape and dtype, laid end to end to be added to those of other replicas.
+"""The gradients of a model's parameters as rows of numbers that can be added, laid end to end.
 
 Numbers are added in float32, those of double precision in float64, so that what is of half precision loses nothing
 on the way; they are rounded once, at the end.
+
+One row for each device and dtype in which gradients are added. Each parameter has a slot in its row, which has its
+shape and order of memory: a view of it can be the parameter's ``.grad``. A parameter without a gradient has zeros
+in its slot, and a mask remembers which had one.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+from popdist.errors import CollectiveError
 
 Rows: TypeAlias = list[Tensor]
 """What a replica, a micro batch or a subtree of them brings: one flat tensor for each device and dtype."""
@@ -67,3 +77,167 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     if like.is_contiguous():
         return shaped
     return torch.empty_like(like, requires_grad=False).copy_(shaped)
+
+
+ALIGNMENT: Final = 16
+"""In numbers: slots begin at lines of cache, and those of complex parameters at even places."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowKind:
+    """Parameters whose gradients lie in one row.
+
+    Attributes:
+        device: Where they are.
+        dtype: In which their gradients are added.
+        members: Positions among all parameters, with the parameters and where their slots begin.
+        size: Numbers in the row.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    members: list[tuple[int, Parameter, int]] = field(default_factory=list)
+    size: int = 0
+
+    def append(self, index: int, parameter: Parameter) -> None:
+        """Give ``parameter`` a slot at the end."""
+        self.members.append((index, parameter, self.size))
+        self.size += -(-num_reals(parameter) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GradientRows:
+    """Room for one gradient of all parameters.
+
+    Attributes:
+        rows: Flat tensors, one for each kind.
+        slots: For each parameter, by its identity, its part of them.
+    """
+
+    rows: Rows
+    slots: dict[int, Tensor]
+
+    def clear(self) -> None:
+        """Fill them with zeros."""
+        for row in self.rows:
+            row.zero_()
+
+    def copy(self, other: "GradientRows") -> None:
+        """Fill them with what ``other`` holds."""
+        for row, values in zip(self.rows, other.rows, strict=True):
+            row.copy_(values)
+
+    def take(self, parameter: Tensor) -> None:
+        """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is still in the cache.
+
+        What has another dtype or a graph stays where it is: :meth:`FlatGradients.fill` copies it later.
+        """
+        slot, gradient = self.slots.get(id(parameter)), parameter.grad
+        if slot is None or gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
+            return
+        if gradient.layout == torch.strided and gradient.data_ptr() != slot.data_ptr():
+            parameter.grad = slot.copy_(gradient).detach()
+
+
+class FlatGradients:
+    """Moves gradients from ``.grad`` of parameters to rows and back.
+
+    Args:
+        named_parameters: Those of one model, in the same order on all instances; frozen ones are left out.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
+        self.names: list[str] = []
+        self._orders: list[str] = []
+        kinds: dict[tuple[torch.device, torch.dtype], RowKind] = {}
+        for name, parameter in named_parameters:
+            if parameter.requires_grad:
+                new = RowKind(device=parameter.device, dtype=wide_dtype(parameter.dtype))
+                kinds.setdefault((new.device, new.dtype), new).append(len(self.names), parameter)
+                self.names.append(name)
+                self._orders.append(name if parameter.is_contiguous() else f"{name} {parameter.stride()}")
+        self.kinds = list(kinds.values())
+
+    def __str__(self) -> str:
+        """What must be the same on all instances, in words."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        rows = (
+            f"{sum(num_reals(it) for _, it, _ in kind.members)} {str(kind.dtype).removeprefix('torch.')} "
+            f"on {kind.device.type}"
+            for kind in self.kinds
+        )
+        digest = hashlib.blake2b("\n".join(self._orders).encode(), digest_size=4).hexdigest()
+        return f"{len(self.names)} parameters, names {digest}: {', '.join(rows)}"
+
+    def used(self) -> int:
+        """Which parameters have a gradient now: bit i stands for ``names[i]``."""
+        return sum(1 << i for kind in self.kinds for i, it, _ in kind.members if it.grad is not None)
+
+    def not_finite(self) -> int | None:
+        """The first parameter whose gradient holds NaN or infinity; None when there is none."""
+        found = [
+            i
+            for kind in self.kinds
+            for i, it, _ in kind.members
+            if it.grad is not None and not it.grad.isfinite().all()
+        ]
+        return min(found, default=None)
+
+    def clear(self) -> None:
+        """Set every ``.grad`` to None."""
+        for kind in self.kinds:
+            for _, parameter, _ in kind.members:
+                parameter.grad = None
+
+    def make_rows(self, rows: Rows | None = None) -> GradientRows:
+        """Room in ``rows``, which have the kinds' sizes and dtypes; None for new ones, all zero."""
+        rows = rows or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in self.kinds]
+        slots = {
+            id(parameter): _slot(row, start, parameter)
+            for kind, row in zip(self.kinds, rows, strict=True)
+            for _, parameter, start in kind.members
+        }
+        return GradientRows(rows=rows, slots=slots)
+
+    @torch.no_grad()
+    def fill(self, into: GradientRows, times: float = 1.0) -> None:
+        """Copy every gradient that is not there yet into its slot, and zeros for those without; then multiply.
+
+        Raises:
+            CollectiveError: If a gradient is sparse.
+        """
+        for kind in self.kinds:
+            for index, parameter, _ in kind.members:
+                slot, gradient = into.slots[id(parameter)], parameter.grad
+                if gradient is None:
+                    slot.zero_()
+                elif gradient.layout != torch.strided:
+                    raise CollectiveError(
+                        f"the gradient of {self.names[index]} is sparse, and replicas add dense ones: make it "
+                        "with sparse=False"
+                    )
+                elif gradient.data_ptr() != slot.data_ptr():
+                    slot.copy_(gradient)
+        scale_rows(into.rows, times=times)
+
+    def give(self, rows: GradientRows, used: int) -> None:
+        """Set the ``.grad`` of each parameter in ``used`` to its part of ``rows``, and all others to None.
+
+        The gradients share memory with ``rows``, unless they are of another dtype.
+        """
+        for kind in self.kinds:
+            for index, parameter, _ in kind.members:
+                slot = rows.slots[id(parameter)]
+                parameter.grad = slot.detach().to(parameter.dtype) if used >> index & 1 else None
+
+
+def _slot(row: Tensor, start: int, parameter: Parameter) -> Tensor:
+    """The numbers of ``row`` from ``start`` in the shape and order of memory of ``parameter``."""
+    flat = row[start : start + num_reals(parameter)]
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    dense = torch.empty_like(parameter, device="meta", requires_grad=False)
+    return flat.as_strided(dense.shape, dense.stride())

@@ -13,14 +13,14 @@ import torch
 
 from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError
 from popdist.gradients.exchange import nodes_of
-from popdist.gradients.flat_gradients import FlatGradients, GradientRows
 from popdist.gradients.gradient_memory import GradientMemory
-from popdist.gradients.overlapped_step import OverlappedStep
+from popdist.gradients.overlap import OverlappedStep
 from popdist.gradients.replica_buffers import ReplicaBuffers
+from popdist.gradients.rows import FlatGradients, GradientRows
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
-from popdist.progress_report import presence
+from popdist.progress import presence
 from popdist.tree import TreeSum, finish
 
 Reduction: TypeAlias = Literal["mean", "sum"]

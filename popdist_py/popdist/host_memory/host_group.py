@@ -20,13 +20,20 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError
-from popdist.host_memory.combination import Op
-from popdist.host_memory.fences import make_fence
-from popdist.host_memory.flags import Flags, Names, operation, purpose
+from popdist.host_memory.addition import Op
+from popdist.host_memory.flags import Flags, Names, make_fence, operation, purpose
 from popdist.host_memory.mapping import Found, Meeting
 from popdist.host_memory.row_reduction import Reduction
-from popdist.host_memory.segments import PAGE_BYTES, Segment, as_tensor, as_words, map_window, whole_pages
-from popdist.host_memory.shared_blocks import Reservation, SharedBlock
+from popdist.host_memory.segments import (
+    PAGE_BYTES,
+    Reservation,
+    Segment,
+    SharedBlock,
+    as_tensor,
+    as_words,
+    map_window,
+    whole_pages,
+)
 from popdist.host_memory.waiting import Lives
 
 _ALLOCATE: Final = operation("allocate")

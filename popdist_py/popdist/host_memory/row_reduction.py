@@ -12,10 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from popdist.host_memory.addition_order import additions, blocks, share
-from popdist.host_memory.combination import HALVES, KINDS, NO_ARRAYS, Op, combiner
+from popdist.host_memory.addition import (
+    HALVES,
+    KINDS,
+    NO_ARRAYS,
+    Op,
+    additions,
+    blocks,
+    combiner,
+    fused_sum,
+    share,
+)
 from popdist.host_memory.flags import Flags, operation, purpose
-from popdist.host_memory.fused_addition import fused_sum
 
 _REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in get_args(Op)}
 

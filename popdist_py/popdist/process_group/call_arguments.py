@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from popdist.host_memory.combination import KINDS, Op
+from popdist.host_memory.addition import KINDS, Op
 
 _OPS: Final[dict[Any, Op]] = {
     c10d.ReduceOp.SUM: "sum",

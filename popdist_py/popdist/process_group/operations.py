@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from popdist.host_memory.combination import Op
+from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.process_group.several_hosts import SeveralHosts
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from popdist.errors import BackendError
-from popdist.host_memory.combination import HALVES, Combiner, Op
+from popdist.host_memory.addition import HALVES, Combiner, Op
+from popdist.host_memory.all_reduce import QuickSum, never
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.quick_sums import QuickSum, never
 from popdist.process_group.host_messages import Wires
 from popdist.process_group.share_exchange import Peers, Place, in_turns
 

@@ -1,16 +1,34 @@
-"""The groups of torch's own that a group of popdist's holds, for what it does not do itself."""
+"""The groups of torch's own that a group of popdist's holds, for what it does not do itself.
+
+torch's own groups are C++, where tracing ends by itself. In a compiled DistributedDataParallel, C++ calls the
+group in the middle of what is being traced; a Python method would be traced as a frame of its own, and that fails.
+"""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from types import FunctionType
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch._C._dynamo import eval_frame
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.process_group.tracing import never_traced
 from popdist.process_group.work_queue import DONE
+
+_SKIP: Final = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)  # noqa: SLF001 - what torch.compiler.disable() does, without the seconds that importing the compiler takes
+
+C = TypeVar("C", bound=type)
+
+
+def never_traced(cls: C) -> C:
+    """Run the class's own methods, and what they call, as they are."""
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            eval_frame.set_code_exec_strategy(method.__code__, _SKIP)
+    return cls
+
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")

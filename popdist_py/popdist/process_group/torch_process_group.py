@@ -41,8 +41,7 @@ from popdist.process_group.call_arguments import (
     seconds,
 )
 from popdist.process_group.host_placement import connect
-from popdist.process_group.torch_groups import TorchGroups
-from popdist.process_group.tracing import never_traced
+from popdist.process_group.torch_groups import TorchGroups, never_traced
 from popdist.process_group.work_queue import DONE, Lane
 
 _CUDA: Final = torch.device("cuda")

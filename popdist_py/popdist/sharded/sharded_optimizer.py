@@ -1,5 +1,11 @@
-"""An optimizer whose work and state are shared by the instances: each updates its part of every step."""
+"""An optimizer whose work and state are shared by the instances: each updates its part of every step.
 
+Each updates its own part of the weights, so what goes wrong on one is wrong for all: none goes on with weights of
+which a part is missing, or was updated with another learning rate.
+"""
+
+import hashlib
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -12,16 +18,73 @@ from torch.optim import Optimizer
 
 from popdist import context
 from popdist.errors import OptimizerError
-from popdist.gradients.ownership import remember
-from popdist.gradients.step_end import check_whole_job
+from popdist.gradients.shards import remember
+from popdist.gradients.step_end import COURTESY_SECONDS, check_whole_job
 from popdist.groups import Group
+from popdist.headers import name_instances
 from popdist.sharded.elementwise import check_elementwise, quiet_step
-from popdist.sharded.optimizer_settings import in_words, is_optimizer_class, settings_of
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
 from popdist.sharded.state import State, copy_state, gather_state, own_state
-from popdist.sharded.step_agreement import digest_of, report
 from popdist.sharded.weight_copies import WeightCopies
 from popdist.training.replicated_model import ReplicatedModel
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+"""Kinds of settings that have a text of their own."""
+
+
+def is_optimizer_class(kind: object) -> bool:
+    """Whether ``kind`` is one."""
+    return isinstance(kind, type) and issubclass(kind, Optimizer)
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer says beside its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def in_words(settings: Mapping[str, Any]) -> str:
+    """Settings as further arguments of a call; what has no text of its own by its name only."""
+    return "".join(
+        f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
+    )
+
+
+def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
+    """Wait for all instances, and raise on each of them if one has failed.
+
+    Args:
+        group: All instances of the job.
+        text: What they do, in words.
+        trouble: Why this one cannot.
+        settings: A digest of what must be equal.
+
+    Raises:
+        Exception: The ``trouble``.
+        OptimizerError: If it is another instance's, or the settings differ.
+        CollectiveError, BackendError: If the instances do other things, or one was lost.
+    """
+    told = group.start(text, [trouble is not None, settings]).wait()
+    if trouble is not None:
+        raise trouble
+    if failed := [i for i, (has_failed, _) in zip(group.instances, told, strict=True) if has_failed]:
+        time.sleep(COURTESY_SECONDS)  # they shall end first, with the cause
+        raise OptimizerError(
+            f"{name_instances(failed)} failed in {text} (see the error there), so a part of the weights was not "
+            "updated"
+        )
+    if differing := [i for i, (_, other) in zip(group.instances, told, strict=True) if other != settings]:
+        raise OptimizerError(
+            f"{text}: the settings of the parameter groups of instance {group.backend.instance_index} are not "
+            f"those of {name_instances(differing)}, and each updates a part of the weights: set the same learning "
+            "rate and the like everywhere; a schedule that goes by a metric needs its mean over all instances"
+        )
+
+
+def digest_of(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
+    """A number for the settings ``names`` of an optimizer's groups, as far as they have a text of their own."""
+    known = sorted(names)
+    texts = [repr([group.get(it) for it in known if isinstance(group.get(it), PLAIN)]) for group in groups]
+    return int.from_bytes(hashlib.blake2b("\n".join(texts).encode(), digest_size=7).digest(), "little")
 
 
 class ShardedOptimizer(Optimizer):

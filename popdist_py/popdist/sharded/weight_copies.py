@@ -8,7 +8,7 @@ host gets each element once. Without shared memory everybody sends to everybody.
 from collections.abc import Sequence
 
 from popdist.comm.backend import Backend
-from popdist.gradients.pieces import Pieces, group_by_kind
+from popdist.gradients.shards import Pieces, group_by_kind
 from popdist.groups import Group
 from popdist.host_memory.host_group import HostGroup
 from popdist.sharded.parameters import Named, ShardedParameter

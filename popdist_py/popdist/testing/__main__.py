@@ -5,9 +5,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from popdist.queries import instance_index
-from popdist.testing.functions import FunctionReference
-from popdist.testing.outcomes import JOB_FILE, Outcome, outcome_path
+from popdist.context import instance_index
+from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outcome, outcome_path
 
 
 def main(directory: Path) -> int:

@@ -11,8 +11,7 @@ from typing import ParamSpec, TypeVar
 
 from popdist.errors import WorldError
 from popdist.headers import name_instances
-from popdist.testing.functions import FunctionReference
-from popdist.testing.outcomes import JOB_FILE, Outcome, outcome_path
+from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outcome, outcome_path
 
 P = ParamSpec("P")
 R = TypeVar("R")

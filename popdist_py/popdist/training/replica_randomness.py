@@ -15,7 +15,7 @@ import torch
 from numpy.random import mtrand
 from torch import Tensor
 
-from popdist.data import python_random
+from popdist.data import process_generators
 from popdist.errors import WeightsError
 
 
@@ -29,7 +29,7 @@ class _States(NamedTuple):
         cuda: Of the generator of a CUDA device; None as long as there is none.
     """
 
-    python: python_random.State
+    python: process_generators.State
     numpy: Any
     torch: Tensor
     cuda: Tensor | None
@@ -122,7 +122,7 @@ class RandomScope:
 def _current(ordinal: int | None, cuda: Tensor | None = None) -> _States:
     """The states of the generators that draw now, with that of CUDA device ``ordinal``; without one ``cuda``."""
     return _States(
-        python_random.current(),
+        process_generators.current(),
         mtrand.get_bit_generator(),
         torch.default_generator.get_state(),
         cuda if ordinal is None else torch.cuda.default_generators[ordinal].get_state(),
@@ -131,7 +131,7 @@ def _current(ordinal: int | None, cuda: Tensor | None = None) -> _States:
 
 def _put_in_place(states: _States, ordinal: int | None) -> None:
     """Let the generators go on from ``states``."""
-    python_random.put_in_place(states.python)
+    process_generators.put_in_place(states.python)
     mtrand.set_bit_generator(states.numpy)  # a reference: copying this state takes ten times longer
     torch.default_generator.set_state(states.torch)
     if ordinal is not None and states.cuda is not None:
@@ -146,7 +146,7 @@ def _number(seed: int, replica: int, generator: str) -> int:
 
 def _seeded(seed: int, replica: int) -> _States:
     return _States(
-        python=python_random.seeded(_number(seed, replica, "python")),
+        python=process_generators.seeded(_number(seed, replica, "python")),
         numpy=np.random.MT19937(_number(seed, replica, "numpy")),
         torch=torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
         cuda=None,
@@ -154,7 +154,7 @@ def _seeded(seed: int, replica: int) -> _States:
 
 
 def _as_values(states: _States) -> dict[str, object]:
-    numbers, gauss = python_random.as_numbers(states.python)
+    numbers, gauss = process_generators.as_numbers(states.python)
     numpy_state = states.numpy.state["state"]
     return {
         "python": torch.tensor(numbers, dtype=torch.int64),
@@ -174,7 +174,7 @@ def _from_values(values: Mapping[str, Any]) -> _States:
     }
     torch.Generator().set_state(values["torch"])
     return _States(
-        python=python_random.from_numbers(values["python"].tolist(), values["python_gauss"]),
+        python=process_generators.from_numbers(values["python"].tolist(), values["python_gauss"]),
         numpy=generator,
         torch=values["torch"].clone(),
         cuda=None if values["cuda"] is None else values["cuda"].clone(),

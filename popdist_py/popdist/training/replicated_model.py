@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from popdist import context
-from popdist.arguments import seed_number, whole_number
-from popdist.errors import BatchError, WeightsError
-from popdist.gradients.clipping import clip_grad_norm
+from popdist.errors import BatchError, WeightsError, seed_number, whole_number
+from popdist.gradients.gradient_parts import clip_grad_norm
 from popdist.gradients.step_end import Reduction
-from popdist.training.combined_batch import Nest
-from popdist.training.micro_batches import Split
+from popdist.training.micro_batches import Nest, Split
 from popdist.training.replica_randomness import ReplicaRandomness
 from popdist.training.replication import Replication
 from popdist.weights import broadcast_weights
@@ -119,7 +117,7 @@ class ReplicatedModel(nn.Module):
         Args:
             batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
                 dim 0 of each: micro batch size x accumulation x local replicas, or fewer (see
-                `popdist.training.combined_batch`). Or the batch of ``popdist.data_loader``, or what ``split``
+                `popdist.training.micro_batches`). Or the batch of ``popdist.data_loader``, or what ``split``
                 splits.
             accumulation: Micro batches of each replica in this step, the same on all instances. At least 1; a
                 loader's batch brings its own.

@@ -13,12 +13,10 @@ from popdist.gradients.replica_buffers import ReplicaBuffers
 from popdist.gradients.step_end import Reduction, check_reduction
 from popdist.loop import boundaries
 from popdist.training import optimizers
-from popdist.training.combined_batch import Nest, to_device
-from popdist.training.micro_batches import Split, check_weight, split_batch
+from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.outside_backward import AutomaticReduction
-from popdist.training.plain_step import PlainStep
 from popdist.training.replica_randomness import RandomScope, ReplicaRandomness
-from popdist.training.step import GradientStep, refuse_step
+from popdist.training.step import GradientStep, PlainStep, refuse_step
 
 
 class Replication:

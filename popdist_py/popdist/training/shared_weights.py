@@ -16,7 +16,7 @@ from popdist.errors import BackendError
 from popdist.gradients.shards import flat_view
 from popdist.groups import Group
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.shared_blocks import SharedBlock
+from popdist.host_memory.segments import SharedBlock
 
 _LINE_BYTES = 64
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import click
 
-from poprun.cli.option import Option
-from poprun.cli.spelling import Vocabulary, normalise
+from poprun.cli.option import Option, Vocabulary, normalise
 
 _PROGRAM = "program"
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from poprun.cli.command import PoprunCommand
-from poprun.cli.host_file import read_host_file
 from poprun.cli.option import LINE, REQUEST, Given, values_by_section
 from poprun.cli.options import EXAMPLES, OPTIONS
 from poprun.cli.origins import from_variables, from_words, layered, read_config_file
@@ -15,9 +14,9 @@ from poprun.doctor import ReportFormat
 from poprun.emit import EmitKind
 from poprun.errors import UsageError
 from poprun.plan.request import LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.render import TopologyFormat
+from poprun.text.host_names import read_host_file
 
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"

@@ -1,18 +1,55 @@
-"""What the shell offers when Tab is pressed behind `poprun`: click's scripts, and the table of options.
+"""What the shell offers when Tab is pressed behind `poprun`: options, their values, hosts and partitions.
 
 Click's own resolution is left out: it does not know PopRun's spellings, nor that the program's words are its own.
 """
 
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
-from poprun.cli.kinds import FILE, FOLDER, HOSTS
-from poprun.cli.option import COMPLETION, Option
+from poprun.cli.option import COMPLETION, FILE, FOLDER, HOSTS, Option
 from poprun.cli.options import BY_NAME, OPTIONS
-from poprun.errors import UsageError
+from poprun.errors import PoprunError, UsageError
+
+_FILES: Final = ("~/.ssh/config", "~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts", "/etc/hosts")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_MAX_BYTES: Final = 2**20
+
+
+def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
+    """Names of hosts, in order of the alphabet; files that cannot be read are left out."""
+    names: set[str] = set()
+    for file in files:
+        try:
+            with open(os.path.expanduser(file), encoding="utf-8", errors="replace") as stream:
+                names.update(names_in(os.path.basename(file), stream.read(_MAX_BYTES)))
+        except OSError:
+            continue
+    return sorted(names)
+
+
+def names_in(kind: str, text: str) -> Iterator[str]:
+    """The names of hosts in the text of a file.
+
+    Args:
+        kind: ``config`` (ssh_config(5)), ``known_hosts`` (sshd(8)), or ``hosts`` (hosts(5)).
+        text: What the file holds. Hashed names, patterns and addresses are left out.
+    """
+    for line in text.splitlines():
+        words = line.partition("#")[0].split()
+        if kind == "config":
+            found = words[1:] if words and words[0].lower() == "host" else []
+        elif kind == "hosts":
+            found = words[1:]
+        else:
+            found = words[0].split(",") if words and words[0][0] not in "|@" else []
+        yield from (name for name in found if _NAME.fullmatch(name) and not name.replace(".", "").isdigit())
+
 
 Item = CompletionItem[str]
 
@@ -106,3 +143,24 @@ def _values(option: Option, begun: str, names: Names) -> list[Item]:
     else:
         found = names.partitions() if option.name == "vipu-partition" else option.kind.choices
     return [CompletionItem(f"{before}{comma}{it}") for it in found if it.startswith(last)]
+
+
+def asked_completion() -> str | None:
+    """What a shell asks poprun to complete, or None in every other call."""
+    return os.environ.get(COMPLETION)
+
+
+def names_of_this_machine() -> "Names":
+    """Where completion looks for names; nothing is looked for before it is needed."""
+    return Names(hosts=known_hosts, partitions=_partitions)
+
+
+def _partitions() -> Sequence[str]:
+    from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE  # noqa: PLC0415 - few complete a partition
+    from poprun.pool.pool import Pool  # noqa: PLC0415 - see above
+
+    try:
+        state = Pool(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL, busy_seconds=1.0).state()
+    except (PoprunError, OSError):  # there is nobody to tell: the shell shows no messages
+        return ()
+    return sorted(partition.name for partition in state.partitions)

@@ -11,10 +11,10 @@ from typing import Final
 
 from poprun.plan.topology import MachineFacts
 from poprun.probe.control_groups import CGROUPS, MEMBERSHIP
-from poprun.probe.cores import cpu_quota
+from poprun.probe.cpus import cpu_quota
 from poprun.probe.machine import machine_facts
 from poprun.probe.memory import MemoryLimits, memory_limits
-from poprun.process.answers import answer_of
+from poprun.process.start import answer_of
 
 TORCH_TIMEOUT_SECONDS: Final = 120.0
 """Importing torch for the first time may have to fetch a gigabyte from a slow disk."""

@@ -1,9 +1,12 @@
-"""What the jobs of Kubernetes have in common: containers, and what they ask of a node.
+"""What the jobs of a cluster's engine have in common: names, containers, and what they ask of a node.
+
+Source: https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ (RFC 1123 labels).
 
 Source: https://kubernetes.io/docs/reference/kubernetes-api/workload-resources/pod-v1/.
 """
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -12,6 +15,18 @@ from typing import Any, Final
 
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
+
+_MAX_NAME: Final = 40
+"""Characters of a job's name; the operators append to it, and a host's name has at most 63."""
+
+
+def job_name(plan: LaunchPlan) -> str:
+    """A name for the job, from that of its program: ``/data/Train_2.py`` becomes ``train-2``."""
+    script = next((word for word in plan.program if word.endswith(".py")), plan.program[0])
+    stem = os.path.basename(script).removesuffix(".py").lower()
+    name = re.sub("[^a-z0-9]+", "-", stem)[:_MAX_NAME].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".rstrip("-")
+
 
 GPU: Final = "nvidia.com/gpu"
 

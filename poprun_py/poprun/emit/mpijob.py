@@ -13,9 +13,9 @@ from poprun.emit.kubernetes import (
     container,
     deadline_seconds,
     document,
+    job_name,
     required_image,
 )
-from poprun.emit.names import job_name
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import MpiKind
 from poprun.render.words import size_of

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from poprun.emit.names import job_name
+from poprun.emit.kubernetes import job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import THIS_MACHINE

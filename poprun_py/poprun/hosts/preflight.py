@@ -1,6 +1,11 @@
-"""Ask every host at once whether the job can run there, and find out how the hosts reach each other."""
+"""Ask every host at once whether the job can run there, and find out how the hosts reach each other.
+
+Addresses and not names go to the programs: what a name means may differ from host to host. All hosts have one of
+the same family, because a connection has one.
+"""
 
 import asyncio
+import ipaddress
 import os
 import socket
 import sys
@@ -10,17 +15,86 @@ from typing import Final
 
 from popdist import contract
 from poprun.errors import HostsError
-from poprun.hosts.addresses import Choice, choose_addresses
 from poprun.hosts.environment_copy import copy_environment, environment_folder
-from poprun.hosts.host_checks import judge, judge_names, judge_places, judge_routes, judge_slots, program_files
-from poprun.hosts.no_answer import no_answer
-from poprun.hosts.problems import Problem, render_problems
-from poprun.hosts.questions import Answer, python_file
-from poprun.hosts.rounds import Rounds
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.messages.authentication import new_key
+from poprun.hosts.problems import (
+    Problem,
+    judge,
+    judge_names,
+    judge_places,
+    judge_routes,
+    judge_slots,
+    no_answer,
+    program_files,
+    render_problems,
+)
+from poprun.hosts.questions import Answer, Rounds, python_file
+from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, Places
+from poprun.messages.link import new_key
 from poprun.plan.plan import LaunchPlan
 from poprun.text.host_names import fold_hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        routes: A route for each host that has one.
+        problems: The hosts that have none.
+        reason: Why these, for the user.
+    """
+
+    routes: Mapping[str, HostRoute]
+    problems: tuple[Problem, ...]
+    reason: str
+
+
+def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], subnet: str | None) -> Choice:
+    """The route to each host.
+
+    Args:
+        places: The addresses of each host, by its name.
+        reached: The address at which ssh reached it, where that is known.
+        subnet: The subnet that the user wants, or None.
+    """
+    if subnet is not None:
+        network = ipaddress.ip_network(subnet)
+        found = {host: [p for p in own if ipaddress.ip_address(p[1]) in network] for host, own in places.items()}
+        return _chosen(found, f"no address in --host-subnet {subnet}", f"--host-subnet {subnet}")
+    version = _family(places, reached)
+    usable = {host: _usable(own, reached.get(host), version) for host, own in places.items()}
+    return _chosen(
+        usable, f"no IPv{version} address", "the way that ssh takes" if reached else "the first address"
+    )
+
+
+def _chosen(found: Mapping[str, Places], lack: str, reason: str) -> Choice:
+    routes = {
+        host: HostRoute(name=host, interface=own[0][0], address=own[0][1]) for host, own in found.items() if own
+    }
+    problems = tuple(
+        Problem(host=host, cause=f"it has {lack}", remedy="give --host-subnet a subnet that all hosts are in")
+        for host, own in found.items()
+        if not own
+    )
+    return Choice(routes=routes, problems=problems, reason=reason)
+
+
+def _usable(own: Places, reached: str | None, version: int) -> Places:
+    """The addresses of a family, best first: where ssh came in, then others of that interface, then the rest."""
+    family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
+    interface = next((name for name, address in own if address == reached), None)
+    outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
+    return sorted(outside, key=lambda place: (place[1] != reached, place[0] != interface))
+
+
+def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
+    """The IP version that ssh used everywhere; else 4 if every host has it, else 6."""
+    versions = {ipaddress.ip_address(address).version for address in reached.values()}
+    if len(versions) == 1:
+        return versions.pop()
+    return 4 if all(_usable(own, None, 4) for own in places.values()) else 6
+
 
 _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0

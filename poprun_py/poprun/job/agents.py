@@ -1,22 +1,64 @@
-"""The agents of a job: who has reported, what each said, and how to tell them something.
+"""The agents of a job and the monitors that look at it: who is connected, and what each is told.
+
+A monitor that does not read is let go: looking at a job never holds it up.
 
 Only one agent for each instance may speak, and what is no message is refused, told of, and changes nothing.
 """
 
 import os
 import selectors
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.hosts.routes import JobNetwork
 from poprun.job.listeners import Door, LocalDoor
-from poprun.job.viewers import Viewers
-from poprun.messages.control import VIEW_EVENT, Message, check_event
+from poprun.messages.control import VIEW_EVENT, Message, check_event, encode
 from poprun.messages.link import Link
 
 if TYPE_CHECKING:
-    import socket
+    from poprun.messages.view import JobView
+
+_INTERVAL_SECONDS: Final = 0.5
+
+
+class Viewers:
+    """The monitors of a job."""
+
+    def __init__(self) -> None:
+        self._links: list[Link] = []
+        self._next_seconds = 0.0
+
+    def add(self, link: "Link") -> None:
+        """Let a monitor look from now on."""
+        link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
+        self._links.append(link)
+        self._next_seconds = 0.0
+
+    def close(self) -> None:
+        """Hang up: there is nothing more to see."""
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    def are_due(self, now_seconds: float) -> bool:
+        """Whether there are any, and it is time for a view."""
+        return bool(self._links) and now_seconds >= self._next_seconds
+
+    def show(self, view: "JobView", now_seconds: float) -> None:
+        """Send all monitors a view."""
+        self._next_seconds = now_seconds + _INTERVAL_SECONDS
+        data = encode(view.to_message())
+        for link in tuple(self._links):
+            try:
+                is_whole = link.connection.send(data, socket.MSG_NOSIGNAL) == len(data)
+            except OSError:
+                is_whole = False
+            if not is_whole:
+                self._links.remove(link)
+                link.close()
+
 
 LOST: Final = "lost"
 """The event that this side makes up when an agent's connection closes."""
@@ -58,7 +100,7 @@ class AgentLinks:
         self.viewers = Viewers()
         self._doors: list[Door] = [LocalDoor(selector, self._admit, self._refuse)]
         if network is not None:
-            from poprun.job.remote_listener import RemoteDoor  # noqa: PLC0415 - jobs of one host need no cryptography
+            from poprun.job.listeners import RemoteDoor  # noqa: PLC0415 - jobs of one host need no cryptography
 
             self._doors.append(
                 RemoteDoor(network.control_host, network.key.text, selector, self._admit, self._refuse)

@@ -1,6 +1,15 @@
 """A job and its restarts: attempt after attempt, until one ends well or there are no more.
 
 The pure part says whether and when a failed job is started again; the rest does it.
+
+Pure: `state` holds the values, `events` changes them, `hangs` finds who waits for whom, `policy` decides,
+`orders`, `lines`, `tags`, `bars`, `folding`, `interrupts`, `hang_words` and `stacks` word. `outcome` is how a job
+ended, `aborts` who aborted it; `report` and `report_file` tell it, with `roll_call`, `hints`, `codes`, `excerpt`
+and `tracebacks`.
+`attempts` runs one `loop` after the other until the job has ended; a loop asks and acts. Its hands are `agents`
+(the control socket), `start_watch` and `children` (the launcher's processes), `signals`, `streams`, `relay`,
+`log_files` and `display` (the programs' output), `inquiry` and `sources` (where they stand), `voice` (poprun's
+own), `whole_file`, and `sweep` (what is left).
 """
 
 import os
@@ -14,13 +23,13 @@ from poprun.errors import HostsError, UsageError
 from poprun.hosts.routes import JobNetwork
 from poprun.job.loop import Job
 from poprun.job.orders import JobIdentity
-from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
+from poprun.job.report.outcome import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import SignalBox
-from poprun.job.voice import say
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import wished_job_id
-from poprun.pool.held_lease import HeldLease
-from poprun.process.linux import become_subreaper
+from poprun.pool.records import HeldLease
+from poprun.process.start import become_subreaper
+from poprun.text.screen import say
 
 _LONGEST_PAUSE_SECONDS = 30.0
 
@@ -186,3 +195,40 @@ def _tell(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
         say(line)
     if exit_code(ends[-1]) == 0 and (line := unused_replicas(ends[-1], plan)):
         say(line)
+
+
+__all__ = ["run_job"]
+
+
+def run_job(
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    verbosity: int = 0,
+    leases: Sequence[HeldLease] = (),
+    network: JobNetwork | None = None,
+    look: Callable[[], JobNetwork | None] = lambda: None,
+) -> int:
+    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
+
+    A job that fails is started again as often as the plan says.
+
+    0 when all instances ended with 0, else the code of the first that failed (128 + n for signal n); 130 after
+    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
+
+    Args:
+        plan: What to start.
+        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
+        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
+        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
+            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
+        network: How the hosts of the plan reach each other; None when there is only this machine.
+        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
+            raises HostsError when some can take part no more.
+
+    Raises:
+        HostsError: If hosts are missing and there are no more restarts.
+        LaunchError: If the MPI runtime or an agent could not be started.
+        UsageError: If the report that the plan asks for could not be written.
+    """
+    return run_attempts(plan, environ, verbosity, network, leases, look)

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from typing import Any, Final
 
-from popdist.progress_page import Progress
+from popdist.progress import Progress
 from poprun.job.agents import LOST
 from poprun.job.state import (
     AGENT_KILLED,

@@ -1,38 +1,124 @@
-"""The supervisor's loop: listen, take a snapshot, decide, act, until nothing is left."""
+"""The supervisor's loop: listen, take a snapshot, decide, act, until nothing is left.
+
+poprun is a subreaper, so what a killed agent left behind has become its child.
+"""
 
 import os
 import selectors
 import signal
+import sys
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import Any, Final
 
 from poprun.job.agents import AgentLinks
-from poprun.job.inquiry import Inquiry
-from poprun.job.launcher_processes import LauncherProcesses
+from poprun.job.launcher_processes import LauncherProcesses, StartWatch
 from poprun.job.orders import JobIdentity, start_order
-from poprun.job.outcome import JobEnd, exit_code
 from poprun.job.output.streams import Traffic
 from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import Record
-from poprun.job.session_folders import remove_abandoned_sessions, session_parent
-from poprun.job.signal_passing import Courier
+from poprun.job.report.outcome import JobEnd, exit_code
 from poprun.job.signals import SignalBox
-from poprun.job.start_watch import StartWatch
+from poprun.job.stacks import Inquiry
 from poprun.job.state import Limits, Phase
-from poprun.job.sweep import sweep
-from poprun.job.voice import say
 from poprun.launch.launchers import launch_commands
-from poprun.launch.shared_memory import remove_abandoned
+from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.topology import MpiKind
-from poprun.probe.kernel_kills import kill_counts
-from poprun.text.log_line import Level
+from poprun.probe.memory import kill_counts
+from poprun.process.start import ProcessStart, start_process
+from poprun.process.tree import ProcessKey, key_of, own_tree, reap, send, terminate
+from poprun.text.screen import Level, say
 
-if TYPE_CHECKING:
-    from poprun.job.monitor_process import MonitorProcess
-    from poprun.process.tree import ProcessKey
+
+class Courier:
+    """Carries signals from poprun to the programs.
+
+    Args:
+        links: The agents.
+        is_on_terminal: Whether a program writes to poprun's own terminal, whose size it wants to know.
+    """
+
+    def __init__(self, links: AgentLinks, *, is_on_terminal: bool) -> None:
+        self._links = links
+        self._is_on_terminal = is_on_terminal
+
+    def carry(self, signals: SignalBox) -> bool:
+        """Pass on what came since the last call; whether the job was suspended meanwhile."""
+        while signals.passed_on:
+            self._links.tell_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
+        if signals.has_resized and self._is_on_terminal:
+            signals.has_resized = False
+            self._links.tell(0, {"order": "signal", "signal": int(signal.SIGWINCH)})
+        if signals.is_suspended:
+            self._suspend(signals)
+            return True
+        return False
+
+    def _suspend(self, signals: SignalBox) -> None:
+        """Ctrl-Z: stop the programs, then poprun; whoever continues poprun continues them."""
+        self._links.tell_all({"order": "signal", "signal": int(signal.SIGSTOP)})
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signals.is_suspended = False
+        self._links.tell_all({"order": "signal", "signal": int(signal.SIGCONT)})
+
+
+_SWEEP_POLL_SECONDS = 0.02
+
+
+def sweep(grace_seconds: float, kill_seconds: float, spared: Collection[int] = ()) -> list[ProcessKey]:
+    """End all descendants: SIGTERM, SIGKILL after the grace, and a bounded wait for the kernel to bury them.
+
+    Those that are ``spared`` stay, with all below them: who keeps a lease is there for the next attempt, too.
+
+    Returns those that even SIGKILL did not end in time (a process in an uninterruptible system call).
+    """
+    if not _living(spared):
+        return []
+    terminate(_living(spared))
+    _wait_until_none(grace_seconds, spared)
+    send(_living(spared), signal.SIGKILL)
+    _wait_until_none(kill_seconds, spared)
+    return _living(spared)
+
+
+def _living(spared: Collection[int]) -> list[ProcessKey]:
+    for _ in reap():
+        pass
+    return own_tree(spared)
+
+
+def _wait_until_none(timeout_seconds: float, spared: Collection[int]) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while _living(spared) and time.monotonic() < deadline:
+        time.sleep(_SWEEP_POLL_SECONDS)
+
+
+_STDERR: Final = 2
+_LEAVE_SECONDS: Final = 2.0
+_MONITOR_POLL_SECONDS: Final = 0.01
+
+
+class MonitorProcess:
+    """The process that draws this poprun's job on the terminal until the job hangs up."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        null = os.open(os.devnull, os.O_RDWR)
+        words = (sys.executable, "-m", "poprun.monitor.top", str(os.getpid()))
+        streams = (null, _STDERR, _STDERR)
+        pid = start_process(ProcessStart(words, os.getcwd(), environ, streams, signal.SIGTERM))
+        os.close(null)
+        self._key = key_of(pid)
+
+    def wait(self) -> None:
+        """Give it the time to wipe its drawing off the terminal; call this when the job has hung up."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
+            for _ in reap():
+                pass
+            time.sleep(_MONITOR_POLL_SECONDS)
+
 
 _TICK_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
@@ -97,8 +183,6 @@ class Job:
 
     def _launch(self) -> None:
         if self._plan.output.has_monitor:
-            from poprun.job.monitor_process import MonitorProcess  # noqa: PLC0415 - most jobs have none
-
             self._monitor = MonitorProcess(self._environ)
         self._remove_sessions()
         network = self._identity.network
@@ -272,7 +356,7 @@ class Job:
         )
         if exit_code(end) == 0 and not self._survivors:
             return end
-        from poprun.job.explanation import explain  # noqa: PLC0415 - jobs that end well need none
+        from poprun.job.report.report import explain  # noqa: PLC0415 - jobs that end well need none
 
         kills_before = self._kills_before if self._identity.network is None else None
         tails = self._traffic.tails(it.index for it in end.statuses if it.has_failed or it.exit_code)

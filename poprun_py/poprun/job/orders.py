@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
-from popdist.progress_page import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
+from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
 from poprun.hosts.routes import HostRoute, JobNetwork
 from poprun.messages.control import Message
 from poprun.plan.plan import LaunchPlan, StartFacts
@@ -14,7 +14,7 @@ from poprun.plan.program_environment import (
     passed_environment,
     program_environment,
 )
-from poprun.pool.held_lease import HeldLease
+from poprun.pool.records import HeldLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

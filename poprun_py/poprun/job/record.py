@@ -4,22 +4,51 @@ It touches nothing: whoever keeps the record passes the clock's readings in.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
 from poprun.job.events import after_event
 from poprun.job.hangs import HangWatch
+from poprun.job.launcher_processes import StartWatch
 from poprun.job.orders import JobIdentity
-from poprun.job.outcome import first_failure
+from poprun.job.report.outcome import first_failure
 from poprun.job.signals import SignalBox
-from poprun.job.start_watch import StartWatch
 from poprun.job.state import InstanceState, InstanceStatus, JobSnapshot, Phase
+from poprun.messages.view import InstanceView
 from poprun.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from poprun.messages.view import JobView
+
+_MAX_LINE: Final = 200
+
+
+def instance_views(
+    plan: LaunchPlan, statuses: Sequence[InstanceStatus], last_line: Callable[[int], str]
+) -> tuple[InstanceView, ...]:
+    """The instances of a job as a monitor sees them; ``last_line`` tells what one printed last."""
+    return tuple(_instance_view(status, plan, last_line(status.index)) for status in statuses)
+
+
+def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> InstanceView:
+    usage, progress = status.usage, status.progress
+    is_waiting = progress is not None and progress.waiting_since_seconds is not None
+    return InstanceView(
+        index=status.index,
+        host=plan.instance(status.index).host,
+        state=status.state,
+        exit_code=status.exit_code,
+        looked_at_seconds=None if usage is None else usage.at_seconds,
+        num_steps=0 if progress is None else progress.num_steps,
+        step=None if progress is None else progress.step,
+        loss=None if progress is None else progress.loss,
+        waits_in=progress.collective if progress is not None and is_waiting else "",
+        cpu_seconds=None if usage is None else usage.cpu_seconds,
+        memory_bytes=None if usage is None else usage.memory_bytes,
+        last_line=last_line[:_MAX_LINE],
+    )
 
 
 class Record:
@@ -111,7 +140,6 @@ class Record:
 
     def view(self, last_line: Callable[[int], str], now_seconds: float) -> "JobView":
         """What a monitor is shown; ``last_line`` tells what an instance printed last."""
-        from poprun.job.views import instance_views  # noqa: PLC0415 - most jobs are looked at by nobody
         from poprun.messages.view import JobView  # noqa: PLC0415 - as above
 
         return JobView(

@@ -1,19 +1,49 @@
-"""Where the programs stand, as lines for people: their stacks, as Python's tracebacks show them. Pure.
+"""Where the programs stand: asked of them, read, and worded as Python's tracebacks.
 
 An agent passes on what faulthandler wrote (https://docs.python.org/3/library/faulthandler.html): every thread,
 each with its latest call first. Here the latest call comes last, with its line of source, as in a traceback;
 instances that stand alike are shown once.
 """
 
+import linecache
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Final
+from typing import Any, Final
 
 from popdist import contract
-from poprun.job.report.other_instances import name_instances
+from poprun.job.hangs import Hang
+from poprun.job.report.endings import name_instances
+from poprun.job.state import InstanceState, InstanceStatus
+from poprun.messages.control import Message
+
+_MOST_READING_SECONDS = 1.0
+
+Place = tuple[str, int]
+"""A file and the number of a line in it."""
+
+
+def read_lines(places: Collection[Place]) -> dict[Place, str]:
+    """The lines at ``places``; those that cannot be read, or not in a second, are left out.
+
+    A program often hangs because of the file system that its source lies on, so a thread reads.
+    """
+    found: dict[Place, str] = {}
+    reader = threading.Thread(target=_read, args=(sorted(places), found), name="poprun-sources", daemon=True)
+    reader.start()
+    reader.join(_MOST_READING_SECONDS)
+    return dict(found)
+
+
+def _read(places: Collection[Place], found: dict[Place, str]) -> None:
+    for file, line in places:
+        if os.path.isfile(file):  # a pipe would be waited for
+            text = linecache.getline(file, line).strip()
+            found[file, line] = "".join(letter if letter.isprintable() else " " for letter in text)
+
 
 MAX_FRAMES: Final = 24
 """Frames of a main thread that are shown; the middle of a longer stack is left out."""
@@ -125,3 +155,92 @@ def _render_frame(frame: Frame, read_line: ReadLine) -> list[str]:
     source = read_line(frame.file, frame.line).strip()
     where = f'File "{frame.file}", line {frame.line}, in {frame.function}'
     return [where, f"  {source}"] if source else [where]
+
+
+_MOST_ANSWER_SECONDS = 4.0
+"""How long agents are waited for; each gives its program half of it."""
+
+_MAX_GROUPS_OF_HANG = 6
+
+
+class Inquiry:
+    """The question that is open, if one is.
+
+    Args:
+        tell: Sends an order to the agent of an instance.
+        hang_timeout_seconds: When a job that hangs is ended, for the words of its report; None when it is not.
+    """
+
+    def __init__(self, tell: Callable[[int, Message], None], hang_timeout_seconds: float | None) -> None:
+        self._tell = tell
+        self._hang_timeout_seconds = hang_timeout_seconds
+        self._hang: Hang | None = None
+        self._answers: dict[int, dict[str, Any] | None] = {}
+        self._deadline_seconds: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether not all have answered yet."""
+        return self._deadline_seconds is not None
+
+    def begin(self, statuses: Sequence[InstanceStatus], now_seconds: float, hang: Hang | None = None) -> None:
+        """Ask every program that runs, about a hang or because the user wants to know."""
+        running = [status.index for status in statuses if status.state is InstanceState.RUNNING]
+        first = hang.absent if hang is not None else ()
+        self._hang = hang
+        self._answers = dict.fromkeys((*first, *running))
+        self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
+        for index in running:
+            self._tell(index, {"order": "stacks"})
+
+    def take(self, instance: int, event: dict[str, Any]) -> None:
+        """Take note of an answer."""
+        if instance in self._answers:
+            self._answers[instance] = event
+
+    def answers(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> Iterator[str]:
+        """What there is to say, once: when all that still run have answered, or when they have had their time."""
+        if self._deadline_seconds is None:
+            return
+        is_awaited = any(
+            answer is None and statuses[index].state is InstanceState.RUNNING
+            for index, answer in self._answers.items()
+        )
+        if is_awaited and now_seconds < self._deadline_seconds:
+            return
+        self._deadline_seconds = None
+        yield "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._closing()])
+
+    def _heading(self, statuses: Sequence[InstanceStatus]) -> list[str]:
+        if self._hang is None:
+            return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
+        from poprun.job.hangs import describe_hang  # noqa: PLC0415 - most jobs never hang
+
+        return describe_hang(self._hang, statuses)
+
+    def _closing(self) -> list[str]:
+        if self._hang is None:
+            return []
+        if self._hang_timeout_seconds is None:
+            return ["the job goes on: an instance that compiles or saves for long looks the same"]
+        return [f"the job is ended when this has lasted {self._hang_timeout_seconds:g} s (--hang-timeout)"]
+
+    def _lines(self, statuses: Sequence[InstanceStatus]) -> list[str]:
+
+        silent = {
+            index: "no answer" if statuses[index].state is InstanceState.RUNNING else "it has ended"
+            for index in self._answers
+        }
+        standings = {
+            index: read_standing("", [silent[index]])
+            if answer is None
+            else read_standing(answer["text"], answer["processes"])
+            for index, answer in self._answers.items()
+        }
+        threads = [stack for standing in standings.values() for stack in standing.threads]
+        sources = read_lines({(frame.file, frame.line) for stack in threads for frame in stack})
+        return render_standings(
+            standings,
+            lambda file, line: sources.get((file, line), ""),
+            None if self._hang is None else _MAX_GROUPS_OF_HANG,
+        )

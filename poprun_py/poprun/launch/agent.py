@@ -1,33 +1,181 @@
 """The agent of one instance: it starts the program, tells poprun how it ended, and leaves nothing behind.
 
+torch's ``MASTER_PORT`` must be known to every instance before instance 0's program, which will listen there, runs.
+A socket that is bound with SO_REUSEADDR and does not listen keeps the number: the kernel gives it to nobody else
+who asks for any free port, and a listener that sets SO_REUSEADDR too (as torch's does) may still bind it.
+popdist's own store gets a socket that listens already; instance 0's program inherits it.
+
+Standard library only: the agents run this in a bare interpreter.
+
 It lives in a session of its own, so that neither a terminal's Ctrl-C nor the MPI runtime's way of ending a job
 reaches it, and is a subreaper, so that what loses its parent becomes its child. It ends the program's tree in
 order when poprun says so, when poprun is gone (the control socket closes), when its shim is gone (the life pipe
 closes), and when the program has ended by itself.
 """
 
+import errno
 import os
 import select
 import signal
+import socket
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from poprun.launch.agent_streams import NUM_STREAMS, connect_streams, detach_streams
-from poprun.launch.core_binding import bind
-from poprun.launch.key_file import HeldKey, forget_key
-from poprun.launch.lease import fetch_lease, give_up_lease
-from poprun.launch.ports import hold_master_port, open_store_listener
-from poprun.launch.shared_memory import remove_abandoned
-from poprun.launch.tree_ending import Ending
-from poprun.launch.watch import Watch
+from poprun.launch.handed_files import HeldKey, fetch_lease, forget_key, give_up_lease
+from poprun.launch.mpi_leftovers import remove_abandoned
+from poprun.launch.program_watch import Watch
 from poprun.messages.control import RECEIVE_BYTES, Message, ProtocolError
 from poprun.messages.link import Link, connect, is_remote, notice_death
-from poprun.process.linux import become_subreaper
-from poprun.process.start import ProcessStart, start_process
-from poprun.process.tree import catchers, descendants, key_of, reap, send
+from poprun.process.start import ProcessStart, become_subreaper, start_process, take_memory_from
+from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, send, terminate
 
 if TYPE_CHECKING:
-    from poprun.launch.stack_request import StackQuestion
+    from poprun.launch.program_watch import StackQuestion
+
+
+def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
+    """Let the threads of this process run on ``cores`` only, and take its memory from ``memory_nodes``.
+
+    What a process starts inherits both (sched_setaffinity(2), set_mempolicy(2)).
+
+    Args:
+        cores: Numbers of cores; empty binds to none.
+        memory_nodes: NUMA nodes; empty leaves the memory to the kernel, which takes it from the node of the core
+            that touches it first.
+
+    Returns:
+        What is to be told: why the memory is not bound, if it is not. Containers may forbid that call.
+
+    Raises:
+        OSError: If one of the cores is not there, or its control group does not allow it.
+    """
+    if cores:
+        os.sched_setaffinity(0, cores)
+        if os.sched_getaffinity(0) != set(cores):  # the kernel leaves out what is not to be had, without a word
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    if memory_nodes:
+        try:
+            take_memory_from(memory_nodes)
+        except OSError as error:
+            return {"memory_not_bound": error.strerror or str(error)}
+    return {}
+
+
+_GRACE_SECONDS = 5.0
+_LEFTOVER_SECONDS = 1.0
+
+
+class Ending:
+    """What is known of the end of the tree of this process.
+
+    Attributes:
+        grace_seconds: How long the program may take to end, once it was asked.
+        was_stopped: Whether the program was asked to end, or is never to begin.
+    """
+
+    def __init__(self) -> None:
+        self.grace_seconds = _GRACE_SECONDS
+        self.was_stopped = False
+        self._deadline_seconds: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a deadline."""
+        return self._deadline_seconds is not None
+
+    def stop(self, program: int | None) -> None:
+        """Ask the program to end; what is left of its tree at the deadline is killed.
+
+        Only the program itself is asked first. Its own children are asked once it has ended, so that a program
+        which saves its state on SIGTERM does not lose its data loader's workers while it does.
+        """
+        self.was_stopped = True
+        self._begin(self.grace_seconds)
+        if program is not None:
+            os.kill(program, signal.SIGTERM)
+            os.killpg(program, signal.SIGCONT)
+
+    def stop_leftovers(self) -> None:
+        """The program has ended: what it left behind is asked to end, too."""
+        terminate(own_tree())
+        self._begin(_LEFTOVER_SECONDS)
+
+    def kill(self) -> None:
+        """Wait for nothing any more."""
+        self.was_stopped = True
+        self._deadline_seconds = 0.0
+
+    def is_over(self, program: int | None) -> bool:
+        """Whether nothing is left of a tree that was to end; kills what is left when the time is over."""
+        if self._deadline_seconds is None:
+            return False
+        tree = own_tree()
+        if not tree and program is None:
+            return True
+        if time.monotonic() >= self._deadline_seconds:
+            send(tree, signal.SIGKILL)
+        return False
+
+    def _begin(self, seconds: float) -> None:
+        if self._deadline_seconds is None:
+            self._deadline_seconds = time.monotonic() + seconds
+
+
+_BACKLOG = 2048
+
+
+def hold_master_port(address: str) -> socket.socket:
+    """A bound socket that keeps a free port number of ``address`` without listening on it."""
+    holder = socket.socket(_family(address), socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder
+
+
+def open_store_listener(address: str) -> socket.socket:
+    """A listening socket at ``address`` for popdist's store."""
+    listener = socket.socket(_family(address), socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+NUM_STREAMS = 3
+
+
+def connect_streams(address: str, key: str, index: int, timeout_seconds: float) -> list[int]:
+    """The descriptors of a program whose poprun is on another host: sockets, and to read only for instance 0.
+
+    Args:
+        address: Where poprun's control socket is.
+        key: The key of the job.
+        index: Global index of the instance.
+        timeout_seconds: How long connecting may take.
+
+    Raises:
+        OSError: If nobody is there.
+        ProtocolError: If who is there is not the poprun of this job.
+    """
+    streams = [] if index == 0 else [os.open(os.devnull, os.O_RDONLY)]
+    for number in range(len(streams), NUM_STREAMS):
+        link = connect(address, key, timeout_seconds)
+        link.send({"event": "stream", "instance": index, "stream": number})
+        streams.append(link.connection.detach())
+    return streams
+
+
+def detach_streams() -> None:
+    """Let go of the MPI runtime's pipes, on whose closing it may wait."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(NUM_STREAMS):
+        os.dup2(null, descriptor)
+    os.close(null)
+
 
 _CONNECT_SECONDS = 30.0
 _WALK_MILLISECONDS = 20

@@ -1,12 +1,205 @@
-"""How a plan is brought to life: the commands that start one shim for each instance.
+"""The launchers: the commands that start one shim for each instance, without MPI, through MPI, or by srun.
+
+The tasks inherit poprun's environment through Slurm, which signs what it sends; no value stands in a command line.
+
+The runtime is told to bind no process to cores (threads and placement are poprun's) and to take more processes
+than cores without complaint. Flags: MPICH's "Using the Hydra Process Manager" and mpiexec.gforker's usage; Open
+MPI's mpirun(1) and prterun(1).
 
 Pure: a plan in, words out. `mpi` writes one command for an MPI runtime, `slurm` one for srun, `local` one for each
 instance.
 """
 
-from poprun.hosts.routes import JobNetwork
-from poprun.launch.launch_command import SHIM_WORDS, LaunchCommand
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from popdist.contract import HYDRA_RANK, OMPI_RANK
+from poprun.hosts.routes import JobNetwork, srun_words, ssh_options
+from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCE, RANK_VARIABLE
 from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
+from poprun.plan.topology import MpiKind, MpiRuntime
+
+_PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch", "shim.py"))
+"""The shim in a bare interpreter: no site packages, no user's sitecustomize, a few milliseconds."""
+
+
+class LaunchCommand(NamedTuple):
+    """One process that poprun starts.
+
+    Attributes:
+        words: Its argv.
+        environment: What is added to its environment; it tells the shims where their rank is told.
+        death_signal: What it is sent when poprun dies.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+    death_signal: int
+
+
+def local_commands(plan: LaunchPlan) -> tuple[LaunchCommand, ...]:
+    """One command for each instance."""
+    return tuple(
+        LaunchCommand(
+            words=SHIM_WORDS,
+            environment={RANK_VARIABLE: INSTANCE, INSTANCE: str(index)},
+            death_signal=signal.SIGKILL,
+        )
+        for index in range(plan.num_instances)
+    )
+
+
+_RANK = "SLURM_PROCID"
+
+
+def srun_command(plan: LaunchPlan) -> LaunchCommand:
+    """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
+    return LaunchCommand(
+        words=(
+            *srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host),
+            "--input=none",
+            *SHIM_WORDS,
+        ),
+        environment={RANK_VARIABLE: _RANK},
+        death_signal=signal.SIGTERM,
+    )
+
+
+SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE)
+"""What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The command line of one family of MPI runtimes.
+
+    Attributes:
+        here: Words that come first on one machine.
+        fixed: Those that come next everywhere; the user's own follow and win.
+        num_processes: The option before the number of processes.
+        rank_variable: Variable in which a process finds its rank.
+    """
+
+    here: tuple[str, ...]
+    fixed: tuple[str, ...]
+    num_processes: str
+    rank_variable: str
+
+
+DIALECTS: Final = {
+    MpiKind.MPICH: Dialect(
+        here=("-launcher", "fork"),
+        fixed=("-rmk", "user", "-bind-to", "none"),
+        num_processes="-n",
+        rank_variable=HYDRA_RANK,
+    ),
+    MpiKind.OPEN_MPI: Dialect(
+        here=(),
+        fixed=("--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "--allow-run-as-root"),
+        num_processes="-np",
+        rank_variable=OMPI_RANK,
+    ),
+}
+
+
+class Reach(NamedTuple):
+    """How a runtime is told of the hosts.
+
+    Attributes:
+        words: Its words.
+        environment: What is added to its environment.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
+    """Hydra's proxies are told where mpiexec is.
+
+    Of what stands in its list, Hydra 5 leaves out the variable that is the last of its environment: it must be
+    none of the shims', so the options for ssh come last.
+    """
+    in_slurm = plan.remote.slurm_job is not None
+    return Reach(
+        words=(
+            *("-launcher", "slurm" if in_slurm else "ssh"),
+            *(() if _is_ipv6(network.control_host) else ("-localhost", network.control_host)),
+            *("-genvlist", ",".join(SHIM_VARIABLES)),
+            *("-hosts", ",".join(_slots(plan))),
+        ),
+        environment={} if in_slurm else {HYDRA_SSH_OPTIONS: " ".join(ssh_options(plan.remote.ssh_config))},
+    )
+
+
+def _through_prrte(plan: LaunchPlan, network: JobNetwork) -> Reach:
+    del network  # PRRTE's daemons find their way back by themselves
+    subnet = plan.remote.subnet
+    return Reach(
+        words=(
+            *("--host", ",".join(_slots(plan))),
+            *("--prtemca", "plm_ssh_agent", " ".join(("ssh", *ssh_options(plan.remote.ssh_config)))),
+            *(("--prtemca", "prte_if_include", subnet) if subnet and not _is_ipv6(subnet) else ()),
+            *(word for name in SHIM_VARIABLES for word in ("-x", name)),
+        ),
+    )
+
+
+def _is_ipv6(address: str) -> bool:
+    """Whether the runtimes cannot be told: they know such addresses by names only, or not at all."""
+    return ":" in address
+
+
+def _slots(plan: LaunchPlan) -> Iterator[str]:
+    """Each host with the number of its instances, which are neighbours."""
+    return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
+
+
+_REACHES: Final = {MpiKind.MPICH: _through_hydra, MpiKind.OPEN_MPI: _through_prrte}
+
+FORKER: Final = Dialect(here=(), fixed=(), num_processes="-n", rank_variable=HYDRA_RANK)
+"""MPICH's launcher for one machine: it binds nothing to cores, counts none, and opens no port."""
+
+
+def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: JobNetwork | None) -> LaunchCommand:
+    """The one command that starts every shim of ``plan``.
+
+    Its order is PopRun's: launcher, fixed words, the user's global words, number of processes, the user's local
+    words, program.
+
+    Args:
+        plan: The job.
+        runtime: What starts it.
+        network: How its hosts reach each other; None when there is only this machine.
+    """
+    runtime = runtime if network is None else replace(runtime, forker=None)
+    dialect = FORKER if runtime.forker else DIALECTS[runtime.kind]
+    reach = Reach(words=dialect.here) if network is None else _REACHES[runtime.kind](plan, network)
+    return LaunchCommand(
+        words=(
+            runtime.launcher,
+            *reach.words,
+            *dialect.fixed,
+            *plan.mpi_global_args,
+            dialect.num_processes,
+            str(plan.num_instances),
+            *plan.mpi_local_args,
+            *SHIM_WORDS,
+        ),
+        environment={RANK_VARIABLE: dialect.rank_variable, **reach.environment},
+        death_signal=signal.SIGKILL
+        if runtime.forker
+        else signal.SIGTERM,  # a forker that is asked waits for seconds
+    )
+
 
 __all__ = ["SHIM_WORDS", "LaunchCommand", "launch_commands"]
 
@@ -19,13 +212,8 @@ def launch_commands(plan: LaunchPlan, network: JobNetwork | None = None) -> tupl
         network: How its hosts reach each other; None when there is only this machine.
     """
     if plan.launcher is LauncherKind.MPI and plan.mpi is not None:
-        from poprun.launch import mpi_launcher  # noqa: PLC0415 - one of the two, the one that is used
-
-        return (mpi_launcher.launch_command(plan, plan.mpi, network),)
+        return (mpi_command(plan, plan.mpi, network),)
     if plan.launcher is LauncherKind.SRUN:
-        from poprun.launch import slurm_launcher  # noqa: PLC0415 - as above
+        return (srun_command(plan),)
 
-        return (slurm_launcher.launch_command(plan),)
-    from poprun.launch import local_launcher  # noqa: PLC0415 - as above
-
-    return local_launcher.launch_commands(plan)
+    return local_commands(plan)

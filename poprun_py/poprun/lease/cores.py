@@ -12,7 +12,7 @@ from poprun.plan.placement import flat_map
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import place
 from poprun.plan.topology import MachineFacts
-from poprun.pool.held_lease import HeldLease
+from poprun.pool.records import HeldLease
 from poprun.pool.requests import Wish
 from poprun.text import screen
 

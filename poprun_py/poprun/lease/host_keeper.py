@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.argv[1:]]
 
 from poprun.errors import PoprunError  # noqa: E402 - as above
-from poprun.launch.lease import FETCH, GIVE_UP, SECONDS  # noqa: E402 - it has to be told where poprun is
+from poprun.launch.handed_files import FETCH, GIVE_UP, SECONDS  # noqa: E402 - it has to be told where poprun is
 from poprun.lease.cores import cores_leased  # noqa: E402 - as above
 from poprun.lease.ipus import leased  # noqa: E402 - as above
 from poprun.lease.queue import pool_file  # noqa: E402 - as above
 from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
 from poprun.plan.plan import LaunchPlan  # noqa: E402 - as above
 from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
-from poprun.pool.held_lease import KEEPER_MARK, HeldLease  # noqa: E402 - as above
 from poprun.pool.holders import boot_id  # noqa: E402 - as above
 from poprun.pool.place import prepare_folder  # noqa: E402 - as above
+from poprun.pool.records import KEEPER_MARK, HeldLease  # noqa: E402 - as above
 from poprun.probe.gpus import find_gpus  # noqa: E402 - as above
 
 

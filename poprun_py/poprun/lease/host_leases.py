@@ -17,7 +17,7 @@ from poprun.hosts.routes import JobNetwork
 from poprun.lease.keeper_line import Keeper, Message
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
-from poprun.pool.held_lease import HeldLease
+from poprun.pool.records import HeldLease
 from poprun.probe.machine import names_of_this_machine
 
 _HELLO_SECONDS: Final = 60.0

@@ -12,10 +12,9 @@ from poprun.lease.queue import pool_file, pool_of, wait_for
 from poprun.plan.inventory import Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import Gpu
-from poprun.pool.held_lease import HeldLease
 from poprun.pool.holders import is_here
 from poprun.pool.pool import Pool, Ticket
-from poprun.pool.records import PoolState
+from poprun.pool.records import HeldLease, PoolState
 from poprun.process.tree import ancestors
 from poprun.process.users import user_name
 from poprun.text import screen

@@ -15,7 +15,7 @@ from poprun.errors import HostsError, PoprunError
 from poprun.hosts.routes import kept_words
 from poprun.messages.control import RECEIVE_BYTES, LineReader
 from poprun.plan.settings import RemoteSettings
-from poprun.pool.held_lease import KEEPER_MARK
+from poprun.pool.records import KEEPER_MARK
 from poprun.text import screen
 
 _COMPLAINT_SECONDS: Final = 1.0

@@ -8,10 +8,8 @@ from poprun.lease.ipus import in_only_partition
 from poprun.lease.queue import pool_of
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import Gpu
-from poprun.pool.held_lease import fold_names
-from poprun.pool.records import PoolState
-from poprun.pool.refusals import refusal
-from poprun.pool.requests import Wish, must_change
+from poprun.pool.records import PoolState, fold_names
+from poprun.pool.requests import Wish, must_change, refusal
 from poprun.text.host_names import fold_hosts
 
 

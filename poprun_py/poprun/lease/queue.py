@@ -7,12 +7,11 @@ from typing import Protocol
 from poprun.errors import IpusTakenError
 from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
+from poprun.pool.holders import is_served
 from poprun.pool.place import DEFAULT_POOL
 from poprun.pool.pool import Pool, Ticket
 from poprun.pool.records import PoolState
-from poprun.pool.refusals import refusal
-from poprun.pool.requests import Wish
-from poprun.pool.server_lock import is_served
+from poprun.pool.requests import Wish, refusal
 from poprun.pool.turn import wait_for_turn
 from poprun.text import screen
 

@@ -18,7 +18,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 from poprun.errors import LeaseEndedError, PoprunError
 from poprun.lease.server_connection import ServerAddress, ask
-from poprun.text.log_line import own_line
+from poprun.text.screen import own_line
 
 _INPUT = 0
 _READ_BYTES = 4096

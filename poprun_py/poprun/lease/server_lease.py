@@ -14,20 +14,17 @@ from poprun.errors import IpusTakenError, PoprunError, ServerLostError
 from poprun.hosts.routes import JobNetwork
 from poprun.lease.remote_places import as_here, check_place, facts_under, hosts_in, on_ipus
 from poprun.lease.renewal_process import kept
-from poprun.lease.server_client import RemotePool
+from poprun.lease.server_client import RemotePool, read_token, token_file
 from poprun.lease.server_connection import ServerAddress
 from poprun.lease.server_messages import LeaseAnswer, LeaseRequest
-from poprun.lease.token_file import read_token, token_file
 from poprun.plan.inventory import POD, Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.plan.vipu_settings import VipuSettings
 from poprun.pool.clusters import allocation_of
-from poprun.pool.held_lease import HeldLease
 from poprun.pool.holders import boot_id
-from poprun.pool.plain_requests import PlainPartition, PlainWish
-from poprun.pool.records import PoolState
-from poprun.pool.refusals import refusal
+from poprun.pool.records import HeldLease, PoolState
+from poprun.pool.requests import PlainPartition, PlainWish, refusal
 from poprun.probe.machine import names_of_this_machine
 from poprun.process.tree import ancestors, key_of
 from poprun.process.users import user_name

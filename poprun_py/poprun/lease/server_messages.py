@@ -12,8 +12,8 @@ from typing import Final
 from poprun.errors import PlanError
 from poprun.plan.inventory import Cluster, VirtualIpu
 from poprun.plan.topology import Occupant
-from poprun.pool.plain_requests import PlainPartition, PlainWish
 from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.pool.requests import PlainPartition, PlainWish
 from poprun.text.fields import FieldReader
 
 MAX_IPUS: Final = 4096

@@ -1,13 +1,18 @@
-"""What a user should know about a plan that is legal and may still not be what they want: a line for each thing.
+"""What a user should know about a plan: what may not be meant, does not fit this machine, or has no effect.
 
 Pure: a plan and the facts it was made from in, text out.
+
+PopRun's command lines give them for an IPU system; what has no meaning in a job is said, and never an error.
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
+from poprun.errors import PlanError
 from poprun.plan.counts import legal_instances
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.pods import named_pod
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
 from poprun.text.ranges import fold_numbers
 
@@ -139,3 +144,101 @@ def _count(count: int, noun: str) -> str:
 
 def _is(count: int, noun: str) -> str:
     return f"{'is' if count == 1 else 'are'} {_count(count, noun)}"
+
+
+def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
+    """See that the GPUs and the cores that ``plan`` names are here.
+
+    Args:
+        plan: What is to be started.
+        facts: What is known of the machine.
+        source: Name of the file that states the plan, for messages.
+
+    Returns:
+        What differs and can be lived with, a line for each thing.
+
+    Raises:
+        PlanError: If a GPU is not here, or an instance is to be bound to a core that is not.
+    """
+    found = {gpu.name for gpu in facts.gpus}
+    missing = [name for name in plan.devices if name not in found]
+    if missing:
+        raise PlanError(
+            f"{source}: devices names {_counted('GPU', ', '.join(missing), len(missing))}, and "
+            f"{_gpus_of(facts)}: {_cure(source)}"
+        )
+    here = {cpu.number for cpu in facts.cpus} or set(facts.cores)
+    bound = {core for binding in plan.bindings for core in binding.cores}
+    if not bound <= here:
+        raise PlanError(
+            f"{source}: bindings names {_cores(bound - here)}, and this process may use {_cores(here)}: "
+            f"{_cure(source)}, or leave bindings empty to bind none"
+        )
+    return tuple(_differences(plan, facts, source))
+
+
+def _differences(plan: LaunchPlan, facts: MachineFacts, source: str) -> Iterator[str]:
+    if len(plan.cores) > len(facts.cores):
+        threads = plan.threads_per_replica
+        kept = f"; the {threads} threads of each replica stay as planned" if threads else ""
+        yield (
+            f"{source} counts on {len(plan.cores)} cores, and there {'is' if len(facts.cores) == 1 else 'are'} "
+            f"{len(facts.cores)} here: the instances slow each other down{kept}"
+        )
+
+
+def _cure(source: str) -> str:
+    return f"make a new plan here with --dry-run --topology-format json instead of {source}"
+
+
+def _gpus_of(facts: MachineFacts) -> str:
+    names = [gpu.name for gpu in facts.gpus]
+    return f"this machine has {_counted('GPU', ', '.join(names), len(names))}" if names else "no GPU is found here"
+
+
+def _cores(numbers: set[int]) -> str:
+    return _counted("core", fold_numbers(sorted(numbers)), len(numbers))
+
+
+def _counted(noun: str, names: str, count: int) -> str:
+    return f"{noun}{'' if count == 1 else 's'} {names}"
+
+
+_OF_PARTITIONS: Final = ("vipu-partition-attempts", "update-partition", "reset-partition", "remove-partition")
+_OF_LEASES: Final = ("wait-for-devices", "vipu-server-timeout")
+_OF_PODS: Final = ("vipu-allocation", "vipu-cluster")
+_ALL: Final = (
+    "vipu-partition",
+    "vipu-server-host",
+    "vipu-server-port",
+    "pool",
+    "share-devices",
+    *_OF_PARTITIONS,
+    *_OF_LEASES,
+    *_OF_PODS,
+)
+
+
+def idle_vipu_options(plan: LaunchPlan) -> Mapping[str, str]:
+    """The options that change nothing in ``plan``, with the reason, whether or not they were given."""
+    vipu = plan.vipu
+    if vipu.is_offline:
+        return dict.fromkeys(_ALL, "--offline-mode takes no virtual IPUs")
+    found = {}
+    if not plan.devices:
+        found["share-devices"] = "the job uses no GPUs"
+    if not plan.asks_server and (vipu.pod is None or named_pod(vipu.pod) is not None):
+        word = (
+            f"{vipu.pod or 'this machine'} is one allocation, whatever it is called; a pod's YAML file has several"
+        )
+        found |= dict.fromkeys(_OF_PODS, word)
+    if vipu.partition is None:
+        found |= dict.fromkeys(_OF_PARTITIONS, "the job names no --vipu-partition")
+    if plan.asks_server:
+        found["pool"] = f"the virtual IPUs come from the server at {vipu.server_host}"
+    elif not (plan.takes_lease or plan.owns_cores):
+        word = (
+            "the job takes nothing from the pool: nobody has counted the virtual IPUs of a CPU (--ipus-per-host)"
+        )
+        found |= dict.fromkeys(_OF_LEASES, word)
+    return found

@@ -1,8 +1,11 @@
-"""The virtual IPUs that there are, and which of the free ones a job or a partition is given.
+"""The virtual IPUs that there are, which of the free ones a job is given, and the IPU-Link domains that it spans.
 
 Pure. A virtual IPU is a CUDA device, a share of a host's cores, or a place of a described pod. Those that reach
 each other fastest are an IPU-Link domain: what is handed out together lies in one, or fills several. The names are
 Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
+
+Pure arithmetic. An instance lies in one domain, because its IPUs exchange what they compute; so each domain has at
+least one instance, and all have equally many.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Final
 
+from poprun.errors import PlanError
 from poprun.plan.topology import Gpu, Occupant
 
 IPUS_PER_MACHINE: Final = 4
@@ -162,3 +166,46 @@ def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
         if first % size == 0 and all(index in there for index in block):
             return tuple(there[index] for index in block)
     return tuple(ipus[:num_ipus])
+
+
+def num_ilds(asked: int | None, pod: Cluster | None, *, num_instances: int, ipus_per_replica: int) -> int | None:
+    """The IPU-Link domains of a job; None where nobody has asked for any and there is no pod that has some.
+
+    Args:
+        asked: ``--num-ilds``, or None.
+        pod: The pod that is planned for, or None.
+        num_instances: Processes in the job.
+        ipus_per_replica: IPUs that each of them holds.
+
+    Raises:
+        PlanError: If the job does not fit into the pod, or its instances not evenly into the domains.
+    """
+    needed = None if pod is None else _needed(pod, num_instances, ipus_per_replica)
+    if asked is not None and needed is not None and asked < needed:
+        raise PlanError(
+            f"--num-ilds {asked} is too few: {num_instances} instances of {ipus_per_replica} IPUs fill {needed} "
+            f"IPU-Link domains of {pod.domain_size if pod else 0}; give --num-ilds {needed}, or leave it out"
+        )
+    number = asked or needed
+    if number is not None and num_instances % number:
+        fewer = num_instances // number * number
+        raise PlanError(
+            f"--num-instances {num_instances} does not divide over {number} IPU-Link domains: each holds the same "
+            f"number; nearest: {f'{fewer} or ' if fewer else ''}{fewer + number} instances"
+        )
+    return number
+
+
+def _needed(pod: Cluster, num_instances: int, ipus_per_replica: int) -> int:
+    size, num_ipus = pod.domain_size, num_instances * ipus_per_replica
+    if num_ipus > len(pod.ipus):
+        raise PlanError(
+            f"--pod {pod.name} has {len(pod.ipus):,} IPUs, and {num_instances:,} instances of {ipus_per_replica} "
+            f"use {num_ipus:,}: give fewer instances, whose replicas then take turns, or a larger pod"
+        )
+    if ipus_per_replica > size:
+        raise PlanError(
+            f"--ipus-per-replica {ipus_per_replica}: a replica lies in one IPU-Link domain, and those of "
+            f"{pod.name} have {size} IPUs"
+        )
+    return -(-num_instances // (size // ipus_per_replica))

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 
 from poprun.errors import PlanError
-from poprun.plan.binding import Binding, ProcessPlacement
-from poprun.plan.topology import Cpu
+from poprun.plan.topology import Binding, Cpu, ProcessPlacement
 
 _Part = tuple[Cpu, ...]
 

@@ -12,11 +12,9 @@ from enum import StrEnum
 
 from popdist.contract import Contract, Endpoint
 from popdist.layout import ReplicaLayout
-from poprun.plan.binding import Binding, ProcessPlacement
 from poprun.plan.mpi_options import Variables
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.topology import MpiRuntime
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.topology import Binding, MpiRuntime, ProcessPlacement
 
 
 class LauncherKind(StrEnum):

@@ -1,25 +1,119 @@
-"""A plan as a file: written as JSON or YAML, read back to the same plan.
+"""A plan as a file: written as JSON or YAML, read back to the same plan, and checked when a person wrote it.
 
 Pure: values in, values and text out. The file states what the plan states, with hosts and cores as ranges, and
 nothing that follows from it. Reading is strict, because a plan that is misread starts the wrong processes.
 """
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, fields
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.plan.binding import Binding, ProcessPlacement
-from poprun.plan.checks import check_plan
-from poprun.plan.mpi_options import Variables
+from poprun.plan.counts import check_count, check_counts
+from poprun.plan.mpi_options import Variables, check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import (
+    EndingSettings,
+    OutputSettings,
+    RemoteSettings,
+    VipuSettings,
+    check_ending,
+    check_output,
+    check_path,
+    check_remote,
+    check_vipu,
+)
+from poprun.plan.topology import Binding, MpiKind, MpiRuntime, ProcessPlacement
 from poprun.text.fields import FieldReader
 from poprun.text.host_names import fold_hosts, parse_hosts
 from poprun.text.ranges import fold_numbers, parse_numbers
+
+_SECTIONS: Final = {
+    "output": OutputSettings,
+    "ending": EndingSettings,
+    "vipu": VipuSettings,
+    "remote": RemoteSettings,
+}
+_ALL_KEYS: Final = frozenset(
+    (
+        *(field.name for field in fields(LaunchPlan)),
+        *(f"{name}.{field.name}" for name, section in _SECTIONS.items() for field in fields(section)),
+    )
+)
+_RENAMED: Final = {
+    "only_output_from_instance": "shown_instances",
+    "report": "report_file",
+    "instance_mpi_local_args": "instance_variables",
+    "vipu_server_host": "server_host",
+    "vipu_server_port": "server_port",
+    "vipu_server_timeout": "server_timeout",
+    "host_subnet": "subnet",
+    "synchronise_python_venv": "synchronises_venv",
+}
+_OPTION: Final = re.compile("--([a-z-]+)")
+
+
+def check_plan(plan: LaunchPlan, source: str) -> None:
+    """See that the values of a plan that somebody wrote fit together as those of a made plan do.
+
+    Raises:
+        PlanError: If not; the message names the file ``source`` and the key.
+    """
+    try:
+        check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
+        check_count("--ipus-per-replica", plan.ipus_per_replica)
+        if plan.threads_per_replica is not None:
+            check_count("--threads-per-replica", plan.threads_per_replica)
+        check_output(plan.output, plan.num_instances)
+        check_ending(plan.ending)
+        check_instance_variables(plan.instance_variables, plan.num_instances)
+        check_vipu(plan.vipu, plan.num_instances)
+        check_path("--executable-cache-path", plan.executable_cache_path)
+        check_remote(plan.remote)
+    except PlanError as error:
+        raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
+    if not plan.cores:
+        raise PlanError(f"{source}: cores is empty: a host has at least one")
+    _check_bindings(plan, source)
+    if plan.devices and len(plan.devices) != plan.num_slots_per_host:
+        raise PlanError(
+            f"{source}: devices names {len(plan.devices)} for the {plan.num_slots_per_host} virtual IPUs of a "
+            "host: name one for each, or none to compute on the CPU"
+        )
+    if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
+        raise PlanError(
+            f"{source}: launcher is {plan.launcher} and mpi is {plan.mpi.path if plan.mpi else 'null'}: "
+            "give mpi with launcher mpi, and null with the others"
+        )
+    if not plan.working_directory.startswith("/"):
+        raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")
+
+
+def _check_bindings(plan: LaunchPlan, source: str) -> None:
+    if not plan.bindings:
+        return
+    if plan.placement is ProcessPlacement.DISABLED:
+        raise PlanError(f"{source}: placement is {plan.placement} and there are bindings: leave out one of them")
+    if not all(binding.cores for binding in plan.bindings):
+        raise PlanError(f"{source}: bindings: cores is empty: name the cores that an instance is bound to")
+    bound = sorted(instance for binding in plan.bindings for instance in binding.instances)
+    if bound != list(range(plan.num_instances_per_host)):
+        raise PlanError(
+            f"{source}: bindings names the instances {fold_numbers(bound) or 'of nobody'} of a host, and "
+            f"it has {fold_numbers(range(plan.num_instances_per_host))}: name each of them once, or leave "
+            "bindings empty to bind none"
+        )
+
+
+def _key_of(option: re.Match[str]) -> str:
+    """The key that stands in a plan for an option of the command line."""
+    name = option[1].replace("-", "_")
+    name = _RENAMED.get(name, name).removeprefix("vipu_")
+    keys = (name, *(f"{section}.{name}{unit}" for section in _SECTIONS for unit in ("", "_seconds")))
+    return next((key for key in keys if key in _ALL_KEYS), option[0])
+
 
 VERSION: Final = 1
 

@@ -1,27 +1,36 @@
-"""What was asked and what the machine has → what poprun will do.
+"""What was asked and what the machine or its allocation has → what poprun will do.
 
 Pure: :func:`make_plan` takes the facts as an argument and reads no clock, environment or disk. Every host of a job
 is taken to be like the machine that poprun runs on.
+
+Pure. Slurm has given nodes and tasks before poprun is called; a job that does not fit them would wait for ever, or
+run where nobody asked for it.
 """
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
 from popdist.contract import NUM_THREADS
 from poprun.errors import MpiNotFoundError, PlanError
-from poprun.plan.binding import ProcessPlacement
 from poprun.plan.counts import check_count, check_counts, legal_instances
-from poprun.plan.domains import num_ilds
-from poprun.plan.inventory import Cluster
+from poprun.plan.inventory import Cluster, num_ilds
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, merged, read_job_words
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import OutputSettings, check_ending, check_output, check_path, check_remote
-from poprun.plan.topology import MachineFacts, MpiRuntime
-from poprun.plan.vipu_settings import VipuSettings, check_vipu
-from poprun.text.host_names import check_hosts
+from poprun.plan.settings import (
+    OutputSettings,
+    VipuSettings,
+    check_ending,
+    check_output,
+    check_path,
+    check_remote,
+    check_vipu,
+)
+from poprun.plan.topology import Allocation, Gpu, MachineFacts, MpiRuntime, ProcessPlacement
+from poprun.text.host_names import check_hosts, fold_hosts
 
 DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
 """Where Python was when a signal ended it, and what torch's own process groups disagree on."""
@@ -233,3 +242,84 @@ def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
     words = (*request.mpi_global_args, *request.mpi_local_args)
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement
+
+
+def within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
+    """``request`` with the hosts and the number of instances of ``allocation``.
+
+    One task is one instance. An allocation of this one node leaves the hosts as they are: the job is one of this
+    machine, and may have any number of instances in the one task of an interactive shell.
+
+    Args:
+        request: What the user asked for.
+        allocation: What Slurm has given; None outside Slurm.
+        is_counted: Whether the user asked for a number of instances.
+
+    Raises:
+        PlanError: If poprun is itself one of several tasks, a host is not in the allocation, or the tasks are not
+            as many as the instances, or not equally many on each node. The message has the words for Slurm.
+    """
+    if allocation is None:
+        return request
+    if allocation.task is not None:
+        rank, size = allocation.task
+        raise PlanError(
+            f"poprun was started as task {rank} of {size} of a Slurm step, and would start the job {size} times: "
+            "call it once, in the batch script or in salloc's shell, without srun; it starts the tasks itself"
+        )
+    hosts = _hosts(request, allocation)
+    if not is_counted and request.num_instances is not None:
+        request = replace(request, num_instances=sum(_tasks(allocation, hosts)) or len(hosts))
+    is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
+    if not (is_here and allocation.tasks_per_node == (1,)):
+        _check_tasks(request, allocation, hosts)
+    if is_here:
+        return replace(request, hosts=())
+    return replace(request, hosts=hosts, remote=replace(request.remote, slurm_job=allocation.job_id))
+
+
+def facts_within(facts: MachineFacts, allocation: Allocation | None) -> MachineFacts:
+    """What each node of ``allocation`` is taken to have, where poprun runs on none of them and cannot look."""
+    if allocation is None or allocation.node_here is not None or facts.hostname in allocation.nodes:
+        return facts
+    cores = tuple(range(min(allocation.cpus_per_node, default=len(facts.cores))))
+    gpus = tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node))
+    return replace(facts, cores=cores, cpus=(), memory_nodes=(), gpus=gpus)
+
+
+def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
+    foreign = [host for host in request.hosts if host not in allocation.nodes]
+    if foreign:
+        raise PlanError(
+            f"--host {fold_hosts(foreign)} is not in Slurm's job {allocation.job_id}, which has "
+            f"{fold_hosts(allocation.nodes)}: leave out --host to use those, or ask for it: "
+            f"sbatch --nodelist={fold_hosts(request.hosts)}"
+        )
+    return request.hosts or allocation.nodes
+
+
+def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
+    """The tasks of each of ``hosts``; none where nobody asked Slurm for tasks."""
+    by_node = dict(zip(allocation.nodes, allocation.tasks_per_node, strict=False))
+    return [by_node[host] for host in hosts] if by_node else []
+
+
+def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
+    tasks = _tasks(allocation, hosts)
+    if not tasks:
+        return
+    num_nodes, num_tasks = len(hosts), sum(tasks)
+    wanted = request.num_instances or num_tasks
+    job, per_node = f"Slurm's job {allocation.job_id}", math.ceil(wanted / num_nodes)
+    cure = f"ask for sbatch --nodes={num_nodes} --ntasks-per-node={per_node}"
+    if len(set(tasks)) > 1:
+        raise PlanError(
+            f"{job} has {min(tasks)} to {max(tasks)} tasks on each of {num_nodes} nodes, and a job equally many "
+            f"instances on each: {cure}"
+        )
+    if wanted != num_tasks:
+        possible = cure if wanted % num_nodes == 0 else f"ask for a multiple of {num_nodes}"
+        raise PlanError(
+            f"--num-instances {wanted} does not fit {job}, which has {num_tasks} tasks on {num_nodes} nodes: "
+            f"{possible}, or leave out --num-instances to start {num_tasks}"
+        )

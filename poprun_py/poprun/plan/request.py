@@ -1,14 +1,13 @@
 """What the user asked for, before anything is known about the machine.
 
-The defaults of all options live here, in `poprun.plan.settings` and in `poprun.plan.vipu_settings`.
+The defaults of all options live here, in `poprun.plan.settings` and in `poprun.plan.settings`.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from poprun.plan.binding import ProcessPlacement
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings
-from poprun.plan.vipu_settings import VipuSettings
+from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.topology import ProcessPlacement
 
 
 class LauncherChoice(StrEnum):

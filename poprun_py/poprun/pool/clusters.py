@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.pods import named_pod, on_machine, read_pod
+from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu
-from poprun.plan.vipu_settings import VipuSettings
 
 
 def choose_cluster(

@@ -8,21 +8,25 @@ from dataclasses import dataclass, replace
 
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.plan.inventory import VirtualIpu
-from poprun.pool.holders import lives, lock_new, this_process
-from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PartitionWish, Wish, must_change
-from poprun.pool.rows import (
+from poprun.pool.database import (
+    BUSY_SECONDS,
     add_lease,
     add_partition,
+    checkpoint,
     delete_partition,
     end_leases,
     give_ipus,
+    lease_file,
+    mode_of,
+    opened,
     predecessors,
     read_state,
     taken_names,
     user_of_lease,
 )
-from poprun.pool.schema import BUSY_SECONDS, checkpoint, lease_file, mode_of, opened
+from poprun.pool.holders import lives, lock_new, this_process
+from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.pool.requests import PartitionWish, Wish, must_change
 from poprun.process.users import user_name
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]

@@ -1,11 +1,14 @@
-"""What a job wants of the pool. Pure."""
+"""What a job wants of the pool, as values that can be sent, and who holds what it wants, in words. Pure."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from poprun.errors import PartitionError
-from poprun.plan.inventory import VirtualIpu
-from poprun.pool.records import Partition, PoolState
+from poprun.errors import PartitionError, PlanError
+from poprun.plan.inventory import CORE, Cluster, VirtualIpu, choose_ipus
+from poprun.plan.pods import share_of
+from poprun.pool.clusters import check_names
+from poprun.pool.records import Partition, PoolState, fold_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,3 +89,177 @@ def must_change(wish: PartitionWish, found: Partition) -> bool:
             "IPUs anew with --reset-partition=yes"
         )
     return bool(lost) or wish.resets is True
+
+
+Choose = Callable[[Collection[str]], tuple[VirtualIpu, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainPartition:
+    """The partition that a job wants to run in.
+
+    Attributes:
+        name: Its name.
+        least: The smallest size that fits the job, which a new partition gets.
+        most: The largest size that fits.
+        is_temporary: Whether one that is made ends with the job.
+        may_change: Whether one of another size may be changed.
+        resets: Whether its IPUs are chosen anew: True always, None when some are not there any more, False never.
+    """
+
+    name: str
+    least: int
+    most: int
+    is_temporary: bool
+    may_change: bool
+    resets: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainWish:
+    """IPUs that a job wants, of a cluster that somebody else knows.
+
+    Attributes:
+        num_ipus: How many it uses. At least 1.
+        hosts: The hosts that it runs on, each with equally many of them; none where it does not matter.
+        allocation: The part of the cluster that they are taken from, or None.
+        shares_devices: Whether devices may be used that processes outside the pool use.
+        partition: The partition that it wants, or None.
+    """
+
+    num_ipus: int
+    hosts: tuple[str, ...] = ()
+    allocation: str | None = None
+    shares_devices: bool = False
+    partition: PlainPartition | None = None
+
+    def of(self, cluster: Cluster) -> Wish:
+        """The wish for IPUs of ``cluster``.
+
+        Raises:
+            PartitionError: If there is no such allocation.
+            PlanError: If there can never be as many, or the cluster knows other hosts.
+        """
+        check_names(cluster, self.allocation)
+        if not cluster.is_open and self.num_ipus > len(cluster.part(self.allocation)):
+            whole = f"allocation {self.allocation}" if self.allocation else cluster.name
+            there = len(cluster.part(self.allocation))
+            raise PlanError(f"the job needs {self.num_ipus} virtual IPUs, and {whole} has {there}")
+        num_chosen = self.partition.least if self.partition else self.num_ipus
+        return Wish(
+            num_ipus=self.num_ipus,
+            choose=self._choose(cluster, num_chosen),
+            partition=None if self.partition is None else self._partition_of(cluster, self.partition),
+        )
+
+    def _partition_of(self, cluster: Cluster, wanted: PlainPartition) -> PartitionWish:
+        names = {ipu.name for ipu in cluster.ipus}
+        return PartitionWish(
+            name=wanted.name,
+            fitting=range(wanted.least, wanted.most + 1),
+            cluster=cluster.name,
+            allocation=self.allocation or "",
+            is_temporary=wanted.is_temporary,
+            may_change=wanted.may_change,
+            resets=wanted.resets,
+            is_known=bool if cluster.is_open else names.__contains__,
+        )
+
+    def _choose(self, cluster: Cluster, num_chosen: int) -> Choose:
+        pick = cluster.pick(num_chosen, self.allocation)
+        if cluster.hosts and self.hosts:
+            pick = _on_hosts(cluster, self.hosts, num_chosen, self.allocation)
+        occupied = {ipu.name for ipu in cluster.ipus if ipu.occupants and not self.shares_devices}
+        return lambda taken: pick(occupied.union(taken))
+
+
+def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocation: str | None) -> Choose:
+    """How to take equally many IPUs of each host, each time in one IPU-Link domain."""
+    strangers = [host for host in hosts if host not in cluster.hosts]
+    if strangers:
+        raise PlanError(
+            f"the job runs on {', '.join(strangers)}, and the hosts of {cluster.name} are "
+            f"{', '.join(cluster.hosts)}: choose among them with --host"
+        )
+    if num_ipus % len(hosts):
+        raise PartitionError(
+            f"a partition of {num_ipus} IPUs does not divide over {len(hosts)} hosts: give a power of two of hosts"
+        )
+    part = set(cluster.part(allocation))
+    of_host = [[ipu for ipu in share_of(cluster, host) if ipu in part] for host in hosts]
+
+    def choose(taken: Collection[str]) -> tuple[VirtualIpu, ...]:
+        picked = [
+            choose_ipus([it for it in ipus if it.name not in taken], num_ipus // len(hosts), cluster.domain_size)
+            for ipus in of_host
+        ]
+        return tuple(ipu for ipus in picked for ipu in ipus) if all(picked) else ()
+
+    return choose
+
+
+_MOST_LINES: Final = 12
+
+
+def refusal(  # noqa: PLR0913 - all that the words tell of
+    wish: Wish,
+    cluster: Cluster,
+    state: PoolState,
+    *,
+    own: int,
+    shares: bool,
+    advises: bool = True,
+    place: str = "on this machine",
+) -> str:
+    """Why a job does not get what it wants now.
+
+    Args:
+        wish: What it wants.
+        cluster: The IPUs of the machine, with the processes that use them.
+        state: What stands in the pool.
+        own: Number of the job's own place in the queue.
+        shares: Whether processes outside the pool do not matter.
+        advises: Whether to say what can be done about it.
+        place: Where the cluster is.
+    """
+    if wish.partition is not None and (found := state.partition(wish.partition.name)) is not None:
+        reason = f"partition {found.name} is in use"
+        lease = state.lease(found.lease)
+        lines = [f"{found.name}: {lease}"] if lease is not None else []
+    else:
+        free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
+        there = f"of {len(cluster.ipus)} {place}"
+        noun = "core" if cluster.kind == CORE else "virtual IPU"
+        reason = f"the job needs {_count(wish.num_ipus, noun)}, and {_is(len(free))} free {there}"
+        lines = list(_holders(cluster, state, shares=shares))
+    before = [lease for lease in state.waiting(wish.queue) if lease.id < own]
+    lines += [f"waiting before it for {lease.num_ipus}: {lease}" for lease in before]
+    shown = lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more"]
+    cure = "queue with --wait-for-devices"
+    if not shares and any(ipu.occupants for ipu in cluster.ipus):
+        cure += ", or use GPUs together with others with --share-devices"
+    return "\n  ".join([f"{reason}; {cure}" if advises else reason, *shown])
+
+
+def _holders(cluster: Cluster, state: PoolState, *, shares: bool) -> Iterator[str]:
+    by_name = {ipu.name: ipu for ipu in cluster.ipus}
+    for lease in state.leases:
+        held = [str(by_name[name]) for name in lease.ipus if name in by_name]
+        if held:
+            yield f"{fold_names(held)}: {lease}"
+    for partition in state.partitions:
+        held = [str(by_name[name]) for name in partition.ipus if name in by_name]
+        if partition.lease is None and held:
+            yield f"{fold_names(held)}: partition {partition.name} of {partition.user}"
+    if not shares:
+        for ipu in cluster.ipus:
+            if ipu.occupants:
+                yield f"{ipu}: memory is held outside the pool by {', '.join(map(str, ipu.occupants))}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _is(number: int) -> str:
+    return f"{number} {'is' if number == 1 else 'are'}"

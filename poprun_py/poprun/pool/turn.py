@@ -4,10 +4,9 @@ import sqlite3
 import time
 from typing import Final
 
+from poprun.pool.database import opened, predecessors, read_lease, read_state
 from poprun.pool.pool import Pool, Ticket
 from poprun.pool.requests import Wish
-from poprun.pool.rows import predecessors, read_lease, read_state
-from poprun.pool.schema import opened
 
 _LOOK_SECONDS: Final = 0.02
 """How often the first in the queue looks; others more rarely the further behind they are."""

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from popdist.contract import NUM_THREADS
 from poprun.plan.topology import MachineFacts
-from poprun.probe.cores import usable_cores
-from poprun.probe.cpu_map import read_cpus, read_memory_nodes
+from poprun.probe.cpus import read_cpus, read_memory_nodes, usable_cores
 from poprun.probe.gpus import find_gpus
 from poprun.probe.mpi import find_mpi
 

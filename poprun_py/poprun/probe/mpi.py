@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.process.answers import answer_of
+from poprun.process.start import answer_of
 
 TIMEOUT_SECONDS: Final = 10.0
 

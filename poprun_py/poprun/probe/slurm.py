@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from popdist.contract import read_node_counts
 from popdist.errors import ContractError
-from popdist.variables import read_node_counts
 from poprun.errors import PlanError
 from poprun.plan.topology import Allocation
 from poprun.text.host_names import parse_hosts

@@ -1,17 +1,67 @@
-"""Start a process: its own session, its own streams, no descriptor that it does not need.
+"""Start a process of this machine, ask it something for a bounded time, and Linux's calls that Python lacks.
 
 poprun starts the launcher's commands with it, and each agent its program. Standard library only: the agents run
 this in a bare interpreter.
+
+Not with `subprocess`: importing it would cost each start of a job more than the usual question does.
 """
 
 import errno
 import os
+import select
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
-from poprun.process.linux import die_with_parent
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MPOL_BIND = 2
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+"""The number of the call, for which the C library has no function (asm/unistd_64.h, asm-generic/unistd.h)."""
+
+
+def become_subreaper() -> None:
+    """Adopt every descendant whose own parent dies, so that none escapes by losing its parent."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int) -> None:
+    """Have the kernel send ``signum`` to this process when the *thread* that forked it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def take_memory_from(nodes: Collection[int]) -> None:
+    """Have the kernel take this process's memory from these NUMA nodes only; what it starts inherits that.
+
+    Raises:
+        OSError: If a node is not to be had, or the call is forbidden, as it is in many containers.
+    """
+    import ctypes  # noqa: PLC0415 - only what is bound to a node needs it
+
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    mask = sum(1 << node for node in nodes).to_bytes(8 * (max(nodes) // 64 + 1), "little")
+    c_library = ctypes.CDLL(None, use_errno=True)
+    # The kernel reads one bit less than it is told to.
+    if c_library.syscall(number, _MPOL_BIND, mask, ctypes.c_ulong(8 * len(mask) + 1)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _prctl(option: int, argument: int) -> None:
+    # Of ctypes the part that calls functions: the rest of it takes longer to load than a shim to start.
+    try:
+        from _ctypes import call_function, dlopen, dlsym  # noqa: PLC0415 - what forks shims needs it, a plan does not
+    except ImportError:
+        import ctypes  # noqa: PLC0415 - another Python than CPython
+
+        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
+    else:
+        this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
+        call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))
+
 
 # The first two are ignored by every Python, the others by agents; an ignored signal stays so across exec.
 _TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
@@ -95,3 +145,48 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
                 os.close(descriptor)
     for descriptor in kept:
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
+
+
+_READ_BYTES = 64 * 1024
+
+
+def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
+    """What a program prints on both of its streams.
+
+    Args:
+        words: Its argv.
+        timeout_seconds: How long it may take; then it is killed.
+
+    Returns:
+        Its words, or None when it cannot be run, fails, or takes too long.
+    """
+    deadline_seconds = time.monotonic() + timeout_seconds
+    reader, writer = os.pipe()
+    null = os.open(os.devnull, os.O_RDONLY)
+    try:
+        pid = start_process(ProcessStart(words, "/", os.environ, (null, writer, writer), signal.SIGKILL))
+    except OSError:
+        os.close(reader)
+        return None
+    finally:
+        os.close(writer)
+        os.close(null)
+    end = os.pidfd_open(pid)
+    answer = _read_all(reader, deadline_seconds)
+    if not _is_ready(end, deadline_seconds):
+        os.killpg(pid, signal.SIGKILL)
+    for descriptor in (reader, end):
+        os.close(descriptor)
+    _, status = os.waitpid(pid, 0)
+    return answer.decode(errors="replace") if status == 0 else None
+
+
+def _read_all(reader: int, deadline_seconds: float) -> bytes:
+    answer = b""
+    while _is_ready(reader, deadline_seconds) and (data := os.read(reader, _READ_BYTES)):
+        answer += data
+    return answer
+
+
+def _is_ready(descriptor: int, deadline_seconds: float) -> bool:
+    return bool(select.select((descriptor,), (), (), max(0.0, deadline_seconds - time.monotonic()))[0])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from poprun.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from poprun.render.details import Details
+    from poprun.render.table import Details
 
 
 class TopologyFormat(StrEnum):

@@ -8,8 +8,7 @@ from importlib.resources import files
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.picture.drawing import draw
-from poprun.render.picture.markup import element, escaped
+from poprun.render.picture.drawing import draw, element, escaped
 from poprun.render.picture.scene import make_scene
 from poprun.render.words import launcher_of, size_of, threads_of
 

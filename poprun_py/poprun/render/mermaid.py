@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.picture import details
+from poprun.render.picture import drawing
 from poprun.render.picture.drawing import NUM_HUES
-from poprun.render.picture.frames import Framing, framing
-from poprun.render.picture.scene import Gap, HostScene, make_scene
+from poprun.render.picture.scene import Framing, Gap, HostScene, framing, make_scene
 from poprun.render.words import domains_of, numbered, size_of, stands_for
 
 MAX_INSTANCES: Final = 64
@@ -90,7 +89,7 @@ def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:
 
 
 def _gap(plan: LaunchPlan, gap: Gap, name: str) -> str:
-    tell = details.of_hosts if name.count("i") == 0 else details.of_instances
+    tell = drawing.of_hosts if name.count("i") == 0 else drawing.of_instances
     return f'  {name}["{"<br/>".join(map(_escaped, tell(plan, gap.items).splitlines()))}"]:::more'
 
 

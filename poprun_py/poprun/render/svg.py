@@ -5,8 +5,7 @@ from importlib.resources import files
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.picture.drawing import draw
-from poprun.render.picture.markup import element, escaped
+from poprun.render.picture.drawing import draw, element, escaped
 from poprun.render.picture.measures import cut, text_width
 from poprun.render.picture.scene import make_scene
 from poprun.render.words import size_of

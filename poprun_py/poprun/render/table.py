@@ -1,24 +1,42 @@
-"""A plan as a table for a person: hosts → instances → replicas → virtual IPUs, and what each stands for here.
+"""A plan as a table for a person: hosts → instances → replicas → virtual IPUs.
 
 A large plan is folded: the first host stands for all the hosts like it, and the first instances of a host for the
 others, so any plan fits a screen.
 """
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from poprun.plan.binding import Binding
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.details import Details
+from poprun.plan.topology import Binding
 from poprun.render.page import Page
 from poprun.render.words import bound_to, launcher_of, numbered, size_of, stands_for, threads_of
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """How a plan is going to be carried out.
+
+    Attributes:
+        command: argv of the first command that poprun starts.
+        num_commands: How many such commands there are.
+        origins: Name, value and origin of each option that was given, or of all.
+        environment: What is added to the environment of instance 0.
+    """
+
+    command: tuple[str, ...]
+    num_commands: int
+    origins: tuple[tuple[str, str, str], ...]
+    environment: Mapping[str, str]
+
 
 MAX_HOSTS: Final = 4
 MAX_INSTANCES: Final = 8

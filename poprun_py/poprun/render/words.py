@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from poprun.plan.binding import Binding
 from poprun.plan.plan import InstancePlan, LaunchPlan
+from poprun.plan.topology import Binding
 from poprun.text.ranges import fold_numbers
 
 

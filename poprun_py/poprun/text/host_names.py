@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, product
 from typing import Final
 
-from poprun.errors import PlanError
+from poprun.errors import PlanError, UsageError
 
 MAX_HOSTS: Final = 65_536
 MAX_NAME_LENGTH: Final = 253
@@ -166,3 +166,28 @@ def _read_bracket(bracket: str, text: str) -> list[tuple[str, int]]:
             )
         ranges.append((first, int(last)))
     return ranges
+
+
+def read_host_file(path: str) -> tuple[str, ...]:
+    """The hosts that the file at ``path`` names, in its order.
+
+    Raises:
+        UsageError: If it cannot be read, or names none; or a line is no host, by its number.
+        PlanError: If a host comes twice.
+    """
+    try:
+        with open(path, encoding="utf-8") as stream:
+            lines = stream.read().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None
+    hosts: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        try:
+            hosts.extend(parse_hosts(text) if text else ())
+        except PlanError as error:
+            raise UsageError(f"{path}:{number}: {error}") from None
+    if not hosts:
+        raise UsageError(f"--hostfile {path} names no host: write one on each line")
+    check_hosts(hosts)
+    return tuple(hosts)

@@ -43,7 +43,7 @@ from poprun.lease.server_messages import (
 )
 from poprun.pool.holders import boot_id
 from poprun.pool.partitions import LocalPool
-from poprun.vipu.lease_desk import LOOK_SECONDS, LeaseDesk
+from poprun.vipu.served_leases import LOOK_SECONDS, LeaseDesk
 
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40

@@ -9,7 +9,7 @@ import click
 from popdist.contract import VERSION
 from poprun.errors import PartitionError, PoprunError
 from poprun.lease.server_client import RemotePool
-from poprun.plan.vipu_settings import DEFAULT_PORT, VipuSettings
+from poprun.plan.settings import DEFAULT_PORT, VipuSettings
 from poprun.pool.partitions import LocalPool
 from poprun.vipu.listing import (
     Row,

@@ -9,13 +9,13 @@ from typing import Final
 import click
 
 from poprun.errors import PlanError, ServerError
+from poprun.lease.server_client import TOKEN_VARIABLE, make_token, read_token, token_file
 from poprun.lease.server_messages import MAX_IPUS
-from poprun.lease.token_file import TOKEN_VARIABLE, make_token, read_token, token_file
 from poprun.plan.inventory import Cluster
-from poprun.plan.vipu_settings import DEFAULT_PORT
+from poprun.plan.settings import DEFAULT_PORT
+from poprun.pool.holders import sole_server
 from poprun.pool.partitions import LocalPool
-from poprun.pool.server_lock import sole_server
-from poprun.vipu.lease_desk import LeaseDesk
+from poprun.vipu.served_leases import LeaseDesk
 from poprun.vipu.target_pool import served_pool
 
 _LOOK_SECONDS: Final = 5.0

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.lease.server_client import RemotePool
+from poprun.lease.server_client import RemotePool, read_token, token_file
 from poprun.lease.server_connection import ServerAddress
-from poprun.lease.token_file import read_token, token_file
 from poprun.plan.inventory import Cluster
 from poprun.pool.clusters import choose_cluster, pod_of
 from poprun.pool.partitions import LocalPool
 from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE
 from poprun.pool.pool import Pool
-from poprun.probe.cores import usable_cores
+from poprun.probe.cpus import usable_cores
 from poprun.probe.gpus import find_gpus
 from poprun.process.users import user_name
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from poprun.errors import LaunchError, PlanError
 from poprun.job.orders import JobIdentity
-from poprun.job.voice import say
 from poprun.plan.plan import LaunchPlan
+from poprun.text.screen import say
 
 if TYPE_CHECKING:
     from poprun.job.output.bars import BottomRow
@@ -100,7 +100,7 @@ class StreamPlan:
 
     def _display(self, target: int, rows: "dict[int, BottomRow]", on_closed: Callable[[], None]) -> "Display":
         from poprun.job.output.display import Display, Outlet  # noqa: PLC0415 - loaded with the relay
-        from poprun.job.output.tags import Tags  # noqa: PLC0415 - as above
+        from poprun.job.output.lines import Tags  # noqa: PLC0415 - as above
 
         is_terminal = os.isatty(target)
         tags = Tags(

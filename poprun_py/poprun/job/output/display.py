@@ -9,10 +9,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from poprun.job.output.lines import tagged
-from poprun.job.output.tags import Tags
-from poprun.job.voice import say
-from poprun.text.log_line import Level
+from poprun.job.output.lines import Tags, tagged
+from poprun.text.screen import Level, say
 
 if TYPE_CHECKING:
     from poprun.job.output.bars import BottomRow

@@ -1,23 +1,73 @@
 """Bring the programs' output to its logs and to poprun's own streams, in a thread of its own.
 
+Pure. A traceback is held back until its last line says whether it is one of KeyboardInterrupt; logs keep them all.
+
 A reader that does not read (a pager, a stopped terminal) blocks this thread and through the pipes the programs, as
 it would without poprun; it never blocks the supervision.
 """
 
 import os
+import re
 import selectors
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from poprun.job.output.descriptors import Source
 from poprun.job.output.display import Display
 from poprun.job.output.lines import LineSplitter
 
 if TYPE_CHECKING:
-    from poprun.job.output.interrupts import InterruptFilter
     from poprun.job.output.log_files import LogFiles
+
+MAX_HELD_LINES: Final = 500
+
+_DECORATION: Final = re.compile(rb"\x1b\[[0-9;]*m|^\[rank\d+\]: ?")
+_HEADER: Final = b"Traceback (most recent call last):"
+_CAUSE: Final = re.compile(rb"KeyboardInterrupt\b")
+_ORIGIN: Final = re.compile(rb"Process \S+:$|Exception ignored ")
+
+
+class InterruptFilter:
+    """What instances write to their standard errors after Ctrl-C, without the tracebacks of KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[bytes]] = {}
+        self._interrupted: set[int] = set()
+
+    @property
+    def interrupted(self) -> tuple[int, ...]:
+        """The instances of which a traceback was taken out, ascending."""
+        return tuple(sorted(self._interrupted))
+
+    def feed(self, instance: int, lines: bytes) -> bytes:
+        """What is to be shown of whole ``lines``; what may be the beginning of such a traceback is held back."""
+        return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
+
+    def finish(self, instance: int) -> bytes:
+        """What was held back and is no such traceback: the instance writes no more."""
+        return b"".join(self._held.pop(instance, ()))
+
+    def _sift(self, instance: int, line: bytes) -> bytes:
+        held = self._held.get(instance, [])
+        text = _DECORATION.sub(b"", line).rstrip()
+        if held and _CAUSE.match(text):
+            self._interrupted.add(instance)
+            del self._held[instance]
+            return b""
+        is_first = text == _HEADER or _ORIGIN.match(text) is not None
+        is_call = text.startswith(b"  ") or not text  # Python marks some calls with a line of blanks
+        is_next = bool(held) and (is_call or (text == _HEADER and len(held) == 1))
+        if is_next and len(held) < MAX_HELD_LINES:
+            held.append(line)
+            return b""
+        released = self.finish(instance)
+        if is_first:
+            self._held[instance] = [line]
+            return released
+        return released + line
+
 
 _READ_BYTES = (
     64 * 1024
@@ -66,8 +116,6 @@ class Relay:
 
     def leave_out_interrupts(self) -> None:
         """From now on, do not show the tracebacks of KeyboardInterrupt: Ctrl-C was pressed."""
-        from poprun.job.output.interrupts import InterruptFilter  # noqa: PLC0415 - few jobs are interrupted
-
         self._interrupts = InterruptFilter()
 
     @property

@@ -1,11 +1,15 @@
-"""What there is to say about a failure: the last words of who failed, and what the machine knows."""
+"""What there is to say about a failure: last words, what the machine knows, and the probable cause."""
 
+import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
+from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.probe.kernel_kills import KillCounts
-from poprun.probe.memory import Evidence, evidence_since
+from poprun.job.state import AGENT_KILLED, InstanceStatus
+from poprun.probe.memory import Evidence, KillCounts, MemoryLimits, evidence_since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +47,96 @@ def gather_findings(
         words={index: last_words(tail) for index, tail in tails.items()},
         launcher_words=last_words(launcher_output),
     )
+
+
+_REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
+_CRASH_REPORT: Final = "Fatal Python error"
+_NEARLY: Final = 0.9
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_UNIT: Final = 1024
+
+
+def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
+    """The likely reason why an instance failed, or "" when there is nothing to add to its end and its words.
+
+    Args:
+        failed: An instance that poprun did not stop.
+        words: What it said last.
+        evidence: What is known of the machine.
+    """
+    limits = evidence.limits
+    signum = signal.SIGKILL if failed.problem == AGENT_KILLED else signal_of(failed.exit_code or 0)
+    if signum == signal.SIGKILL:
+        return _killed(failed, evidence)
+    if signum == signal.SIGBUS:
+        return _bus_error(limits)
+    if signum == signal.SIGXCPU:
+        return f"its processor time was over{_after_limit(limits.cpu_seconds)}"
+    if signum == signal.SIGILL:
+        return "probably built for another CPU: this one lacks an instruction"
+    if signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return "sent by somebody other than poprun, such as a batch system"
+    if _REFUSED.search(" ".join((words.summary, *words.lines))):
+        return _refused(failed, limits)
+    if evidence.num_killed_in_group:
+        return f"perhaps out of memory: {_killed_in_group(evidence)}"
+    if signum == signal.SIGSEGV and not words.summary.startswith(_CRASH_REPORT):
+        return "PYTHONFAULTHANDLER=1 makes Python tell where"
+    return ""
+
+
+def _killed(failed: InstanceStatus, evidence: Evidence) -> str:
+    limits, peak_bytes = evidence.limits, failed.memory.peak_bytes
+    held = f"; it held up to {in_bytes(peak_bytes)}" if peak_bytes else ""
+    if evidence.num_killed_in_group:
+        return f"probably out of memory: {_killed_in_group(evidence)}{held}"
+    if evidence.num_killed_on_machine:
+        killed = _processes(evidence.num_killed_on_machine)
+        return f"probably out of memory: the kernel killed {killed} for want of memory{held}"
+    most = min(limit for limit in (limits.group_bytes, limits.machine_bytes, 2**64) if limit is not None)
+    if peak_bytes > _NEARLY * most:
+        return f"probably out of memory: it held up to {in_bytes(peak_bytes)} of {in_bytes(most)}"
+    if limits.cpu_seconds is not None:
+        return f"perhaps its processor time was over{_after_limit(limits.cpu_seconds)}{held}"
+    if evidence.num_killed_on_machine is None and evidence.num_killed_in_group is None:
+        return f"by somebody other than poprun, or by the kernel for want of memory{held}"
+    return f"by somebody other than poprun, and not by the kernel for want of memory{held}"
+
+
+def _killed_in_group(evidence: Evidence) -> str:
+    limit = evidence.limits.group_bytes
+    which = "" if limit is None else f", which may use {in_bytes(limit)}"
+    return f"the kernel killed {_processes(evidence.num_killed_in_group or 0)} of this control group{which}"
+
+
+def _bus_error(limits: MemoryLimits) -> str:
+    size, free = limits.shared_bytes, limits.shared_free_bytes
+    if size is None or free is None:
+        return "perhaps a file that it had mapped became shorter"
+    if free < (1 - _NEARLY) * size:
+        return f"probably no space left in /dev/shm, which has {in_bytes(size)}"
+    return f"perhaps /dev/shm, which has {in_bytes(size)}, was full, or a file that it had mapped became shorter"
+
+
+def _refused(failed: InstanceStatus, limits: MemoryLimits) -> str:
+    held = f", and held up to {in_bytes(failed.memory.peak_bytes)}" if failed.memory.peak_bytes else ""
+    if limits.address_space_bytes is not None:
+        return f"out of memory: ulimit -v lets a process have {in_bytes(limits.address_space_bytes)}{held}"
+    return f"out of memory: it asked for more than there is{held}"
+
+
+def _after_limit(seconds: int | None) -> str:
+    return "" if seconds is None else f": ulimit -t is {seconds} s"
+
+
+def _processes(number: int) -> str:
+    return "a process" if number == 1 else f"{number} processes"
+
+
+def in_bytes(number: int) -> str:
+    """A number of bytes for people: ``11.8 GiB``."""
+    scaled, unit = float(number), 0
+    while scaled >= _UNIT and unit < len(_UNITS) - 1:
+        scaled /= _UNIT
+        unit += 1
+    return f"{scaled:.1f} {_UNITS[unit]}" if unit else f"{number} bytes"

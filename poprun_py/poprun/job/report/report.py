@@ -1,15 +1,16 @@
-"""What poprun says at the end of a job: a failure in at most fifteen lines. Pure."""
+"""What poprun says at the end of a job: a failure in at most fifteen lines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from poprun.job.exit_codes import describe_code, name_code
-from poprun.job.outcome import JobEnd, first_failure, has_left
-from poprun.job.report.findings import Findings
-from poprun.job.report.hints import hint
-from poprun.job.report.other_instances import name_instances, roll_call
+from poprun.job.report.endings import describe_code, name_code, name_instances, roll_call
+from poprun.job.report.findings import Findings, gather_findings, hint
+from poprun.job.report.outcome import JobEnd, blame_aborter, first_failure, has_left
 from poprun.job.state import SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
+from poprun.probe.memory import KillCounts
+from poprun.text.screen import Level, say
 
 _MAX_SURVIVORS: Final = 10
 
@@ -93,3 +94,29 @@ def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
     first, last = instance.replicas[0], instance.replicas[-1]
     replicas = f"replica {first}" if first == last else f"replicas {first}-{last}"
     return f"host {instance.host}, {replicas}"
+
+
+def explain(
+    end: JobEnd,
+    plan: LaunchPlan,
+    tails: Mapping[int, Sequence[str]],
+    launcher_output: Sequence[str],
+    kills_before: KillCounts | None,
+) -> JobEnd:
+    """The end with all that is found out about it, after the user has been told.
+
+    Args:
+        end: How the job ended.
+        plan: The job.
+        tails: The last lines of the standard error of each instance that ended with an error, by index.
+        launcher_output: The last lines that the launcher printed.
+        kills_before: What the kernel had counted when the job began; None for a job of several machines.
+    """
+    explained = replace(
+        end,
+        statuses=blame_aborter(end.statuses, tails, end.launcher_code),
+        findings=gather_findings(tails, launcher_output, kills_before),
+    )
+    if lines := render_end(explained, plan):
+        say("\n".join(lines), Level.ERROR)
+    return explained

@@ -3,18 +3,108 @@
 Each host, instance and gap is a group with a text that tells all about it.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE
-from poprun.render.picture import details
-from poprun.render.picture.frames import Framing
+from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.picture.grids import Nest
-from poprun.render.picture.markup import element, escaped
 from poprun.render.picture.measures import Measures, cut, label, measure, text_width
-from poprun.render.picture.scene import Gap, HostScene, InstanceScene, Scene
-from poprun.render.words import domains_of, stands_for
+from poprun.render.picture.scene import Framing, Gap, HostScene, InstanceScene, Scene
+from poprun.render.words import bound_to, counted, domains_of, numbered, stands_for
+from poprun.text.host_names import fold_hosts
+
+_FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What no XML document may hold (XML 1.0, section 2.2): words of a command line may."""
+
+
+def element(name: str, *children: str, **attributes: object) -> str:
+    """``<name attributes>children</name>``, a `_` in whose names is a `-`, and none at their end.
+
+    Attributes are escaped; children are markup already. An attribute that is None is left out.
+    """
+    words = [
+        f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    ]
+    return f"<{name}{''.join(words)}>{''.join(children)}</{name}>" if children else f"<{name}{''.join(words)}/>"
+
+
+def escaped(text: str) -> str:
+    """``text`` so that it stands in a document as it is; what no document may hold becomes U+FFFD."""
+    return escape(_FORBIDDEN.sub("\ufffd", text)).replace("\n", "&#10;")
+
+
+MAX_LENGTH: Final = 60
+"""Characters of a list of hosts; a longer one is cut."""
+
+
+def of_host(plan: LaunchPlan, index: int) -> str:
+    """Everything that runs on host ``index``."""
+    count = plan.num_instances_per_host
+    instances = range(index * count, (index + 1) * count)
+    return "\n".join(
+        [
+            f"host {plan.hosts[index]}",
+            f"host {index} of {counted(len(plan.hosts), 'host')}",
+            numbered("instance", instances),
+            numbered("replica", _replicas(plan, instances)),
+            f"{numbered('virtual IPU', range(plan.num_slots_per_host))}",
+            *filter(None, [domains_of(plan, instances)]),
+        ]
+    )
+
+
+def of_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
+    """What instance ``instance`` is, owns, and computes on."""
+    replicas = numbered("replica", instance.replicas)
+    return "\n".join(
+        [
+            f"instance {instance.index}",
+            f"on host {instance.host}, number {instance.local_index} there",
+            replicas if len(instance.replicas) == 1 else f"{replicas}, which take turns",
+            f"{numbered('virtual IPU', instance.slots)}: {stands_for(instance)}",
+            *filter(None, [domains_of(plan, range(instance.index, instance.index + 1))]),
+            *([] if instance.binding is None else [f"bound to {bound_to(instance.binding)}"]),
+        ]
+    )
+
+
+def of_instances(plan: LaunchPlan, instances: range) -> str:
+    """What is left out of a host."""
+    return "\n".join(
+        [
+            f"{counted(len(instances), 'more instance')}, each like its neighbours",
+            numbered("instance", instances),
+            numbered("replica", _replicas(plan, instances)),
+        ]
+    )
+
+
+def of_hosts(plan: LaunchPlan, hosts: range) -> str:
+    """What is left out of a plan."""
+    count = plan.num_instances_per_host
+    return "\n".join(
+        [
+            f"{counted(len(hosts), 'more host')}, each like its neighbours",
+            _abbreviated(fold_hosts(plan.hosts[hosts.start : hosts.stop])),
+            of_instances(plan, range(hosts.start * count, hosts.stop * count)).partition("\n")[2],
+        ]
+    )
+
+
+def _replicas(plan: LaunchPlan, instances: range) -> range:
+    local = plan.layout.num_local_replicas
+    return range(instances.start * local, instances.stop * local)
+
+
+def _abbreviated(text: str) -> str:
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 1]}…"
+
 
 NUM_HUES: Final = 8
 NUM_SHADES: Final = 4
@@ -61,7 +151,7 @@ class _Artist:
         cards = self.measures.cards
         for index, host in enumerate(self.scene.hosts):
             if isinstance(host, Gap):
-                words = details.of_hosts(self.scene.plan, host.items)
+                words = of_hosts(self.scene.plan, host.items)
                 yield self.gap(words, cards.place(index), (cards.width, cards.height))
             else:
                 yield self.host(host, cards.place(index))
@@ -90,11 +180,11 @@ class _Artist:
             x, y = boxes.place(index)
             place_inside = (x + padding, y + measures.heading)
             if isinstance(instance, Gap):
-                words = details.of_instances(self.scene.plan, instance.items)
+                words = of_instances(self.scene.plan, instance.items)
                 elements.append(self.gap(words, place_inside, (boxes.width, boxes.height)))
             else:
                 elements.append(self.instance(instance, place_inside))
-        return self.group("host", details.of_host(self.scene.plan, host.index), place, elements)
+        return self.group("host", of_host(self.scene.plan, host.index), place, elements)
 
     def frames(self, nest: Nest, start: tuple[int, int] = (0, 0), first: int = 0) -> Iterator[str]:
         """The frames of what begins at ``start``; those of IPU-Link domains are numbered from ``first``."""
@@ -139,7 +229,7 @@ class _Artist:
             words = cut(stands_for(instance), box.width - level.space, level.text - 1)
             elements.append(_text(words, (box.width // 2, y), level.text - 1, class_="note"))
         hue = f"instance h{instance.index % NUM_HUES}"
-        return self.group(hue, details.of_instance(self.scene.plan, instance), place, elements)
+        return self.group(hue, of_instance(self.scene.plan, instance), place, elements)
 
     def machines(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
         """What stands behind the virtual IPUs of an instance that are an IPU-Machine together: four in a row."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from poprun.render.picture.frames import Framing, framing
 from poprun.render.picture.grids import FrameStyle, Grid, Nest, nested
-from poprun.render.picture.scene import HostScene, InstanceScene, Scene
+from poprun.render.picture.scene import Framing, HostScene, InstanceScene, Scene, framing
 from poprun.render.words import domains_of, numbered, stands_for
 
 MAX_WIDTH: Final = 1200

@@ -1,0 +1,294 @@
+"""How far a program has come: one page of memory that it writes and its agent reads, at any time.
+
+The page is a file in memory (memfd_create(2)) that poprun's agent makes and the program inherits. Writing costs no
+system call, and a program that hangs, or is stopped, has said all the same where it is. Behind the page the file
+takes what the program writes about its threads when it is asked.
+
+A reader may meet the writer in the middle of a change. So the number of changes stands at both ends: a writer
+counts up the last one first and the first one last, a reader reads from front to back and takes a page whose two
+numbers are equal (a sequence lock: Lameter, "Effective synchronization on Linux/NUMA systems", 2005). A value that
+changes alone and is written at once needs none of that. Zeros are the page of a program that has said nothing.
+Standard library only.
+
+There is one under poprun, else none, and then every call here does nothing. It belongs to the first process that
+asked popdist for its job, and to none that was forked from it. It is opened once, when popdist is imported, and
+with it the signal at which the process shows its stacks is registered.
+"""
+
+import math
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Self
+
+from popdist import stack_signal
+from popdist.contract import PROGRESS_DESCRIPTOR
+from popdist.errors import PopdistError, whole_number
+
+PAGE_BYTES: Final = 4096
+"""Where the page ends and the text about threads begins."""
+
+USED_BYTES: Final = 192
+"""So much of the page is in use; the rest is zeros."""
+
+MAX_NAME_BYTES: Final = 96
+"""Longest name of a collective; a longer one is cut."""
+
+ANNOUNCEMENT_AT: Final = 8
+ANNOUNCEMENT_FORMAT: Final = "=qi"
+"""Where and how (`struct`) the page names its process and the signal at which that writes its stacks."""
+
+_COUNT: Final = struct.Struct("=Q")
+_VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}3?xQqdQd{MAX_NAME_BYTES}s")
+_BEGUN_AT: Final = ANNOUNCEMENT_AT + _VALUES.size
+_HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
+_NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
+_NAME_AT: Final = 64
+"""Places of single values: in bytes, those of the second line in words of eight bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a program says about itself.
+
+    Attributes:
+        pid: The process that writes; 0 when none has yet.
+        stack_signal: The signal at which it writes the stacks of its threads behind the page; 0 for none.
+        has_joined: Whether it asked popdist which job it is in.
+        num_steps: Steps whose gradients popdist has reduced.
+        step: The step that the program itself reported last, or None.
+        loss: The loss that it reported last, or None.
+        num_waits: How often it has waited for other instances.
+        waiting_since_seconds: Monotonic time at which it began to wait for them, or None when it does not.
+        collective: What it waited for last, in words; empty before the first time.
+    """
+
+    pid: int = 0
+    stack_signal: int = 0
+    has_joined: bool = False
+    num_steps: int = 0
+    step: int | None = None
+    loss: float | None = None
+    num_waits: int = 0
+    waiting_since_seconds: float | None = None
+    collective: str = ""
+
+    @classmethod
+    def read(cls, page: bytes) -> Self | None:
+        """What ``page`` says; None when it is too short or was copied in the middle of a change."""
+        if len(page) < USED_BYTES or page[: _COUNT.size] != page[_BEGUN_AT : _BEGUN_AT + _COUNT.size]:
+            return None
+        pid, signum, has_joined, has_step, has_loss, num_steps, step, loss, num_waits, since, name = (
+            _VALUES.unpack_from(page, ANNOUNCEMENT_AT)
+        )
+        return cls(
+            pid=pid,
+            stack_signal=signum,
+            has_joined=has_joined,
+            num_steps=num_steps,
+            step=step if has_step else None,
+            loss=_one_nan(loss) if has_loss else None,
+            num_waits=num_waits,
+            waiting_since_seconds=since or None,
+            collective=name.rstrip(b"\0").decode(errors="replace"),
+        )
+
+
+class ProgressPage:
+    """A page under the hands of its writer.
+
+    Args:
+        memory: At least ``USED_BYTES``, writable, at an address that is a multiple of 8.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory[:USED_BYTES]
+        self._words = self._memory.cast("Q")
+        self._floats = self._memory.cast("d")
+        self._collective = ""
+
+    def read(self) -> Progress:
+        """What it says; its own writer never meets it in the middle of a change."""
+        return Progress.read(bytes(self._memory)) or Progress()
+
+    def write(self, progress: Progress) -> None:
+        """Make this the content of the page."""
+        self._words[_BEGUN] += 1
+        _VALUES.pack_into(
+            self._memory,
+            ANNOUNCEMENT_AT,
+            progress.pid,
+            progress.stack_signal,
+            progress.has_joined,
+            progress.step is not None,
+            progress.loss is not None,
+            progress.num_steps,
+            progress.step or 0,
+            progress.loss or 0.0,
+            progress.num_waits,
+            progress.waiting_since_seconds or 0.0,
+            _encode(progress.collective),
+        )
+        self._collective = progress.collective
+        self._words[0] = self._words[_BEGUN]
+
+    def join(self) -> None:
+        """The program asked which job it is in."""
+        self._memory[_HAS_JOINED_AT] = 1
+
+    def report(self, step: int | None, loss: float | None) -> None:
+        """The program told its step or its loss, or both."""
+        if step is not None:
+            self._words[_STEP] = step
+            self._memory[_HAS_STEP_AT] = 1
+        if loss is not None:
+            self._floats[_LOSS] = loss
+            self._memory[_HAS_LOSS_AT] = 1
+
+    def count_step(self) -> None:
+        """The gradients of a step have been reduced."""
+        self._words[_NUM_STEPS] += 1
+
+    def wait(self, collective: str) -> None:
+        """The program waits for other instances, in ``collective``."""
+        if collective != self._collective:
+            self._words[_BEGUN] += 1
+            self._floats[_WAITING_SINCE] = 0.0
+            self._memory[_NAME_AT : _NAME_AT + MAX_NAME_BYTES] = _encode(collective)
+            self._collective = collective
+            self._words[0] = self._words[_BEGUN]
+        self._words[_NUM_WAITS] += 1
+        self._floats[_WAITING_SINCE] = time.monotonic()
+
+    def wait_again(self) -> None:
+        """It waits for what it waited for last, or for the data that belongs to it."""
+        self._floats[_WAITING_SINCE] = time.monotonic()
+
+    def go_on(self) -> None:
+        """It waits no more."""
+        self._floats[_WAITING_SINCE] = 0.0
+
+
+def _one_nan(loss: float) -> float:
+    """The same object for every NaN, so that two pages that say NaN are equal."""
+    return math.nan if math.isnan(loss) else loss
+
+
+@lru_cache(maxsize=64)
+def _encode(name: str) -> bytes:
+    """A name in all the room that it has; of a long one both ends are kept."""
+    text = name.encode(errors="replace")
+    if len(text) > MAX_NAME_BYTES:
+        half = (MAX_NAME_BYTES - 5) // 2
+        text = text[:half] + b" ... " + text[-half:]
+    return text.ljust(MAX_NAME_BYTES, b"\0")
+
+
+_LARGEST_STEP = 2**63 - 1
+
+
+class Presence:
+    """What this process says of itself, as long as it is the one that opened the page."""
+
+    def __init__(self) -> None:
+        self._page: ProgressPage | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is a page."""
+        return self._page is not None
+
+    def open(self, descriptor: int) -> None:
+        """Take the page behind ``descriptor``; whatever else that may be is left alone."""
+        if not stack_signal.is_page(descriptor):
+            return
+        try:
+            page = ProgressPage(memoryview(mmap.mmap(descriptor, PAGE_BYTES)))
+        except (OSError, ValueError):
+            return
+        found = page.read()
+        if found.pid not in (0, os.getpid()) and found.has_joined and stack_signal.is_alive(found.pid):
+            return
+        is_announced = found.pid == os.getpid() and stack_signal.catches(found.stack_signal)
+        signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
+        page.write(Progress(pid=os.getpid(), stack_signal=signum))
+        self._page = page
+        os.register_at_fork(after_in_child=self.close)
+
+    def close(self) -> None:
+        """Say nothing any more."""
+        self._page = None
+
+    def tell_joined(self) -> None:
+        """Say that the program asked which job it is in."""
+        if self._page is not None:
+            self._page.join()
+
+    def count_step(self) -> None:
+        """Say that the gradients of a step have been reduced."""
+        if self._page is not None:
+            self._page.count_step()
+
+    def wait(self, collective: str) -> None:
+        """Say that this process waits for other instances now, in ``collective``."""
+        if self._page is not None:
+            self._page.wait(collective)
+
+    def wait_again(self) -> None:
+        """Say that it waits for what it waited for last, or for the data that belongs to it."""
+        if self._page is not None:
+            self._page.wait_again()
+
+    def go_on(self) -> None:
+        """Say that it waits no more."""
+        if self._page is not None:
+            self._page.go_on()
+
+    def report(self, step: int | None, loss: float | None) -> None:
+        """Say what the program itself tells of its training; None leaves a value as it is."""
+        if self._page is not None:
+            self._page.report(step, loss)
+
+
+presence = Presence()
+"""The one of this process."""
+
+
+def begin() -> None:
+    """Open the page that the environment names, if there is one and nobody has: popdist does so when imported."""
+    descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
+    if descriptor.isdecimal() and not presence.is_watched:
+        presence.open(int(descriptor))
+
+
+def report(*, step: int | None = None, loss: float | None = None) -> None:
+    """Tell poprun how far the training is: its report of a hang and its monitor show it.
+
+    Needs no ``init()``, asks nobody and takes less than a microsecond; outside poprun it does nothing. A program
+    that reports makes progress, also where it calls nothing else of popdist for long. Not needed where
+    ``ReplicatedModel`` trains: its steps are counted.
+
+    Args:
+        step: The step that has been done, 0 or greater; a number of the program's own. None leaves the last one.
+        loss: Its loss: a number, or a tensor with one element. To read a CUDA tensor waits for the GPU; so report
+            it as often as the loss is printed, not at every step. None leaves the last one.
+
+    Raises:
+        PopdistError: If ``step`` is no such whole number, or ``loss`` is no number.
+    """
+    presence.report(
+        None if step is None else min(whole_number("step", step, PopdistError, minimum=0), _LARGEST_STEP),
+        None if loss is None else _number(loss),
+    )
+
+
+def _number(loss: object) -> float:
+    try:
+        if not isinstance(loss, str | bytes):
+            return float(loss)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise PopdistError(f"loss={loss!r} must be a number, or a tensor with one element")

@@ -1,0 +1,103 @@
+"""A function's way into another process and back: by the name and the file of its module, and what came of it.
+
+pickle knows functions by their module's name alone. That is not enough for a script (its module is ``__main__``)
+and for test modules, which pytest loads from their files, so the file goes along and is loaded where the name does
+not lead to it.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, Self
+
+from popdist.errors import WorldError
+
+MAIN_ALIAS = "__mp_main__"
+"""What ``__main__`` is called in other processes, and here for what comes back; multiprocessing's name for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionReference:
+    """A module-level function.
+
+    Attributes:
+        module: Name of its module.
+        path: File of its module.
+        qualname: Its name within the module.
+    """
+
+    module: str
+    path: str
+    qualname: str
+
+    @classmethod
+    def of(cls, fn: Callable[..., object]) -> Self:
+        """The reference to ``fn``.
+
+        Raises:
+            WorldError: If another process could not find it: it has no name of its own, or no file.
+        """
+        qualname = getattr(fn, "__qualname__", repr(fn))
+        if not inspect.isfunction(fn) or "<" in qualname:
+            raise WorldError(
+                f"{qualname} cannot run in other processes: give a function that a module defines by name"
+            )
+        path = inspect.getsourcefile(fn)
+        if path is None or not Path(path).is_file():
+            raise WorldError(f"{qualname} cannot run in other processes: its module is not in a file")
+        sys.modules.setdefault(MAIN_ALIAS, sys.modules["__main__"])
+        return cls(module=fn.__module__, path=str(Path(path).resolve()), qualname=qualname)
+
+    def load(self) -> Callable[..., Any]:
+        """The function, in this process."""
+        fn: Callable[..., Any] = attrgetter(self.qualname)(_load_module(self.module, Path(self.path)))
+        return fn
+
+
+def _load_module(name: str, path: Path) -> ModuleType:
+    if name == "__main__":
+        module = sys.modules["__main__"] = _load_file(MAIN_ALIAS, path)
+        return module
+    try:
+        module = import_module(name)
+    except ImportError:
+        return _load_file(name, path)
+    found = getattr(module, "__file__", None)
+    return module if found is not None and Path(found).resolve() == path else _load_file(name, path)
+
+
+def _load_file(name: str, path: Path) -> ModuleType:
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorldError(f"{path} cannot be loaded as a Python module")
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+JOB_FILE: Final = "job.pickle"
+"""The call that every instance makes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a call.
+
+    Attributes:
+        value: What the function returned.
+        failure: The traceback of what it raised, or None.
+    """
+
+    value: object = None
+    failure: str | None = None
+
+
+def outcome_path(directory: Path, instance: int) -> Path:
+    """Where an instance's outcome is written, whole or not at all."""
+    return directory / f"outcome-{instance}.pickle"

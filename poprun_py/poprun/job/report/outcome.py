@@ -1,0 +1,127 @@
+"""What was: how a job ended, which failure was the first, and the exit code that follows. Pure."""
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from poprun.job.report.endings import shell_code
+from poprun.job.state import AGENT_KILLED, HOST_LOST, SHIM_KILLED, InstanceStatus
+
+if TYPE_CHECKING:
+    from poprun.job.report.findings import Findings
+
+_WORDS: Final = re.compile(r"Abort\(-?\d+\) on node \d+ ")
+"""What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
+
+
+def blame_aborter(
+    statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
+) -> list[InstanceStatus]:
+    """The statuses, in which the instance that aborted the job has failed with the launcher's exit code.
+
+    Args:
+        statuses: Every instance, by index.
+        tails: The last lines of each instance's standard error.
+        launcher_code: How the MPI launcher ended; what a job was aborted with, if it was.
+    """
+    aborters = [
+        status for status in statuses if status.was_stopped and any(map(_WORDS.match, tails.get(status.index, ())))
+    ]
+    if not aborters or launcher_code is None or launcher_code <= 0:
+        return list(statuses)
+    first = min(aborters, key=lambda status: status.exited_at_seconds or 0.0)
+    blamed = replace(first, exit_code=launcher_code, was_stopped=False, problem="")
+    return [blamed if status is first else status for status in statuses]
+
+
+_LAUNCH_FAILED: Final = 70
+_TIMED_OUT: Final = 124
+_LEFT: Final = 128 + signal.SIGTERM
+_HUNG: Final = 75
+"""EX_TEMPFAIL of sysexits.h: another try may go well."""
+_LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
+"""Exit codes of poprun; 68 is EX_NOHOST of sysexits.h."""
+_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
+"""Programs fail because their host or another is lost, not the other way round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """How a job ended.
+
+    Attributes:
+        statuses: Every instance, by index.
+        num_interrupts: Times that Ctrl-C was pressed.
+        is_terminated: Whether poprun was asked to end.
+        is_output_closed: Whether nobody read poprun's output any more.
+        is_timed_out: Whether the job was stopped because it took too long.
+        is_hung: Whether it was stopped because nobody got on.
+        started_at_epoch_seconds: When it began, in seconds since 1970.
+        seconds: How long it took.
+        launcher_code: Exit code of the launcher, negative for a signal; None while it runs.
+        has_started: Whether the programs were ever told to start.
+        launcher_ended_early: Whether the launcher was gone before its instances.
+        stop_reason: Why poprun stopped the job; empty when it ended by itself.
+        survivors: Process ids that even SIGKILL did not end.
+        interrupted: Instances whose tracebacks of KeyboardInterrupt were not shown, ascending.
+        findings: What there is to say of a job that did not end well; None for one that did.
+    """
+
+    statuses: Sequence[InstanceStatus]
+    num_interrupts: int = 0
+    is_terminated: bool = False
+    is_output_closed: bool = False
+    is_timed_out: bool = False
+    is_hung: bool = False
+    started_at_epoch_seconds: float = 0.0
+    seconds: float = 0.0
+    launcher_code: int | None = None
+    has_started: bool = True
+    launcher_ended_early: bool = False
+    stop_reason: str = ""
+    survivors: tuple[int, ...] = ()
+    interrupted: tuple[int, ...] = ()
+    findings: "Findings | None" = None
+
+
+def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
+    """The instance that failed first, or None. One that failed by itself comes before one that was let down."""
+    failed = [status for status in statuses if status.has_failed]
+    return min(
+        failed,
+        key=lambda status: (_LET_DOWN.get(status.problem, 0), status.exited_at_seconds or 0.0),
+        default=None,
+    )
+
+
+def has_left(end: JobEnd) -> bool:
+    """Whether the program ended with 143 by itself, as those do that save and leave when they are asked to."""
+    failed = first_failure(end.statuses)
+    return failed is not None and failed.exit_code == _LEFT and not failed.problem and not failed.was_stopped
+
+
+def exit_code(end: JobEnd) -> int:
+    """The exit code of poprun itself."""
+    failed = first_failure(end.statuses)
+    if end.is_timed_out:
+        return _TIMED_OUT
+    if end.is_hung:
+        return _HUNG
+    if failed is not None and failed.exit_code and not failed.was_stopped:
+        return shell_code(failed.exit_code)
+    if failed is not None and (failed.problem in _LOST or not end.launcher_code):
+        return _LOST.get(failed.problem, shell_code(-signal.SIGKILL))
+    if end.num_interrupts and not end.has_started:  # Ctrl-C may have ended the launcher before it had a session
+        return shell_code(-signal.SIGINT)
+    if (failed is not None or end.launcher_ended_early) and end.launcher_code:
+        return shell_code(end.launcher_code) if end.has_started else _LAUNCH_FAILED
+    if end.num_interrupts:
+        return shell_code(-signal.SIGINT)
+    if end.is_terminated:
+        ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)
+        return 0 if ended_well else shell_code(-signal.SIGTERM)
+    if end.is_output_closed:
+        return shell_code(-signal.SIGPIPE)
+    return _LAUNCH_FAILED if end.stop_reason else 0

@@ -1,0 +1,121 @@
+"""Remove what killed MPI programs and launchers left: shared memory, and session folders of Open MPI.
+
+MPICH and Open MPI talk through files in /dev/shm, which a program removes when it ends in order. One that is
+killed leaves them, and their megabytes are gone until somebody removes them by hand; a container has 64 of them in
+all. A file is taken for such a rest when its name is one that the MPI runtimes use, it is this user's, it has
+changed since the job began, and no process has it open or mapped. Standard library only: the agents run this.
+
+PRRTE keeps a folder ``ompi.<process id>`` while it runs. A launcher that is killed leaves it, and the next one
+that happens to get the same process id cannot start: "The PMIx server's listener thread failed to start".
+"""
+
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+_FOLDER = "/dev/shm"  # noqa: S108 - it is where the runtimes keep them
+_PREFIXES = ("mpich_shm_", "mpich_vci_", "sm_segment.", "vader_segment.", "ucx_shm_posix_")
+
+_FIRST_PROCESS_SPACE = "pid:[4026531836]"
+_FIRST_MEMORY_SPACE = "ipc:[4026531839]"
+
+
+def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
+    """Remove every rest in ``folder`` that is not older than ``age_seconds``; their paths.
+
+    Nothing is removed where other processes than those that can be seen may use the folder, as in a container that
+    shares it with its host.
+    """
+    files = set(_files(folder, time.time() - age_seconds)) if _sees_everybody() else set()
+    if files:
+        files -= _held(files)
+    for file in files:
+        with suppress(OSError):
+            os.unlink(file)
+    return sorted(files)
+
+
+def _files(folder: str, since_seconds: float) -> Iterator[str]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIXES):
+                found = entry.stat(follow_symlinks=False)
+                if (
+                    stat.S_ISREG(found.st_mode)
+                    and found.st_uid == os.geteuid()
+                    and found.st_ctime >= since_seconds
+                ):
+                    yield entry.path
+
+
+def _held(files: set[str]) -> set[str]:
+    """Those of ``files`` that a process has open or mapped.
+
+    Descriptors are read before maps: a program opens a file, maps it, and closes it, so one of the two shows it.
+    """
+    held: set[str] = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            with suppress(OSError):  # it has ended, or is another user's, who cannot hold files of this one
+                held |= files & set(_open_files(f"/proc/{name}/fd"))
+                held |= files & set(_mapped_files(f"/proc/{name}/maps"))
+    return held
+
+
+def _open_files(folder: str) -> Iterator[str]:
+    for descriptor in os.listdir(folder):
+        with suppress(OSError):
+            yield os.readlink(f"{folder}/{descriptor}")
+
+
+def _mapped_files(maps: str) -> Iterator[str]:
+    with open(maps, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            place = line.find("/")
+            if place > 0:
+                yield line[place:].rstrip("\n")
+
+
+def _sees_everybody() -> bool:
+    """Whether shared memory is no further shared than the list of processes (see namespaces(7))."""
+    with suppress(OSError):
+        is_inside = os.readlink("/proc/self/ns/pid") != _FIRST_PROCESS_SPACE
+        return not (is_inside and os.readlink("/proc/self/ns/ipc") == _FIRST_MEMORY_SPACE)
+    return False
+
+
+_PREFIX = "ompi."
+_PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
+
+
+def session_parent(environ: Mapping[str, str]) -> str:
+    """The folder in which a launcher that is started with ``environ`` keeps its own."""
+    return next((environ[name] for name in _PLACES if environ.get(name)), "/tmp")  # noqa: S108 - PRRTE's choice
+
+
+def remove_abandoned_sessions(parent: str) -> list[str]:
+    """Remove every session folder in ``parent`` that is this user's and whose launcher has ended; their paths.
+
+    A folder is left alone when it does not bear this machine's name: containers may share ``parent`` and not their
+    process ids. A ``parent`` that cannot be read has none.
+    """
+    removed = list(_abandoned(parent, os.uname().nodename))
+    if removed:
+        import shutil  # noqa: PLC0415 - there is hardly ever one
+
+        for folder in removed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def _abandoned(parent: str, host: str) -> Iterator[str]:
+    with suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            owner = entry.name.removeprefix(_PREFIX)
+            if owner != entry.name and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+                found = entry.stat(follow_symlinks=False)
+                is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+                if is_ours and os.path.exists(f"{entry.path}/pmix.{host}.tool"):
+                    yield entry.path

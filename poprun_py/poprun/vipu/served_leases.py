@@ -1,0 +1,188 @@
+"""The leases that a server keeps for its clients: they stand in the pool, and last while they are renewed.
+
+A pool knows whether a process of its own machine lives; of clients only the server does. So it ends their leases,
+and nobody else: while no server runs they stay, and one that starts gives each the whole time again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Final
+
+from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
+from poprun.lease.server_messages import LeaseAnswer, LeaseRequest
+from poprun.pool.holders import remote_process
+from poprun.pool.partitions import LocalPool
+from poprun.pool.records import Lease, PoolState, fold_names
+from poprun.pool.requests import Wish
+from poprun.process.tree import ProcessKey
+
+
+class Renewals:
+    """When each lease was renewed last.
+
+    Time in which this process itself did not run (it was stopped, or the machine slept) counts for nobody: clients
+    could not renew anything while nobody listened.
+
+    Args:
+        lease_seconds: How long a lease lasts after it was renewed.
+        look_seconds: How often :meth:`expired` is called; what is much later is a gap.
+        clock: Monotonic time in seconds.
+    """
+
+    def __init__(
+        self, lease_seconds: float, look_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lease_seconds = lease_seconds
+        self._look_seconds = look_seconds
+        self._clock = clock
+        self._looked_at = clock()
+        self._ends: dict[str, float] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._ends
+
+    def renew(self, key: str) -> None:
+        """Let the lease last from now on, also one that was not known."""
+        self._ends[key] = self._clock() + self._lease_seconds
+
+    def forget(self, key: str) -> None:
+        """The lease has ended."""
+        self._ends.pop(key, None)
+
+    def keep_only(self, keys: Collection[str]) -> None:
+        """Forget the leases that somebody else has ended."""
+        self._ends = {key: end for key, end in self._ends.items() if key in keys}
+
+    def expired(self) -> list[str]:
+        """The leases that were not renewed in time; those that nobody could renew get the time back."""
+        now = self._clock()
+        gap = now - self._looked_at - self._look_seconds
+        self._looked_at = now
+        if gap > self._look_seconds:
+            self._ends = {key: end + gap for key, end in self._ends.items()}
+        return [key for key, end in self._ends.items() if end <= now]
+
+
+LOOK_SECONDS: Final = 1.0
+"""How often to look for leases that are not renewed any more."""
+
+MAX_CLIENTS: Final = 1000
+"""Leases of clients at one time, those that wait among them."""
+
+_FIRST_PAUSE_SECONDS: Final = 0.1
+_LONGEST_PAUSE_SECONDS: Final = 2.0
+_FEWEST_LOOKS: Final = 4
+"""A client that waits asks at least so often in the time that its lease lasts."""
+
+
+class LeaseDesk:
+    """The leases of the clients of one server. Methods may be called from any thread; they come one by one.
+
+    Args:
+        local: The pool, which this server alone serves.
+        lease_seconds: How long a lease lasts after it was renewed.
+        tell: Says what happens to leases.
+    """
+
+    def __init__(self, local: LocalPool, lease_seconds: float, tell: Callable[[str], None]) -> None:
+        self._local = local
+        self._pool = local.pool
+        self.lease_seconds = lease_seconds
+        self._tell = tell
+        self._renewals = Renewals(lease_seconds, LOOK_SECONDS)
+        self._lock = threading.Lock()
+
+    def know_again(self) -> int:
+        """Take over the leases of clients of an earlier server, each for its whole time; how many there are."""
+        with self._lock:
+            keys = _by_key(self._pool.state())
+            for key in keys:
+                self._renewals.renew(key)
+        return len(keys)
+
+    def take(self, request: LeaseRequest) -> LeaseAnswer:
+        """Put a client into the queue, and give it what it wants when its turn has come.
+
+        Raises:
+            PlanError, PartitionError: If it can never have that; it is in no queue any more.
+            ServerLostError: If there are too many clients.
+        """
+        with self._lock:
+            state = self._pool.state()
+            leases = _by_key(state)
+            lease = leases.get(request.key)
+            if lease is not None and not lease.is_waiting:
+                self._renewals.renew(request.key)
+                return LeaseAnswer(id=lease.id, ipus=lease.ipus, pause_seconds=0.0)
+            wish = request.wish.of(self._local.cluster())
+            if lease is None:
+                if len(leases) >= MAX_CLIENTS:
+                    raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
+                lease = self._enqueue(request, wish)
+            self._renewals.renew(request.key)
+            return self._try(request, wish, lease, state)
+
+    def renew(self, key: str) -> None:
+        """Let a lease last.
+
+        Raises:
+            LeaseEndedError: If there is none of that key any more.
+        """
+        with self._lock:
+            if key not in self._renewals:
+                raise LeaseEndedError(
+                    f"the lease of this job has ended: nothing was heard of it for {self.lease_seconds:g} s, or "
+                    "it was given back"
+                )
+            self._renewals.renew(key)
+
+    def end(self, key: str) -> None:
+        """Give back what a lease holds, if there is one of that key."""
+        with self._lock:
+            self._end(key, "given back")
+
+    def end_expired(self) -> None:
+        """End the leases that were not renewed in time, and forget those that somebody else has ended."""
+        with self._lock:
+            self._renewals.keep_only(_by_key(self._pool.state()).keys())
+            for key in self._renewals.expired():
+                self._end(key, f"ended: nothing was heard of its job for {self.lease_seconds:g} s")
+
+    def _enqueue(self, request: LeaseRequest, wish: Wish) -> Lease:
+        process = ProcessKey(request.pid, request.start_ticks)
+        client = remote_process(
+            key=request.key, process=process, user=request.user, host=request.host, words=request.words
+        )
+        number = self._pool.enqueue(client, wish)
+        return Lease(id=number, holder=client, since_epoch_seconds=0, num_ipus=wish.num_ipus, queue=wish.queue)
+
+    def _try(self, request: LeaseRequest, wish: Wish, lease: Lease, state: PoolState) -> LeaseAnswer:
+        """Take what is wished for if it is worth while to lock the pool for it."""
+        num_before = sum(other.id < lease.id for other in state.waiting(wish.queue))
+        ipus: tuple[str, ...] = ()
+        if not num_before and wish.can_be_met(state):
+            try:
+                ipus = self._pool.take(lease.id, wish)
+            except PoprunError:
+                self._pool.end([lease.id])
+                self._renewals.forget(request.key)
+                raise
+        if ipus:
+            self._tell(f"lease {lease.id}: {fold_names(ipus)} for {lease.holder}")
+            return LeaseAnswer(id=lease.id, ipus=ipus, pause_seconds=0.0)
+        pause = min(
+            _FIRST_PAUSE_SECONDS * (1 + num_before), _LONGEST_PAUSE_SECONDS, self.lease_seconds / _FEWEST_LOOKS
+        )
+        return LeaseAnswer(id=lease.id, ipus=(), pause_seconds=pause)
+
+    def _end(self, key: str, how: str) -> None:
+        lease = _by_key(self._pool.state()).get(key)
+        if lease is not None:
+            self._pool.end([lease.id])
+            self._tell(f"lease {lease.id}: {how} ({lease.holder})")
+        self._renewals.forget(key)
+
+
+def _by_key(state: PoolState) -> dict[str, Lease]:
+    return {lease.holder.key: lease for lease in state.leases if lease.holder.key is not None}
