@@ -1,9 +1,10 @@
-"""Who may import whom: the picture of docs/architecture.md as a law."""
+"""Who may import whom: the law of `floors`, held against the code."""
 
 import sys
 
 import pytest
 
+from tests.architecture.floors import BRIDGE, FLOORS, floor_of
 from tests.architecture.source_tree import (
     find_cycle,
     graph,
@@ -12,43 +13,6 @@ from tests.architecture.source_tree import (
     modules,
     reached_on_import,
 )
-
-LAYERS = {
-    "popdist": (
-        ("errors", "layout", "headers", "tree", "stack_signal", "startup", "loop"),
-        ("contract",),
-        ("environments", "progress", "host_memory"),
-        ("comm", "process_group"),
-        ("groups",),
-        ("context",),
-        ("collectives", "weights"),
-        ("instances", "gradients"),
-        ("data",),
-        ("training",),
-        ("sharded",),
-        ("testing", "compat", "checkpoint", "preemption"),
-    ),
-    "poprun": (
-        ("errors",),
-        ("text",),
-        ("process",),
-        ("messages",),
-        ("plan",),
-        ("probe",),
-        ("hosts",),
-        ("pool",),
-        ("launch", "render"),
-        ("lease", "job", "monitor", "emit", "doctor"),
-        ("cli", "vipu"),
-        ("start",),
-        ("command",),
-        ("__main__",),
-    ),
-}
-"""Lowest first. A file imports only lower layers and, within its folder, its siblings."""
-
-BRIDGE = frozenset({"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress"})
-"""All that poprun may know of popdist."""
 
 AGENT = frozenset(
     {
@@ -86,16 +50,15 @@ TORCH_FACING = frozenset(
 )
 
 
-def _layer(package: str, module: str) -> int:
-    part = module.split(".")[1]
-    for layer, parts in enumerate(LAYERS[package]):
-        if part in parts:
-            return layer
-    pytest.fail(f"{module} stands in no layer: give it one here and in docs/architecture.md")
+def _floor(package: str, module: str) -> int:
+    floor = floor_of(package, module.split(".")[1])
+    if floor is None:
+        pytest.fail(f"{module} stands on no floor: give it one in tests/architecture/floors.py")
+    return floor
 
 
 @pytest.mark.parametrize("package", ["popdist", "poprun"])
-def test_a_module_imports_only_lower_layers(package: str) -> None:
+def test_a_module_imports_only_lower_floors(package: str) -> None:
     """Within a package every import goes down, or to a sibling in the same folder."""
     edges = [
         (source, target)
@@ -106,18 +69,18 @@ def test_a_module_imports_only_lower_layers(package: str) -> None:
     wrong = [
         f"{source} imports {target}"
         for source, target in edges
-        if source.split(".")[1] != target.split(".")[1] and _layer(package, source) <= _layer(package, target)
+        if source.split(".")[1] != target.split(".")[1] and _floor(package, source) <= _floor(package, target)
     ]
 
     assert wrong == []
 
 
 @pytest.mark.parametrize("package", ["popdist", "poprun"])
-def test_every_layer_is_inhabited(package: str) -> None:
-    """The picture shows nothing that is not there, and everything that is."""
+def test_every_floor_is_inhabited(package: str) -> None:
+    """The law names nothing that is not there, and everything that is."""
     parts = {module.name.split(".")[1] for module in modules(package) if "." in module.name}
 
-    assert parts == {part for layer in LAYERS[package] for part in layer}
+    assert parts == {part for floor in FLOORS[package] for part in floor}
 
 
 def test_no_import_goes_in_a_circle() -> None:

@@ -1,6 +1,7 @@
 """The form that every module keeps: its size, its name, and its hands off the environment."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import PurePath
 
@@ -8,6 +9,7 @@ from tests.architecture.source_tree import ROOT, Module, all_modules
 
 MOST_LINES_OF_A_MODULE = 500
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_MODULES_OF_A_FOLDER = 15
 MOST_LINES_OF_A_SCRIPT = 20
 
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager", "misc"})
@@ -42,6 +44,13 @@ def test_a_module_holds_one_idea() -> None:
 
 def _lines(module: Module) -> list[str]:
     return module.path.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_folder_is_seen_at_one_look() -> None:
+    """One with more modules than that holds a folder within."""
+    counts = Counter(module.path.parent for module in all_modules() if module.path.name != "__init__.py")
+
+    assert {str(folder) for folder, count in counts.items() if count > MOST_MODULES_OF_A_FOLDER} == set()
 
 
 def test_a_function_is_seen_at_one_look() -> None:

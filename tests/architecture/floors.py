@@ -1,0 +1,86 @@
+"""The law of the house: the order of its folders. A file imports from lower floors, and siblings in its folder."""
+
+from typing import Final
+
+Floors = tuple[dict[str, str], ...]
+"""Lowest first: the folders and files of each floor, and what each one is, in a few words."""
+
+POPRUN: Final[Floors] = (
+    {"errors": "what poprun raises, each with its exit code"},
+    {"text": "values as text: numbers, host names, fields of files, poprun's own words"},
+    {"process": "processes of this machine: started, found, signalled"},
+    {"messages": "what poprun, agents and monitors send each other"},
+    {"plan": "from a request and facts to a plan; pure"},
+    {"probe": "facts about this machine"},
+    {"hosts": "other hosts: routes, and the look at them before a job starts"},
+    {"pool": "who holds which virtual IPUs and cores of this machine"},
+    {
+        "launch": "launchers, shim and agent",
+        "render": "a plan as table, text, picture",
+    },
+    {
+        "lease": "the client of a pool, on this machine, on hosts, at a server",
+        "job": "the supervisor: loop, policy, output, report",
+        "monitor": "a live view of running jobs",
+        "emit": "a plan as a job of Slurm or Kubernetes",
+        "doctor": "what is there and what is missing",
+    },
+    {
+        "cli": "the table of options and its parser",
+        "vipu": "the command vipu and its server",
+    },
+    {"start": "from a plan to a job"},
+    {"command": "from a command line to a plan, a print-out or a job"},
+    {"__main__": "words in, an exit code out"},
+)
+
+POPDIST: Final[Floors] = (
+    {
+        "errors": "what popdist raises, and checks of arguments",
+        "layout": "which replicas each instance owns",
+        "headers": "what an instance says before a collective",
+        "tree": "the one order of addition",
+        "loop": "where a step of a loop ends",
+        "stack_signal": "stacks on request",
+        "startup": "what Python does first under poprun",
+    },
+    {"contract": "every variable between launcher and library"},
+    {
+        "environments": "jobs of other launchers",
+        "progress": "how far a program has come",
+        "host_memory": "memory that the processes of a host share",
+    },
+    {
+        "comm": "how the instances of a job reach each other",
+        "process_group": "the backend popdist of torch.distributed",
+    },
+    {"groups": "instances that do the same things in the same order"},
+    {"context": "the one global: which job this process is in"},
+    {
+        "collectives": "sums, copies, barriers, values for all",
+        "weights": "weights made equal, and proved equal",
+    },
+    {
+        "instances": "work for some instances only",
+        "gradients": "where gradients lie and how they are added",
+    },
+    {"data": "datasets dealt to replicas"},
+    {"training": "the replicated model and its step"},
+    {"sharded": "the sharded optimizer"},
+    {
+        "checkpoint": "states on the disk",
+        "compat": "PopDist's own names",
+        "preemption": "leaving when the machine is wanted back",
+        "testing": "small real jobs for tests",
+    },
+)
+
+FLOORS: Final = {"popdist": POPDIST, "poprun": POPRUN}
+
+BRIDGE: Final = frozenset({"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress"})
+"""All that poprun may import of popdist."""
+
+
+def floor_of(package: str, part: str) -> int | None:
+    """On which floor of ``package`` the folder or file ``part`` stands; None if on none."""
+    return next((number for number, parts in enumerate(FLOORS[package]) if part in parts), None)
