@@ -5,8 +5,7 @@ import socket
 import sys
 from dataclasses import replace
 
-from poprun.cli.command_line import CommandLine
-from poprun.cli.origins import misspelled_variables
+from poprun.cli.command_line import CommandLine, misspelled_variables
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.doctor import ReportFormat
 from poprun.doctor.diagnosis import can_run, diagnose

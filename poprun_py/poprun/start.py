@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.cli.command_line import CommandLine
-from poprun.cli.origins import origins
+from poprun.cli.command_line import CommandLine, origins
 from poprun.errors import PlanError
 from poprun.hosts.routes import JobKey, JobNetwork
 from poprun.plan.plan import LauncherKind, LaunchPlan

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from poprun.cli.command_line import CommandLine, read_command_line
+from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
 from poprun.cli.option import Option
 from poprun.cli.options import OPTIONS
-from poprun.cli.origins import misspelled_variables, origins
 from poprun.errors import PoprunError
 
 
