@@ -8,9 +8,8 @@ from dataclasses import replace
 from poprun.cli.command_line import CommandLine, misspelled_variables
 from poprun.cli.versions import VersionFormat, version_text
 from poprun.doctor import ReportFormat
-from poprun.doctor.diagnosis import can_run, diagnose
+from poprun.doctor.diagnosis import can_run, diagnose, render_findings
 from poprun.doctor.facts import examine
-from poprun.doctor.findings_report import render_findings
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import advise, advise_of_hosts, advise_of_words, idle_vipu_options
 from poprun.plan.inventory import Cluster

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from poprun.doctor import ReportFormat
-from poprun.doctor.diagnosis import State, can_run, diagnose
+from poprun.doctor.diagnosis import State, can_run, diagnose, render_findings
 from poprun.doctor.facts import Libraries, Symptoms, read_libraries
-from poprun.doctor.findings_report import render_findings
-from poprun.probe.memory import MemoryLimits
+from poprun.probe.limits import MemoryLimits
 from tests.planning import LAPTOP, MPICH, with_gpus
 
 GIB = 2**30

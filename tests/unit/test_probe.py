@@ -10,9 +10,8 @@ from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import MpiKind
 from poprun.probe.cpus import cpu_quota, usable_cores
 from poprun.probe.gpus import read_gpus
-from poprun.probe.machine import machine_facts, names_of_this_machine
-from poprun.probe.memory import KillCounts, kill_counts, memory_limits
-from poprun.probe.mpi import read_version
+from poprun.probe.limits import KillCounts, kill_counts, memory_limits
+from poprun.probe.machine import machine_facts, names_of_this_machine, read_version
 from poprun.probe.program import resolve_program
 
 INVENTORY = "0, GPU-aaaa-1\n1, GPU-aabb-2\n2, GPU-cccc-3\n"

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from poprun.plan.topology import MachineFacts
-from poprun.probe.control_groups import CGROUPS, MEMBERSHIP
 from poprun.probe.cpus import cpu_quota
+from poprun.probe.limits import CGROUPS, MEMBERSHIP, MemoryLimits, memory_limits
 from poprun.probe.machine import machine_facts
-from poprun.probe.memory import MemoryLimits, memory_limits
 from poprun.process.start import answer_of
 
 TORCH_TIMEOUT_SECONDS: Final = 120.0

@@ -26,7 +26,7 @@ from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessi
 from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.topology import MpiKind
-from poprun.probe.memory import kill_counts
+from poprun.probe.limits import kill_counts
 from poprun.process.start import ProcessStart, start_process
 from poprun.process.tree import ProcessKey, key_of, own_tree, reap, send, terminate
 from poprun.text.screen import Level, say

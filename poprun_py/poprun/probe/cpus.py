@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from poprun.plan.topology import Cpu
-from poprun.probe.control_groups import CGROUPS, MEMBERSHIP, ControlGroup, control_groups, read_text
+from poprun.probe.limits import CGROUPS, MEMBERSHIP, ControlGroup, control_groups, read_text
 from poprun.text.ranges import parse_numbers
 
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from poprun.plan.program_environment import VISIBLE_DEVICES
 from poprun.plan.topology import Gpu, Occupant
-from poprun.probe.control_groups import read_text
+from poprun.probe.limits import read_text
 from poprun.process.start import answer_of
 from poprun.process.users import user_of
 

@@ -52,11 +52,11 @@ def render_plan(
 
             return render_text(plan)
         case TopologyFormat.SVG:
-            from poprun.render.svg import render_svg  # noqa: PLC0415 - see the module's docstring
+            from poprun.render.picture.documents import render_svg  # noqa: PLC0415 - see the module's docstring
 
             return render_svg(plan)
         case TopologyFormat.HTML:
-            from poprun.render.html import render_html  # noqa: PLC0415 - see the module's docstring
+            from poprun.render.picture.documents import render_html  # noqa: PLC0415 - see the module's docstring
 
             return render_html(plan)
         case TopologyFormat.MERMAID:

@@ -1,4 +1,4 @@
-"""A plan as a table for a person: hosts → instances → replicas → virtual IPUs.
+"""A plan as a table for a person: hosts, instances, replicas, virtual IPUs.
 
 A large plan is folded: the first host stands for all the hosts like it, and the first instances of a host for the
 others, so any plan fits a screen.
@@ -7,18 +7,53 @@ others, so any plan fits a screen.
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.plan.topology import Binding
-from poprun.render.page import Page
 from poprun.render.words import bound_to, launcher_of, numbered, size_of, stands_for, threads_of
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
+
+MIN_WIDTH = 60
+"""Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
+
+
+class Page:
+    """What is printed on it is laid out for a terminal, and becomes text.
+
+    Args:
+        width: Columns of the terminal; fewer than ``MIN_WIDTH`` count as that many.
+        has_color: Whether it shows colours.
+    """
+
+    def __init__(self, *, width: int, has_color: bool) -> None:
+        self._lines = StringIO()
+        self._console = Console(
+            file=self._lines,
+            width=max(width, MIN_WIDTH),
+            force_terminal=has_color,
+            color_system="standard" if has_color else None,
+            no_color=not has_color,
+            highlight=False,
+            emoji=False,
+            markup=False,
+            legacy_windows=False,
+        )
+
+    def print(self, part: RenderableType = "", *, wraps_words: bool = True) -> None:
+        """Add a part; lines that are not to be wrapped are left to the terminal, so that they copy whole."""
+        self._console.print(part, soft_wrap=not wraps_words)
+
+    def text(self) -> str:
+        """All parts, without blanks at the ends of lines, ending with a line break."""
+        return "\n".join(line.rstrip() for line in self._lines.getvalue().splitlines()) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Final
 from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.state import AGENT_KILLED, InstanceStatus
-from poprun.probe.memory import Evidence, KillCounts, MemoryLimits, evidence_since
+from poprun.probe.limits import Evidence, KillCounts, MemoryLimits, evidence_since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

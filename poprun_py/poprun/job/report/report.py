@@ -9,7 +9,7 @@ from poprun.job.report.findings import Findings, gather_findings, hint
 from poprun.job.report.outcome import JobEnd, blame_aborter, first_failure, has_left
 from poprun.job.state import SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
-from poprun.probe.memory import KillCounts
+from poprun.probe.limits import KillCounts
 from poprun.text.screen import Level, say
 
 _MAX_SURVIVORS: Final = 10

@@ -11,8 +11,7 @@ from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.picture.grids import Nest
-from poprun.render.picture.measures import Measures, cut, label, measure, text_width
+from poprun.render.picture.measures import Measures, Nest, cut, label, measure, text_width
 from poprun.render.picture.scene import Framing, Gap, HostScene, InstanceScene, Scene
 from poprun.render.words import bound_to, counted, domains_of, numbered, stands_for
 from poprun.text.host_names import fold_hosts

@@ -1,14 +1,180 @@
-"""How large everything in a picture is, in pixels: the more there is the smaller, but never illegible."""
+"""Where everything in a picture stands and how large it is, in pixels."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Final
 
-from poprun.render.picture.grids import FrameStyle, Grid, Nest, nested
 from poprun.render.picture.scene import Framing, HostScene, InstanceScene, Scene, framing
 from poprun.render.words import domains_of, numbered, stands_for
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Equal boxes in rows.
+
+    Attributes:
+        count: How many there are.
+        columns: How many stand in a row.
+        width: Of each.
+        height: Of each.
+        gap: Between them.
+    """
+
+    count: int
+    columns: int
+    width: int
+    height: int
+    gap: int
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return self.count
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of all of it."""
+        rows = -(-self.count // self.columns)
+        return self.columns * (self.width + self.gap) - self.gap, rows * (self.height + self.gap) - self.gap
+
+    @property
+    def waste(self) -> float:
+        """The share of it that is empty, because the last row is not full."""
+        return -self.count % self.columns / self.count
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where box ``index`` begins."""
+        row, column = divmod(index, self.columns)
+        return column * (self.width + self.gap), row * (self.height + self.gap)
+
+    def frames(self) -> Iterator["PlacedFrame"]:
+        """None: these boxes have no frames."""
+        yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFrame:
+    """A frame of a picture.
+
+    Attributes:
+        kind: Its class: ``ild`` or ``machine``.
+        index: Its number among those of its kind.
+        place: Where it begins.
+        size: Its width and height.
+    """
+
+    kind: str
+    index: int
+    place: tuple[int, int]
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """Equal boxes in equal frames.
+
+    Attributes:
+        kind: What the frames are.
+        inner: What stands in each frame.
+        outer: The frames.
+        padding: Between a frame and what stands in it.
+        heading: Between its upper edge and what stands in it.
+    """
+
+    kind: str
+    inner: "Nest"
+    outer: Grid
+    padding: int
+    heading: int
+
+    @property
+    def total(self) -> int:
+        """How many boxes there are."""
+        return self.outer.count * self.inner.total
+
+    @property
+    def width(self) -> int:
+        """Of a box."""
+        return self.inner.width
+
+    @property
+    def height(self) -> int:
+        """Of a box."""
+        return self.inner.height
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height of all of it."""
+        return self.outer.size
+
+    @property
+    def waste(self) -> float:
+        """The share that is empty, because last rows are not full."""
+        return self.outer.waste + self.inner.waste
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where box ``index`` begins."""
+        number, inside = divmod(index, self.inner.total)
+        (x, y), (dx, dy) = self.outer.place(number), self.inner.place(inside)
+        return x + self.padding + dx, y + self.heading + dy
+
+    def frames(self) -> Iterator[PlacedFrame]:
+        """Every frame, before those that stand in it."""
+        inner = list(self.inner.frames())
+        num_inner = len({(frame.kind, frame.index) for frame in inner})
+        for number in range(self.outer.count):
+            x, y = self.outer.place(number)
+            yield PlacedFrame(self.kind, number, (x, y), (self.outer.width, self.outer.height))
+            for frame in inner:
+                dx, dy = frame.place
+                place = (x + self.padding + dx, y + self.heading + dy)
+                yield PlacedFrame(frame.kind, number * num_inner + frame.index, place, frame.size)
+
+
+Nest = Grid | Framed
+"""Boxes in rows, with frames around some or without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameStyle:
+    """One kind of frame.
+
+    Attributes:
+        kind: Its class.
+        count: How many there are.
+        padding: Between it and what stands in it.
+        heading: Between its upper edge and what stands in it.
+        gap: Between frames.
+    """
+
+    kind: str
+    count: int
+    padding: int
+    heading: int
+    gap: int
+
+
+def nested(
+    box: tuple[int, int], gap: int, styles: Sequence[FrameStyle], num_boxes: int, columns: Sequence[int]
+) -> Nest:
+    """``num_boxes`` boxes in the frames of ``styles``, the innermost kind first.
+
+    Args:
+        box: Width and height of a box.
+        gap: Between boxes.
+        styles: The frames, each kind around those before it; ``count`` of them in each of the next kind.
+        num_boxes: Boxes in a frame of the first kind, or in all.
+        columns: How many stand in a row: boxes, then frames of each kind.
+    """
+    nest: Nest = Grid(num_boxes, columns[0], *box, gap)
+    for style, number in zip(styles, columns[1:], strict=True):
+        width, height = nest.size
+        size = (width + 2 * style.padding, height + style.heading + style.padding)
+        nest = Framed(style.kind, nest, Grid(style.count, number, *size, style.gap), style.padding, style.heading)
+    return nest
+
 
 MAX_WIDTH: Final = 1200
 """Of a picture whose parts allow it."""
@@ -24,7 +190,7 @@ _MIN_NAME: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class PartSizes:
     """The sizes of the smallest parts.
 
     Attributes:
@@ -47,9 +213,9 @@ class Level:
 
 
 LEVELS: Final = (
-    (32, Level(text=13, chip_width=52, chip_height=36, bar=22, space=6, max_bars=8, is_wordy=True)),
-    (256, Level(text=11, chip_width=34, chip_height=22, bar=17, space=4, max_bars=4)),
-    (math.inf, Level(text=9, chip_width=27, chip_height=14, bar=13, space=2, max_bars=2)),
+    (32, PartSizes(text=13, chip_width=52, chip_height=36, bar=22, space=6, max_bars=8, is_wordy=True)),
+    (256, PartSizes(text=11, chip_width=34, chip_height=22, bar=17, space=4, max_bars=4)),
+    (math.inf, PartSizes(text=9, chip_width=27, chip_height=14, bar=13, space=2, max_bars=2)),
 )
 """Each with the number of shown virtual IPUs up to which it is used."""
 
@@ -68,7 +234,7 @@ class Measures:
         cards: The hosts.
     """
 
-    level: Level
+    level: PartSizes
     chips: Grid
     num_bars: int
     has_words: bool
@@ -82,7 +248,7 @@ class Measures:
         return heading(self.level)
 
 
-def heading(level: Level) -> int:
+def heading(level: PartSizes) -> int:
     """Height of a host's name with what is around it."""
     return level.text + 2 * level.space + 6
 
@@ -133,7 +299,7 @@ def _chip_columns(num_chips: int) -> int:
     return 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16  # noqa: PLR2004 - see above
 
 
-def _widest(scene: Scene, level: Level, *, has_words: bool) -> int:
+def _widest(scene: Scene, level: PartSizes, *, has_words: bool) -> int:
     """Width of the widest label of an instance: those with the highest numbers."""
     last = scene.plan.instance(scene.plan.num_instances - 1)
     is_split = len(last.replicas) <= level.max_bars
@@ -149,7 +315,7 @@ def label(noun: str, numbers: range, *, has_words: bool) -> str:
     return numbered(noun, numbers).removeprefix("" if has_words else noun).removeprefix("s").strip()
 
 
-def _box(level: Level, chips: Grid, num_bars: int, widest: int) -> tuple[int, int]:
+def _box(level: PartSizes, chips: Grid, num_bars: int, widest: int) -> tuple[int, int]:
     """Width and height of an instance: its label, its virtual IPUs, its replicas, and what it stands for."""
     num_parts = num_bars + 3 + level.is_wordy
     text = level.text * (2 if level.is_wordy else 1)
@@ -160,7 +326,7 @@ def _box(level: Level, chips: Grid, num_bars: int, widest: int) -> tuple[int, in
 
 
 def _layouts(
-    scene: Scene, level: Level, framed: Framing, box: tuple[int, int], name: int
+    scene: Scene, level: PartSizes, framed: Framing, box: tuple[int, int], name: int
 ) -> Iterator[tuple[Nest, Nest]]:
     """Every way to put instances into rows in a host of at least the width ``name``, and hosts into rows."""
     space = level.space
@@ -183,7 +349,7 @@ def _layouts(
 
 
 def _styles(
-    level: Level, framed: Framing, num_boxes: int, num_cards: int
+    level: PartSizes, framed: Framing, num_boxes: int, num_cards: int
 ) -> tuple[list[FrameStyle], list[FrameStyle]]:
     """The frames around instances of a host, and those around hosts, the innermost first."""
     space, top = level.space, level.text + 2 * level.space

@@ -1,4 +1,4 @@
-"""A plan as a page: one HTML file that needs nothing else, neither a network nor another file.
+"""The picture of a plan as a document, SVG or HTML.
 
 Everything in the picture tells what it is when it is pointed at or has the focus; the arrow keys move the focus.
 """
@@ -9,8 +9,60 @@ from typing import Final
 
 from poprun.plan.plan import LaunchPlan
 from poprun.render.picture.drawing import draw, element, escaped
+from poprun.render.picture.measures import cut, text_width
 from poprun.render.picture.scene import make_scene
 from poprun.render.words import launcher_of, size_of, threads_of
+
+MARGIN: Final = 24
+_LINE_HEIGHT: Final = 22
+
+
+def render_svg(plan: LaunchPlan) -> str:
+    """``plan`` as an SVG document."""
+    drawing = draw(make_scene(plan), _titled_group)
+    heading = [("title", 17, f"poprun: {size_of(plan)}")]
+    width = max(drawing.width, text_width(heading[0][2], 17)) + 2 * MARGIN
+    if plan.program:
+        heading.append(("line", 13, shlex.join(plan.program)))
+    texts = [
+        element(
+            "text",
+            escaped(cut(text, width - 2 * MARGIN, size)),
+            class_=name,
+            x=MARGIN,
+            y=MARGIN + 12 + index * _LINE_HEIGHT,
+            font_size=size,
+        )
+        for index, (name, size, text) in enumerate(heading)
+    ]
+    top = MARGIN + len(heading) * _LINE_HEIGHT + 10
+    height = top + drawing.height + MARGIN
+    return (
+        element(
+            "svg",
+            element("title", escaped(heading[0][2])),
+            element("style", "\n", style()),
+            element("rect", class_="paper", width=width, height=height),
+            *texts,
+            element("g", drawing.elements, transform=f"translate({MARGIN} {top})"),
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {width} {height}",
+            width=width,
+            height=height,
+        )
+        + "\n"
+    )
+
+
+def style() -> str:
+    """The colours of a picture, as a style sheet."""
+    return files("poprun.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
+
+
+def _titled_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
+    transform = f"translate({place[0]} {place[1]})"
+    return element("g", element("title", escaped(words)), *elements, "\n", class_=name, transform=transform)
+
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """What the page may load: nothing."""
@@ -24,7 +76,7 @@ _KEYS: Final = (
 def render_html(plan: LaunchPlan) -> str:
     """``plan`` as an HTML document."""
     title = f"poprun: {size_of(plan)}"
-    drawing = draw(make_scene(plan), _group)
+    drawing = draw(make_scene(plan), _focusable_group)
     elements = drawing.elements.replace('tabindex="-1"', 'tabindex="0"', 1)
     picture = element(
         "svg",
@@ -56,7 +108,7 @@ def render_html(plan: LaunchPlan) -> str:
     return "\n".join(["<!doctype html>", '<html lang="en">', *head, *body, "</html>", ""])
 
 
-def _group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
+def _focusable_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
     """A thing that takes the focus; the first one of all is where Tab comes in."""
     return element(
         "g",
