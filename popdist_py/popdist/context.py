@@ -48,7 +48,7 @@ class Job:
 
 
 @dataclass(slots=True, kw_only=True)
-class _State:
+class _ProcessState:
     """What this process holds. The store lives as long as the process: others may still be joining it."""
 
     job: Job | None = None
@@ -57,7 +57,7 @@ class _State:
     notice: Notice = field(default_factory=Notice)
 
 
-_state = _State()
+_state = _ProcessState()
 
 
 def environment() -> Environment:

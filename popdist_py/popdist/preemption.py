@@ -2,7 +2,7 @@
 
 A signal is only noted. The note travels with the headers that the instances exchange anyway, so that all of them
 know of it at the same place of the program (`popdist.groups`), and they act on it at the next boundary between two
-steps (`popdist.loop`).
+steps (`popdist.training_loop`).
 """
 
 import os
@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from popdist import context
 from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning, whole_number
 from popdist.headers import name_instances
-from popdist.loop import boundaries
 from popdist.training import optimizers
+from popdist.training_loop import training_loop
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
 """What a shell shows of a program that SIGTERM has ended."""
@@ -40,7 +40,7 @@ _DONE, _FAILED = 0, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _PreemptionHandler:
     """What is done at a preemption."""
 
     fn: Callable[[], object]
@@ -48,7 +48,7 @@ class _Plan:
 
 
 @dataclass(slots=True, kw_only=True)
-class _State:
+class _PreemptionState:
     """What this process waits for.
 
     Attributes:
@@ -57,12 +57,12 @@ class _State:
         num_steps_at_notice: Optimizer steps at the end of the first one after a signal.
     """
 
-    plan: _Plan | None = None
+    plan: _PreemptionHandler | None = None
     previous: dict[int, Any] = field(default_factory=dict)
     num_steps_at_notice: int | None = None
 
 
-_state = _State()
+_state = _PreemptionState()
 
 
 def on_preemption(
@@ -107,8 +107,8 @@ def on_preemption(
         context.current_group().agree(f"on_preemption(signals=({names}), {exit_code=})")
     _restore()
     _prepare_process()
-    boundaries.on_reached = _leave_if_preempted
-    _state.plan = _Plan(fn=fn, exit_code=exit_code)
+    training_loop.on_step_end = _leave_if_preempted
+    _state.plan = _PreemptionHandler(fn=fn, exit_code=exit_code)
     _state.num_steps_at_notice = None
     for signum in asked:
         _state.previous[signum] = signal.signal(signum, _note)
@@ -130,7 +130,7 @@ def check_preemption() -> None:
     if optimizers.is_stepping():
         raise MicroBatchError("check_preemption() in the middle of a step: call it before or after one")
     context.current_group().agree("check_preemption()")
-    boundaries.reach()
+    training_loop.end_step()
 
 
 def _check(fn: object, signals: object, exit_code: int) -> list[int]:
@@ -169,7 +169,7 @@ def _prepare_process() -> None:
 
 
 def _forget() -> None:
-    _state.plan, boundaries.on_reached = None, None
+    _state.plan, training_loop.on_step_end = None, None
     _restore()
 
 
@@ -178,8 +178,8 @@ def _warn_if_deaf(*_: object) -> None:
     if _state.plan is None or not context.notice().is_given:
         return
     if _state.num_steps_at_notice is None:
-        _state.num_steps_at_notice = boundaries.num_optimizer_steps
-    if boundaries.num_optimizer_steps - _state.num_steps_at_notice == NUM_PATIENT_STEPS:
+        _state.num_steps_at_notice = training_loop.num_optimizer_steps
+    if training_loop.num_optimizer_steps - _state.num_steps_at_notice == NUM_PATIENT_STEPS:
         warnings.warn(
             f"a signal asked this program to leave, and {NUM_PATIENT_STEPS} optimizer steps later it has not come "
             "to a place where it can: call popdist.check_preemption() between two steps",

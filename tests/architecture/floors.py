@@ -40,7 +40,7 @@ POPDIST: Final[Floors] = (
         "layout": "which replicas each instance owns",
         "headers": "what an instance says before a collective",
         "tree": "the one order of addition",
-        "loop": "where a step of a loop ends",
+        "training_loop": "where a step of a training loop ends",
         "stack_signal": "stacks on request",
         "startup": "what Python does first under poprun",
     },

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from popdist.checkpoint import folder, manifest
+from popdist.checkpoint.byte_exchange import broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.checkpoint.encoding import decode, tensors_of
-from popdist.checkpoint.joint_work import broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions, differences
 from popdist.checkpoint.states import check_fits, give, replica_states_of, stateful_of
 from popdist.errors import CheckpointError, PopdistWarning

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from popdist.checkpoint import folder, manifest
+from popdist.checkpoint.byte_exchange import gather_bytes, is_writer, together, whole_job
 from popdist.checkpoint.encoding import Json, TensorForm, decode, encode
-from popdist.checkpoint.joint_work import gather_bytes, is_writer, together, whole_job
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
 from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_of, stateful_of
 from popdist.errors import CheckpointError, PopdistWarning, whole_number

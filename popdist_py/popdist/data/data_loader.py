@@ -9,7 +9,7 @@ from popdist import context
 from popdist.data.batch import Share
 from popdist.data.epoch import EpochPlan, check_sizes, deal_epoch, plan_epochs
 from popdist.data.fetching import Collate, Collation, MapFetcher
-from popdist.data.position import Agreement, Progress
+from popdist.data.position import Agreement, EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import DatasetError
@@ -20,7 +20,7 @@ _OURS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
 class _Shares(Sampler[Share]):
     """This instance's share of each step of the epoch that is being started."""
 
-    def __init__(self, plan: EpochPlan, replicas: range, progress: Progress) -> None:
+    def __init__(self, plan: EpochPlan, replicas: range, progress: EpochPosition) -> None:
         self._plan = plan
         self._replicas = replicas
         self._progress = progress
@@ -110,7 +110,9 @@ def _map_loader(
     contract = context.environment().contract
     accumulation, seed = collation.accumulation, collation.seed
     plan = plan_epochs(dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last)
-    progress = Progress(reader="data_loader", identity={"length": plan.length, "shuffle": shuffle, "seed": seed})
+    progress = EpochPosition(
+        reader="data_loader", identity={"length": plan.length, "shuffle": shuffle, "seed": seed}
+    )
     agreement = Agreement(
         f"data_loader of {plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
         f"{drop_last=}"
@@ -133,6 +135,6 @@ def _stream_loader(
     agreement = Agreement(
         f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, seed={collation.seed}, {drop_last=}"
     )
-    progress = Progress(reader="data_loader", identity={"seed": collation.seed})
+    progress = EpochPosition(reader="data_loader", identity={"seed": collation.seed})
     fetcher = StreamFetcher(dataset, collation, micro_batch_size * accumulation, drop_last=drop_last)
     return StreamLoader(fetcher, progress, accumulation, agreement, options, ends_with_first=drop_last)

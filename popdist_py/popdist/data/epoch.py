@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
-from popdist.data.position import Progress
+from popdist.data.position import EpochPosition
 from popdist.errors import DatasetError, whole_number
 from popdist.layout import parts
 
@@ -212,7 +212,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
     whole_number("accumulation", accumulation, DatasetError)
 
 
-def deal_epoch(plan: EpochPlan, replicas: range, progress: Progress) -> Iterator[tuple[range, list[int]]]:
+def deal_epoch(plan: EpochPlan, replicas: range, progress: EpochPosition) -> Iterator[tuple[range, list[int]]]:
     """The rest of the epoch in which ``progress`` stands when this is called, step by step.
 
     Args:

@@ -8,11 +8,11 @@ from typing import TypeAlias
 from popdist import context
 from popdist.errors import DatasetError, seed_number, whole_number
 
-State: TypeAlias = dict[str, int | bool]
+ReaderState: TypeAlias = dict[str, int | bool]
 
 
 @dataclass(slots=True, kw_only=True)
-class Progress:
+class EpochPosition:
     """The place of one reader (a sampler or a loader) in its endless row of epochs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Progress:
         if self.is_running or epoch != self.epoch:
             self.jump(epoch)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> ReaderState:
         """Everything to remember, in plain numbers."""
         return self.identity | {"epoch": self.epoch, "position": self.position}
 
@@ -76,7 +76,7 @@ class Progress:
         self.position = int(state["position"])
 
 
-def _is_state(state: object, own: State) -> bool:
+def _is_state(state: object, own: ReaderState) -> bool:
     """Whether ``state`` has the entries of ``own``, and tells a place that there can be."""
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-State: TypeAlias = tuple[bytes, float | None]
+PythonState: TypeAlias = tuple[bytes, float | None]
 """The row, and the second of a pair of normal numbers if it is still to come; equal if nothing was drawn since."""
 
 _ROW: Final = struct.Struct("=i624I")
@@ -33,12 +33,12 @@ _VERSION: Final = 3
 _generator: Final[Any] = random.getstate.__self__  # type: ignore[attr-defined] # behind the functions of the module
 
 
-def current() -> State:
+def current() -> PythonState:
     """The state of the generator behind the functions of ``random``."""
     return _read(_generator) if _row is None else (bytes(_row), _generator.gauss_next)
 
 
-def put_in_place(state: State) -> None:
+def put_in_place(state: PythonState) -> None:
     """Let that generator go on from ``state``."""
     if _row is None:
         _generator.setstate(_unpacked(state))
@@ -46,18 +46,18 @@ def put_in_place(state: State) -> None:
         _row[:], _generator.gauss_next = state
 
 
-def seeded(seed: int) -> State:
+def seeded(seed: int) -> PythonState:
     """What ``random.seed(seed)`` would make of it."""
     return _read(random.Random(seed))  # noqa: S311 - for training, not for secrets
 
 
-def as_numbers(state: State) -> tuple[list[int], float | None]:
+def as_numbers(state: PythonState) -> tuple[list[int], float | None]:
     """``state`` as in ``random.getstate``: version, words and which one is next; and the second of a pair."""
     version, internal, gauss = _unpacked(state)
     return [version, *internal], gauss
 
 
-def from_numbers(numbers: Sequence[int], gauss: float | None) -> State:
+def from_numbers(numbers: Sequence[int], gauss: float | None) -> PythonState:
     """The inverse of :func:`as_numbers`.
 
     Raises:
@@ -69,12 +69,12 @@ def from_numbers(numbers: Sequence[int], gauss: float | None) -> State:
     return _read(generator)
 
 
-def _read(generator: random.Random) -> State:
+def _read(generator: random.Random) -> PythonState:
     _, (*words, index), gauss = generator.getstate()
     return _ROW.pack(index, *words), gauss
 
 
-def _unpacked(state: State) -> tuple[int, tuple[int, ...], float | None]:
+def _unpacked(state: PythonState) -> tuple[int, tuple[int, ...], float | None]:
     index, *words = _ROW.unpack(state[0])
     return _VERSION, (*words, index), state[1]
 

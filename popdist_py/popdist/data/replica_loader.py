@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 from popdist import context
 from popdist.data.batch import Batch
 from popdist.data.fetching import Fetched
-from popdist.data.position import Agreement, Progress, State
-from popdist.loop import boundaries
+from popdist.data.position import Agreement, EpochPosition, ReaderState
+from popdist.training_loop import training_loop
 
 
 class ReplicaLoader(DataLoader[Batch]):
@@ -30,7 +30,7 @@ class ReplicaLoader(DataLoader[Batch]):
     def __init__(
         self,
         fetcher: Dataset[Any],
-        progress: Progress,
+        progress: EpochPosition,
         accumulation: int,
         agreement: Agreement,
         options: Mapping[str, Any],
@@ -60,7 +60,7 @@ class ReplicaLoader(DataLoader[Batch]):
         self._progress.set_epoch(epoch)
         self._num_starts += 1
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> ReaderState:
         """Where the loop stands, in plain numbers: after the last batch that it received.
 
         Equal on all instances at the same step, whatever their workers have read ahead.
@@ -85,12 +85,12 @@ class ReplicaLoader(DataLoader[Batch]):
 
     def _received(self, fetched: Iterator[Fetched], start: int) -> Iterator[Batch]:
         """Count what the loop receives, as long as no other place was started, set or loaded since."""
-        with boundaries.loop() as loop:
+        with training_loop.read_loader() as loop:
             for share, contents in fetched:
                 if start == self._num_starts:
                     self._progress.position = share.stop
                 yield Batch.of(share, contents, self._replicas, self._accumulation)
-                loop.ask()
+                loop.next_batch()
         if start == self._num_starts:
             self._progress.jump(self._progress.epoch + 1)
 

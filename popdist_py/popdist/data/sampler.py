@@ -6,8 +6,8 @@ from torch.utils.data import Sampler
 
 from popdist import context
 from popdist.data.epoch import deal_epoch, plan_epochs
-from popdist.data.position import Agreement, Progress, State
-from popdist.loop import boundaries
+from popdist.data.position import Agreement, EpochPosition, ReaderState
+from popdist.training_loop import training_loop
 
 
 class ReplicaSampler(Sampler[list[int]]):
@@ -54,7 +54,7 @@ class ReplicaSampler(Sampler[list[int]]):
             length_or_dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last
         )
         self._replicas = contract.layout.replicas_of(contract.instance_index)
-        self._progress = Progress(
+        self._progress = EpochPosition(
             reader="ReplicaSampler", identity={"length": self._plan.length, "shuffle": shuffle, "seed": seed}
         )
         self._num_starts = 0
@@ -82,7 +82,7 @@ class ReplicaSampler(Sampler[list[int]]):
         self._progress.set_epoch(epoch)
         self._num_starts += 1
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> ReaderState:
         """Where this iteration stands, in plain numbers: equal on all instances at the same step.
 
         It counts what this sampler has yielded. With ``num_workers=0`` that is what the loop received; the workers
@@ -106,11 +106,11 @@ class ReplicaSampler(Sampler[list[int]]):
     def _batches(self, start: int) -> Iterator[list[int]]:
         """Count what is yielded, as long as no other place was started, set or loaded since."""
         progress = self._progress
-        with boundaries.loop() as loop:
+        with training_loop.read_loader() as loop:
             for step, indices in deal_epoch(self._plan, self._replicas, progress):
                 if start == self._num_starts:
                     progress.position = step.stop
                 yield indices
-                loop.ask()
+                loop.next_batch()
         if start == self._num_starts:
             progress.jump(progress.epoch + 1)

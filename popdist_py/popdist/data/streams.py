@@ -17,10 +17,10 @@ from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Collation, Fetched
-from popdist.data.position import Agreement, Progress
+from popdist.data.position import Agreement, EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
-from popdist.loop import boundaries
+from popdist.training_loop import training_loop
 
 
 class ShardedIterable(IterableDataset[Any]):
@@ -162,7 +162,7 @@ class StreamLoader(ReplicaLoader):
     def __init__(
         self,
         fetcher: StreamFetcher,
-        progress: Progress,
+        progress: EpochPosition,
         accumulation: int,
         agreement: Agreement,
         options: dict[str, Any],
@@ -180,7 +180,7 @@ class StreamLoader(ReplicaLoader):
         """Give an instance whose stream has ended empty batches until all have ended."""
         progress = self._progress
         epoch = progress.epoch
-        with boundaries.loop() as loop:
+        with training_loop.read_loader() as loop:
             for number in itertools.count():
                 share, contents = next(fetched, (None, []))
                 own = [] if share is None else [len(share.indices), share.stop]
@@ -195,6 +195,6 @@ class StreamLoader(ReplicaLoader):
                     progress.position = stop
                 share = share._replace(num_samples_job=total)
                 yield Batch.of(share, contents, self._replicas, self._accumulation)
-                loop.ask()
+                loop.next_batch()
         if start == self._num_starts:
             progress.jump(epoch + 1)

@@ -10,8 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from popdist import context
 from popdist.errors import MicroBatchError, OptimizerError
-from popdist.loop import boundaries
 from popdist.training.shared_weights import has_shared, is_shared_with_others
+from popdist.training_loop import training_loop
 
 
 class Stepping(Protocol):
@@ -47,7 +47,7 @@ def watch() -> None:
 
 
 def _count_step(*_: object) -> None:
-    boundaries.num_optimizer_steps += 1
+    training_loop.num_optimizer_steps += 1
 
 
 def _refuse_step_without_gradient(optimizer: Optimizer, _args: object, _kwargs: object) -> None:

@@ -29,7 +29,7 @@ class _States(NamedTuple):
         cuda: Of the generator of a CUDA device; None as long as there is none.
     """
 
-    python: process_generators.State
+    python: process_generators.PythonState
     numpy: Any
     torch: Tensor
     cuda: Tensor | None

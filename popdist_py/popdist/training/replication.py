@@ -11,12 +11,12 @@ from popdist.errors import BatchError, MicroBatchError
 from popdist.gradients.model_gradients import ModelGradients
 from popdist.gradients.replica_buffers import ReplicaBuffers
 from popdist.gradients.step_end import Reduction, check_reduction
-from popdist.loop import boundaries
 from popdist.training import optimizers
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.outside_backward import AutomaticReduction
 from popdist.training.replica_randomness import RandomScope, ReplicaRandomness
 from popdist.training.step import GradientStep, PlainStep, refuse_step
+from popdist.training_loop import training_loop
 
 
 class Replication:
@@ -66,7 +66,7 @@ class Replication:
                 "a step began before the one before it had ended: end each micro_batches loop, or call "
                 "reduce_gradients() after the micro batches; that step has no gradient on any instance"
             )
-        boundaries.begin_step(self)
+        training_loop.begin_step(self)
         self._step = self._make_step(accumulation)
         self.automatic.step = self._step
         optimizers.begin(self)

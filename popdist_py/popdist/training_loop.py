@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Boundaries:
-    """Counts the boundaries that the program comes to, and calls ``on_reached`` at each.
+class TrainingLoop:
+    """Counts the boundaries that the program comes to, and calls ``on_step_end`` at each.
 
     Attributes:
-        on_reached: What to call; it may leave by an exception. None for nothing.
-        num_reached: Boundaries so far.
+        on_step_end: What to call; it may leave by an exception. None for nothing.
+        num_step_ends: Step ends so far.
         num_optimizer_steps: Calls of ``step()`` so far, of any optimizer.
     """
 
     def __init__(self) -> None:
-        self.on_reached: Callable[[], None] | None = None
-        self.num_reached = 0
+        self.on_step_end: Callable[[], None] | None = None
+        self.num_step_ends = 0
         self.num_optimizer_steps = 0
         self._num_open_loops = 0
         self._begun: weakref.WeakSet[object] = weakref.WeakSet()
         self._num_steps_before = 0
 
-    def loop(self) -> "Loop":
+    def read_loader(self) -> "LoaderLoop":
         """A context for the time in which the program loops over one loader."""
-        return Loop(self)
+        return LoaderLoop(self)
 
     def begin_step(self, model: object) -> None:
         """A step of ``model`` begins: a boundary, unless a loader has them.
@@ -43,43 +43,43 @@ class Boundaries:
         if self._num_open_loops:
             return
         if model in self._begun and self.num_optimizer_steps != self._num_steps_before:
-            self.reach()
+            self.end_step()
         if not self._begun:
             self._num_steps_before = self.num_optimizer_steps
         self._begun.add(model)
 
-    def reach(self) -> None:
+    def end_step(self) -> None:
         """This is a boundary."""
-        self.num_reached += 1
+        self.num_step_ends += 1
         self._begun.clear()
-        if self.on_reached is not None:
-            self.on_reached()
+        if self.on_step_end is not None:
+            self.on_step_end()
 
     def open_loop(self, by: int) -> None:
         """One loop over a loader more, or with -1 one less."""
         self._num_open_loops += by
 
 
-class Loop:
-    """The time in which the program loops over one loader; made by :meth:`Boundaries.loop`."""
+class LoaderLoop:
+    """The time in which the program loops over one loader; made by :meth:`TrainingLoop.read_loader`."""
 
-    def __init__(self, boundaries: Boundaries) -> None:
-        self._boundaries = boundaries
-        self._num_steps_before = boundaries.num_optimizer_steps
+    def __init__(self, training_loop: TrainingLoop) -> None:
+        self._training_loop = training_loop
+        self._num_steps_before = training_loop.num_optimizer_steps
 
     def __enter__(self) -> Self:
-        self._boundaries.open_loop(1)
+        self._training_loop.open_loop(1)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._boundaries.open_loop(-1)
+        self._training_loop.open_loop(-1)
 
-    def ask(self) -> None:
+    def next_batch(self) -> None:
         """The loop asks for its next batch: a boundary, if it has trained on the last one."""
-        if self._boundaries.num_optimizer_steps != self._num_steps_before:
-            self._num_steps_before = self._boundaries.num_optimizer_steps
-            self._boundaries.reach()
+        if self._training_loop.num_optimizer_steps != self._num_steps_before:
+            self._num_steps_before = self._training_loop.num_optimizer_steps
+            self._training_loop.end_step()
 
 
-boundaries = Boundaries()
-"""Those of this process."""
+training_loop = TrainingLoop()
+"""The one of this process."""

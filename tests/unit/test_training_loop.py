@@ -2,32 +2,32 @@
 
 import pytest
 
-from popdist.loop import Boundaries
+from popdist.training_loop import TrainingLoop
 
 
 class Model:
     """Anything that has steps."""
 
 
-def boundaries_of(loop: str) -> list[int]:
-    """Boundaries so far after each sign of ``loop``.
+def step_ends_of(loop: str) -> list[int]:
+    """Step ends so far after each sign of ``loop``.
 
     ``a`` and ``b``: the step of a model begins. ``.``: an optimizer steps. ``[`` and ``]``: a loop over a loader
     begins and ends. ``,``: it asks for its next batch.
     """
-    boundaries, models, open_loops, found = Boundaries(), {"a": Model(), "b": Model()}, [], []
+    training_loop, models, open_loops, found = TrainingLoop(), {"a": Model(), "b": Model()}, [], []
     for sign in loop:
         if sign in models:
-            boundaries.begin_step(models[sign])
+            training_loop.begin_step(models[sign])
         elif sign == ".":
-            boundaries.num_optimizer_steps += 1
+            training_loop.num_optimizer_steps += 1
         elif sign == "[":
-            open_loops.append(boundaries.loop().__enter__())
+            open_loops.append(training_loop.read_loader().__enter__())
         elif sign == ",":
-            open_loops[-1].ask()
+            open_loops[-1].next_batch()
         else:
             open_loops.pop().__exit__()
-        found.append(boundaries.num_reached)
+        found.append(training_loop.num_step_ends)
     return found
 
 
@@ -62,16 +62,16 @@ def boundaries_of(loop: str) -> list[int]:
 )
 def test_boundaries(loop: str, numbers: str) -> None:
     """Between two steps of a loop, and nowhere else."""
-    assert boundaries_of(loop) == [int(number) for number in numbers]
+    assert step_ends_of(loop) == [int(number) for number in numbers]
 
 
 def test_reaching_one_calls_who_waits() -> None:
     """If somebody does."""
-    boundaries = Boundaries()
-    boundaries.reach()
+    training_loop = TrainingLoop()
+    training_loop.end_step()
     waiting = [1]
-    boundaries.on_reached = waiting.clear
-    boundaries.reach()
+    training_loop.on_step_end = waiting.clear
+    training_loop.end_step()
 
     assert waiting == []
-    assert boundaries.num_reached == 2
+    assert training_loop.num_step_ends == 2
