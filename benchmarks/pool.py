@@ -23,9 +23,8 @@ from queue import Empty
 from typing import Any
 
 from poprun.plan.inventory import cpu_cluster
-from poprun.pool.pool import Pool
+from poprun.pool.pool import Pool, wait_for_turn
 from poprun.pool.requests import Wish
-from poprun.pool.turn import wait_for_turn
 
 _PATIENCE_SECONDS = 600.0
 

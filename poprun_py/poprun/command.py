@@ -76,7 +76,7 @@ def _foresee(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) ->
         screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
     if line.emitted is not None or not plan.takes_lease:
         return
-    from poprun.lease.preview import would_hold  # noqa: PLC0415 - most jobs take nothing
+    from poprun.lease.local_lease import would_hold  # noqa: PLC0415 - most jobs take nothing
 
     gpus = gpus_for(plan, facts)
     is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
@@ -126,7 +126,7 @@ def _under_pool(
 
         return under_server(vipu, facts)
     if facts.gpus and not vipu.is_offline:
-        from poprun.lease.ipus import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
+        from poprun.lease.local_lease import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
 
         facts = replace(facts, gpus=mark_leased(facts.gpus, vipu.pool))
     return facts, pod

@@ -140,7 +140,7 @@ def start_job(
         return _start_on_hosts(plan, line, network)
     if not plan.takes_lease:
         return _start_on_cores(plan, facts, line)
-    from poprun.lease.ipus import leased  # noqa: PLC0415 - a job on a laptop asks nobody
+    from poprun.lease.local_lease import leased  # noqa: PLC0415 - a job on a laptop asks nobody
 
     gpus = gpus_for(plan, facts)
     with leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=facts is None) as (held, lease):
@@ -186,7 +186,7 @@ def _start_on_cores(plan: LaunchPlan, facts: MachineFacts | None, line: CommandL
     """Start the job, on cores that no other job has if it wants such; None for facts: on those of the plan."""
     if not plan.owns_cores:
         return _start(plan, line, None, *leases)
-    from poprun.lease.cores import cores_leased  # noqa: PLC0415 - few jobs want cores of their own
+    from poprun.lease.local_lease import cores_leased  # noqa: PLC0415 - few jobs want cores of their own
 
     with cores_leased(plan, facts) as (placed, lease):
         return _start(placed, line, None, *leases, lease)

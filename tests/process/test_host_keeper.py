@@ -13,8 +13,8 @@ import pytest
 
 from poprun.errors import HostsError, IpusTakenError, PartitionError
 from poprun.launch.handed_files import fetch_lease, give_up_lease
-from poprun.lease import keeper_line
-from poprun.lease.keeper_line import Keeper
+from poprun.lease import host_leases
+from poprun.lease.host_leases import HostKeeper
 from poprun.plan.inventory import cpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
@@ -33,9 +33,9 @@ def pool(tmp_path: Path) -> Pool:
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[Keeper]]:
+def keepers() -> Iterator[list[HostKeeper]]:
     """The keepers that a test starts; they have gone afterwards."""
-    started: list[Keeper] = []
+    started: list[HostKeeper] = []
     yield started
     for keeper in started:
         keeper.release()
@@ -48,9 +48,9 @@ def plan_for(pool: Pool, num_instances: int, *, waits: bool = False) -> LaunchPl
     return planned(LAPTOP, num_instances=num_instances, vipu=vipu, working_directory="/")
 
 
-def keeper_of(plan: LaunchPlan, keepers: list[Keeper]) -> Keeper:
+def keeper_of(plan: LaunchPlan, keepers: list[HostKeeper]) -> HostKeeper:
     """A keeper that has said which machine it is on."""
-    keeper = Keeper("here", None)
+    keeper = HostKeeper("here", None)
     keepers.append(keeper)
     keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": False})
     assert keeper.answer("machine", until())["machine"]
@@ -67,7 +67,7 @@ def held(pool: Pool) -> list[str]:
     return sorted(pool.state().taken)
 
 
-def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, keepers: list[Keeper]) -> None:
+def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, keepers: list[HostKeeper]) -> None:
     """Others are refused with who has it; neither its own death nor that of poprun frees what agents hold."""
     keeper = keeper_of(plan_for(pool, 3), keepers)
     granted = keeper.take(until())
@@ -91,7 +91,7 @@ def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, kee
         fetch_lease(granted["address"])
 
 
-def test_it_gives_back_when_it_is_told_to(pool: Pool, keepers: list[Keeper]) -> None:
+def test_it_gives_back_when_it_is_told_to(pool: Pool, keepers: list[HostKeeper]) -> None:
     """And nothing of the lease is left; who waits gets its turn, and is told of the waiting."""
     first, second = keeper_of(plan_for(pool, 4), keepers), keeper_of(plan_for(pool, 1, waits=True), keepers)
     first.take(until())
@@ -106,7 +106,7 @@ def test_it_gives_back_when_it_is_told_to(pool: Pool, keepers: list[Keeper]) -> 
     assert len(pool.state().leases) == 1
 
 
-def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, keepers: list[Keeper]) -> None:
+def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, keepers: list[HostKeeper]) -> None:
     """The way to poprun does not tell it for hours."""
     keeper = keeper_of(plan_for(pool, 1), keepers)
     give_up_lease(keeper.take(until())["address"])
@@ -116,13 +116,13 @@ def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, keepers: lis
 
 
 def test_errors_come_back_as_what_they_are(
-    pool: Pool, keepers: list[Keeper], monkeypatch: pytest.MonkeyPatch
+    pool: Pool, keepers: list[HostKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the host's name; and one that cannot even start says why."""
     pool.create_partition("p", cpu_cluster("box", 4).pick(4), cluster="box")
     plan = plan_for(pool, 1)
     with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
         keeper_of(replace(plan, vipu=replace(plan.vipu, partition="p")), keepers).take(until())
-    monkeypatch.setattr(keeper_line, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
+    monkeypatch.setattr(host_leases, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
     with pytest.raises(HostsError, match=r"host here: who keeps its virtual IPUs hung up \(no such thing\)"):
         keeper_of(plan_for(pool, 1), keepers)

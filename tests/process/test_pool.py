@@ -158,7 +158,7 @@ CONTENDER = """
 import fcntl, sys
 from poprun.plan.inventory import cpu_cluster
 from poprun.pool.pool import Pool
-from poprun.pool.turn import wait_for_turn
+from poprun.pool.pool import wait_for_turn
 from poprun.pool.requests import Wish
 marks = {f"cpu/{index}": open(f"mark-{index}", "w") for index in range(3)}
 pool, wish = Pool(sys.argv[1]), Wish(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))

@@ -24,10 +24,10 @@ from click.testing import CliRunner
 from poprun.errors import PartitionError, ServerError, ServerLostError
 from poprun.lease.server_client import RemotePool, make_token, read_token
 from poprun.lease.server_connection import ServerAddress
-from poprun.lease.server_messages import LeaseRequest, request_to_dict
 from poprun.pool.pool import Pool
 from poprun.pool.requests import PlainPartition, PlainWish, Wish
-from poprun.vipu.command import vipu
+from poprun.pool.server_messages import LeaseRequest, request_to_dict
+from poprun.vipu.vipu_command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import Finished, Poprun, run
 
@@ -478,7 +478,7 @@ def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> 
     command = [sys.executable, "-m", "poprun.vipu", "serve", f"--token-file={server.folder / 'token'}"]
     served = {"POPRUN_POOL": str(server.folder / "pool.sqlite"), "POPRUN_POD": "POD16"}
     other = {**served, "POPRUN_POOL": str(tmp_path / "pool.sqlite")}
-    without = "import sys; sys.modules['uvicorn'] = None; from poprun.vipu.command import main; main()"
+    without = "import sys; sys.modules['uvicorn'] = None; from poprun.vipu.vipu_command import main; main()"
     for words, env, problem in (
         (
             [*command, f"--port={server.port}"],

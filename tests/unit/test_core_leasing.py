@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poprun.lease.cores import CoreAsker
+from poprun.lease.local_lease import CoreAsker
 from poprun.plan.topology import ProcessPlacement
 from tests.machines import LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, Machine, facts_of
 from tests.planning import planned

@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from poprun.errors import PartitionError, PlanError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.lease.remote_places import as_here, check_place, facts_under, hosts_in, on_ipus
-from poprun.lease.server_messages import (
+from poprun.lease.server_lease import as_here, check_place, facts_under, hosts_in, on_ipus
+from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.pods import named_pod, read_pod
+from poprun.plan.topology import Gpu, Occupant
+from poprun.pool.records import Holder, Lease, Partition, PoolState
+from poprun.pool.requests import PlainPartition, PlainWish
+from poprun.pool.server_messages import (
     LeaseRequest,
     ServedPool,
     pool_to_dict,
@@ -18,12 +24,6 @@ from poprun.lease.server_messages import (
     read_request,
     request_to_dict,
 )
-from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
-from poprun.plan.plan import LaunchPlan
-from poprun.plan.pods import named_pod, read_pod
-from poprun.plan.topology import Gpu, Occupant
-from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PlainPartition, PlainWish
 from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")

@@ -19,9 +19,7 @@ sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(
 
 from poprun.errors import PoprunError  # noqa: E402 - as above
 from poprun.launch.handed_files import FETCH, GIVE_UP, SECONDS  # noqa: E402 - it has to be told where poprun is
-from poprun.lease.cores import cores_leased  # noqa: E402 - as above
-from poprun.lease.ipus import leased  # noqa: E402 - as above
-from poprun.lease.queue import pool_file  # noqa: E402 - as above
+from poprun.lease.local_lease import cores_leased, leased, pool_file  # noqa: E402 - as above
 from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
 from poprun.plan.plan import LaunchPlan  # noqa: E402 - as above
 from poprun.plan.plan_file import read_plan  # noqa: E402 - as above

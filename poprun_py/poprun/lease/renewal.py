@@ -28,7 +28,7 @@ _PATIENCE = 4
 """Parts of that time: for one of them an answer is waited for."""
 
 
-class Keeper:
+class LeaseRenewal:
     """One lease.
 
     Args:
@@ -113,7 +113,7 @@ def main() -> None:
         os._exit(0)
     line = _first_line()
     if line:
-        Keeper(json.loads(line)).keep()
+        LeaseRenewal(json.loads(line)).keep()
 
 
 if __name__ == "__main__":

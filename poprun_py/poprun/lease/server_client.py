@@ -10,7 +10,9 @@ from typing import Final
 
 from poprun.errors import PlanError, ServerError
 from poprun.lease.server_connection import ServerAddress, ask
-from poprun.lease.server_messages import (
+from poprun.plan.inventory import Cluster
+from poprun.pool.records import Partition, PoolState
+from poprun.pool.server_messages import (
     LeaseAnswer,
     LeaseRequest,
     ServedPool,
@@ -20,8 +22,6 @@ from poprun.lease.server_messages import (
     reader,
     request_to_dict,
 )
-from poprun.plan.inventory import Cluster
-from poprun.pool.records import Partition, PoolState
 from poprun.process.users import user_name
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret

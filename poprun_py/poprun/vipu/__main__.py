@@ -1,6 +1,6 @@
 """`python -m poprun.vipu`."""
 
-from poprun.vipu.command import main
+from poprun.vipu.vipu_command import main
 
 if __name__ == "__main__":
     main()

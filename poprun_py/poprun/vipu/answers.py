@@ -31,7 +31,8 @@ from poprun.errors import (
     ServerLostError,
 )
 from poprun.lease.server_connection import PATH, kind_of
-from poprun.lease.server_messages import (
+from poprun.pool.holders import boot_id
+from poprun.pool.server_messages import (
     ServedPool,
     key_of_lease,
     number_of,
@@ -41,9 +42,8 @@ from poprun.lease.server_messages import (
     reader,
     text_of,
 )
-from poprun.pool.holders import boot_id
-from poprun.pool.partitions import LocalPool
 from poprun.vipu.served_leases import LOOK_SECONDS, LeaseDesk
+from poprun.vipu.target_pool import LocalPool
 
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40

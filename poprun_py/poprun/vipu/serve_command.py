@@ -10,13 +10,12 @@ import click
 
 from poprun.errors import PlanError, ServerError
 from poprun.lease.server_client import TOKEN_VARIABLE, make_token, read_token, token_file
-from poprun.lease.server_messages import MAX_IPUS
 from poprun.plan.inventory import Cluster
 from poprun.plan.settings import DEFAULT_PORT
 from poprun.pool.holders import sole_server
-from poprun.pool.partitions import LocalPool
+from poprun.pool.server_messages import MAX_IPUS
 from poprun.vipu.served_leases import LeaseDesk
-from poprun.vipu.target_pool import served_pool
+from poprun.vipu.target_pool import LocalPool, served_pool
 
 _LOOK_SECONDS: Final = 5.0
 """How long the server takes what it has seen of its devices for true."""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
-from poprun.lease.server_messages import LeaseAnswer, LeaseRequest
 from poprun.pool.holders import remote_process
-from poprun.pool.partitions import LocalPool
 from poprun.pool.records import Lease, PoolState, fold_names
 from poprun.pool.requests import Wish
+from poprun.pool.server_messages import LeaseAnswer, LeaseRequest
 from poprun.process.tree import ProcessKey
+from poprun.vipu.target_pool import LocalPool
 
 
 class Renewals:

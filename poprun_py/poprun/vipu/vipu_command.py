@@ -10,7 +10,6 @@ from popdist.contract import VERSION
 from poprun.errors import PartitionError, PoprunError
 from poprun.lease.server_client import RemotePool
 from poprun.plan.settings import DEFAULT_PORT, VipuSettings
-from poprun.pool.partitions import LocalPool
 from poprun.vipu.listing import (
     Row,
     allocation_rows,
@@ -23,7 +22,7 @@ from poprun.vipu.listing import (
     render_rows,
 )
 from poprun.vipu.serve_command import serve
-from poprun.vipu.target_pool import Reach
+from poprun.vipu.target_pool import LocalPool, PoolAddress
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _INTERRUPTED: Final = 130
@@ -82,7 +81,7 @@ def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout:
     from one pool for all users of the machine; POPRUN_POOL names another one. vipu serve hands them out to other
     hosts, too.
     """
-    ctx.obj = Reach(server_host=server_host, server_port=server_port, timeout_seconds=timeout)
+    ctx.obj = PoolAddress(server_host=server_host, server_port=server_port, timeout_seconds=timeout)
 
 
 vipu.add_command(serve)
@@ -216,7 +215,7 @@ def remove_partition(name: str) -> None:
 
 
 def _pool() -> LocalPool | RemotePool:
-    reach: Reach = click.get_current_context().obj
+    reach: PoolAddress = click.get_current_context().obj
     return reach.pool()
 
 
