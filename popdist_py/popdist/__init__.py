@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from popdist.preemption import check_preemption, on_preemption
     from popdist.progress import report
     from popdist.sharded.sharded_optimizer import ShardedOptimizer
-    from popdist.training.outside_backward import all_reduce_gradients
+    from popdist.training.backward import all_reduce_gradients
     from popdist.training.replicated_model import ReplicatedModel
     from popdist.weights import broadcast_weights, checksum
 
@@ -100,7 +100,7 @@ _NAMES = {
     "instances": "execute_on_instances first_on_host is_main",
     "preemption": "check_preemption on_preemption",
     "progress": "report",
-    "training.outside_backward": "all_reduce_gradients",
+    "training.backward": "all_reduce_gradients",
     "training.replicated_model": "ReplicatedModel",
     "sharded.sharded_optimizer": "ShardedOptimizer",
     "weights": "broadcast_weights checksum",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import popdist
-from popdist.training.replica_randomness import ReplicaRandomness
+from popdist.training.randomness import ReplicaRandomness
 from tests.contract import training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import (

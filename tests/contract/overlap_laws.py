@@ -22,7 +22,7 @@ import popdist
 from popdist import context
 from popdist.comm.channel import Channel
 from popdist.gradients import exchange, overlap
-from popdist.gradients.overlap import Overlap, OverlappedStep
+from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
 from popdist.training import step as training_step
@@ -75,14 +75,14 @@ def run_recipes() -> tuple[dict[str, str], int]:
 def counted() -> Iterator[list[bool]]:
     """Of each step that went early, whether what had gone was right."""
     ends: list[bool] = []
-    wait = OverlappedStep.wait
+    wait = OverlappedSum.wait
 
-    def count(step: OverlappedStep, *, are_right: bool) -> GradientRows | None:
+    def count(step: OverlappedSum, *, are_right: bool) -> GradientRows | None:
         if step._is_closed:
             ends.append(are_right)
         return wait(step, are_right=are_right)
 
-    with mock.patch.object(OverlappedStep, "wait", count):
+    with mock.patch.object(OverlappedSum, "wait", count):
         yield ends
 
 

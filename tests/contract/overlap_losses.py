@@ -18,7 +18,7 @@ import popdist
 from popdist import context
 from popdist.comm.channel import Channel
 from popdist.gradients import overlap
-from popdist.gradients.overlap import OverlappedStep
+from popdist.gradients.overlap import OverlappedSum
 from tests.contract import overlap_laws, training_laws
 
 VICTIM = 1
@@ -121,7 +121,7 @@ def _prepare_to_die(model: nn.Module, way: str) -> None:
         next(iter(model.parameters())).register_hook(lambda _: _die())
     else:  # all have come to the end of the step, and the thread has sent nothing
         mock.patch.object(Channel, "_run", side_effect=lambda _: threading.Event().wait()).start()
-        mock.patch.object(OverlappedStep, "wait", side_effect=lambda **_: _die()).start()
+        mock.patch.object(OverlappedSum, "wait", side_effect=lambda **_: _die()).start()
 
 
 def _die() -> None:

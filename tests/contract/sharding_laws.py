@@ -20,7 +20,7 @@ import popdist
 from popdist import context
 from popdist.checkpoint import load_latest, save
 from popdist.errors import BackendError
-from popdist.gradients.gradient_parts import PartialGradient
+from popdist.gradients.partial_gradients import PartialGradient
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import whole_pages
 from tests.contract.collective_laws import refused

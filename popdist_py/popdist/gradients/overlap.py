@@ -159,7 +159,7 @@ class Overlap:
         self._rows = None
 
 
-class Publishing:
+class LastMicroBatch:
     """Makes what is sent, during the last micro batch."""
 
     def __init__(
@@ -231,7 +231,7 @@ _BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
 """What numbers are compared as: a NaN is not equal to itself, and 0.0 is to -0.0."""
 
 
-class OverlappedStep:
+class OverlappedSum:
     """The step that has the channel: made before it is announced, and ended in every case.
 
     Args:
@@ -252,7 +252,7 @@ class OverlappedStep:
         self._arrived: set[int] = set()
         self._num_awaited = overlap.num_expected()
         self._num_issued = self._num_early = 0
-        self._publishing: Publishing | None = None
+        self._publishing: LastMicroBatch | None = None
         overlap.channel.is_taken = True
 
     def listen(self, announced: Exchange) -> None:
@@ -269,7 +269,7 @@ class OverlappedStep:
             weight: What the micro batch counts.
         """
         if weight:
-            self._publishing = Publishing(self._overlap, micro_batches, replicas, weight)
+            self._publishing = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
     def take(self, parameter: Tensor) -> None:
         """A gradient has been accumulated: send the buckets that are complete, if all instances want them."""

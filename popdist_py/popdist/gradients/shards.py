@@ -129,7 +129,7 @@ CHUNK_BYTES: Final = 1 << 22
 Piece = TypeVar("Piece", Tensor, range)
 
 
-class Dealt(Protocol):
+class ShardedTensor(Protocol):
     """A tensor of which each instance has a part."""
 
     @property
@@ -141,10 +141,10 @@ class Dealt(Protocol):
         """Who has which."""
 
 
-D = TypeVar("D", bound=Dealt)
+D = TypeVar("D", bound=ShardedTensor)
 
 
-class Pieces:
+class ShardExchange:
     """The pieces of tensors of one device and dtype, in rounds of messages of bounded size.
 
     Args:
@@ -152,7 +152,7 @@ class Pieces:
         backend: The instances that send them to each other.
     """
 
-    def __init__(self, dealt: Sequence[Dealt], backend: Backend) -> None:
+    def __init__(self, dealt: Sequence[ShardedTensor], backend: Backend) -> None:
         self._backend = backend
         self._like = dealt[0].content
         width = max(1, CHUNK_BYTES // self._like.element_size())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
-from popdist.gradients.gradient_parts import PartialGradient
+from popdist.gradients.partial_gradients import PartialGradient
 from popdist.gradients.shards import Ranges, deal_elements, flat_like, flat_view, may_be_cut
 from popdist.groups import Group
 

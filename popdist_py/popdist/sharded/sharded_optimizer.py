@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from popdist import context
 from popdist.errors import OptimizerError
+from popdist.gradients.reduction import COURTESY_SECONDS, check_whole_job
 from popdist.gradients.shards import remember
-from popdist.gradients.step_end import COURTESY_SECONDS, check_whole_job
 from popdist.groups import Group
 from popdist.headers import name_instances
 from popdist.sharded.elementwise import check_elementwise, quiet_step

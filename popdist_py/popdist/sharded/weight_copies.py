@@ -8,7 +8,7 @@ host gets each element once. Without shared memory everybody sends to everybody.
 from collections.abc import Sequence
 
 from popdist.comm.backend import Backend
-from popdist.gradients.shards import Pieces, group_by_kind
+from popdist.gradients.shards import ShardExchange, group_by_kind
 from popdist.groups import Group
 from popdist.host_memory.host_group import HostGroup
 from popdist.sharded.parameters import Named, ShardedParameter
@@ -20,7 +20,7 @@ class WeightCopies:
 
     def __init__(self) -> None:
         self._shared: set[int] = set()
-        self._pieces: list[Pieces] | None = None
+        self._pieces: list[ShardExchange] | None = None
 
     def share(self, group: Group, named: Sequence[Named], owner: object) -> None:
         """Make parameters one copy on each host, where its instances share memory.
@@ -56,10 +56,10 @@ class WeightCopies:
             pieces.exchange()
 
 
-def _pieces(sharded: Sequence[ShardedParameter], backend: Backend) -> list[Pieces]:
+def _pieces(sharded: Sequence[ShardedParameter], backend: Backend) -> list[ShardExchange]:
     if len(backend.instances) == 1:
         return []
-    return [Pieces(it, backend) for it in group_by_kind(sharded)]
+    return [ShardExchange(it, backend) for it in group_by_kind(sharded)]
 
 
 def _host_of(backend: Backend) -> HostGroup | None:

@@ -3,7 +3,7 @@
 The instances speak once or twice in a step. When a loop over a whole batch starts, each says what its heaviest
 micro batch weighs, without waiting for an answer: a micro batch's share of the heaviest one of the job is needed
 only after the first backward pass. When the step ends, each says that it has all its gradients, and only then are
-they exchanged (`popdist.gradients.step_end`), or taken from what went before (`popdist.gradients.overlap`).
+they exchanged (`popdist.gradients.reduction`), or taken from what went before (`popdist.gradients.overlap`).
 
 Nothing is added up and nobody is asked, so the step costs as little as can be, and its bits are those of a loop
 without popdist. What it says and refuses is what `popdist.training.step` does.
@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Final
 from torch import Tensor
 
 from popdist.errors import BatchError, PopdistError
-from popdist.gradients.gradient_memory import GradientMemory
-from popdist.gradients.model_gradients import ModelGradients
-from popdist.gradients.replica_buffers import ReplicaBuffers
-from popdist.gradients.rows import GradientRows
-from popdist.gradients.step_end import (
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.memory import GradientMemory, ModelGradients
+from popdist.gradients.reduction import (
+    GradientSum,
     NotFinite,
     Reduction,
-    ReplicaSum,
     check_whole_job,
     lost_step,
     not_finite_error,
 )
+from popdist.gradients.rows import GradientRows
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words
 from popdist.layout import ReplicaLayout
@@ -36,7 +35,7 @@ from popdist.progress import presence
 from popdist.tree import TreeSum, finish
 
 if TYPE_CHECKING:
-    from popdist.gradients.overlap import OverlappedStep
+    from popdist.gradients.overlap import OverlappedSum
 
 FAREWELL_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
@@ -45,7 +44,7 @@ _CANNOT_SPLIT: Final = -1.0
 """Said in place of the heaviest weight."""
 
 
-class GradientStep:
+class Step:
     """The gradient of one step: made when it starts, fed after each backward pass, finished or abandoned.
 
     Args:
@@ -80,7 +79,7 @@ class GradientStep:
         self._gradients.clear()
         memory.begin()
         self._announced: Exchange | None = None
-        self._overlap: OverlappedStep | None = None
+        self._overlap: OverlappedSum | None = None
         self._scales = False
         self._unit: float | None = 1.0
         self._position = 0
@@ -97,8 +96,8 @@ class GradientStep:
         return self._layout.num_local_replicas * self.accumulation
 
     @cached_property
-    def _sum(self) -> ReplicaSum:
-        return ReplicaSum(self._group, self._layout, self._memory, self._buffers)
+    def _sum(self) -> GradientSum:
+        return GradientSum(self._group, self._layout, self._memory, self._buffers)
 
     def announce(self, heaviest: float, reduction: Reduction) -> None:
         """Tell the others this instance's heaviest weight; for a mean, all are divided by the job's."""

@@ -17,9 +17,9 @@ from torch.nn import Parameter
 
 from popdist import context
 from popdist.errors import BatchError, MicroBatchError
-from popdist.gradients.model_gradients import ModelGradients
-from popdist.gradients.replica_buffers import ReplicaBuffers
-from popdist.gradients.step_end import NotFinite, ReplicaSum, not_finite_error
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.memory import ModelGradients
+from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
 from popdist.layout import ReplicaLayout
 
 LOOP: Final = """
@@ -122,7 +122,7 @@ class AutomaticReduction:
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
             memory = self._gradients.memory(group, self._layout)
-            total = ReplicaSum(group, self._layout, memory, self._buffers)
+            total = GradientSum(group, self._layout, memory, self._buffers)
             self._buffers.end_replica(has_run=True)
             total.push(memory.take_all(), 1.0, gradients.used())
             total.finish("mean", not_finite=found)
@@ -218,6 +218,6 @@ def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean")
         )
     known = _known.setdefault(module, ModelGradients(module))
     memory = known.memory(group, layout)
-    replicas = ReplicaSum(group, layout, memory)
+    replicas = GradientSum(group, layout, memory)
     replicas.push(memory.take_all(), 1.0, memory.gradients.used())
     replicas.finish(op)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from popdist.gradients.exchange import joined, scatter_sum
 from popdist.gradients.rows import FlatGradients, GradientRows, num_reals
-from popdist.gradients.shards import Pieces, Ranges, deal_elements, group_by_kind, ranges_of
+from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 
@@ -192,7 +192,7 @@ def _uncover(parameter: Parameter, gradient: PartialGradient) -> None:
 def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
     """Make ``gradients``, the same on all instances, whole; all call it, after they have agreed to."""
     for kind in group_by_kind([it for it in gradients if not it.is_whole]):
-        Pieces(kind, group.backend).exchange()
+        ShardExchange(kind, group.backend).exchange()
     for it in gradients:
         it.is_whole = True
 

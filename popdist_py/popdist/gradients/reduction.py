@@ -12,10 +12,10 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import torch
 
 from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError
+from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import nodes_of
-from popdist.gradients.gradient_memory import GradientMemory
-from popdist.gradients.overlap import OverlappedStep
-from popdist.gradients.replica_buffers import ReplicaBuffers
+from popdist.gradients.memory import GradientMemory
+from popdist.gradients.overlap import OverlappedSum
 from popdist.gradients.rows import FlatGradients, GradientRows
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words, name_instances
@@ -71,7 +71,7 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
         )
 
 
-class ReplicaSum:
+class GradientSum:
     """The gradient over all replicas of the job, while this instance's replicas bring theirs.
 
     Args:
@@ -115,7 +115,7 @@ class ReplicaSum:
         *,
         unit: float = 1.0,
         not_finite: NotFinite | None = None,
-        overlap: OverlappedStep | None = None,
+        overlap: OverlappedSum | None = None,
     ) -> None:
         """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
 
