@@ -23,7 +23,7 @@ from popdist.context import current_group, device
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
 from popdist.headers import name_instances
-from popdist.progress import presence
+from popdist.progress import progress_page
 from popdist.tree import tree_sum
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
@@ -148,13 +148,13 @@ def _reduce_in_memory(backend: Backend, flat: Tensor, op: ReduceOp) -> bool:
     """Combine ``flat`` in memory that the instances share; False where there is none for it."""
     if flat.is_cuda:
         return False
-    presence.wait_again()
+    progress_page.wait_again()
     try:
         host = backend.share_memory()
         if host is not None:
             host.all_reduce(flat, op)
     finally:
-        presence.go_on()
+        progress_page.go_on()
     return host is not None
 
 

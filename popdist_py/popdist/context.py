@@ -18,7 +18,7 @@ from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
 from popdist.groups import Group, Notice
 from popdist.process_group.registration import register
-from popdist.progress import presence
+from popdist.progress import progress_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def environment() -> Environment:
     """
     if _state.job is not None:
         return _state.job.environment
-    presence.tell_joined()
+    progress_page.join()
     return detect(os.environ)
 
 
@@ -143,11 +143,11 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
         return
     found = environment()
     computes = _prepare_arithmetic(found.contract)
-    presence.wait("init()")
+    progress_page.wait("init()")
     try:
         connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
     finally:
-        presence.go_on()
+        progress_page.go_on()
     if "torch" in sys.modules or not _torch_registers():
         register()
     group = Group(connected, found.contract.num_instances, _state.notice)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from popdist import headers
 from popdist.comm.backend import Backend, PendingExchange
 from popdist.errors import BackendError, CollectiveError, PopdistError
-from popdist.progress import presence
+from popdist.progress import progress_page
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class Exchange:
             BackendError: If an instance was lost or did not come in time.
         """
         if self._numbers is None:
-            presence.wait(self._text)
+            progress_page.wait(self._text)
             try:
                 with self._group.doing(self._text):
                     received = self._pending.wait(timeout_seconds)
             finally:
-                presence.go_on()
+                progress_page.go_on()
             self._group.forget(self)
             self._group.take_notice(received)
             unpacked = [headers.unpack(words) for words in received]

@@ -1,18 +1,15 @@
-"""How far a program has come: one page of memory that it writes and its agent reads, at any time.
+"""How far a program has come: one page of memory that the program writes and its agent reads, at any time.
 
 The page is a file in memory (memfd_create(2)) that poprun's agent makes and the program inherits. Writing costs no
-system call, and a program that hangs, or is stopped, has said all the same where it is. Behind the page the file
-takes what the program writes about its threads when it is asked.
+system call, and a program that hangs or is stopped has still said where it is. Behind the page, the file takes the
+stacks that the program writes when it is asked for them. popdist opens the page when it is imported, and registers
+the signal at which the process writes its stacks. Without poprun there is no page, and what is written is lost.
 
-A reader may meet the writer in the middle of a change. So the number of changes stands at both ends: a writer
-counts up the last one first and the first one last, a reader reads from front to back and takes a page whose two
-numbers are equal (a sequence lock: Lameter, "Effective synchronization on Linux/NUMA systems", 2005). A value that
-changes alone and is written at once needs none of that. Zeros are the page of a program that has said nothing.
-Standard library only.
-
-There is one under poprun, else none, and then every call here does nothing. It belongs to the first process that
-asked popdist for its job, and to none that was forked from it. It is opened once, when popdist is imported, and
-with it the signal at which the process shows its stacks is registered.
+A reader may meet the writer in the middle of a change. So the number of changes stands at both ends of the page:
+a writer counts up the last one first and the first one last; a reader reads from front to back and takes a page
+whose two numbers are equal (a sequence lock: Lameter, "Effective synchronization on Linux/NUMA systems", 2005). A
+value that changes alone and is written at once needs none of that. Zeros are the page of a program that has said
+nothing. Standard library only.
 """
 
 import math
@@ -48,6 +45,8 @@ _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
 _NAME_AT: Final = 64
 """Places of single values: in bytes, those of the second line in words of eight bytes."""
+
+_LARGEST_STEP: Final = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,24 +97,54 @@ class Progress:
 
 
 class ProgressPage:
-    """A page under the hands of its writer.
+    """The page on which this process writes how far it is; before ``open()`` it writes where nobody reads.
 
-    Args:
-        memory: At least ``USED_BYTES``, writable, at an address that is a multiple of 8.
+    It belongs to the first process that asked popdist for its job, and to none that was forked from that one.
+
+    Attributes:
+        is_watched: Whether an agent reads it.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview | None = None) -> None:
+        self.is_watched = False
+        self._use(memoryview(bytearray(USED_BYTES)) if memory is None else memory)
+
+    def close(self) -> None:
+        """Write on the page no more."""
+        self.is_watched = False
+        self._use(memoryview(bytearray(USED_BYTES)))
+
+    def open(self, descriptor: int) -> None:
+        """Write from now on to the page behind ``descriptor``; whatever else that may be is left alone."""
+        if not stack_signal.is_page(descriptor):
+            return
+        try:
+            memory = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
+        except (OSError, ValueError):
+            return
+        found = Progress.read(bytes(memory[:USED_BYTES])) or Progress()
+        if found.pid not in (0, os.getpid()) and found.has_joined and stack_signal.is_alive(found.pid):
+            return
+        is_announced = found.pid == os.getpid() and stack_signal.catches(found.stack_signal)
+        signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
+        self.is_watched = True
+        self._use(memory)
+        self.write(Progress(pid=os.getpid(), stack_signal=signum))
+        os.register_at_fork(after_in_child=self.close)
+
+    def _use(self, memory: memoryview) -> None:
+        """Write to ``memory``, whose address is a multiple of 8."""
         self._memory = memory[:USED_BYTES]
         self._words = self._memory.cast("Q")
         self._floats = self._memory.cast("d")
         self._collective = ""
 
     def read(self) -> Progress:
-        """What it says; its own writer never meets it in the middle of a change."""
+        """What the page says; its own writer never meets it in the middle of a change."""
         return Progress.read(bytes(self._memory)) or Progress()
 
     def write(self, progress: Progress) -> None:
-        """Make this the content of the page."""
+        """Make ``progress`` the content of the page."""
         self._words[_BEGUN] += 1
         _VALUES.pack_into(
             self._memory,
@@ -136,11 +165,11 @@ class ProgressPage:
         self._words[0] = self._words[_BEGUN]
 
     def join(self) -> None:
-        """The program asked which job it is in."""
+        """Say that the program asked which job it is in."""
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
-        """The program told its step or its loss, or both."""
+        """Say what the program itself tells of its training; None leaves a value as it is."""
         if step is not None:
             self._words[_STEP] = step
             self._memory[_HAS_STEP_AT] = 1
@@ -149,11 +178,11 @@ class ProgressPage:
             self._memory[_HAS_LOSS_AT] = 1
 
     def count_step(self) -> None:
-        """The gradients of a step have been reduced."""
+        """Say that the gradients of a step have been reduced."""
         self._words[_NUM_STEPS] += 1
 
     def wait(self, collective: str) -> None:
-        """The program waits for other instances, in ``collective``."""
+        """Say that the program waits for other instances now, in ``collective``."""
         if collective != self._collective:
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0
@@ -164,11 +193,11 @@ class ProgressPage:
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def wait_again(self) -> None:
-        """It waits for what it waited for last, or for the data that belongs to it."""
+        """Say that it waits for what it waited for last, or for the data that belongs to that."""
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def go_on(self) -> None:
-        """It waits no more."""
+        """Say that it waits no more."""
         self._floats[_WAITING_SINCE] = 0.0
 
 
@@ -179,7 +208,7 @@ def _one_nan(loss: float) -> float:
 
 @lru_cache(maxsize=64)
 def _encode(name: str) -> bytes:
-    """A name in all the room that it has; of a long one both ends are kept."""
+    """``name`` in the bytes that the page has for it; of a long name both ends are kept."""
     text = name.encode(errors="replace")
     if len(text) > MAX_NAME_BYTES:
         half = (MAX_NAME_BYTES - 5) // 2
@@ -187,81 +216,15 @@ def _encode(name: str) -> bytes:
     return text.ljust(MAX_NAME_BYTES, b"\0")
 
 
-_LARGEST_STEP = 2**63 - 1
-
-
-class Presence:
-    """What this process says of itself, as long as it is the one that opened the page."""
-
-    def __init__(self) -> None:
-        self._page: ProgressPage | None = None
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether there is a page."""
-        return self._page is not None
-
-    def open(self, descriptor: int) -> None:
-        """Take the page behind ``descriptor``; whatever else that may be is left alone."""
-        if not stack_signal.is_page(descriptor):
-            return
-        try:
-            page = ProgressPage(memoryview(mmap.mmap(descriptor, PAGE_BYTES)))
-        except (OSError, ValueError):
-            return
-        found = page.read()
-        if found.pid not in (0, os.getpid()) and found.has_joined and stack_signal.is_alive(found.pid):
-            return
-        is_announced = found.pid == os.getpid() and stack_signal.catches(found.stack_signal)
-        signum = found.stack_signal if is_announced else stack_signal.register(descriptor)
-        page.write(Progress(pid=os.getpid(), stack_signal=signum))
-        self._page = page
-        os.register_at_fork(after_in_child=self.close)
-
-    def close(self) -> None:
-        """Say nothing any more."""
-        self._page = None
-
-    def tell_joined(self) -> None:
-        """Say that the program asked which job it is in."""
-        if self._page is not None:
-            self._page.join()
-
-    def count_step(self) -> None:
-        """Say that the gradients of a step have been reduced."""
-        if self._page is not None:
-            self._page.count_step()
-
-    def wait(self, collective: str) -> None:
-        """Say that this process waits for other instances now, in ``collective``."""
-        if self._page is not None:
-            self._page.wait(collective)
-
-    def wait_again(self) -> None:
-        """Say that it waits for what it waited for last, or for the data that belongs to it."""
-        if self._page is not None:
-            self._page.wait_again()
-
-    def go_on(self) -> None:
-        """Say that it waits no more."""
-        if self._page is not None:
-            self._page.go_on()
-
-    def report(self, step: int | None, loss: float | None) -> None:
-        """Say what the program itself tells of its training; None leaves a value as it is."""
-        if self._page is not None:
-            self._page.report(step, loss)
-
-
-presence = Presence()
-"""The one of this process."""
+progress_page = ProgressPage()
+"""The page of this process."""
 
 
 def begin() -> None:
-    """Open the page that the environment names, if there is one and nobody has: popdist does so when imported."""
+    """Open the page that the environment names, unless it is open: popdist does so when it is imported."""
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
-    if descriptor.isdecimal() and not presence.is_watched:
-        presence.open(int(descriptor))
+    if descriptor.isdecimal() and not progress_page.is_watched:
+        progress_page.open(int(descriptor))
 
 
 def report(*, step: int | None = None, loss: float | None = None) -> None:
@@ -279,7 +242,7 @@ def report(*, step: int | None = None, loss: float | None = None) -> None:
     Raises:
         PopdistError: If ``step`` is no such whole number, or ``loss`` is no number.
     """
-    presence.report(
+    progress_page.report(
         None if step is None else min(whole_number("step", step, PopdistError, minimum=0), _LARGEST_STEP),
         None if loss is None else _number(loss),
     )

@@ -30,12 +30,12 @@ PAUSE = """
 import os
 import time
 import popdist
-from popdist.progress import presence
+from popdist.progress import progress_page
 
 rank = popdist.instance_index()
 if os.environ["POPDIST_RESTART_COUNT"] == "0":
     if rank == 0:
-        presence.wait("barrier()")
+        progress_page.wait("barrier()")
     time.sleep(600)
 print("done")
 """

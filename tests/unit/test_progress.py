@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import popdist
 from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.progress import MAX_NAME_BYTES, PAGE_BYTES, USED_BYTES, Presence, Progress, ProgressPage, presence
+from popdist.progress import MAX_NAME_BYTES, PAGE_BYTES, USED_BYTES, Progress, ProgressPage, progress_page
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import sitecustomize
 from poprun.launch.program_watch import _PAGE_NAME
@@ -66,7 +66,7 @@ def test_a_page_that_was_copied_in_the_middle_of_a_change_does_not_count(
 @given(st.lists(st.sampled_from(["barrier()", "all_reduce(float32[3] on cpu)"]) | st.none(), min_size=1))
 def test_waits_are_counted_and_named(waits: list[str | None]) -> None:
     """Each has its name, and the page says whether the program still waits; None goes on."""
-    page = ProgressPage(memoryview(bytearray(PAGE_BYTES)))
+    page = ProgressPage()
     for collective in waits:
         if collective is None:
             page.go_on()
@@ -80,7 +80,7 @@ def test_waits_are_counted_and_named(waits: list[str | None]) -> None:
 
 def test_a_name_that_is_too_long_keeps_both_ends() -> None:
     """The end says which instances take part."""
-    page = ProgressPage(memoryview(bytearray(PAGE_BYTES)))
+    page = ProgressPage()
     page.wait(f"all_reduce({'9, ' * 100}) among instances 0 and 1")
 
     read = page.read()
@@ -102,7 +102,7 @@ def test_a_page_nobody_wrote() -> None:
 
 def test_a_loss_that_is_no_number_stays_the_same() -> None:
     """Two looks at a page that says NaN find no progress between them."""
-    page = ProgressPage(memoryview(bytearray(PAGE_BYTES)))
+    page = ProgressPage()
     page.report(3, math.nan)
 
     assert page.read() == page.read()
@@ -127,7 +127,7 @@ def test_a_process_writes_on_its_page_and_on_nothing_else(descriptor: int) -> No
     """Another file under the same number is left as it is."""
     other = os.memfd_create("other")
     os.ftruncate(other, PAGE_BYTES)
-    mine, foreign = Presence(), Presence()
+    mine, foreign = ProgressPage(), ProgressPage()
     mine.open(descriptor)
     foreign.open(other)
     mine.wait("barrier()")
@@ -162,7 +162,7 @@ def test_the_first_process_that_joined_keeps_the_page(
     page = bytearray(PAGE_BYTES)
     ProgressPage(memoryview(page)).write(Progress(pid=os.getppid(), has_joined=has_joined, num_steps=3))
     os.pwrite(descriptor, page, 0)
-    late = Presence()
+    late = ProgressPage()
     late.open(descriptor)
 
     found = read(descriptor)
@@ -172,9 +172,9 @@ def test_the_first_process_that_joined_keeps_the_page(
 
 def test_a_program_reports_its_step_and_its_loss(descriptor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone too; what is left out stays."""
-    mine = Presence()
+    mine = ProgressPage()
     mine.open(descriptor)
-    monkeypatch.setattr("popdist.progress.presence", mine)
+    monkeypatch.setattr("popdist.progress.progress_page", mine)
     popdist.report(step=0)
     popdist.report(loss=0.5)
 
@@ -187,7 +187,7 @@ def test_outside_poprun_a_report_does_nothing() -> None:
     """The same program runs alone."""
     popdist.report(step=3, loss=1)
 
-    assert not presence.is_watched
+    assert not progress_page.is_watched
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", True])

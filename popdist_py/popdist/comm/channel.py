@@ -23,7 +23,7 @@ from torch import Tensor
 from popdist.errors import BackendError
 from popdist.headers import name_instances
 from popdist.host_memory.waiting import wait_until
-from popdist.progress import presence
+from popdist.progress import progress_page
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def as_backend_error(what: str) -> Iterator[None]:
 
     Torch raises RuntimeError and subclasses of it for everything that goes wrong on the way.
     """
-    presence.wait_again()
+    progress_page.wait_again()
     try:
         yield
     except BackendError:
@@ -41,7 +41,7 @@ def as_backend_error(what: str) -> Iterator[None]:
         reason = str(error).partition(". ")[0].splitlines()[0]
         raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error
     finally:
-        presence.go_on()
+        progress_page.go_on()
 
 
 def swap(

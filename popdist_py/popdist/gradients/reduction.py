@@ -20,7 +20,7 @@ from popdist.gradients.rows import FlatGradients, GradientRows
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
-from popdist.progress import presence
+from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
 
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -152,7 +152,7 @@ class GradientSum:
             parts.cover(self._group)
         if self._buffers is not None and mask >> num_parameters:
             self._buffers.combine(self._group, self._layout, mask >> num_parameters)
-        presence.count_step()
+        progress_page.count_step()
 
     def abandon(self) -> Exchange:
         """Tell the others, in place of :meth:`finish`, that there will be no gradient; does not wait for them."""

@@ -31,7 +31,7 @@ from popdist.gradients.rows import GradientRows
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words
 from popdist.layout import ReplicaLayout
-from popdist.progress import presence
+from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class PlainStep:
             rows = gradients.make_rows()
             gradients.fill(rows, times=self._weight or 0.0)
             gradients.give(rows, gradients.used())
-        presence.count_step()
+        progress_page.count_step()
 
     def _check_finite(self) -> None:
         gradients = self._gradients.find()
