@@ -192,7 +192,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        from popdist.comm.serial import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+        from popdist.comm.backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
 
         if "cpu" not in device_types:
             from popdist.comm.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked

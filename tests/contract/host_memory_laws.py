@@ -16,10 +16,10 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from popdist.errors import BackendError, CollectiveError
-from popdist.host_memory import flags, host_group, mapping
+from popdist.host_memory import flags, host_group, segment_exchange
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.mailboxes import Mailboxes
+from popdist.host_memory.short_messages import Mailboxes
 from popdist.tree import tree_sum
 
 TIMEOUT_SECONDS: Final = 60.0
@@ -109,14 +109,14 @@ def law_a_reduction_goes_where_it_is_told() -> None:
 def law_segments_come_through_the_door_where_proc_does_not_lead_to_them() -> None:
     """And where neither does, there is no group on any rank, although only one of them failed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mapping, "_open_through_proc", lambda _hello: None)
+        patch.setattr(segment_exchange, "_open_through_proc", lambda _hello: None)
         with connected() as made:
             block = made.allocate(1)
             block.mine[0] = made.rank + 1
             made.barrier()
             assert [int(row[0]) for row in block.rows] == list(range(1, made.size + 1))
         if dist.get_rank() == 0:
-            patch.setattr(mapping, "_knock", lambda _hello, _rank: None)
+            patch.setattr(segment_exchange, "_knock", lambda _hello, _rank: None)
         made_without = connect()
         assert (made_without is None) == (dist.get_world_size() > 1)
 
@@ -125,7 +125,7 @@ def law_a_foreign_segment_proves_no_host() -> None:
     """The token counts: memory in which another one stands is not taken for the rank's that announced it."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(mapping, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
+            patch.setattr(segment_exchange, "TOKEN_OFFSET", 0)  # so it writes, and looks for, tokens elsewhere
         found = connect()
     assert (found is None) == (dist.get_world_size() > 1)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from popdist.errors import CollectiveError
-from popdist.host_memory import addition, all_reduce
+from popdist.host_memory import addition, host_collectives
 from popdist.tree import tree_sum
 from tests.contract.host_memory_laws import connected
 
@@ -64,7 +64,7 @@ def law_the_extension_adds_what_is_small_and_plain() -> None:
     if dist.get_world_size() == 1:
         assert is_added_quickly(torch.full((3,), rank, dtype=torch.uint8))  # there is nothing to add
         return
-    for dtype in all_reduce.DTYPES:
+    for dtype in host_collectives.QUICK_DTYPES:
         for shape in [(), (1,), (3, 5), (600,), (SLOT_BYTES // dtype.itemsize,)]:
             assert is_added_quickly(torch.full(shape, rank, dtype=dtype)) is is_there
     rows = torch.full((4, 6), float(rank))

@@ -21,7 +21,7 @@ from popdist.headers import NUM_WORDS
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.mailboxes import Mailboxes
+from popdist.host_memory.short_messages import Mailboxes
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""

@@ -21,8 +21,8 @@ from popdist.errors import BackendError
 from popdist.headers import NUM_WORDS, name_instances
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.mailboxes import Mailboxes
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
+from popdist.host_memory.short_messages import Mailboxes
 
 if TYPE_CHECKING:
     from threading import Thread

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from popdist.comm.backend import SerialBackend
 from popdist.comm.channel import Channel, as_backend_error, as_bytes, swap
 from popdist.comm.connections import Mesh
 from popdist.comm.header_exchanges import HostExchange, Parts, TorchExchange, peers_of
-from popdist.comm.serial import SerialBackend
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 

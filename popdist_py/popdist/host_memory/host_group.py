@@ -22,8 +22,8 @@ from torch.distributed.distributed_c10d import Store
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
 from popdist.host_memory.flags import Flags, Names, make_fence, operation, purpose
-from popdist.host_memory.mapping import Found, Meeting
 from popdist.host_memory.row_reduction import Reduction
+from popdist.host_memory.segment_exchange import Found, Meeting
 from popdist.host_memory.segments import (
     PAGE_BYTES,
     Reservation,

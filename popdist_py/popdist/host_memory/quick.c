@@ -1,7 +1,7 @@
 /* The all-reduce of a small tensor, from the call to the sum, without a line of Python.
  *
- * It is popdist.host_memory.all_reduce's way for what fits a slot, in the same memory: lay the tensor down, say what for,
- * raise the counter, look for the others' counters, add all rows in the order of the tree. A rank that runs this and
+ * It does what popdist.host_memory.host_collectives does with what fits a slot, in the same memory: lay the tensor
+ * down, say what for, raise the counter, look for the others' counters, add all rows in the order of the tree. A rank that runs this and
  * one that runs the Python come to the same meetings. What it does not do it leaves to Python before anything has
  * happened: other dtypes, strides, devices and subclasses; and waiting for a rank that is late.
  *

@@ -15,8 +15,7 @@ from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.process_group.host_messages import Wires
-from popdist.process_group.several_hosts import SeveralHosts
-from popdist.process_group.share_exchange import Place
+from popdist.process_group.several_hosts import Place, SeveralHosts
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
