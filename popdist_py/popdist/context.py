@@ -201,13 +201,14 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         return SerialBackend(device_types=device_types)
     from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
 
-    from popdist.comm import connections, rendezvous, torch_backend  # noqa: PLC0415 - as above
+    from popdist.comm import rendezvous, torch_backend  # noqa: PLC0415 - as above
+    from popdist.comm.connections import Connections, check_available  # noqa: PLC0415 - as above
 
-    connections.check_available(device_types)
+    check_available(device_types)
     if _state.store is None:
         _state.store = rendezvous.open_store(found, timeout_seconds)
     _state.num_inits += 1
-    mesh = connections.Mesh(
+    connected = Connections(
         PrefixStore(f"popdist/{_state.num_inits}", _state.store),
         num_instances=contract.num_instances,
         instance_index=contract.instance_index,
@@ -215,7 +216,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         num_local_instances=contract.num_local_instances,
         timeout_seconds=timeout_seconds,
     )
-    return torch_backend.TorchBackend(mesh, tuple(range(contract.num_instances)), device_types)
+    return torch_backend.TorchBackend(connected, tuple(range(contract.num_instances)), device_types)
 
 
 def finalize() -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from popdist import headers
-from popdist.comm.backend import Backend, PendingExchange
+from popdist.comm.backend import Backend, HeaderExchange
 from popdist.errors import BackendError, CollectiveError, PopdistError
 from popdist.progress import progress_page
 
@@ -34,7 +34,7 @@ class Notice:
 class Exchange:
     """Numbers on their way between the instances of a group; made by :meth:`Group.start`."""
 
-    def __init__(self, group: "Group", text: str, pending: PendingExchange) -> None:
+    def __init__(self, group: "Group", text: str, pending: HeaderExchange) -> None:
         self._group = group
         self._text = text
         self._pending = pending

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.nn import Linear
 from torch.nn.parallel import DistributedDataParallel
 
-from popdist.process_group.host_messages import Wires
+from popdist.process_group.host_messages import HostMessages
 from tests.contract.forked_ranks import Rank
 
 LENGTH = 3 << 20
@@ -25,13 +25,15 @@ ROUNDING = 4096
 def sent_bytes(collective: Callable[[], object]) -> int:
     """How much this rank sends to other hosts in a collective."""
     sizes: list[int] = []
-    start = Wires.start
+    start = HostMessages.start
 
-    def count(wires: Wires, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
+    def count(
+        messages: HostMessages, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]
+    ) -> Callable[[], None]:
         sizes.extend(tensor.nbytes for rank, tensor in sent.items() if rank != distributed.get_rank())
-        return start(wires, sent, received)
+        return start(messages, sent, received)
 
-    with patch.object(Wires, "start", count):
+    with patch.object(HostMessages, "start", count):
         collective()
     return sum(sizes)
 
@@ -54,7 +56,7 @@ def run_all(rank: Rank) -> None:
     group: Any = distributed.new_group()
     distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     host = group._host
-    assert (host._wires.timeout_seconds, host._neighbours.group.flags.timeout_seconds) == (2, 2)
+    assert (host._messages.timeout_seconds, host._neighbours.group.flags.timeout_seconds) == (2, 2)
 
     model = DistributedDataParallel(Linear(100, 100))
     size = sum(it.nbytes for it in model.parameters())

@@ -20,7 +20,7 @@ from torch import Tensor
 import popdist
 from popdist import context
 from popdist.collectives import DTYPES, FLOATS, exchange
-from popdist.comm.header_exchanges import Parts
+from popdist.comm.header_exchanges import MemoryOfSubsets
 from popdist.errors import BackendError
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.waiting import wait_until
@@ -286,7 +286,7 @@ def law_some_instances_work_alone() -> None:
     backend: Any = context.current_group().backend
     with ExitStack() as stack:
         if backend.host_group is not None:
-            stack.enter_context(mock.patch.object(backend._mesh, "gloo", None))
+            stack.enter_context(mock.patch.object(backend._connections, "gloo", None))
         check_every_set()
 
 
@@ -295,7 +295,7 @@ def law_some_instances_without_room_send_their_data() -> None:
     backend: Any = context.current_group().backend
     with ExitStack() as stack:
         if popdist.num_instances() > 1:
-            stack.enter_context(mock.patch.object(backend, "_parts", Parts(backend._mesh)))
+            stack.enter_context(mock.patch.object(backend, "_parts", MemoryOfSubsets(backend._connections)))
         if popdist.instance_index() == popdist.num_instances() - 1:
             stack.enter_context(mock.patch.object(HostGroup, "reserve", side_effect=BackendError("no room")))
         check_every_set()

@@ -19,7 +19,7 @@ from popdist.errors import BackendError, CollectiveError
 from popdist.host_memory import flags, host_group, segment_exchange
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.short_messages import Mailboxes
+from popdist.host_memory.short_messages import ShortMessages
 from popdist.tree import tree_sum
 
 TIMEOUT_SECONDS: Final = 60.0
@@ -116,7 +116,7 @@ def law_segments_come_through_the_door_where_proc_does_not_lead_to_them() -> Non
             made.barrier()
             assert [int(row[0]) for row in block.rows] == list(range(1, made.size + 1))
         if dist.get_rank() == 0:
-            patch.setattr(segment_exchange, "_knock", lambda _hello, _rank: None)
+            patch.setattr(segment_exchange, "_connect", lambda _hello, _rank: None)
         made_without = connect()
         assert (made_without is None) == (dist.get_world_size() > 1)
 
@@ -173,7 +173,7 @@ def law_where_memory_is_not_ordered_fences_keep_it() -> None:
 def law_messages_reach_any_set_of_ranks() -> None:
     """In order, from each to each, whatever the others do; a wait that was too short can be taken up again."""
     with connected() as made:
-        boxes = Mailboxes(made, num_words=3)
+        boxes = ShortMessages(made, num_words=3)
         for turn in range(5):
             others = [rank for rank in range(made.size) if rank != made.rank and (rank + made.rank + turn) % 2]
             numbers = boxes.send(others, [made.rank, turn, -1])
@@ -193,7 +193,7 @@ def law_messages_reach_any_set_of_ranks() -> None:
 def law_messages_are_received_in_any_order() -> None:
     """What was sent first is kept for whoever asks for it later; nobody sends over what was not taken."""
     with connected() as made:
-        boxes = Mailboxes(made, num_words=1)
+        boxes = ShortMessages(made, num_words=1)
         others = [rank for rank in range(made.size) if rank != made.rank]
         sent = [boxes.send(others, [10 * made.rank + turn]) for turn in range(4)]
         for turn in (2, 0, 3, 1):

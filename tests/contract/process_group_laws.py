@@ -282,7 +282,7 @@ def law_a_synchronous_call_starts_no_thread() -> None:
     has_thread = []
     for is_async in (False, True):
         work = dist.all_reduce(torch.ones(3), group=group, async_op=is_async)
-        has_thread.append(group._lane._thread is not None)
+        has_thread.append(group._queue._thread is not None)
     assert work is not None
     work.wait()
     assert has_thread == [False, True]

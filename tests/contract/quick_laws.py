@@ -42,8 +42,8 @@ def counted() -> Iterator[list[bool]]:
         return answers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        before = group._add_quickly
-        patch.setattr(group, "_add_quickly", ask)
+        before = group._quick_sum
+        patch.setattr(group, "_quick_sum", ask)
         yield answers
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from popdist.host_memory.host_group import HostGroup
 
 
-class PendingExchange(Protocol):
+class HeaderExchange(Protocol):
     """An exchange of headers that has been started."""
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
@@ -80,7 +80,7 @@ class Backend(Protocol):
             BackendError: If an instance was lost or did not come in time.
         """
 
-    def start_exchange(self, header: list[int]) -> PendingExchange:
+    def start_exchange(self, header: list[int]) -> HeaderExchange:
         """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
@@ -114,7 +114,7 @@ class Backend(Protocol):
         """Drop the connections; the others see that this instance has left."""
 
 
-class SerialExchange:
+class SerialHeaderExchange:
     """An exchange that is complete as soon as it is started."""
 
     def __init__(self, header: list[int]) -> None:
@@ -153,9 +153,9 @@ class SerialBackend:
         """There is nobody to send anything to."""
         del devices
 
-    def start_exchange(self, header: list[int]) -> SerialExchange:
+    def start_exchange(self, header: list[int]) -> SerialHeaderExchange:
         """Complete at once."""
-        return SerialExchange(header)
+        return SerialHeaderExchange(header)
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """A copy with a first dimension of 1."""

@@ -85,7 +85,7 @@ _NUM_LOOKS: Final = 5
 _LOOK_SECONDS: Final = 0.2
 
 
-class Errand(NamedTuple):
+class ChannelWork(NamedTuple):
     """What the thread is asked to do.
 
     Attributes:
@@ -130,7 +130,7 @@ class Channel:
         self._instance_index = instance_index
         self._break_off = break_off
         self._find_lost = find_lost
-        self._errands: SimpleQueue[Errand | None] = SimpleQueue()
+        self._works: SimpleQueue[ChannelWork | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._progress = Condition()
         self._num_done = 0
@@ -178,7 +178,7 @@ class Channel:
         device = tensors[0].device
         is_ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self.num_issued += 1
-        self._errands.put(Errand(do, tensors, is_ready))
+        self._works.put(ChannelWork(do, tensors, is_ready))
         if self._thread is None:
             self._thread = Thread(target=self._work, daemon=True, name="popdist-channel")
             self._thread.start()
@@ -218,7 +218,7 @@ class Channel:
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
                 self.break_off()
-            self._errands.put(None)
+            self._works.put(None)
             self._thread.join(END_SECONDS)
         self._thread = self._process_group = None
         self._failure = self._failure or BackendError("this instance has left the job")
@@ -230,28 +230,28 @@ class Channel:
             return True
 
     def _work(self) -> None:
-        while (errand := self._errands.get()) is not None:
+        while (work := self._works.get()) is not None:
             try:
                 if self._failure is None:
-                    self._run(errand)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the errand is waited for
+                    self._run(work)
+            except BaseException as error:  # noqa: BLE001 - it is raised where the work is waited for
                 self._failure = self._failure or error
                 self.break_off()
-            del errand  # a tensor that is held on to would outlive its last use
+            del work  # a tensor that is held on to would outlive its last use
             with self._progress:
                 self._num_done += 1
                 self._progress.notify_all()
 
-    def _run(self, errand: Errand) -> None:
-        if errand.is_ready is None:
-            errand.do()
+    def _run(self, work: ChannelWork) -> None:
+        if work.is_ready is None:
+            work.do()
             return
-        device = errand.tensors[0].device
+        device = work.tensors[0].device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         with torch.cuda.stream(stream):
-            stream.wait_event(errand.is_ready)
-            errand.do()
-            for tensor in errand.tensors:
+            stream.wait_event(work.is_ready)
+            work.do()
+            for tensor in work.tensors:
                 tensor.record_stream(stream)

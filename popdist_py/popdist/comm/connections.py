@@ -21,7 +21,7 @@ from popdist.headers import NUM_WORDS
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.short_messages import Mailboxes
+from popdist.host_memory.short_messages import ShortMessages
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
@@ -37,7 +37,7 @@ def check_available(device_types: frozenset[str]) -> None:
         raise BackendError(f"backend 'nccl' was asked for, but torch {torch.__version__} was built without NCCL")
 
 
-class Mesh:
+class Connections:
     """The connections of a whole job; rank and instance index are the same number.
 
     Args:
@@ -75,7 +75,7 @@ class Mesh:
         is_one_host = num_local_instances == num_instances
         self.host = self._share_memory(range(num_instances)) if is_one_host else None
         self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
-        self.mailboxes = None if self.host is None else Mailboxes(self.host.group, NUM_WORDS)
+        self.short_messages = None if self.host is None else ShortMessages(self.host.group, NUM_WORDS)
         self._channels: dict[str, Channel] = {}
         if self.host is None and self.neighbours is None:
             self._channels["cpu"] = self._channel_over(self._connect("channel"), self._close_connections)

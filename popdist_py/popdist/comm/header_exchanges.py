@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import distributed as dist
 
-from popdist.comm.connections import Mesh
+from popdist.comm.connections import Connections
 from popdist.errors import BackendError
 from popdist.headers import NUM_WORDS, name_instances
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
-from popdist.host_memory.short_messages import Mailboxes
+from popdist.host_memory.short_messages import ShortMessages
 
 if TYPE_CHECKING:
     from threading import Thread
 
 
-class TorchExchange:
+class GlooHeaderExchange:
     """Headers on their way between the instances of a group.
 
     Args:
-        mesh: The connections of the job.
+        connections: The connections of the job.
         instances: Members of the group, this instance among them.
         header: What this instance sends.
 
@@ -40,19 +40,24 @@ class TorchExchange:
         BackendError: If this instance has left the job.
     """
 
-    def __init__(self, mesh: Mesh, instances: tuple[int, ...], header: list[int]) -> None:
-        mesh.check_open()
-        self._mesh = mesh
+    def __init__(self, connections: Connections, instances: tuple[int, ...], header: list[int]) -> None:
+        connections.check_open()
+        self._connections = connections
         self._instances = instances
         self._header = header
-        self._received = {peer: torch.empty(len(header), dtype=torch.int64) for peer in peers_of(mesh, instances)}
+        self._received = {
+            peer: torch.empty(len(header), dtype=torch.int64) for peer in peers_of(connections, instances)
+        }
         self._sent = torch.tensor(header, dtype=torch.int64)
         self._works: dict[int, list[dist.Work]] = {}
         self._failures: dict[int, RuntimeError] = {}
         self._thread: Thread | None = None
         for peer, row in self._received.items():
             try:
-                self._works[peer] = [mesh.control.recv([row], peer, 0), mesh.control.send([self._sent], peer, 0)]
+                self._works[peer] = [
+                    connections.control.recv([row], peer, 0),
+                    connections.control.send([self._sent], peer, 0),
+                ]
             except RuntimeError as error:
                 self._failures[peer] = error
 
@@ -61,7 +66,7 @@ class TorchExchange:
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
-            self._thread = self._thread or self._mesh.in_background(self._receive)
+            self._thread = self._thread or self._connections.in_background(self._receive)
             self._thread.join(timeout_seconds)
             if self._thread.is_alive():
                 raise BackendError(
@@ -74,7 +79,7 @@ class TorchExchange:
     def peek(self) -> list[list[int]] | None:
         """Every member's header if all have come; see `popdist.comm.backend`."""
         with suppress(BackendError):
-            self._thread = self._thread or self._mesh.in_background(self._receive)
+            self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
         return self._headers() if is_there else None
 
@@ -83,7 +88,7 @@ class TorchExchange:
 
     def _receive(self) -> None:
         """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
-        deadline = time.monotonic() + self._mesh.timeout_seconds
+        deadline = time.monotonic() + self._connections.timeout_seconds
         while self._works and not self._failures:
             peer = next(iter(self._works))
             try:
@@ -98,32 +103,38 @@ class TorchExchange:
         """Who did not answer and why; a timeout of gloo closes every connection, so it tells of one only."""
         peer, error = next(iter(self._failures.items()))
         if "timed out" in str(error).lower():
-            return f"{name_instances([peer])} did not come within {self._mesh.timeout_seconds:g} seconds"
-        lost = {*self._failures, *(other for other in self._works if self._mesh.is_lost(other))}
+            return f"{name_instances([peer])} did not come within {self._connections.timeout_seconds:g} seconds"
+        lost = {*self._failures, *(other for other in self._works if self._connections.is_lost(other))}
         return f"the connection to {name_instances(lost)} was closed: it ended or was lost"
 
 
-class HostExchange:
+class MemoryHeaderExchange:
     """Headers on their way between instances that share memory.
 
     Args:
-        mesh: The connections of the job.
-        mailboxes: Theirs in memory.
+        connections: The connections of the job.
+        short_messages: Theirs in memory.
         instances: Members of the group, this instance among them.
         header: What this instance sends.
     """
 
-    def __init__(self, mesh: Mesh, mailboxes: Mailboxes, instances: tuple[int, ...], header: list[int]) -> None:
-        self._mesh = mesh
-        self._mailboxes = mailboxes
+    def __init__(
+        self,
+        connections: Connections,
+        short_messages: ShortMessages,
+        instances: tuple[int, ...],
+        header: list[int],
+    ) -> None:
+        self._connections = connections
+        self._short_messages = short_messages
         self._instances = instances
-        self._received = {mesh.instance_index: header}
-        peers = peers_of(mesh, instances)
-        self._numbers = dict(zip(peers, mailboxes.send(peers, header), strict=True))
+        self._received = {connections.instance_index: header}
+        peers = peers_of(connections, instances)
+        self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every member's header, in order; see `popdist.comm.backend`."""
-        limit = self._mesh.timeout_seconds if timeout_seconds is None else timeout_seconds
+        limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(time.monotonic() + limit):
             raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
@@ -140,30 +151,30 @@ class HostExchange:
         late = [instance for instance in self._instances if instance not in self._received]
         for instance in tuple(late):
             seconds_left = max(deadline - time.monotonic(), 0.0)
-            message = self._mailboxes.receive(instance, self._numbers[instance], seconds_left)
+            message = self._short_messages.receive(instance, self._numbers[instance], seconds_left)
             if message is not None:
                 self._received[instance] = message
                 late.remove(instance)
         return late
 
 
-def peers_of(mesh: Mesh, instances: tuple[int, ...]) -> list[int]:
+def peers_of(connections: Connections, instances: tuple[int, ...]) -> list[int]:
     """The instances but this one."""
-    return [instance for instance in instances if instance != mesh.instance_index]
+    return [instance for instance in instances if instance != connections.instance_index]
 
 
 _NO_ROOM = -1
 
 
-class Parts:
+class MemoryOfSubsets:
     """The sets of instances that this one is in.
 
     Args:
-        mesh: The connections of the job.
+        connections: The connections of the job.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
         self._made: dict[tuple[int, ...], HostCollectives | None] = {}
         self._failures: dict[tuple[int, ...], str] = {}
 
@@ -193,21 +204,23 @@ class Parts:
                 made.close()
 
     def _make(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        host, mailboxes = self._mesh.host, self._mesh.mailboxes
-        if host is None or mailboxes is None:
+        host, short_messages = self._connections.host, self._connections.short_messages
+        if host is None or short_messages is None:
             return None
         page, part = _page_of(host.group), None
-        offsets = self._tell(mailboxes, instances, _NO_ROOM if page is None else page.offset)
+        offsets = self._tell(short_messages, instances, _NO_ROOM if page is None else page.offset)
         if page is not None and _NO_ROOM not in offsets:
             with suppress(OSError, ValueError):
                 part = host.group.part(instances, page, offsets)
-        have_all = all(self._tell(mailboxes, instances, int(part is not None)))
+        have_all = all(self._tell(short_messages, instances, int(part is not None)))
         return _collectives_of(part) if part is not None and have_all else None
 
-    def _tell(self, mailboxes: Mailboxes, instances: tuple[int, ...], number: int) -> list[int]:
+    def _tell(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
         """What each of them tells."""
         words = [number] + [0] * (NUM_WORDS - 1)
-        return [first for first, *_ in HostExchange(self._mesh, mailboxes, instances, words).wait()]
+        return [
+            first for first, *_ in MemoryHeaderExchange(self._connections, short_messages, instances, words).wait()
+        ]
 
 
 def _page_of(group: HostGroup) -> Reservation | None:

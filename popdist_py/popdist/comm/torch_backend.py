@@ -11,62 +11,68 @@ from torch import distributed as dist
 
 from popdist.comm.backend import SerialBackend
 from popdist.comm.channel import Channel, as_backend_error, as_bytes, swap
-from popdist.comm.connections import Mesh
-from popdist.comm.header_exchanges import HostExchange, Parts, TorchExchange, peers_of
+from popdist.comm.connections import Connections
+from popdist.comm.header_exchanges import GlooHeaderExchange, MemoryHeaderExchange, MemoryOfSubsets, peers_of
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 
 
 class TorchBackend:
-    """Some or all instances of a job, over the connections of its mesh.
+    """Some or all instances of a job, over the connections of its connections.
 
     Args:
-        mesh: The connections of the job.
+        connections: The connections of the job.
         instances: Members, ascending, this instance among them. At least 2.
         device_types: Types of the devices whose tensors are accepted.
         parts: The sets of instances that share memory; None for new ones, of the whole job.
     """
 
     def __init__(
-        self, mesh: Mesh, instances: tuple[int, ...], device_types: frozenset[str], parts: Parts | None = None
+        self,
+        connections: Connections,
+        instances: tuple[int, ...],
+        device_types: frozenset[str],
+        parts: MemoryOfSubsets | None = None,
     ) -> None:
         self.instances = instances
-        self.instance_index = mesh.instance_index
+        self.instance_index = connections.instance_index
         self.device_types = device_types
-        self._mesh = mesh
-        self._parts = Parts(mesh) if parts is None else parts
+        self._connections = connections
+        self._parts = MemoryOfSubsets(connections) if parts is None else parts
 
     @property
     def _is_whole_job(self) -> bool:
-        return len(self.instances) == self._mesh.num_instances
+        return len(self.instances) == self._connections.num_instances
 
     @property
     def host_group(self) -> HostGroup | None:
         """The memory of the host, for the whole job."""
         is_used = self._is_whole_job and "cpu" in self.device_types
-        return self._mesh.host.group if is_used and self._mesh.host is not None else None
+        return self._connections.host.group if is_used and self._connections.host is not None else None
 
     @property
     def neighbours(self) -> HostCollectives | None:
         """The memory of this host, for a whole job of several hosts."""
-        return self._mesh.neighbours if self._is_whole_job and "cpu" in self.device_types else None
+        return self._connections.neighbours if self._is_whole_job and "cpu" in self.device_types else None
 
     def share_memory(self) -> HostCollectives | None:
         """The memory of the host; a part of the job begins to share it when it first asks."""
         if "cpu" not in self.device_types:
             return None
-        return self._mesh.host if self._is_whole_job else self._parts.of(self.instances)
+        return self._connections.host if self._is_whole_job else self._parts.of(self.instances)
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
         """A way beside all others, for the whole job."""
         is_possible = self._is_whole_job and self.device_types.issuperset(device.type for device in devices)
-        return self._mesh.channel(devices) if is_possible else None
+        return self._connections.channel(devices) if is_possible else None
 
-    def start_exchange(self, header: list[int]) -> TorchExchange | HostExchange:
+    def start_exchange(self, header: list[int]) -> GlooHeaderExchange | MemoryHeaderExchange:
         """Send ``header`` to every other member."""
-        if self._mesh.mailboxes is not None:
-            return HostExchange(self._mesh, self._mesh.mailboxes, self.instances, header)
-        return TorchExchange(self._mesh, self.instances, header)
+        if self._connections.short_messages is not None:
+            return MemoryHeaderExchange(
+                self._connections, self._connections.short_messages, self.instances, header
+            )
+        return GlooHeaderExchange(self._connections, self.instances, header)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every member's ``tensor``, stacked."""
@@ -81,9 +87,9 @@ class TorchBackend:
             if host is not None:
                 host.all_gather(rows, mine)
             elif tensor.is_cuda:
-                self._mesh.nccl.allgather(rows, mine).wait()
+                self._connections.nccl.allgather(rows, mine).wait()
             else:
-                swap(self._mesh.gloo, self.instance_index, self.instances, [mine] * len(rows), rows)
+                swap(self._connections.gloo, self.instance_index, self.instances, [mine] * len(rows), rows)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -97,9 +103,9 @@ class TorchBackend:
             if host is not None:
                 host.all_to_all(rows, sent)
             elif tensor.is_cuda:
-                self._mesh.nccl.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
+                self._connections.nccl.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
             else:
-                swap(self._mesh.gloo, self.instance_index, self.instances, sent, rows)
+                swap(self._connections.gloo, self.instance_index, self.instances, sent, rows)
         return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -119,22 +125,25 @@ class TorchBackend:
 
     def _start_broadcast(self, data: Tensor, root: int) -> list[dist.Work]:
         if self._is_whole_job:
-            return [(self._mesh.nccl if data.is_cuda else self._mesh.gloo).broadcast(data, root)]
+            return [(self._connections.nccl if data.is_cuda else self._connections.gloo).broadcast(data, root)]
         if self.instance_index == root:
-            return [self._mesh.gloo.send([data], peer, 0) for peer in peers_of(self._mesh, self.instances)]
-        return [self._mesh.gloo.recv([data], root, 0)]
+            return [
+                self._connections.gloo.send([data], peer, 0)
+                for peer in peers_of(self._connections, self.instances)
+            ]
+        return [self._connections.gloo.recv([data], root, 0)]
 
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
         """The same connections, limited to ``instances``."""
         if len(instances) == 1:
             return SerialBackend(self.instance_index, device_types=self.device_types)
-        return TorchBackend(self._mesh, instances, self.device_types, self._parts)
+        return TorchBackend(self._connections, instances, self.device_types, self._parts)
 
     def settle(self) -> None:
         """End the threads of this process; the headers' connections stay open, so nobody sees it leave yet."""
-        self._mesh.settle()
+        self._connections.settle()
 
     def close(self) -> None:
         """Drop the connections of the job."""
         self._parts.close()
-        self._mesh.close()
+        self._connections.close()

@@ -22,7 +22,7 @@ from typing import Final
 
 from popdist.errors import BackendError, CollectiveError
 from popdist.headers import name_instances
-from popdist.host_memory.waiting import NUM_SPINS, Bells, Lives, wait_until
+from popdist.host_memory.waiting import NUM_SPINS, Futexes, ProcessWatch, wait_until
 
 _STORES_IN_ORDER: Final = frozenset({"x86_64", "AMD64", "i386", "i486", "i586", "i686"})
 
@@ -104,7 +104,7 @@ class Flags:
         pages: Every rank's page, in order, as 64-bit numbers.
         rank: This one.
         names: What the ranks are called.
-        lives: Watches the others' processes.
+        watch: Of the others' processes.
         fence: What keeps memory in order on this machine; see `popdist.host_memory.flags`.
         timeout_seconds: How long a rank is waited for.
     """
@@ -115,7 +115,7 @@ class Flags:
         *,
         rank: int,
         names: Names,
-        lives: Lives,
+        watch: ProcessWatch,
         fence: Fence | None,
         timeout_seconds: float,
     ) -> None:
@@ -127,12 +127,12 @@ class Flags:
         self._others = tuple(page for other, page in enumerate(pages) if other != rank)
         self._pages = tuple(pages)
         self._names = names
-        self._lives = lives
+        self._watch = watch
         self._fence = fence
-        self.is_crowded = lives.are_crowded
+        self.is_crowded = watch.are_crowded
         self._spins = range(1 if self.is_crowded else NUM_SPINS)
-        self._bells = Bells(pages, rank)
-        self.ring = self._bells.ring
+        self._futexes = Futexes(pages, rank)
+        self.wake = self._futexes.wake
         _all_flags.add(self)
 
     def meet(self, purpose: int, timeout_seconds: float | None = None) -> int:
@@ -161,7 +161,7 @@ class Flags:
         number = self._mine[COUNTER]
         place = PURPOSES + (number & 1)
         fence = self._fence
-        self.ring()
+        self.wake()
         for words in self._others:
             if words[COUNTER] < number:
                 self._wait(words, number, timeout_seconds)
@@ -172,14 +172,14 @@ class Flags:
                 raise CollectiveError(self._disagreement(place))
         return number
 
-    def part(self, ranks: Sequence[int], pages: Sequence[Words], lives: Lives) -> "Flags":
+    def part(self, ranks: Sequence[int], pages: Sequence[Words], watch: ProcessWatch) -> "Flags":
         """The meetings of some of the ranks, this one among them, on pages of their own."""
         members = tuple(self._names.members[rank] for rank in ranks)
         return Flags(
             pages,
             rank=ranks.index(self.rank),
             names=Names(members=members, noun=self._names.noun),
-            lives=lives,
+            watch=watch,
             fence=self._fence,
             timeout_seconds=self.timeout_seconds,
         )
@@ -217,7 +217,7 @@ class Flags:
         if self.failure is None:
             self.failure = f"this {self._names.noun} has left the group"
             self._mine[STATE] = HAS_LEFT
-        self._lives.close()
+        self._watch.close()
 
     def break_off(self) -> None:
         """End this rank's meetings, from whichever thread, also one that is being waited for; tell nobody."""
@@ -273,7 +273,7 @@ class Flags:
             is_done,
             timeout_seconds,
             check=lambda: self._look_after(missing),
-            nap=lambda seconds: self._bells.sleep(rank, is_done, seconds),
+            nap=lambda seconds: self._futexes.sleep(rank, is_done, seconds),
             is_crowded=self.is_crowded,
         )
 
@@ -288,7 +288,7 @@ class Flags:
         """Raise if a rank that is waited for will not come, or this one shall wait no more."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self._pages]
-        gone = {*self._lives.ended(awaited), *(it for it in awaited if states[it] == HAS_LEFT)}
+        gone = {*self._watch.ended(awaited), *(it for it in awaited if states[it] == HAS_LEFT)}
         if gone := gone.intersection(missing()):
             raise BackendError(f"the connection to {self.name(sorted(gone))} was closed: it ended or was lost")
         if given_up := [it for it in missing() if states[it] == GAVE_UP]:

@@ -33,7 +33,7 @@ LARGEST_BYTES: Final = 1 << 20
 _PAIR: Final = 2
 _SHARED_BYTES: Final = 1 << 16
 
-Hearer = Callable[[Sequence[Tensor], int, int], None]
+SlotsListener = Callable[[Sequence[Tensor], int, int], None]
 
 
 class Slots:
@@ -47,12 +47,12 @@ class Slots:
         self.num_bytes = FIRST_BYTES
         self._group = group
         self._block = group.allocate(2 * FIRST_BYTES)
-        self._hearers: list[Hearer] = []
+        self._listeners: list[SlotsListener] = []
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
-    def tell(self, hear: Hearer) -> None:
+    def tell(self, hear: SlotsListener) -> None:
         """Tell ``hear`` every rank's memory, :attr:`num_bytes` and :attr:`whole_bytes`, now and when they grow."""
-        self._hearers.append(hear)
+        self._listeners.append(hear)
         hear(self._block.rows, self.num_bytes, self.whole_bytes)
 
     def fit(self, num_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Slots:
             self._block.release()
             self._block, self.num_bytes = block, LARGEST_BYTES
             self._views.clear()
-            for hear in self._hearers:
+            for hear in self._listeners:
                 hear(block.rows, self.num_bytes, self.whole_bytes)
 
     @property
@@ -399,7 +399,7 @@ class HostCollectives:
     Attributes:
         group: The ranks.
         size: How many they are.
-        add_quickly: Whether the one tensor of a list has become the sum over the ranks, as by :meth:`all_reduce`;
+        quick_sum: Whether the one tensor of a list has become the sum over the ranks, as by :meth:`all_reduce`;
             where it answers no, nothing has happened.
     """
 
@@ -407,12 +407,12 @@ class HostCollectives:
         self.group = group
         self.size = group.size
         self._is_alone = group.size == 1
-        self.add_quickly: QuickSum = alone
+        self.quick_sum: QuickSum = alone
         if not self._is_alone:
             slots = Slots(group)
             self._moving = Moving(group, slots)
             self.all_reduce_together = AllReduce(group, slots)
-            self.add_quickly = self.all_reduce_together.quickly
+            self.quick_sum = self.all_reduce_together.quickly
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them."""

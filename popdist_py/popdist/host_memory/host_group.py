@@ -23,7 +23,7 @@ from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
 from popdist.host_memory.flags import Flags, Names, make_fence, operation, purpose
 from popdist.host_memory.row_reduction import Reduction
-from popdist.host_memory.segment_exchange import Found, Meeting
+from popdist.host_memory.segment_exchange import Found, SegmentExchange
 from popdist.host_memory.segments import (
     PAGE_BYTES,
     Reservation,
@@ -34,7 +34,7 @@ from popdist.host_memory.segments import (
     map_window,
     whole_pages,
 )
-from popdist.host_memory.waiting import Lives
+from popdist.host_memory.waiting import ProcessWatch
 
 _ALLOCATE: Final = operation("allocate")
 _BARRIER: Final = 0
@@ -89,16 +89,16 @@ class HostGroup:
             BackendError: If a rank did not come in time, or there is no memory for the group.
         """
         names = names or Names(members=tuple(range(size)))
-        meeting = Meeting(store, rank, [names.of([it]) for it in range(size)], timeout_seconds)
+        exchange = SegmentExchange(store, rank, [names.of([it]) for it in range(size)], timeout_seconds)
         try:
             fence, segment = make_fence(), Segment()
         except BackendError:
-            meeting.refuse()
+            exchange.refuse()
             return None
         try:
             segment.grow(PAGE_BYTES)
             window = map_window(segment.descriptor, 0, PAGE_BYTES)
-            found = meeting.hold(segment, memoryview(window))
+            found = exchange.hold(segment, memoryview(window))
         except BaseException:
             segment.close()
             raise
@@ -110,7 +110,7 @@ class HostGroup:
             [memoryview(windows[it]).cast("Q") for it in range(size)],
             rank=rank,
             names=names,
-            lives=Lives({other: it.pid for other, it in found.items()}),
+            watch=ProcessWatch({other: it.pid for other, it in found.items()}),
             fence=fence,
             timeout_seconds=timeout_seconds,
         )
@@ -151,8 +151,8 @@ class HostGroup:
         places = zip(ranks, offsets, strict=True)
         pages = [page.row if it == self.rank else self._map(it, offset, PAGE_BYTES) for it, offset in places]
         found = {place: self._found[it] for place, it in enumerate(ranks) if it != self.rank}
-        lives = Lives({place: it.pid for place, it in found.items()})
-        flags = self.flags.part(ranks, [as_words(it) for it in pages], lives)
+        watch = ProcessWatch({place: it.pid for place, it in found.items()})
+        flags = self.flags.part(ranks, [as_words(it) for it in pages], watch)
         return HostGroup(self._segment, found, flags, flags.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:

@@ -1,9 +1,9 @@
 /* The all-reduce of a small tensor, from the call to the sum, without a line of Python.
  *
  * It does what popdist.host_memory.host_collectives does with what fits a slot, in the same memory: lay the tensor
- * down, say what for, raise the counter, look for the others' counters, add all rows in the order of the tree. A rank that runs this and
- * one that runs the Python come to the same meetings. What it does not do it leaves to Python before anything has
- * happened: other dtypes, strides, devices and subclasses; and waiting for a rank that is late.
+ * down, say what for, raise the counter, look for the others' counters, add all rows in the order of the tree. A rank
+ * that runs this and one that runs the Python come to the same meetings. What it does not do it leaves to Python before
+ * anything has happened: other dtypes, strides, devices and subclasses; and waiting for a rank that is late.
  *
  * Flags are C11 atomics: the counter is stored with release after the data, and read with acquire before them. Tensors
  * are read through the DLPack exchange API of their class, a table of C functions (DLPack 1.3).

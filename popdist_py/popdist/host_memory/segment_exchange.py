@@ -2,8 +2,8 @@
 
 Each tells the others through the group's store where its segment is: a descriptor of its own, which they open
 through ``/proc``. Where that is another process's number, or not allowed, as between containers, they ask for the
-descriptor at its door, an abstract unix socket, which serves processes of the same user only. Names prove nothing:
-what counts is to find in the memory the random token that its owner announced.
+descriptor over its abstract unix socket, which serves processes of the same user only. Names prove nothing: what
+counts is to find in the memory the random token that its owner announced.
 """
 
 import json
@@ -28,8 +28,8 @@ TOKEN_BYTES: Final = 32
 TOKEN_OFFSET: Final = PAGE_BYTES - TOKEN_BYTES
 """The token stands at the end of the first page."""
 
-_DOOR_SECONDS: Final = 5.0
-"""How long to wait for a call at the door: those that are served have knocked before."""
+_CONNECTION_SECONDS: Final = 5.0
+"""How long to wait for a call at the listener: those that are served have connected before."""
 
 _WHERE_SEGMENTS_ARE: Final = "/memfd:popdist"
 
@@ -57,7 +57,7 @@ class _Hello:
     token: str
 
     @property
-    def door(self) -> str:
+    def socket_name(self) -> str:
         return f"\0popdist-{self.token[:32]}"
 
     @property
@@ -65,7 +65,7 @@ class _Hello:
         return {"pid": self.pid, "descriptor": self.descriptor, "token": self.token}
 
 
-class Meeting:
+class SegmentExchange:
     """One exchange of segments; every rank makes one, and the steps happen on all of them.
 
     Args:
@@ -109,7 +109,7 @@ class Meeting:
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
         mine = _Hello(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
         with ExitStack() as stack:
-            door = stack.enter_context(_open_door(mine))
+            listener = stack.enter_context(_listen(mine))
             told = self._tell_all("hello", mine.told)
             hellos = [_Hello(**it) for it in told]
             found = {
@@ -120,12 +120,12 @@ class Meeting:
             calls = {
                 rank: call
                 for rank, hello in enumerate(hellos)
-                if rank != self._rank and rank not in found and (call := _knock(hello, self._rank)) is not None
+                if rank != self._rank and rank not in found and (call := _connect(hello, self._rank)) is not None
             }
             for call in calls.values():
                 stack.enter_context(call)
             asked = self._tell_all("calls", sorted(calls))
-            self._serve(door, segment, sum(self._rank in them for them in asked))
+            self._serve(listener, segment, sum(self._rank in them for them in asked))
             for rank, call in calls.items():
                 if (received := self._receive(call, hellos[rank])) is not None:
                     found[rank] = received
@@ -152,15 +152,15 @@ class Meeting:
     def _seconds_left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
 
-    def _serve(self, door: socket.socket, segment: Segment, num_calls: int) -> None:
+    def _serve(self, listener: socket.socket, segment: Segment, num_calls: int) -> None:
         """Hand the segment to as many ranks as have called; strangers are hung up on."""
         served: set[int] = set()
         with suppress(OSError):
             while len(served) < num_calls:
-                door.settimeout(_DOOR_SECONDS)
-                call, _ = door.accept()
+                listener.settimeout(_CONNECTION_SECONDS)
+                call, _ = listener.accept()
                 with call:
-                    call.settimeout(_DOOR_SECONDS)
+                    call.settimeout(_CONNECTION_SECONDS)
                     if _peer(call)[1] == os.geteuid() and len(said := call.recv(_RANK.size)) == _RANK.size:
                         socket.send_fds(call, [b"."], [segment.descriptor])
                         served.add(_RANK.unpack(said)[0])
@@ -175,11 +175,11 @@ class Meeting:
         return _checked(descriptors[0], _peer(call)[0], hello) if descriptors else None
 
 
-def _open_door(mine: _Hello) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    door.bind(mine.door)
-    door.listen(socket.SOMAXCONN)
-    return door
+def _listen(mine: _Hello) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(mine.socket_name)
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
 
 def _open_through_proc(hello: _Hello) -> Found | None:
@@ -193,10 +193,10 @@ def _open_through_proc(hello: _Hello) -> Found | None:
     return _checked(descriptor, hello.pid, hello)
 
 
-def _knock(hello: _Hello, rank: int) -> socket.socket | None:
+def _connect(hello: _Hello, rank: int) -> socket.socket | None:
     call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        call.connect(hello.door)
+        call.connect(hello.socket_name)
         if _peer(call)[1] == os.geteuid():
             call.sendall(_RANK.pack(rank))
             return call

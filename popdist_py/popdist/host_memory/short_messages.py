@@ -22,7 +22,7 @@ _COUNTER_WORDS: Final = 8
 _WORD_BYTES: Final = 8
 
 
-class Mailboxes:
+class ShortMessages:
     """The messages of a group; made by every rank at the same time.
 
     Args:
@@ -67,7 +67,7 @@ class Mailboxes:
             self._flags.order()
             counter[0] = number
             numbers.append(number)
-        self._flags.ring()
+        self._flags.wake()
         return numbers
 
     def receive(self, rank: int, number: int, timeout_seconds: float) -> list[int] | None:

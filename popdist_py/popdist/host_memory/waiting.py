@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
-BELL: Final = 9
+FUTEX: Final = 9
 SLEEPS: Final = 10
 """Words of a rank's page; see `popdist.host_memory.flags`."""
 
@@ -37,8 +37,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Bells:
-    """The bells of a group.
+class Futexes:
+    """The futexes of a group.
 
     Args:
         pages: Every rank's page, in order, as 64-bit numbers.
@@ -53,11 +53,11 @@ class Bells:
         self._addresses = [_address(page) for page in pages]
         self._my_address = self._addresses[rank]
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake those who sleep."""
         for words in self._others:
             if words[SLEEPS]:
-                self._mine[BELL] = self._mine[BELL] + 1 & _WORD_MASK
+                self._mine[FUTEX] = self._mine[FUTEX] + 1 & _WORD_MASK
                 if self._number is not None:
                     _syscall(self._number, self._my_address, _WAKE, _EVERYBODY, None)
                 return
@@ -69,7 +69,7 @@ class Bells:
             return
         mine = self._mine
         mine[SLEEPS] = 1
-        heard = self._pages[rank][BELL]
+        heard = self._pages[rank][FUTEX]
         if not is_done():
             limit = _Timespec(int(most_seconds), int(most_seconds % 1 * 1e9))
             _syscall(self._number, self._addresses[rank], _WAIT, heard, ctypes.addressof(limit))
@@ -77,7 +77,7 @@ class Bells:
 
 
 def _address(page: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(page)) + BELL * page.itemsize + _LOW_HALF
+    return ctypes.addressof(ctypes.c_char.from_buffer(page)) + FUTEX * page.itemsize + _LOW_HALF
 
 
 NUM_SPINS: Final = 400
@@ -141,7 +141,7 @@ def is_crowded(pids: Collection[int]) -> bool:
     return len(pids) > len(cores)
 
 
-class Lives:
+class ProcessWatch:
     """Whether processes still live: known by descriptors of theirs, so a number used again deceives nobody.
 
     Args:

@@ -22,7 +22,7 @@ _FAILURE: Final = "failure"
 _SHORTEST_SECONDS: Final = 0.001
 
 
-class Wires:
+class HostMessages:
     """The connections of a rank with all others of its group. One thread at a time.
 
     Args:

@@ -14,7 +14,7 @@ from popdist.errors import BackendError
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.process_group.host_messages import Wires
+from popdist.process_group.host_messages import HostMessages
 from popdist.process_group.several_hosts import Place, SeveralHosts
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -71,11 +71,13 @@ def connect(
         neighbours.close()
         neighbours = None
     gloo: Any = dist.ProcessGroupGloo
-    own = PrefixStore("wires", store)
-    wires = Wires(gloo(own, rank, size, timedelta(seconds=timeout_seconds)), own, rank, names, timeout_seconds)
+    own = PrefixStore("messages", store)
+    messages = HostMessages(
+        gloo(own, rank, size, timedelta(seconds=timeout_seconds)), own, rank, names, timeout_seconds
+    )
     num_local = 1 if neighbours is None else num_local
     place = Place(rank=rank, num_hosts=size // num_local, num_local=num_local)
-    return SeveralHosts(place, wires, neighbours)
+    return SeveralHosts(place, messages, neighbours)
 
 
 def ranks_of_each(machines: list[str]) -> int:

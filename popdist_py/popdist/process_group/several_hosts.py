@@ -18,7 +18,7 @@ from torch import Tensor
 from popdist.errors import BackendError
 from popdist.host_memory.addition import HALVES, Combiner, Op
 from popdist.host_memory.host_collectives import HostCollectives, QuickSum, never
-from popdist.process_group.host_messages import Wires
+from popdist.process_group.host_messages import HostMessages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +68,12 @@ class Peers:
 
     Args:
         place: Of this rank.
-        wires: To all ranks.
+        messages: To all ranks.
     """
 
-    def __init__(self, place: Place, wires: Wires) -> None:
+    def __init__(self, place: Place, messages: HostMessages) -> None:
         self._place = place
-        self._wires = wires
+        self._messages = messages
 
     def all_gather(self, tensor: Tensor) -> Arrival:
         """Send ``tensor``, of equal length everywhere, to all peers; what arrives is every peer's."""
@@ -89,7 +89,7 @@ class Peers:
 
     def _start(self, sent: Iterable[Tensor], received: Tensor) -> Arrival:
         peers = self._place.peers
-        wait = self._wires.start(dict(zip(peers, sent, strict=True)), dict(zip(peers, received, strict=True)))
+        wait = self._messages.start(dict(zip(peers, sent, strict=True)), dict(zip(peers, received, strict=True)))
 
         def arrive() -> Tensor:
             wait()
@@ -133,16 +133,16 @@ class SeveralHosts:
 
     Args:
         place: Of this rank.
-        wires: To all ranks.
+        messages: To all ranks.
         neighbours: The collectives of the ranks of this host; None where it has one.
     """
 
-    def __init__(self, place: Place, wires: Wires, neighbours: HostCollectives | None) -> None:
+    def __init__(self, place: Place, messages: HostMessages, neighbours: HostCollectives | None) -> None:
         self.size = place.size
-        self.add_quickly: QuickSum = never
+        self.quick_sum: QuickSum = never
         self._place = place
-        self._wires = wires
-        self._peers = Peers(place, wires)
+        self._messages = messages
+        self._peers = Peers(place, messages)
         self._neighbours = neighbours
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
@@ -163,9 +163,9 @@ class SeveralHosts:
         peers, rank = self._place.peers, self._place.rank
         with self._call():
             if rank == root:
-                self._wires.swap(dict.fromkeys(peers, tensor), {})
+                self._messages.swap(dict.fromkeys(peers, tensor), {})
             elif root in peers:
-                self._wires.swap({}, {root: tensor})
+                self._messages.swap({}, {root: tensor})
             if self._neighbours is not None:
                 self._neighbours.broadcast(tensor, root % self._place.num_local)
 
@@ -203,7 +203,7 @@ class SeveralHosts:
         rank = self._place.rank
         with self._call():
             outputs[rank].copy_(tensors[rank])
-            self._wires.swap(dict(enumerate(tensors)), dict(enumerate(outputs)))
+            self._messages.swap(dict(enumerate(tensors)), dict(enumerate(outputs)))
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait for all ranks."""
@@ -216,26 +216,26 @@ class SeveralHosts:
 
     def set_timeout(self, timeout_seconds: float) -> None:
         """How long a lost or late rank is waited for from now on."""
-        self._wires.timeout_seconds = timeout_seconds
+        self._messages.timeout_seconds = timeout_seconds
         if self._neighbours is not None:
             self._neighbours.set_timeout(timeout_seconds)
 
     def close(self) -> None:
         """Leave: the other ranks see it."""
-        self._wires.close()
+        self._messages.close()
         if self._neighbours is not None:
             self._neighbours.close()
 
     def break_off(self) -> None:
         """End a call that is going on in another thread, with an error."""
-        self._wires.close()
+        self._messages.close()
         if self._neighbours is not None:
             self._neighbours.break_off()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
         try:
-            with self._wires.telling():
+            with self._messages.telling():
                 yield
         except BackendError as error:
             if self._neighbours is not None:

@@ -42,7 +42,7 @@ from popdist.process_group.call_arguments import (
 )
 from popdist.process_group.host_placement import connect
 from popdist.process_group.torch_groups import TorchGroups, never_traced
-from popdist.process_group.work_queue import DONE, Lane
+from popdist.process_group.work_queue import DONE, WorkQueue
 
 _CUDA: Final = torch.device("cuda")
 _TAKEN: Final = {(True, torch.strided)}
@@ -78,8 +78,8 @@ class PopdistProcessGroup(TorchGroups):
         )
         super().__init__(store, rank, size, timeout, host.set_timeout)
         self._host = host
-        self._add_quickly = host.add_quickly
-        self._lane = Lane(host.break_off)
+        self._quick_sum = host.quick_sum
+        self._queue = WorkQueue(host.break_off)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
@@ -95,13 +95,13 @@ class PopdistProcessGroup(TorchGroups):
         return {(it.is_cpu, it.layout) for it in tensors} <= _TAKEN
 
     def _do(self, do: Callable[..., None], opts: Options, results: object, *arguments: object) -> Work:
-        return self._lane.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
+        return self._queue.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
 
     def allreduce(self, tensors: Tensor | Tensors, opts: Options = None, timeout: timedelta | None = None) -> Work:
         """Combine one tensor over the ranks, in place."""
         if type(opts) is not AllreduceOptions:
             opts = options(AllreduceOptions, reduceOp=opts, timeout=timeout)
-        if not opts.asyncOp and opts.reduceOp == SUM and self._lane.try_now(self._add_quickly, tensors):
+        if not opts.asyncOp and opts.reduceOp == SUM and self._queue.try_now(self._quick_sum, tensors):
             return DONE
         tensors = as_list(tensors)
         if self._takes(*tensors) and (op := op_of(opts.reduceOp, tensors)):
@@ -252,7 +252,7 @@ class PopdistProcessGroup(TorchGroups):
 
     def shutdown(self) -> None:
         """Leave: the other ranks see it, and nothing is held any more."""
-        self._lane.stop()
+        self._queue.stop()
         self._host.close()
         super().shutdown()
 

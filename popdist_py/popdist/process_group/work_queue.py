@@ -117,7 +117,7 @@ class PendingWork(dist.Work):
 DONE: Final = DoneWork()
 
 
-class Lane:
+class WorkQueue:
     """The collectives of one group.
 
     Args:
@@ -130,7 +130,7 @@ class Lane:
         self._thread: Thread | None = None
         self._turn, self._issue = Lock(), Lock()
         self._num_issued = self._num_done = 0
-        _lanes.add(self)
+        _queues.add(self)
 
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], results: Results, *, is_async: bool
@@ -197,11 +197,11 @@ class Lane:
         del error  # which knows this frame, and with it the tensors
 
 
-_lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+_queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
     """A thread that lets go of a tensor when the interpreter is gone would abort the process."""
-    for lane in list(_lanes):
-        lane.stop()
+    for queue in list(_queues):
+        queue.stop()
