@@ -69,11 +69,10 @@ def _open_closed_streams() -> None:
 def _run(words: Sequence[str]) -> int:
     from click.exceptions import Exit  # noqa: PLC0415 - Ctrl-C is heard before this import
 
-    from poprun.cli.completion import asked_completion  # noqa: PLC0415 - see above
+    from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see above
 
     if (instruction := asked_completion()) is not None:
         return _complete(instruction)
-    from poprun.cli.command_line import read_command_line  # noqa: PLC0415 - see above
 
     try:
         line = read_command_line(words)

@@ -4,15 +4,11 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
-from poprun.cli.command_line import CommandLine, misspelled_variables
-from poprun.cli.versions import VersionFormat, version_text
-from poprun.doctor import ReportFormat
-from poprun.doctor.diagnosis import can_run, diagnose, render_findings
-from poprun.doctor.facts import examine
+from poprun.cli.command_line import CommandLine, misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import advise, advise_of_hosts, advise_of_words, idle_vipu_options
-from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import facts_within, job_words, make_plan, within
 from poprun.plan.request import LauncherChoice
@@ -21,19 +17,15 @@ from poprun.plan.topology import MachineFacts
 from poprun.probe.machine import machine_facts, own_names
 from poprun.probe.program import as_elsewhere, resolve_program
 from poprun.probe.slurm import find_allocation
-from poprun.start import gpus_for, look_at_hosts, print_out, start_job
 from poprun.text import screen
 
+if TYPE_CHECKING:
+    from poprun.plan.inventory import Cluster
+    from poprun.render.table import Details
+    from poprun.text.formats import ReportFormat, VersionFormat
 
-def consult(report_format: ReportFormat) -> int:
-    """Tell what poprun would use on this machine, and what is missing.
-
-    Returns:
-        1 when no job can run on it, else 0.
-    """
-    findings = diagnose(examine(os.environ))
-    screen.show(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
-    return 0 if can_run(findings) else 1
+_ENGINES_OWN: Final = ("host", "num-instances", "image")
+"""Options that a batch script leaves to what it asks Slurm for."""
 
 
 def run(line: CommandLine) -> int:
@@ -46,14 +38,13 @@ def run(line: CommandLine) -> int:
         PoprunError: If there is no such plan or program, or the job cannot be started.
     """
     if line.prints_version or line.version_format is not None:
-        screen.show(version_text(line.version_format or VersionFormat.TEXT))
-        return 0
+        return _print_version(line.version_format)
     if line.asks_doctor:
-        return consult(line.report_format)
+        return _examine_machine(line.report_format)
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.is_dry_run or line.emitted is not None:
-        _foresee(plan, facts, line)
-        screen.show(print_out(plan, line))
+        _preview_lease(plan, facts, line)
+        screen.show(_print_out(plan, line))
         return 0
     if not plan.program:
         raise UsageError(
@@ -64,23 +55,39 @@ def run(line: CommandLine) -> int:
         raise UsageError(
             "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
         )
+    return _start(plan, facts, line)
+
+
+def _print_version(version_format: "VersionFormat | None") -> int:
+    from poprun.cli.versions import version_text  # noqa: PLC0415 - jobs go without
+    from poprun.text.formats import VersionFormat  # noqa: PLC0415 - jobs go without
+
+    screen.show(version_text(version_format or VersionFormat.TEXT))
+    return 0
+
+
+def _examine_machine(report_format: "ReportFormat") -> int:
+    """Tell what poprun would use on this machine, and what is missing; 1 when no job can run on it, else 0."""
+    from poprun.doctor.diagnosis import can_run, diagnose, render_findings  # noqa: PLC0415 - rich is expensive
+    from poprun.doctor.facts import examine  # noqa: PLC0415 - jobs go without
+
+    findings = diagnose(examine(os.environ))
+    screen.show(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
+    return 0 if can_run(findings) else 1
+
+
+def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:
+    from poprun.start import look_at_hosts, start_job  # noqa: PLC0415 - a dry run starts nothing
+
     network = look_at_hosts(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
-    return start_job(plan, facts, line, network)
 
+    def announce(placed: LaunchPlan) -> None:
+        if line.prints_topology:
+            screen.show(_print_out(placed, line))
 
-def _foresee(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
-    """Say what the job would take from the pool, if it takes anything and is to run here."""
-    if plan.asks_server and line.emitted is None:
-        screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
-    if line.emitted is not None or not plan.takes_lease:
-        return
-    from poprun.lease.local_lease import would_hold  # noqa: PLC0415 - most jobs take nothing
-
-    gpus = gpus_for(plan, facts)
-    is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
-    screen.tell(would_hold(plan, gpus, is_here=is_here, tell=screen.tell))
+    return start_job(plan, facts, network, verbosity=line.verbosity, announce=announce)
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
@@ -116,11 +123,15 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 def _under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
-) -> tuple[MachineFacts, Cluster | None]:
+) -> "tuple[MachineFacts, Cluster | None]":
     """The facts with the GPUs that the job may get, and the pod to plan for, if there is one."""
-    pod = _pod(vipu.pod)
-    if pod is not None:
-        facts = _within_pod(pod, vipu, facts)
+    pod = None
+    if vipu.pod is not None:
+        from poprun.pool.clusters import allocation_of, gpus_within, pod_of  # noqa: PLC0415 - few jobs know a pod
+
+        pod = pod_of(vipu.pod)
+        gpus = gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus)
+        facts = replace(facts, gpus=gpus)
     if vipu.server_host is not None and asks_server:
         from poprun.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
 
@@ -130,22 +141,6 @@ def _under_pool(
 
         facts = replace(facts, gpus=mark_leased(facts.gpus, vipu.pool))
     return facts, pod
-
-
-def _pod(name: str | None) -> Cluster | None:
-    """The pod to plan for in place of this machine."""
-    if name is None:
-        return None
-    from poprun.pool.clusters import pod_of  # noqa: PLC0415 - most jobs know no pod
-
-    return pod_of(name)
-
-
-def _within_pod(pod: Cluster, vipu: VipuSettings, facts: MachineFacts) -> MachineFacts:
-    """The facts with those GPUs that stand for IPUs of the pod, in the part of it that is asked for."""
-    from poprun.pool.clusters import allocation_of, gpus_within  # noqa: PLC0415 - most jobs know no pod
-
-    return replace(facts, gpus=gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus))
 
 
 def _export(line: CommandLine, file: str) -> None:
@@ -176,6 +171,7 @@ def _working_directory() -> str:
 
 
 def _why(choice: LauncherChoice, plan: LaunchPlan) -> str:
+    """Why the launcher of ``plan`` was taken."""
     if choice is LauncherChoice.AUTO:
         return f"auto takes MPI where there is one, and {f'found {plan.mpi}' if plan.mpi else 'there is none'}"
     return f"asked for, found {plan.mpi}" if plan.mpi else "asked for"
@@ -185,7 +181,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     """The plan in ``file``; the command line gives the program if that plan has none."""
     from poprun.plan.plan_file import read_plan  # noqa: PLC0415 - most jobs have no plan file
 
-    source = "standard input" if file == "-" else file
+    source = _name_of(file)
     if line.verbosity:
         screen.tell(f"reading the plan from {source}")
     try:
@@ -200,15 +196,75 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     return replace(plan, program=_program(line, plan.working_directory))
 
 
+def _read(file: str) -> str:
+    with open(file, encoding="utf-8") as stream:
+        return stream.read()
+
+
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
     """See that the machine has what a plan of another time or place counts on."""
     from poprun.plan.advice import check_fitness  # noqa: PLC0415 - most jobs have no plan file
 
-    source = "standard input" if file == "-" else file
-    for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), source):
+    for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.tell(f"warning: {difference}")
 
 
-def _read(file: str) -> str:
-    with open(file, encoding="utf-8") as stream:
-        return stream.read()
+def _name_of(plan_file: str) -> str:
+    return "standard input" if plan_file == "-" else plan_file
+
+
+def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
+    """Say what the job would take from the pool, if it takes anything and is to run here."""
+    if line.emitted is not None:
+        return
+    if plan.asks_server:
+        screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
+    if not plan.takes_lease:
+        return
+    from poprun.lease.local_lease import would_hold  # noqa: PLC0415 - most jobs take nothing
+    from poprun.start import gpus_for  # noqa: PLC0415 - most jobs take nothing
+
+    is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
+    screen.tell(would_hold(plan, gpus_for(plan, facts), is_here=is_here, tell=screen.tell))
+
+
+def _print_out(plan: LaunchPlan, line: CommandLine) -> str:
+    """``plan`` in the form that the command line asks for."""
+    if line.emitted is not None:
+        from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
+
+        return emit_job(
+            plan, line.emitted, Surroundings(image=line.image, python=sys.executable, options=_options_again(line))
+        )
+    from poprun.render import render_plan  # noqa: PLC0415 - most jobs are not shown
+
+    return render_plan(
+        plan,
+        line.topology_format,
+        width=screen.width(),
+        has_color=screen.has_color(),
+        details=_details(plan, line) if line.verbosity else None,
+    )
+
+
+def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
+    """What ``-v`` adds to the table of a plan."""
+    from poprun.launch.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
+    from poprun.plan.program_environment import program_environment  # noqa: PLC0415 - only -v asks for it
+    from poprun.render.table import Details  # noqa: PLC0415 - only -v asks for it
+
+    commands = launch_commands(plan)
+    return Details(
+        command=commands[0].words,
+        num_commands=len(commands),
+        origins=origins(line.given, with_defaults=line.verbosity > 1),
+        environment=program_environment(plan, 0, os.environ),
+    )
+
+
+def _options_again(line: CommandLine) -> tuple[str, ...]:
+    """The words with which poprun makes the same plan again, where the hosts come from the cluster's engine."""
+    if line.plan_file is not None:
+        return (f"--plan={os.path.abspath(line.plan_file)}",)
+    kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)
+    return tuple(f"--{one.option.name}={text}" for one in kept for text in one.texts)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from poprun.emit import EmitKind, Surroundings, emit_job
+from poprun.emit import Surroundings, emit_job
+from poprun.text.formats import EmitKind
 from tests.planning import planned
 from tests.running import Finished, MpiEnvironment, Poprun, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from poprun.plan.plan_file import read_plan
-from poprun.render import TopologyFormat
+from poprun.text.formats import TopologyFormat
 from tests.running import Poprun, run, without_stamps
 
 WITHOUT_LIBRARIES = """\

@@ -9,7 +9,8 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from poprun.plan.settings import VipuSettings
-from poprun.render import TopologyFormat, render_plan
+from poprun.render import render_plan
+from poprun.text.formats import TopologyFormat
 from poprun.text.host_names import parse_hosts
 from tests.planning import CLUSTER_NODE, planned
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from popdist.contract import VERSION
-from poprun.cli.versions import DEPENDENCIES, VersionFormat, version_text
+from poprun.cli.versions import DEPENDENCIES, version_text
+from poprun.text.formats import VersionFormat
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

@@ -9,7 +9,7 @@ from poprun.errors import PoprunError
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.plan.topology import ProcessPlacement
-from poprun.render import TopologyFormat
+from poprun.text.formats import TopologyFormat
 
 
 def read(*words: str) -> CommandLine:

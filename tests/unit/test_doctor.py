@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.doctor import ReportFormat
 from poprun.doctor.diagnosis import State, can_run, diagnose, render_findings
 from poprun.doctor.facts import Libraries, Symptoms, read_libraries
 from poprun.probe.limits import MemoryLimits
+from poprun.text.formats import ReportFormat
 from tests.planning import LAPTOP, MPICH, with_gpus
 
 GIB = 2**30

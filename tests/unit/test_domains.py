@@ -9,7 +9,8 @@ from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.program_environment import program_environment
 from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import VipuSettings
-from poprun.render import TopologyFormat, render_plan
+from poprun.render import render_plan
+from poprun.text.formats import TopologyFormat
 from tests.planning import LAPTOP, planned, with_gpus
 
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popdist.environments import Launcher, detect
-from poprun.emit import EmitKind, Surroundings, emit_job
+from poprun.emit import Surroundings, emit_job
 from poprun.emit.kubernetes import job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import EndingSettings
+from poprun.text.formats import EmitKind
 from tests.planning import LAPTOP, MPICH, planned, with_gpus
 
 FOLDER = Path(__file__).with_name("kubernetes")

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from poprun.render import TopologyFormat, render_plan
+from poprun.render import render_plan
 from poprun.render.text import MAX_WIDTH
+from poprun.text.formats import TopologyFormat
 from tests.machines import TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, facts_of
 from tests.planning import LAPTOP, planned
 

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from poprun.cli.click_command import PoprunCommand
-from poprun.cli.option import LINE, REQUEST, VARIABLE_PREFIX, Given, values_by_section
+from poprun.cli.option import COMPLETION, LINE, REQUEST, VARIABLE_PREFIX, Given, values_by_section
 from poprun.cli.options import EXAMPLES, OPTIONS
-from poprun.cli.versions import VersionFormat
-from poprun.doctor import ReportFormat
-from poprun.emit import EmitKind
 from poprun.errors import UsageError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
-from poprun.render import TopologyFormat
+from poprun.text.formats import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 from poprun.text.host_names import read_host_file
+
+
+def asked_completion(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What a shell asks poprun to complete, or None in every other call."""
+    return environ.get(COMPLETION)
+
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
 """What variables and files may hold, by name."""

@@ -145,11 +145,6 @@ def _values(option: Option, begun: str, names: Names) -> list[Item]:
     return [CompletionItem(f"{before}{comma}{it}") for it in found if it.startswith(last)]
 
 
-def asked_completion() -> str | None:
-    """What a shell asks poprun to complete, or None in every other call."""
-    return os.environ.get(COMPLETION)
-
-
 def names_of_this_machine() -> "Names":
     """Where completion looks for names; nothing is looked for before it is needed."""
     return Names(hosts=known_hosts, partitions=_partitions)

@@ -25,13 +25,10 @@ from poprun.cli.option import (
     grouped,
     one_of,
 )
-from poprun.cli.versions import VersionFormat
-from poprun.doctor import ReportFormat
-from poprun.emit import EmitKind
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.settings import EndingSettings, VipuSettings
 from poprun.plan.topology import ProcessPlacement
-from poprun.render import TopologyFormat
+from poprun.text.formats import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
 _REQUEST_DEFAULTS: Final = LaunchRequest()
 

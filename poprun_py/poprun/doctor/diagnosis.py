@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.contract import VERSION
-from poprun.doctor import ReportFormat
 from poprun.doctor.facts import Symptoms
 from poprun.render.table import Page
+from poprun.text.formats import ReportFormat
 from poprun.text.ranges import fold_numbers
 
 MIN_SHARED_BYTES: Final = 2**30

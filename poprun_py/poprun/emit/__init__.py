@@ -4,23 +4,15 @@ Pure: values in, text out. A row of ``_WRITERS`` is one kind; each is a module o
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
+from poprun.text.formats import EmitKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class EmitKind(StrEnum):
-    """The engines for which a plan can be written."""
-
-    MPIJOB = "mpijob"
-    JOBSET = "jobset"
-    SBATCH = "sbatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Final
 from poprun.errors import PlanError
 from poprun.plan.counts import legal_instances
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.pods import named_pod
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
 from poprun.text.ranges import fold_numbers
 
@@ -227,7 +226,7 @@ def idle_vipu_options(plan: LaunchPlan) -> Mapping[str, str]:
     found = {}
     if not plan.devices:
         found["share-devices"] = "the job uses no GPUs"
-    if not plan.asks_server and (vipu.pod is None or named_pod(vipu.pod) is not None):
+    if not plan.asks_server and _is_one_allocation(vipu.pod):
         word = (
             f"{vipu.pod or 'this machine'} is one allocation, whatever it is called; a pod's YAML file has several"
         )
@@ -242,3 +241,12 @@ def idle_vipu_options(plan: LaunchPlan) -> Mapping[str, str]:
         )
         found |= dict.fromkeys(_OF_LEASES, word)
     return found
+
+
+def _is_one_allocation(pod: str | None) -> bool:
+    """Whether this machine, or the pod that is planned for, has no parts; only a pod's YAML file knows some."""
+    if pod is None:
+        return True
+    from poprun.plan.pods import named_pod  # noqa: PLC0415 - most jobs know no pod
+
+    return named_pod(pod) is not None

@@ -10,12 +10,11 @@ run where nobody asked for it.
 import math
 from dataclasses import replace
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from popdist.contract import NUM_THREADS
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.counts import check_count, check_counts, legal_instances
-from poprun.plan.inventory import Cluster, num_ilds
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, merged, read_job_words
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan
@@ -32,6 +31,9 @@ from poprun.plan.settings import (
 from poprun.plan.topology import Allocation, Gpu, MachineFacts, MpiRuntime, ProcessPlacement
 from poprun.text.host_names import check_hosts, fold_hosts
 
+if TYPE_CHECKING:
+    from poprun.plan.inventory import Cluster
+
 DEBUG_VARIABLES: Final = (("PYTHONFAULTHANDLER", "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
 """Where Python was when a signal ended it, and what torch's own process groups disagree on."""
 
@@ -42,7 +44,7 @@ _BIND_TO: Final = "bind-to"
 _UNBOUND: Final = "none"
 
 
-def make_plan(request: LaunchRequest, facts: MachineFacts, pod: Cluster | None = None) -> LaunchPlan:
+def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None" = None) -> LaunchPlan:
     """Decide everything that can be decided before a process starts.
 
     Args:
@@ -199,11 +201,15 @@ def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
     return mpi and replace(mpi, forker=None)
 
 
-def _fill_domains(request: LaunchRequest, pod: Cluster | None, num_instances: int) -> VipuSettings:
+def _fill_domains(request: LaunchRequest, pod: "Cluster | None", num_instances: int) -> VipuSettings:
     """What is asked of the pool, with the number of IPU-Link domains that it comes to."""
-    asked, per_replica = request.vipu.num_ilds, request.ipus_per_replica
-    number = num_ilds(asked, pod, num_instances=num_instances, ipus_per_replica=per_replica)
-    return replace(request.vipu, num_ilds=number)
+    vipu = request.vipu
+    if vipu.num_ilds is None and pod is None:
+        return vipu
+    from poprun.plan.inventory import num_ilds  # noqa: PLC0415 - few jobs know of domains
+
+    number = num_ilds(vipu.num_ilds, pod, num_instances=num_instances, ipus_per_replica=request.ipus_per_replica)
+    return replace(vipu, num_ilds=number)
 
 
 def _choose_devices(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> tuple[str, ...]:

@@ -4,25 +4,13 @@ Pure: values in, text out. Each format is a module of its own that is imported o
 for none of them.
 """
 
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from poprun.plan.plan import LaunchPlan
+from poprun.text.formats import TopologyFormat
 
 if TYPE_CHECKING:
     from poprun.render.table import Details
-
-
-class TopologyFormat(StrEnum):
-    """How a plan is written: for a person, as PopRun writes it, for a program, or as a picture."""
-
-    TABLE = "table"
-    TEXT = "text"
-    JSON = "json"
-    YAML = "yaml"
-    SVG = "svg"
-    HTML = "html"
-    MERMAID = "mermaid"
 
 
 def render_plan(
