@@ -1,11 +1,12 @@
-"""Which replicas each instance owns, and how a row of things is dealt to parts.
+"""Which replicas each instance owns, and which samples each replica gets.
 
-Pure arithmetic: no environment, no clock, no torch. Replicas are numbered so that an instance owns one
-contiguous block, and instances so that a host owns one contiguous block of them.
+Replicas are numbered so that an instance owns one contiguous block of them, and instances so that a host owns one
+contiguous block of those.
 
-Consecutive parts of equal size, the first ones larger by one where the row does not divide, as
-``torch.tensor_split`` cuts. The rule composes: dealing a step to all replicas gives replica r the same samples as
-dealing the joined samples of one instance to its local replicas. Pure arithmetic on ranges.
+Samples are dealt in consecutive parts of equal size, the first ones larger by one where they do not divide, as
+``torch.tensor_split`` cuts. The rule composes: to deal a step to all replicas gives replica r the same samples as
+to deal the joined samples of one instance to its local replicas. Pure arithmetic: no environment, no clock, no
+torch.
 """
 
 from dataclasses import dataclass
@@ -71,6 +72,17 @@ def part(row: range, index: int, num_parts: int) -> range:
 def parts(row: range, indices: range, num_parts: int) -> range:
     """The consecutive parts ``indices`` of ``row`` dealt to ``num_parts``, joined to one range."""
     return row[_start(len(row), indices.start, num_parts) : _start(len(row), indices.stop, num_parts)]
+
+
+def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> list[range]:
+    """Which samples of a batch belong to each micro batch, replica by replica.
+
+    The batch is dealt to the replicas, and each replica's part to its ``accumulation`` micro batches. With fewer
+    samples than parts, the last ones are empty: a legal, smaller step.
+    """
+    samples = range(num_samples)
+    shares = [part(samples, replica, num_replicas) for replica in range(num_replicas)]
+    return [part(share, index, accumulation) for share in shares for index in range(accumulation)]
 
 
 def _start(size: int, index: int, num_parts: int) -> int:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from popdist.errors import BatchError
-from popdist.training.micro_batches import count_samples, micro_batch_rows, take
+from popdist.layout import micro_batch_rows
+from popdist.training.micro_batches import count_samples, split_batch, take
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the untyped kind is what programs have
 
@@ -34,10 +35,11 @@ def test_rows_are_split_as_tensor_split_does(samples: int, replicas: int, accumu
     rows = micro_batch_rows(samples, replicas, accumulation)
 
     expected = [
-        [part.tolist() for part in local.tensor_split(accumulation)]
+        part.tolist()
         for local in torch.arange(samples).tensor_split(replicas)
+        for part in local.tensor_split(accumulation)
     ]
-    assert [[list(part) for part in local] for local in rows] == expected
+    assert [list(part) for part in rows] == expected
 
 
 @pytest.mark.parametrize(
@@ -99,5 +101,5 @@ def test_a_batch_that_does_not_split_names_the_place(batch: object, message: str
 
 def test_accumulation_is_at_least_one() -> None:
     """There is no step without micro batches."""
-    with pytest.raises(BatchError, match="accumulation=0 must be at least 1"):
-        micro_batch_rows(4, 2, 0)
+    with pytest.raises(BatchError, match="accumulation=0 must be a whole number of at least 1"):
+        split_batch(X, 2, 0)

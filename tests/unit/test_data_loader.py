@@ -191,7 +191,19 @@ def test_resuming_loses_nothing_and_repeats_nothing(
     rest, whole = steps(after), steps(after)
 
     assert sorted(found + seen(rest)) == sorted(seen(whole)) == list(range(length))
-    assert all(m.content is None for step in rest for batch in step for m in batch.micro_batches if not m[2])
+    assert all(
+        m.content is None for step in rest for batch in step for m in batch.micro_batches if not m.num_samples
+    )
+
+
+def test_a_micro_batch_unpacks_and_has_no_index() -> None:
+    """Its attributes have names; what a number in brackets means would have to be looked up."""
+    (batch,) = data_loader(torch.arange(3), 3)
+    (micro,) = batch.micro_batches
+    replica, step, num_samples, content = micro
+
+    assert (replica, step, num_samples, content.tolist()) == (0, 0, 3, [0, 1, 2])
+    assert not hasattr(micro, "__getitem__")
 
 
 def test_epochs_count_as_those_of_the_sampler() -> None:

@@ -1,14 +1,17 @@
-"""What a loader hands to the loop: one step of this instance, micro batch by micro batch."""
+"""The batches of a loader: one step of this instance, micro batch by micro batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from popdist.layout import part
+from popdist.layout import micro_batch_rows
 
 
-class MicroBatch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
     """What one replica computes on in one forward and backward pass.
+
+    It unpacks in the order of its attributes: ``replica, step, num_samples, content = micro_batch``.
 
     Attributes:
         replica: Job-wide number of the replica.
@@ -22,9 +25,12 @@ class MicroBatch(NamedTuple):
     num_samples: int
     content: Any
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.replica, self.step, self.num_samples, self.content))
+
 
 class Share(NamedTuple):
-    """The samples of one step that belong to an instance: what is to be fetched, and where it belongs.
+    """The samples of one step that belong to an instance: which are fetched, and where in the epoch they lie.
 
     Attributes:
         epoch: Number of the epoch, from 0.
@@ -41,13 +47,9 @@ class Share(NamedTuple):
     indices: list[int]
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
-        """The indices of each micro batch: dealt to ``num_replicas`` local replicas, then to accumulation."""
-        if num_replicas == accumulation == 1:
-            return [self.indices]
-        row = range(len(self.indices))
-        shares = [part(row, replica, num_replicas) for replica in range(num_replicas)]
-        rows = [part(share, index, accumulation) for share in shares for index in range(accumulation)]
-        return [self.indices[it.start : it.stop] for it in rows]
+        """The indices of each micro batch, of ``num_replicas`` local replicas one after the other."""
+        rows = micro_batch_rows(len(self.indices), num_replicas, accumulation)
+        return [self.indices[row.start : row.stop] for row in rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +75,14 @@ class Batch:
 
     @classmethod
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
-        """The batch that ``share`` describes, with what was fetched for it."""
-        sizes = map(len, share.split(len(replicas), accumulation))
+        """The batch of the samples of ``share``, with the content of each micro batch."""
+        rows = micro_batch_rows(len(share.indices), len(replicas), accumulation)
         owners = [(replica, step) for replica in replicas for step in range(accumulation)]
-        micro_batches = [
-            MicroBatch(*owner, size, content) for owner, size, content in zip(owners, sizes, contents, strict=True)
-        ]
         return cls(
-            micro_batches=tuple(micro_batches),
+            micro_batches=tuple(
+                MicroBatch(replica, step, len(row), content)
+                for (replica, step), row, content in zip(owners, rows, contents, strict=True)
+            ),
             epoch=share.epoch,
             step=share.step,
             indices=tuple(share.indices),
@@ -93,7 +95,7 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        return (it.content for it in self.micro_batches if it.num_samples)
+        return (micro.content for micro in self.micro_batches if micro.num_samples)
 
     def __len__(self) -> int:
-        return sum(it.num_samples > 0 for it in self.micro_batches)
+        return sum(micro.num_samples > 0 for micro in self.micro_batches)

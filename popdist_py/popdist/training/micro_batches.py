@@ -1,12 +1,12 @@
-"""A combined batch and its micro batches: what a loop may hand to ``micro_batches``, cut along dim 0.
+"""Batches, split into the micro batches of this instance's replicas.
 
 A nest is what a loader yields: tensors in tuples, named tuples, lists, mappings and dataclasses, as deep as you
-like. A row of strings, which torch's default collate leaves a list, is cut like a tensor. Anything else (a number,
-None, an object) goes to every micro batch as it is.
+like. It is cut along dim 0. A row of strings, which torch's default collate leaves a list, is cut like a tensor;
+anything else in it (a number, None, an object) goes to every micro batch as it is. A batch of popdist's own loader
+brings its micro batches with it, and any other batch is cut by a function of the program's own.
 
-A nest of tensors is cut along dim 0. A loader's batch brings its micro batches with it. Anything else is cut by a
-function of the program's own. In each case a micro batch weighs the samples it holds, unless the program says what
-it weighs, as the tokens of a sequence model do.
+A micro batch weighs the samples that it holds, unless the program says what it weighs: the tokens of a sequence
+model, for example.
 """
 
 import copy
@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from popdist.errors import BatchError, as_float, whole_number
-from popdist.layout import part
+from popdist.layout import micro_batch_rows
 
 Nest = Any
 
@@ -39,23 +39,8 @@ def count_samples(batch: Nest) -> int:
     return sizes.pop()
 
 
-def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> list[list[range]]:
-    """Which samples of a combined batch belong to each local replica's micro batches.
-
-    The batch is dealt to the replicas and each replica's part to its ``accumulation`` micro batches, first parts
-    larger by one. With fewer samples than parts, the last ones are empty: a legal, smaller step.
-
-    Raises:
-        BatchError: If ``accumulation`` is below 1.
-    """
-    if accumulation < 1:
-        raise BatchError(f"accumulation={accumulation} must be at least 1")
-    replicas = [part(range(num_samples), replica, num_replicas) for replica in range(num_replicas)]
-    return [[part(rows, index, accumulation) for index in range(accumulation)] for rows in replicas]
-
-
 def take(batch: Nest, rows: range) -> Nest:
-    """The nest of samples ``rows`` of ``batch``: of the same types, its tensors views of the batch's."""
+    """Samples ``rows`` of ``batch``: a nest of the same types, whose tensors are views of the batch's."""
 
     def cut(nest: Nest) -> Nest:
         if isinstance(nest, torch.Tensor) or _is_row_of_strings(nest):
@@ -66,7 +51,7 @@ def take(batch: Nest, rows: range) -> Nest:
 
 
 def to_device(nest: Nest, device: torch.device) -> Nest:
-    """``nest`` with its tensors on ``device``, and whatever else says ``to``; as it is when it is there already.
+    """``nest`` with its tensors, and whatever else has a method ``to``, on ``device``.
 
     Tensors in pinned memory are copied while the program goes on.
     """
@@ -103,7 +88,7 @@ def _map(nest: Nest, function: Callable[[Nest], Nest]) -> Nest:
 
 
 def _add_sizes(nest: Nest, sizes: set[int]) -> None:
-    """The sizes of dim 0 of all that is cut; without their places, which only a wrong one is asked for."""
+    """Add the sizes of dim 0 of all that is cut. Their places are only looked for when one is wrong."""
     if isinstance(nest, torch.Tensor):
         sizes.add(nest.shape[0] if nest.dim() else _NO_DIM)
     elif _is_row_of_strings(nest):
@@ -115,7 +100,7 @@ def _add_sizes(nest: Nest, sizes: set[int]) -> None:
 
 
 def _no_size(batch: Nest) -> BatchError:
-    """Why there is no one size of dim 0 in ``batch``."""
+    """The error that says why ``batch`` has no one size of dim 0."""
     rows = list(_rows(batch, "batch"))
     if not rows:
         return BatchError(
@@ -162,28 +147,18 @@ Split = Callable[[Nest], Sequence[Nest]]
 """Gives this instance's micro batches of a batch, replica by replica; None for one without samples."""
 
 
-class MicroBatch(NamedTuple):
-    """One forward and backward pass.
-
-    Attributes:
-        weight: What its gradient counts in the mean. At least 0.
-        content: What the loop gets; None when there is nothing to compute.
-    """
-
-    weight: float
-    content: Nest
-
-
 class Splitting(NamedTuple):
-    """This instance's part of one step.
+    """This instance's micro batches of one step, local replica by local replica.
 
     Attributes:
         accumulation: Micro batches of each local replica.
-        micro_batches: Of each local replica in turn.
+        contents: What the loop gets of each; None where there is nothing to compute.
+        weights: What the gradient of each counts in the mean. At least 0.
     """
 
     accumulation: int
-    micro_batches: list[MicroBatch]
+    contents: list[Nest]
+    weights: Sequence[float]
 
 
 def split_batch(
@@ -208,24 +183,32 @@ def split_batch(
         BatchError: If the batch cannot be split so, a weight is not possible, or the numbers do not fit.
     """
     accumulation = whole_number("accumulation", accumulation, BatchError)
-    if split is None and hasattr(batch, "micro_batches"):
-        accumulation, found = _read_loaders(batch, num_replicas, accumulation)
-    elif split is None:
-        found = _cut(batch, num_replicas, accumulation)
-    else:
+    sizes: list[int]
+    if split is not None:
         contents = _apply(split, batch)
         _expect(len(contents), "split gave {} micro batches", num_replicas, accumulation)
-        found = [_weighed(content, is_weighed=weights is not None) for content in contents]
-    if weights is not None:
-        if not isinstance(weights, Iterable):
-            raise BatchError(f"weights={weights!r} must be a list of numbers, one for each micro batch")
-        weights = list(weights)
-        _expect(len(weights), "there are {} weights", num_replicas, accumulation)
-        pairs = zip(found, weights, strict=True)
-        found = [MicroBatch(check_weight(weight), it.content) for it, weight in pairs]
-        if idle := [index for index, it in enumerate(found) if it.content is None and it.weight]:
-            raise BatchError(f"micro batch {idle[0]} weighs {found[idle[0]].weight}, but it has no samples")
-    return Splitting(accumulation, found)
+        sizes = [_size(content, is_weighed=weights is not None) for content in contents]
+    elif hasattr(batch, "micro_batches"):
+        contents, sizes = (
+            [it.content for it in batch.micro_batches],
+            [it.num_samples for it in batch.micro_batches],
+        )
+        if accumulation == 1:
+            accumulation = max(1, len(contents) // num_replicas)
+        _expect(len(contents), "the batch has {} micro batches", num_replicas, accumulation)
+    else:
+        contents, sizes = _cut(batch, num_replicas, accumulation)
+    contents = [content if size else None for content, size in zip(contents, sizes, strict=True)]
+    if weights is None:
+        return Splitting(accumulation, contents, sizes)
+    if not isinstance(weights, Iterable):
+        raise BatchError(f"weights={weights!r} must be a list of numbers, one for each micro batch")
+    weights = [check_weight(weight) for weight in weights]
+    _expect(len(weights), "there are {} weights", num_replicas, accumulation)
+    for index, (content, weight) in enumerate(zip(contents, weights, strict=True)):
+        if content is None and weight:
+            raise BatchError(f"micro batch {index} weighs {weight}, but it has no samples")
+    return Splitting(accumulation, contents, weights)
 
 
 def check_weight(weight: float) -> float:
@@ -251,34 +234,20 @@ def _apply(split: Split, batch: Nest) -> list[Nest]:
     return list(contents)
 
 
-def _cut(batch: Nest, num_replicas: int, accumulation: int) -> list[MicroBatch]:
+def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest], list[int]]:
+    """The parts of a nest of tensors, and how many samples each has."""
     num_samples = count_samples(batch)
-    if num_samples and num_replicas * accumulation == 1:
-        return [MicroBatch(num_samples, batch)]
-    rows_of_replicas = micro_batch_rows(num_samples, num_replicas, accumulation)
-    return [
-        MicroBatch(len(rows), take(batch, rows) if rows else None)
-        for replica in rows_of_replicas
-        for rows in replica
-    ]
+    if num_replicas * accumulation == 1:
+        return [batch], [num_samples]
+    rows = micro_batch_rows(num_samples, num_replicas, accumulation)
+    return [take(batch, row) for row in rows], [len(row) for row in rows]
 
 
-def _weighed(content: Nest, *, is_weighed: bool) -> MicroBatch:
-    """``content`` with its samples as its weight; with weights to come, it need not be a nest of tensors."""
+def _size(content: Nest, *, is_weighed: bool) -> int:
+    """The samples of a micro batch of ``split``; where weights are given, it need not be a nest of tensors."""
     if content is None:
-        return MicroBatch(0.0, None)
-    if is_weighed:
-        return MicroBatch(1.0, content)
-    num_samples = count_samples(content)
-    return MicroBatch(num_samples, content if num_samples else None)
-
-
-def _read_loaders(batch: Nest, num_replicas: int, accumulation: int) -> tuple[int, list[MicroBatch]]:
-    found = [MicroBatch(it[2], it[3] if it[2] else None) for it in batch.micro_batches]
-    if accumulation == 1:
-        accumulation = max(1, len(found) // num_replicas)
-    _expect(len(found), "the batch has {} micro batches", num_replicas, accumulation)
-    return accumulation, found
+        return 0
+    return 1 if is_weighed else count_samples(content)
 
 
 def _expect(number: int, what: str, num_replicas: int, accumulation: int) -> None:

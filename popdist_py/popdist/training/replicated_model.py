@@ -101,7 +101,7 @@ class ModelSteps:
         """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
         try:
             check_reduction(reduction)
-            accumulation, found = split_batch(
+            accumulation, contents, counts = split_batch(
                 batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
             )
         except BatchError:
@@ -109,11 +109,11 @@ class ModelSteps:
             raise
         step = self.begin(accumulation)
         try:
-            step.announce(max([it.weight for it in found]), reduction)
+            step.announce(max(counts), reduction)
         except BaseException:
             self.abandon()
             raise
-        for index, (weight, content) in enumerate(found):
+        for index, (content, weight) in enumerate(zip(contents, counts, strict=True)):
             if content is not None:
                 counted = 1.0 if reduction == "sum" and weights is None else weight
                 with self._enter(step, index, counted):
