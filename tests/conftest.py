@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 from tests import leftovers
-from tests.running import MpiEnvironment, Poprun
+from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun
 
 _ROOT = Path(__file__).parent.parent
 
@@ -30,8 +30,7 @@ _CALLERS = (
 )
 _CALLERS_PREFIXES = ("POPDIST_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "MPIEXEC_", "SLURM_")
 
-_DEADLINE_SECONDS = 120.0
-_LONGEST_DEADLINE_SECONDS = 270.0
+_TEST_DEADLINE_SECONDS = 2 * DEADLINE_SECONDS
 
 _environment = pytest.MonkeyPatch()
 
@@ -43,13 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """Take from the caller's environment what would tell a program of another job; torch reads some on import.
 
     A shell starts what runs in its background with SIGINT ignored, nohup with SIGHUP, and the tests' programs
-    would inherit that.
+    would inherit that. And take care that no other run's files in shared memory are seen here.
     """
+    leftovers.make_shared_memory_private()
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "deadline(seconds): how long a test may take, when 120 s are too few")
     for name in list(os.environ):
         if name in _CALLERS or name.startswith(_CALLERS_PREFIXES):
             _environment.delenv(name)
@@ -61,18 +60,15 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that takes too long fails with every thread's stack; one that hangs in C is ended by the config."""
-    marker = request.node.get_closest_marker("deadline")
-    seconds = _DEADLINE_SECONDS if marker is None else float(marker.args[0])
-    assert seconds <= _LONGEST_DEADLINE_SECONDS
+def _deadline() -> Iterator[None]:
+    """A test that hangs fails with every thread's stack; one that hangs in C is ended by the config."""
 
     def fail(_signum: int, _frame: FrameType | None) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2)
-        pytest.fail(f"the test took longer than {seconds} s")
+        pytest.fail(f"the test took longer than {_TEST_DEADLINE_SECONDS:g} s")
 
     before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, _TEST_DEADLINE_SECONDS)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
@@ -102,12 +98,7 @@ def _leaves_nothing(_leaves_environment: None, monkeypatch: pytest.MonkeyPatch) 
     leftovers.kill(processes)
     assert described == []
     assert leftovers.wait_until_none(lambda: leftovers.threads() - threads) == []
-    assert leftovers.wait_until_none(lambda: _abandoned(files)) == []
-
-
-def _abandoned(before: set[Path]) -> list[Path]:
-    """New files that nobody else uses: the test's own processes have all ended by now."""
-    return [file for file in leftovers.shared_memory_files() - before if not leftovers.is_held_by_others(file)]
+    assert leftovers.abandoned_files(files) == []
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """Find what a test left behind: processes, threads, files in shared memory.
 
-A process of a test is known by a variable in its environment, which descendants inherit whatever session they move
-to and whoever adopts them; the children of the test process itself are counted too. What has just ended may
-still be in the tables, so each question is asked again until its deadline.
+Other runs on the same machine leave and use things of their own at the same time. A process of a test is known by
+a variable in its environment, which descendants inherit whatever session they move to and whoever adopts them; the
+children of the test process itself are counted too. Files in shared memory do not tell who made them: as root, a
+run has a ``/dev/shm`` of its own. What has just ended may still be in the tables, so each question is asked again
+until its deadline.
 """
 
+import ctypes
 import os
 import threading
 import time
@@ -20,8 +23,11 @@ T = TypeVar("T")
 TOKEN_VARIABLE = "POPRUN_TEST_TOKEN"  # noqa: S105 - it marks processes, it opens nothing
 
 _SHARED_MEMORY = Path("/dev/shm")
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 60.0
 _ASK_AGAIN_SECONDS = 0.02
+
+_CLONE_NEWNS = 0x00020000
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
 
 
 def processes_of(token: str) -> list[psutil.Process]:
@@ -74,6 +80,32 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 def shared_memory_files() -> set[Path]:
     """The files in shared memory now."""
     return set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set()
+
+
+def make_shared_memory_private() -> bool:
+    """Mount a ``/dev/shm`` that only this process and its descendants see; False where that is not allowed (root).
+
+    Called while the process has one thread: the others would keep the old one.
+    """
+    libc = ctypes.CDLL(None)
+    if not _SHARED_MEMORY.is_dir() or libc.unshare(_CLONE_NEWNS):
+        return False
+    libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None)
+    return not libc.mount(b"tmpfs", os.fsencode(_SHARED_MEMORY), b"tmpfs", _MS_NOSUID | _MS_NODEV, None)
+
+
+def abandoned_files(before: set[Path]) -> list[Path]:
+    """The files that are in shared memory since ``before``, when the test's own processes have all ended.
+
+    A file that a process uses, or removes in the end, belongs to another run.
+    """
+    candidates = shared_memory_files() - before
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while candidates := {file for file in candidates if file.exists() and not is_held_by_others(file)}:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_ASK_AGAIN_SECONDS)
+    return sorted(candidates)
 
 
 def is_held_by_others(file: Path) -> bool:

@@ -26,7 +26,7 @@ from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.waiting import wait_until
 from popdist.tree import tree_sum
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),

@@ -10,7 +10,7 @@ import pytest
 from tests.contract.forking import ForkedWorlds
 from tests.docs.markdown import ROOT
 
-STOP_SECONDS = 20.0
+STOP_SECONDS = 300.0
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from torch import nn
 import popdist
 from popdist.context import current_group
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 
 
 def train() -> tuple[int, str]:

@@ -22,7 +22,7 @@ from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.short_messages import ShortMessages
 from popdist.tree import tree_sum
 
-TIMEOUT_SECONDS: Final = 60.0
+TIMEOUT_SECONDS: Final = 300.0
 
 _names = count()
 

@@ -21,7 +21,7 @@ from popdist.checkpoint import load_latest, save
 
 NUM_EPOCHS = 5
 SAVE_EVERY = 7
-DEADLINE_SECONDS = 40.0
+DEADLINE_SECONDS = 300.0
 
 
 def tell(line: str) -> None:

@@ -9,7 +9,7 @@ from torch import distributed
 
 import popdist
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 
 
 def tell(*words: object) -> None:

@@ -85,7 +85,7 @@ class Images(Dataset[torch.Tensor]):
 
 def train(folder: Path, life: Life) -> str:
     """Go on from the last checkpoint to the end; the checksum of the weights."""
-    popdist.init(timeout_seconds=30)
+    popdist.init(timeout_seconds=300)
     model = popdist.ReplicatedModel(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, NUM_STEPS)

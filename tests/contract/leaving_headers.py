@@ -8,7 +8,7 @@ from torch import distributed as dist
 import popdist
 from popdist import context
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 300.0
 
 
 class Interrupted:

@@ -172,7 +172,7 @@ FOLDER: list[Path] = []
 def run_all(folder: Path) -> int:
     """Run each law; how many there are."""
     FOLDER.append(folder)
-    popdist.init(timeout_seconds=30)
+    popdist.init(timeout_seconds=300)
     laws = [law for name, law in globals().items() if name.startswith("law_")]
     for law in laws:
         law()

@@ -22,7 +22,7 @@ NUM_STEPS = 3
 
 def run_all() -> dict[str, str]:
     """Every recipe of this file, by its name."""
-    popdist.init(timeout_seconds=60)
+    popdist.init(timeout_seconds=300)
     digests = {}
     for name, recipe in globals().items():
         if name.startswith("recipe_"):
@@ -33,7 +33,7 @@ def run_all() -> dict[str, str]:
 
 def run_inductor() -> str:
     """What the kernels that torch compiles for this CPU have trained, on micro batches of several sizes."""
-    popdist.init(timeout_seconds=60)
+    popdist.init(timeout_seconds=300)
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(300), nn.GELU())
     model = popdist.ReplicatedModel(torch.compile(module, dynamic=False))  # type: ignore[arg-type] # it is one

@@ -26,7 +26,7 @@ from popdist.host_memory.segments import whole_pages
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.1}),

@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 
 from tests.contract import backend_program
 from tests.contract.forking import ForkedWorlds
-
-DEADLINE_SECONDS = 250.0
-"""Reached only by what hangs."""
+from tests.running import DEADLINE_SECONDS
 
 NUM_CALLS = 625
 NUM_EXAMPLES = 1 + 4
 """The first example is the smallest: no call at all."""
-
-slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
 
 
 @pytest.fixture
@@ -30,14 +26,12 @@ def run_suite(forked_world: ForkedWorlds) -> Callable[..., None]:
     return run
 
 
-@slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
 def test_laws(run_suite: Callable[..., None], num_ranks: int) -> None:
     """Every law of backend_laws.py and backend_turns.py, on every rank."""
     run_suite("laws", num_ranks)
 
 
-@slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 @settings(
     max_examples=NUM_EXAMPLES,
@@ -50,27 +44,23 @@ def test_random_calls(run_suite: Callable[..., None], num_ranks: int, seeds: lis
     run_suite("random", num_ranks, seeds=seeds)
 
 
-@slow
 @pytest.mark.parametrize("hosts", ["aaa", "aabb"])
 def test_a_lost_rank(run_suite: Callable[..., None], hosts: str) -> None:
     """Every way to die of backend_losses.py: all who are left are told who it was, on whichever host."""
     run_suite("losses", len(hosts), hosts)
 
 
-@slow
 def test_what_torch_builds_on_groups(run_suite: Callable[..., None]) -> None:
     """Every neighbour of backend_neighbours.py."""
     run_suite("neighbours", 2)
 
 
-@slow
 @pytest.mark.parametrize("hosts", ["aabb", "abc"], ids=["nodes of the tree", "each alone"])
 def test_laws_on_several_hosts(run_suite: Callable[..., None], hosts: str) -> None:
     """The same laws, and with them the same bits, where ranks take each other to be elsewhere."""
     run_suite("laws", len(hosts), hosts)
 
 
-@slow
 @pytest.mark.parametrize("suite", ["hosts", "neighbours"])
 def test_what_goes_between_hosts(run_suite: Callable[..., None], suite: str) -> None:
     """Each rank's share of its host, for plain collectives and for what torch builds on them."""

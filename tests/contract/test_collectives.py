@@ -10,11 +10,9 @@ from popdist.collectives import exchange
 from popdist.testing import run_world
 from tests.contract import collective_laws
 from tests.contract.forking import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 150.0
 
-
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("num_instances", [1, 2, 3, 4])
 def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     """Every law of collective_laws.py, on every instance."""
@@ -25,7 +23,7 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
 
 def meet_late(signal: Path) -> list[list[int]]:
     """Instance 1 comes only when instance 0 has given up waiting once; what each gets in the end."""
-    popdist.init(timeout_seconds=30)
+    popdist.init(timeout_seconds=DEADLINE_SECONDS)
     if popdist.is_main():
         handle = exchange([7])
         with collective_laws.refused(
@@ -39,7 +37,6 @@ def meet_late(signal: Path) -> list[list[int]]:
     return exchange([8]).wait()
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_a_late_instance_is_named_and_can_still_come(tmp_path: Path) -> None:
     """A wait that was too short says for whom it waited, and can be taken up again."""
     received = run_world(meet_late, tmp_path / "signal", num_instances=2, timeout_seconds=DEADLINE_SECONDS)

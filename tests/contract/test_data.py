@@ -7,11 +7,9 @@ import pytest
 from popdist.testing import run_world
 from tests.contract import data_laws
 from tests.contract.forking import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 150.0
 
-
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 3), (3, 6)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int, tmp_path: Path) -> None:
     """Every law of data_laws.py, on every instance."""

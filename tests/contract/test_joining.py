@@ -12,18 +12,14 @@ import yaml
 from poprun.emit import Surroundings, emit_job
 from poprun.text.formats import EmitKind
 from tests.planning import planned
-from tests.running import Finished, MpiEnvironment, Poprun, run
+from tests.running import DEADLINE_SECONDS, Finished, MpiEnvironment, Poprun, run
 
 PROGRAM = Path(__file__).parent / "joining.py"
 
-DEADLINE_SECONDS = 100.0
 
 NAMES = ("mpich", "openmpi")
 
 JOINED = "3 [0, 1, 2] [0, 1, 2] False {'127.0.0.1'}"
-
-slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
-"""Each process imports torch, for a second and a half on a free core."""
 
 
 def torchrun(what: str, *, num_instances: int = 2) -> Finished:
@@ -32,7 +28,6 @@ def torchrun(what: str, *, num_instances: int = 2) -> Finished:
     return run(
         [sys.executable, "-m", "torch.distributed.run", *options, str(PROGRAM), what],
         env={"OMP_NUM_THREADS": "1"},
-        deadline_seconds=DEADLINE_SECONDS,
     )
 
 
@@ -42,23 +37,19 @@ def mpiexec(mpi: MpiEnvironment, what: str, *, num_instances: int = 2, python: P
     return run(
         [str(mpi.mpiexec), *options, "-n", str(num_instances), str(python or mpi.python), str(PROGRAM), what],
         env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-        deadline_seconds=DEADLINE_SECONDS,
     )
 
 
-@slow
 def test_ranks_of_torchrun_are_instances() -> None:
     """`torchrun train.py` is one job with one replica for each rank, connected over loopback."""
     assert torchrun("join", num_instances=3).succeeded().lines == [JOINED] * 3
 
 
-@slow
 def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment) -> None:
     """`mpiexec -n 3 python train.py` is one job with one replica for each rank, connected over loopback."""
     assert mpiexec(mpi, "join_mpi", num_instances=3).succeeded().lines == [JOINED] * 3
 
 
-@slow
 def test_an_mpi_that_is_not_mpi4pys_is_named(
     mpi_environments: dict[str, MpiEnvironment], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +62,6 @@ def test_an_mpi_that_is_not_mpi4pys_is_named(
     assert "of 2, but mpi4py sees rank 0 of 1: it uses another MPI (Open MPI" in mixed.err
 
 
-@slow
 def test_an_exception_ends_a_job_under_mpiexec(mpi: MpiEnvironment) -> None:
     """One instance raises: the one that waits for it is told, and MPI's own end does not hang."""
     finished = mpiexec(mpi, "fail")
@@ -80,22 +70,19 @@ def test_an_exception_ends_a_job_under_mpiexec(mpi: MpiEnvironment) -> None:
     assert "BackendError: instance 0, in barrier(): the connection to instance 1 was closed" in finished.err
 
 
-@slow
 @pytest.mark.parametrize("order", ["init_first", "init_last"])
 def test_a_program_keeps_its_default_group(poprun: Poprun, order: str) -> None:
     """popdist.init() and init_process_group() work together, in both orders."""
     options = ["--launcher", "local", "--tag-output=no", "-n", "2"]
-    finished = poprun(*options, sys.executable, str(PROGRAM), order, deadline_seconds=DEADLINE_SECONDS)
+    finished = poprun(*options, sys.executable, str(PROGRAM), order)
     assert finished.succeeded().lines == ["2.0 2.0"] * 2
 
 
-@slow
 def test_a_program_keeps_its_default_group_under_torchrun() -> None:
     """Both meet at torchrun's store without disturbing each other."""
     assert torchrun("init_last").succeeded().lines == ["2.0 2.0"] * 2
 
 
-@slow
 def test_four_variables_are_enough() -> None:
     """Without any launcher, ranks that were told where to meet are a job."""
     with socket.create_server(("127.0.0.1", 0)) as held:
@@ -103,12 +90,11 @@ def test_four_variables_are_enough() -> None:
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, str(PROGRAM), "init_first"]
     with subprocess.Popen(command, env={**os.environ, **env, "RANK": "1"}) as other:
-        first = run(command, env={**env, "RANK": "0"}, deadline_seconds=DEADLINE_SECONDS)
+        first = run(command, env={**env, "RANK": "0"})
         assert other.wait(DEADLINE_SECONDS) == 0
     assert first.succeeded().out == "2.0 2.0\n"
 
 
-@slow
 def test_pods_of_an_indexed_job_are_instances() -> None:
     """What the pods of a JobSet are told makes them one job, with as many replicas as the plan gave it."""
     with socket.create_server(("127.0.0.1", 0)) as held:
@@ -122,19 +108,18 @@ def test_pods_of_an_indexed_job_are_instances() -> None:
     with subprocess.Popen(
         command, env={**os.environ, **env, "JOB_COMPLETION_INDEX": "1"}, stdout=subprocess.PIPE, text=True
     ) as other:
-        first = run(command, env={**env, "JOB_COMPLETION_INDEX": "0"}, deadline_seconds=DEADLINE_SECONDS)
+        first = run(command, env={**env, "JOB_COMPLETION_INDEX": "0"})
         second, _ = other.communicate(timeout=DEADLINE_SECONDS)
         assert other.returncode == 0
     assert first.succeeded().out.startswith("4 [0, 1] [0, 0] False ")
     assert second.startswith("4 [0, 1] [0, 0] False ")
 
 
-@slow
 def test_a_lost_store_socket_is_named(poprun: Poprun) -> None:
     """A program between poprun and Python that closes inherited descriptors is found out at once."""
     closes = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
     program = [sys.executable, "-c", closes, sys.executable, str(PROGRAM), "join"]
-    finished = poprun("--launcher", "local", "-n", "2", *program, deadline_seconds=DEADLINE_SECONDS)
+    finished = poprun("--launcher", "local", "-n", "2", *program)
     assert finished.code == 1
     assert "BackendError: instance 0 should serve POPDIST_STORE=127.0.0.1:" in finished.err
     assert "keep inherited descriptors open" in finished.err

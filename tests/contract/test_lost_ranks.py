@@ -4,14 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.running import DEADLINE_SECONDS
 
 PROGRAM = Path(__file__).with_name("losing_ranks.py")
 SIZE = 3
-DEADLINE_SECONDS = 200.0
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_late_and_killed_ranks_are_named(tmp_path: Path) -> None:
     """A late one when the time is up, a killed one long before; who comes too late is told so; none hangs."""
     ranks = [
@@ -29,7 +27,7 @@ def test_late_and_killed_ranks_are_named(tmp_path: Path) -> None:
 
     assert [rank.returncode for rank in ranks] == [0, -9, 0]
     for lines in told[:2]:
-        assert lines[:2] == [f"{when}: rank 2 did not come within 0.5 seconds" for when in ("late", "later")]
+        assert lines[:2] == [f"{when}: rank 2 did not come within 2.5 seconds" for when in ("late", "later")]
     assert told[2][1].startswith("later: rank")
     assert "had given up waiting" in told[2][1]
     for lines in (told[0], told[2]):

@@ -9,11 +9,6 @@ import pytest
 from tests.docs.markdown import ROOT
 from tests.running import Finished, Poprun
 
-DEADLINE_SECONDS = 100.0
-
-slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
-"""Each process imports torch and a library on top of it, for three to six seconds on a free core."""
-
 RESULT = re.compile(r"world size (?P<world_size>\d+), (test accuracy|evaluation loss) (?P<metric>[\d.]+)%?")
 
 
@@ -24,10 +19,9 @@ def run_example(poprun: Poprun, library: str, *words: str, cwd: Path) -> Finishe
         pytest.skip("the extra `neighbours` is not installed")
     program = [str(poprun.python), str(ROOT / "examples" / f"with_{library}.py"), *words]
     options = ["-n", "2", "--tag-output=no"]
-    return poprun(*options, *program, env={"HF_HUB_OFFLINE": "1"}, cwd=cwd, deadline_seconds=DEADLINE_SECONDS)
+    return poprun(*options, *program, env={"HF_HUB_OFFLINE": "1"}, cwd=cwd)
 
 
-@slow
 @pytest.mark.parametrize(
     ("launcher", "library", "words", "expected"),
     [
@@ -49,7 +43,6 @@ def test_a_script_of_another_library_trains(
     assert expected[0] <= float(found["metric"]) <= expected[1]
 
 
-@slow
 def test_lightning_hears_that_its_devices_are_not_the_instances(tmp_path: Path) -> None:
     """It ends with words instead of waiting for ranks that nobody started."""
     finished = run_example(Poprun(options=("--launcher", "local")), "fabric", "--devices", "4", cwd=tmp_path)

@@ -15,12 +15,11 @@ from tests.contract import loop_laws, overlap_laws, overlap_losses, recipes, tra
 from tests.contract.forking import ForkedWorlds
 from tests.contract.training_laws import laws_of
 from tests.docs.markdown import ROOT
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 150.0
 NUM_RECIPES = len([name for name in vars(recipes) if name.startswith("recipe_")])
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(2, 2), (3, 6), (4, 12)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
     """Every law of overlap_laws.py, where each instance is alone on its host."""
@@ -35,14 +34,12 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_laws_on_gpus() -> None:
     """The same laws over NCCL, with a GPU for each instance."""
     counts = run_world(overlap_laws.run_all, True, num_instances=2, timeout_seconds=DEADLINE_SECONDS)  # noqa: FBT003 - whether on GPUs
     assert counts == [len(laws_of(overlap_laws))] * 2
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_recipes_have_the_same_bits(forked_world: ForkedWorlds) -> None:
     """What recipes.py trains on three replicas is the same with one instance and with three, each on its host."""
     ((alone, none), *shared) = (
@@ -53,7 +50,7 @@ def test_recipes_have_the_same_bits(forked_world: ForkedWorlds) -> None:
             num_instances=number,
             num_replicas=3,
             num_hosts=number,
-            timeout_seconds=DEADLINE_SECONDS / 2,
+            timeout_seconds=DEADLINE_SECONDS,
         )
     )
     ((_, num_early), *_) = shared
@@ -63,7 +60,6 @@ def test_recipes_have_the_same_bits(forked_world: ForkedWorlds) -> None:
     assert shared == [(alone, num_early)] * 3
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_training_laws(forked_world: ForkedWorlds) -> None:
     """Every law of training_laws.py and loop_laws.py, where each instance is alone on its host."""
     counts = forked_world(
@@ -72,7 +68,6 @@ def test_training_laws(forked_world: ForkedWorlds) -> None:
     assert counts == [len(laws_of(training_laws)) + len(laws_of(loop_laws))] * 2
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("way", overlap_losses.WAYS)
 def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str) -> None:
     """In the middle of its step: all others raise, and leave in order."""
@@ -86,13 +81,11 @@ def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str) -> None:
     assert told == [overlap_losses.WAYS[way], None, overlap_losses.WAYS[way]]
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_an_instance_is_interrupted(forked_world: ForkedWorlds) -> None:
     """While it sends: nobody waits for what may have gone or not."""
     forked_world(overlap_losses.interrupt, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("end", ["end", "hold", "raise"])
 def test_programs_end(end: str) -> None:
     """Without finalize(), with a loop that only the interpreter's end closes, or with an exception in one."""

@@ -10,11 +10,10 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import preemption_laws
-from tests.running import Poprun
+from tests.running import DEADLINE_SECONDS, Poprun
 
 PROGRAM = Path(__file__).with_name("interrupted.py")
 NUM_STEPS = 60
-DEADLINE_SECONDS = 120.0
 SEED = 5
 
 
@@ -27,11 +26,10 @@ def job(folder: Path, num_instances: int, *words: object) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last line of a job that nobody disturbed."""
-    finished = Poprun()("--launcher=local", *job(tmp_path_factory.mktemp("whole"), 1), deadline_seconds=60)
+    finished = Poprun()("--launcher=local", *job(tmp_path_factory.mktemp("whole"), 1))
     return finished.succeeded().lines[-1]
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 80)
 def test_a_job_that_is_killed_starts_again_until_it_is_done(poprun: Poprun, tmp_path: Path, whole: str) -> None:
     """A program is killed and then an agent or a shim, each at any step: the end is that of the whole job."""
     draw = random.Random(SEED)  # noqa: S311 - which instance dies when
@@ -42,7 +40,6 @@ def test_a_job_that_is_killed_starts_again_until_it_is_done(poprun: Poprun, tmp_
         "--launcher=local",
         "--max-restarts=50",
         *job(tmp_path, 2, *(f"--kill={it}" for it in kills)),
-        deadline_seconds=DEADLINE_SECONDS,
     ).succeeded()
 
     assert finished.out.splitlines()[-1] == whole
@@ -50,7 +47,6 @@ def test_a_job_that_is_killed_starts_again_until_it_is_done(poprun: Poprun, tmp_
     assert "restart 3" not in finished.err
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 80)
 def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(poprun: Poprun, tmp_path: Path, whole: str) -> None:
     """SIGTERM with two instances, then SIGUSR1 with one, which was to leave with 0: the bits are the same."""
     draw = random.Random(SEED)  # noqa: S311 - when
@@ -62,7 +58,7 @@ def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(poprun: Poprun, tm
             assert process.stdout is not None
             assert next(process.stdout) == f"waiting after {step} steps\n"
             process.send_signal(signum)
-            out, err = process.communicate(timeout=DEADLINE_SECONDS / 2)
+            out, err = process.communicate(timeout=DEADLINE_SECONDS)
 
         assert process.returncode == code, err
         assert out.splitlines() == [f"left after {step + 1} steps"] * num_instances
@@ -71,8 +67,9 @@ def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(poprun: Poprun, tm
     assert poprun("--launcher=local", *job(tmp_path, 1)).succeeded().lines == [whole]
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS)
 def test_laws(tmp_path: Path) -> None:
     """Every law of preemption_laws.py, on both instances."""
-    laws = run_world(preemption_laws.run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=90)
+    laws = run_world(
+        preemption_laws.run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS
+    )
     assert laws == [len([name for name in vars(preemption_laws) if name.startswith("law_")])] * 2

@@ -5,11 +5,9 @@ import pytest
 from popdist.testing import run_world
 from tests.contract import process_group_laws
 from tests.contract.forking import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 150.0
 
-
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize("num_instances", [1, 2, 3])
 def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     """Every law of process_group_laws.py and host_memory_laws.py, on every rank."""
@@ -18,7 +16,6 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     assert counts == [len(process_group_laws.all_laws())] * num_instances
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_laws_with_the_extension_on_one_rank_of_two(forked_world: ForkedWorlds) -> None:
     """What is in C and what does the same in Python understand each other, and each is right."""
     counts = forked_world(process_group_laws.run_all_mixed, num_instances=2, timeout_seconds=DEADLINE_SECONDS)

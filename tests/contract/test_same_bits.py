@@ -21,8 +21,6 @@ from tests.contract import law_program
 from tests.contract.law_program import MICRO_BATCH_SIZE, STOP_AFTER, Augmented, Net
 from tests.running import MpiEnvironment, Poprun
 
-DEADLINE_SECONDS = 120.0
-
 Cell = tuple[str, int]
 """A launcher and a number of instances."""
 
@@ -53,7 +51,6 @@ def run_program(poprun: Poprun, num_replicas: int, num_instances: int, folder: P
         poprun(
             *("-n", str(num_instances), "--num-replicas", str(num_replicas), "--tag-output=no"),
             *(str(poprun.python), law_program.__file__, str(folder), str(num_workers), str(stop_after)),
-            deadline_seconds=DEADLINE_SECONDS,
         )
         .succeeded()
         .lines
@@ -69,7 +66,6 @@ def whole(num_replicas: int) -> str:
     return digest
 
 
-@pytest.mark.deadline(2 * DEADLINE_SECONDS)
 @pytest.mark.parametrize(("num_replicas", "first", "second"), RESTARTED)
 def test_same_replicas_same_bits(
     num_replicas: int, first: Cell, second: Cell, tmp_path: Path, mpi_environments: dict[str, MpiEnvironment]

@@ -4,11 +4,9 @@ import pytest
 
 from tests.contract import distant, leaving_headers
 from tests.contract.forking import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 120.0
 
-
-@pytest.mark.deadline(DEADLINE_SECONDS + 60)
 @pytest.mark.parametrize(
     ("num_hosts", "num_local", "num_replicas", "num_neighbours"),
     [(2, 2, 8, 2), (2, 3, 6, 3)],
@@ -33,7 +31,6 @@ def test_hosts_have_the_bits_of_one_process(
     assert train(num_hosts, num_local) == [(num_neighbours, alone)] * (num_hosts * num_local)
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_headers_of_who_is_interrupted_or_has_left(forked_world: ForkedWorlds) -> None:
     """A wait goes on after Ctrl-C, and nothing is sent after the end."""
     told = forked_world(leaving_headers.run, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)

@@ -7,8 +7,8 @@ import pytest
 from popdist.testing import run_world
 from tests.contract import sharding_laws
 from tests.contract.forking import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 240.0
 NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])
 
 
@@ -18,7 +18,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("jobs")
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(
     ("num_instances", "num_replicas", "apart"), [(1, 1, False), (2, 4, False), (3, 9, True), (4, 4, False)]
 )
@@ -42,7 +41,6 @@ def test_laws(
     assert counts == [NUM_LAWS] * num_instances
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_laws_on_two_hosts(forked_world: ForkedWorlds, jobs: Path) -> None:
     """Every law where two and two instances share memory."""
     counts = forked_world(

@@ -11,7 +11,6 @@ from tests.running import run
 JOB = ["-m", "poprun", "--launcher", "local", "--no-tag-output", "-n", "2", "--num-replicas", "2"]
 
 
-@pytest.mark.deadline(220)
 @pytest.mark.parametrize(("package", "words"), [("webdataset", ["--folder", "digits"]), ("datasets", [])])
 def test_every_sample_of_a_stream_comes_once(package: str, words: list[str], tmp_path: Path) -> None:
     """The examples train on all 1797 images in each of two epochs, with a worker in each instance."""

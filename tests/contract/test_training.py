@@ -12,11 +12,9 @@ from popdist import context
 from popdist.testing import run_world
 from tests.contract import loop_laws, recipes, training_laws
 from tests.contract.forking import ForkedWorlds
+from tests.running import DEADLINE_SECONDS
 
-DEADLINE_SECONDS = 150.0
 
-
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 3), (2, 6), (3, 3), (4, 8)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
     """Every law of training_laws.py and loop_laws.py, on every instance."""
@@ -33,7 +31,7 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int)
 
 def crash() -> None:
     """Instance 1 has an error of its own in the loop, and nobody catches anything."""
-    popdist.init(timeout_seconds=60)
+    popdist.init(timeout_seconds=DEADLINE_SECONDS)
     model = popdist.ReplicatedModel(training_laws.Net())
     for x, _ in model.micro_batches(training_laws.share(training_laws.samples(8))):
         if popdist.instance_index() == 1:
@@ -47,11 +45,10 @@ def test_the_cause_is_reported_first() -> None:
         run_world(crash, num_instances=2)
 
 
-@pytest.mark.deadline(DEADLINE_SECONDS + 20)
 def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -> None:
     """What recipes.py trains on three replicas is the same with one instance and with three."""
     ((alone,), shared) = (
-        forked_world(recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS / 2)
+        forked_world(recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS)
         for number in (1, 3)
     )
 
@@ -62,7 +59,6 @@ def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler to make kernels for a CPU"
 )
-@pytest.mark.deadline(1.5 * DEADLINE_SECONDS + 20)
 def test_compiled_kernels_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``dynamic=False``, also where the micro batches of a step differ in size."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -74,7 +70,7 @@ def test_compiled_kernels_have_the_same_bits(tmp_path: Path, monkeypatch: pytest
             recipes.run_inductor,
             num_instances=number,
             num_replicas=2,
-            timeout_seconds=0.75 * DEADLINE_SECONDS,
+            timeout_seconds=DEADLINE_SECONDS,
         )
     )
 
@@ -87,7 +83,7 @@ def disagree() -> str:
         os.environ["OMP_NUM_THREADS"] = "7"
         context.VERSION = "9.9"  # type: ignore[attr-defined] # as if it were installed there
     with pytest.raises(popdist.CollectiveError) as raised:
-        popdist.init(timeout_seconds=60)
+        popdist.init(timeout_seconds=DEADLINE_SECONDS)
     return str(raised.value)
 
 

@@ -9,10 +9,8 @@ from tests.docs.markdown import ROOT, blocks
 from tests.running import Poprun
 
 PAGE = ROOT / "docs" / "checkpoints.md"
-DEADLINE_SECONDS = 120.0
 
 
-@pytest.mark.deadline(2 * DEADLINE_SECONDS)
 def test_the_script_of_the_page_runs_twice(
     poprun: Poprun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -20,10 +18,7 @@ def test_the_script_of_the_page_runs_twice(
     (block,) = [block for block in blocks(PAGE) if block.language == "python"]
     (tmp_path / "script.py").write_text(block.text + 'print("from", last.values if last else "the start")\n')
     monkeypatch.chdir(tmp_path)
-    ends = [
-        poprun("-n", number, "--launcher", "local", sys.executable, "script.py", deadline_seconds=DEADLINE_SECONDS)
-        for number in ("1", "2")
-    ]
+    ends = [poprun("-n", number, "--launcher", "local", sys.executable, "script.py") for number in ("1", "2")]
 
     assert ends[0].succeeded().lines == ["from the start"]
     assert ends[1].succeeded().lines == ["[1,0]<stdout>:from {'epoch': 3}", "[1,1]<stdout>:from {'epoch': 3}"]

@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.docs.markdown import ROOT, blocks
 from tests.running import run
 
@@ -13,7 +11,6 @@ PAGE = ROOT / "docs" / "data.md"
 POPRUN = [sys.executable, "-m", "poprun", "--launcher", "local", "-n", "2", "--num-replicas", "4"]
 
 
-@pytest.mark.deadline(220)
 def test_the_blocks_are_a_program(tmp_path: Path) -> None:
     """Alone, and in a job; what it computes is the same on every instance of a job."""
     found = blocks(PAGE)

@@ -23,15 +23,13 @@ from tests.faults.contestants import Contestant
 from tests.faults.outcome import Outcome
 from tests.faults.targets import find_target
 from tests.process.endings import last_note_seconds, mapped_files, num_notes, write_program
-
-DEADLINE_SECONDS = 20.0
-"""What a job of poprun's may take; then it hangs."""
+from tests.running import DEADLINE_SECONDS
 
 _FIRST_MOMENTS_SECONDS = 0.6
 """How long a start lasts: a random moment lies within."""
 
 _BURIAL_SECONDS = 5.0
-"""What processes get to end when nobody is left to wait for them."""
+"""What the processes of others than poprun get to end when nobody is left to wait for them."""
 
 _JOB_ID = "faults"
 
@@ -194,7 +192,8 @@ def _survivors(token: str, fault: Fault, contestant: Contestant, code: int | Non
     """Who lives on. When poprun has ended, nobody may; others, and those of a poprun that died, get some time."""
     is_buried_by_none = fault.kills_launcher or not contestant.is_poprun or (code is not None and code < 0)
     if code is not None and is_buried_by_none:
-        _wait_until(lambda: not leftovers.processes_of(token), _BURIAL_SECONDS)
+        seconds = DEADLINE_SECONDS if contestant.is_poprun else _BURIAL_SECONDS
+        _wait_until(lambda: not leftovers.processes_of(token), seconds)
     return leftovers.processes_of(token)
 
 

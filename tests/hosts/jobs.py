@@ -13,7 +13,6 @@ from tests.running import Finished, run
 
 ROOT = Path(__file__).parents[2]
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
-DEADLINE_SECONDS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class HostPoprun:
     ) -> Finished:
         """Run a job to its end, with variables beside those of this process, and what it can read."""
         words = self.words(network, arguments, cwd, env or NO_VARIABLES)
-        return run(words, stdin=stdin, deadline_seconds=DEADLINE_SECONDS)
+        return run(words, stdin=stdin)
 
     @contextmanager
     def started(self, network: Network, *arguments: str) -> Iterator["subprocess.Popen[str]"]:

@@ -27,7 +27,7 @@ TOOLS: Final = ("ip", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount"
 _FOLDERS: Final = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 _NAMESPACES: Final = ("--net", "--uts", "--ipc", "--pid", "--mount")
 _UNSHARE: Final = ("unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child")
-_PATIENCE_SECONDS: Final = 30.0
+_PATIENCE_SECONDS: Final = 300.0
 
 _SSHD: Final = """\
 HostKey {folder}/{name}

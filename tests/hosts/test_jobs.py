@@ -13,7 +13,7 @@ import yaml
 
 from poprun.emit.mpijob import HOSTS
 from poprun.messages.link import KEY_BYTES
-from tests.hosts.jobs import DEADLINE_SECONDS, HostPoprun
+from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import TMPDIR, Network
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
@@ -35,7 +35,6 @@ def poprun_itself(process: "subprocess.Popen[str]") -> psutil.Process:
     return psutil.Process(process.pid).children()[0]
 
 
-@pytest.mark.deadline(120)
 def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) -> None:
     """Neighbours share a host, the output comes here, and an address, not a name, goes to the programs."""
     finished = hosts_poprun(network, "--host", "n[1-3]", "-n", "6", sys.executable, "-c", WHERE).succeeded()
@@ -45,7 +44,6 @@ def test_a_job_runs_on_every_host(network: Network, hosts_poprun: HostPoprun) ->
     assert f"eth0 {address} (n1)" in finished.err
 
 
-@pytest.mark.deadline(120)
 def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: HostPoprun) -> None:
     """All of it and its end, on whichever host; the others read nothing, and nobody has to read."""
     words = ("--host", "n2,n1", "-n", "2", sys.executable, "-c")
@@ -56,7 +54,6 @@ def test_instance_0_reads_what_poprun_is_given(network: Network, hosts_poprun: H
     assert len(unread.succeeded().lines) == 2
 
 
-@pytest.mark.deadline(120)
 def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPoprun) -> None:
     """Programs have the same on all hosts: what the libraries are told, what ``-x`` names, and no secret."""
     words = ("--mpi-local-args=-x NAMED -x GIVEN=g", sys.executable, "-c", VARIABLES)
@@ -69,7 +66,6 @@ def test_settings_travel_and_secrets_stay(network: Network, hosts_poprun: HostPo
     assert "HF_TOKEN" not in told
 
 
-@pytest.mark.deadline(120)
 def test_a_failure_on_one_host_ends_the_job_on_all(
     network: Network, hosts_poprun: HostPoprun, tmp_path: Path
 ) -> None:
@@ -81,7 +77,6 @@ def test_a_failure_on_one_host_ends_the_job_on_all(
     assert "instance 3 failed first: exit code 7 (host n2, replica 3)" in finished.err
 
 
-@pytest.mark.deadline(120)
 def test_no_key_stands_where_others_look_and_a_killed_poprun_leaves_nothing(
     network: Network, hosts_poprun: HostPoprun, tmp_path: Path
 ) -> None:
@@ -101,7 +96,6 @@ def test_no_key_stands_where_others_look_and_a_killed_poprun_leaves_nothing(
     assert [name for names in held for name in names if "key" in name] == []
 
 
-@pytest.mark.deadline(120)
 def test_what_an_mpi_job_of_kubernetes_runs(network: Network, mpi: MpiEnvironment, tmp_path: Path) -> None:
     """The launcher's words of the manifest start the program of the image, where ssh passes no variables on."""
     poprun = Poprun(python=mpi.python)
@@ -115,12 +109,11 @@ def test_what_an_mpi_job_of_kubernetes_runs(network: Network, mpi: MpiEnvironmen
     variables = path | {it["name"]: f"{it['value']} -F {network.ssh_config}" for it in container["env"]}
     told = [f"{name}={value}" for name, value in (variables | {"TMPDIR": TMPDIR}).items()]
     words = network.hosts["n1"].enter(["env", *told, *container["command"]])
-    finished = run(words, deadline_seconds=DEADLINE_SECONDS).succeeded()
+    finished = run(words).succeeded()
 
     assert finished.lines == [f"{mpi.python.parents[1]} 2"] * 2
 
 
-@pytest.mark.deadline(250)
 def test_the_digits_example_has_the_same_bits_on_any_number_of_hosts(
     network: Network, mpi_environments: dict[str, MpiEnvironment]
 ) -> None:

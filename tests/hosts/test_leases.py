@@ -17,6 +17,7 @@ from tests.hosts.test_jobs import poprun_itself
 from tests.leftovers import wait_until_none
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
+from tests.running import DEADLINE_SECONDS
 
 POOL = "/run/pool.sqlite"
 """A file of a host's own: the hosts of these tests share the rest of the file system."""
@@ -45,7 +46,6 @@ def held(network: Network) -> Mapping[str, list[str]]:
     return found
 
 
-@pytest.mark.deadline(240)
 def test_a_job_holds_virtual_ipus_on_each_of_its_hosts(
     network: Network, poprun: HostPoprun, tmp_path: Path
 ) -> None:
@@ -75,7 +75,6 @@ def test_a_job_holds_virtual_ipus_on_each_of_its_hosts(
     ]
 
 
-@pytest.mark.deadline(240)
 def test_jobs_that_name_the_same_hosts_in_another_order_all_get_their_turn(
     network: Network, poprun: HostPoprun
 ) -> None:
@@ -92,14 +91,13 @@ def test_jobs_that_name_the_same_hosts_in_another_order_all_get_their_turn(
         )
         for order in orders
     ]
-    told = [job.communicate(timeout=200) for job in jobs]
+    told = [job.communicate(timeout=DEADLINE_SECONDS) for job in jobs]
 
     assert [job.returncode for job in jobs] == [0] * len(jobs), told
     assert [out.count("done") for out, _ in told] == [2] * len(jobs)
     assert held(network) == {}
 
 
-@pytest.mark.deadline(240)
 def test_a_killed_poprun_leaves_the_lease_to_the_agents_until_the_programs_have_ended(
     network: Network, poprun: HostPoprun, tmp_path: Path
 ) -> None:
@@ -119,7 +117,6 @@ def test_a_killed_poprun_leaves_the_lease_to_the_agents_until_the_programs_have_
     assert wait_until_none(lambda: list(held(network))) == []
 
 
-@pytest.mark.deadline(240)
 def test_a_lost_link_frees_both_sides(own_network: Network, poprun: HostPoprun, tmp_path: Path) -> None:
     """The agents beyond the cut end their programs, then who keeps the lease there."""
     words = write_program(tmp_path, HANGS)
@@ -133,7 +130,6 @@ def test_a_lost_link_frees_both_sides(own_network: Network, poprun: HostPoprun, 
     assert wait_until_none(lambda: list(held(own_network))) == []
 
 
-@pytest.mark.deadline(240)
 def test_each_host_gives_the_gpus_that_it_has_free(
     own_network: Network, poprun: HostPoprun, tmp_path: Path
 ) -> None:
@@ -166,7 +162,6 @@ def end_programs(host: Host, script: str) -> None:
             host.run("kill", "-KILL", number)
 
 
-@pytest.mark.deadline(240)
 def test_a_job_that_is_started_again_still_holds_its_ipus(
     network: Network, poprun: HostPoprun, tmp_path: Path
 ) -> None:
@@ -182,7 +177,6 @@ def test_a_job_that_is_started_again_still_holds_its_ipus(
     assert held(network) == {}
 
 
-@pytest.mark.deadline(250)
 def test_a_host_that_comes_back_gives_its_ipus_anew(
     own_network: Network, poprun: HostPoprun, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from tests.running import MpiEnvironment
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\nhang()"
 
 
-@pytest.mark.deadline(120)
 @pytest.mark.parametrize(
     ("runtime", "lose", "restarts"), [("mpich", Host.cut, 0), ("openmpi", Host.kill, 1)], ids=["link", "host"]
 )

@@ -59,7 +59,6 @@ def copy_key(network: Network, source: str, target: str) -> None:
     known.write_text("\n".join([*kept, f"{target} {key}"]) + "\n")
 
 
-@pytest.mark.deadline(120)
 def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun, tmp_path: Path) -> None:
     """A changed host key, another version, no program, no folder, no host: each with its cause and its remedy."""
     program, folder = tmp_path / "there" / "program", tmp_path / "jobs" / "job"
@@ -88,7 +87,6 @@ def test_every_bad_host_stands_in_one_table(spoilt: Network, poprun: HostPoprun,
     assert "see that the host is up" in rows[-1][2]
 
 
-@pytest.mark.deadline(120)
 def test_what_is_wrong_between_hosts_is_found(spoilt: Network, poprun: HostPoprun) -> None:
     """No Python, no MPI, a name with two meanings, a host that ssh does not know, hosts under two names."""
     python = Path(sys.executable)
@@ -112,7 +110,6 @@ def test_what_is_wrong_between_hosts_is_found(spoilt: Network, poprun: HostPopru
     ]
 
 
-@pytest.mark.deadline(120)
 def test_hosts_reach_this_one_and_each_other(spoilt: Network, poprun: HostPoprun) -> None:
     """Hosts without an address in a subnet, and hosts from which there is no way, cannot take part."""
     for number in (1, 2):
@@ -133,7 +130,6 @@ def test_hosts_reach_this_one_and_each_other(spoilt: Network, poprun: HostPoprun
     assert [row[:2] for row in rows] == [["n3", problem]]
 
 
-@pytest.mark.deadline(120)
 def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, poprun: HostPoprun) -> None:
     """The control channel, torch's store and popdist's own connections."""
     finished = poprun(
@@ -143,7 +139,6 @@ def test_a_subnet_of_ipv6_is_used_for_all_that_is_the_jobs(spoilt: Network, popr
     assert finished.lines == [f"[1,{n}]<stdout>:3.0 fd00:217::1" for n in range(2)]
 
 
-@pytest.mark.deadline(120)
 def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_poprun: HostPoprun) -> None:
     """Its launcher, the ranks' own messages, and all that is poprun's; for MPICH they cannot take part."""
     for name in ("n1", "n2"):
@@ -159,7 +154,6 @@ def test_hosts_without_ipv4_run_what_open_mpi_starts(spoilt: Network, hosts_popr
         assert finished.succeeded().lines == [f"[1,{n}]<stdout>:3.0 3.0 fd00:217::1" for n in range(2)]
 
 
-@pytest.mark.deadline(120)
 def test_open_mpi_needs_room_for_temporary_files(
     spoilt: Network, mpi_environments: dict[str, MpiEnvironment]
 ) -> None:
@@ -182,7 +176,6 @@ def test_jobs_of_other_hosts_are_started_with_mpi(poprun: HostPoprun, spoilt: Ne
     assert "--launcher local starts processes on this machine only, and n[1-2] is not" in finished.err
 
 
-@pytest.mark.deadline(120)
 def test_hosts_that_lack_the_environment_get_it(
     spoilt: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,6 @@ def served(own_network: Network, tmp_path: Path) -> Iterator["subprocess.Popen[s
         server.communicate()
 
 
-@pytest.mark.deadline(240)
 def test_jobs_of_several_hosts_share_one_pool(
     own_network: Network, served: "subprocess.Popen[str]", tmp_path: Path
 ) -> None:
@@ -81,7 +80,6 @@ def test_jobs_of_several_hosts_share_one_pool(
     assert "lab/4: process" in large.err
 
 
-@pytest.mark.deadline(240)
 def test_a_lost_link_frees_what_the_job_held(
     own_network: Network, served: "subprocess.Popen[str]", tmp_path: Path
 ) -> None:

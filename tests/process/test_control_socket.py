@@ -13,9 +13,8 @@ from poprun.messages.control import MAX_MESSAGE_BYTES, abstract_address
 from poprun.messages.link import NONCE_BYTES, PROOF_BYTES
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
-from tests.running import Finished, Poprun, run
+from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
-PATIENCE_SECONDS = 20.0
 HELLO = {"event": "hello", "instance": 0, "pid": 1, "shim": 1, "runtime": 1, "address": "127.0.0.1", "ports": []}
 HOSTILE = [
     b"nonsense\n",
@@ -69,7 +68,7 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
         fuzz()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
             silent.connect(abstract_address(address))
-            _, err = process.communicate("", timeout=PATIENCE_SECONDS)
+            _, err = process.communicate("", timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 0
     assert "refused: a control message is no JSON" in err

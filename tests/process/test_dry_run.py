@@ -11,7 +11,7 @@ import pytest
 
 from poprun.plan.plan_file import read_plan
 from poprun.text.formats import TopologyFormat
-from tests.running import Poprun, run, without_stamps
+from tests.running import DEADLINE_SECONDS, Poprun, run, without_stamps
 
 WITHOUT_LIBRARIES = """\
 import sys
@@ -39,7 +39,11 @@ def test_a_dry_run_needs_no_library(topology_format: TopologyFormat) -> None:
     """Without torch, mpi4py and numpy every format is printed; a look at a layout needs no program."""
     words = ["-n", "2", "--num-replicas", "4", "--dry-run", "--topology-format", topology_format]
     answer = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIBRARIES, *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT_LIBRARIES, *words],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
 
     assert answer.returncode == 0, answer.stderr
@@ -128,7 +132,12 @@ def test_mpi_asked_for_and_absent() -> None:
     environment = os.environ | {"PATH": "/nowhere"}
     asked, auto = (
         subprocess.run(
-            [*command, *words], capture_output=True, text=True, timeout=60, check=False, env=environment
+            [*command, *words],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
+            env=environment,
         )
         for words in (["--launcher", "mpi"], [])
     )
@@ -171,7 +180,12 @@ def test_nobody_reads_what_is_printed(poprun: Poprun) -> None:
     os.close(read)
     with os.fdopen(write, "w") as nobody:
         answer = subprocess.run(
-            poprun.command("--dry-run"), stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            poprun.command("--dry-run"),
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
         )
 
     assert (answer.returncode, answer.stderr) == (128 + signal.SIGPIPE, "")
@@ -181,7 +195,12 @@ def test_a_full_disk(poprun: Poprun) -> None:
     """A plan that cannot be written is an error with its reason, not half a plan and a traceback."""
     with Path("/dev/full").open("w") as full:
         answer = subprocess.run(
-            poprun.command("--dry-run"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            poprun.command("--dry-run"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
         )
 
     assert answer.returncode == 2
@@ -205,7 +224,7 @@ def test_ctrl_c_before_anything_is_started(poprun: Poprun) -> None:
         assert process.stderr is not None
         assert without_stamps(process.stderr.readline()) == "[I] reading the plan from standard input\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=DEADLINE_SECONDS)
 
     assert (process.returncode, err) == (-signal.SIGINT, "")
 

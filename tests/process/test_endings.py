@@ -16,17 +16,15 @@ import pytest
 
 from tests.faults.targets import bare_interpreters, named_processes
 from tests.process.endings import has_met, num_notes, write_program
-from tests.running import MpiEnvironment, Poprun, run, without_stamps
+from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun, run, without_stamps
 
 if TYPE_CHECKING:
     import subprocess
 
-PATIENCE_SECONDS = 20.0
-
 
 def wait_until(condition: Callable[[], bool]) -> None:
     """Poll until ``condition`` holds; fail when it does not in time."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
@@ -107,7 +105,7 @@ except KeyboardInterrupt:
     with launcher.started("-n", "2", *write_program(tmp_path, text)) as process:
         wait_until(lambda: has_met(tmp_path, 2))
         interrupt(process, signal.SIGINT)
-        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 130
     assert out.count("interrupted") == 2
@@ -126,7 +124,7 @@ finally:
     with launcher.started(*words, cwd=tmp_path) as process:
         wait_until(lambda: has_met(tmp_path, 3))
         interrupt(process, signal.SIGINT)
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        _, err = process.communicate(timeout=DEADLINE_SECONDS)
 
     logs = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file())
     assert process.returncode == 130
@@ -145,7 +143,7 @@ def test_a_second_ctrl_c_kills_at_once(launcher: Poprun, tmp_path: Path) -> None
         interrupt(process, signal.SIGINT)
         wait_until(lambda: num_notes(tmp_path, "told") == 2)
         interrupt(process, signal.SIGINT)
-        process.communicate(timeout=PATIENCE_SECONDS)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 130
 
@@ -211,7 +209,7 @@ def test_whatever_is_killed_while_a_job_starts_it_ends(launcher: Poprun, num_pro
     """A shim, an agent or a program, whichever came last: no waiting for it, nothing left, and no exit code 0."""
     with launcher.started("-n", "3", "sleep", "600") as process:
         youngest_of_ours(process.pid, num_processes).kill()
-        process.communicate(timeout=PATIENCE_SECONDS)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode > 0
 
@@ -227,6 +225,6 @@ def test_ctrl_z_stops_the_programs_too(launcher: Poprun, tmp_path: Path) -> None
         interrupt(process, signal.SIGCONT)
         wait_until(lambda: all(one.status() != psutil.STATUS_STOPPED for one in everyone))
         interrupt(process, signal.SIGTERM)
-        process.communicate(timeout=PATIENCE_SECONDS)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 143

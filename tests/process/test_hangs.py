@@ -12,7 +12,7 @@ import pytest
 from poprun.launch.program_watch import Announcement, StackQuestion
 from tests.process.endings import has_met
 from tests.process.test_endings import interrupt, wait_until
-from tests.running import Poprun
+from tests.running import DEADLINE_SECONDS, Poprun
 
 LATE = """
 import time
@@ -20,6 +20,7 @@ import popdist
 import torch
 
 popdist.init()
+popdist.barrier()
 popdist.report(step=17)
 if popdist.instance_index() == 1:
     time.sleep(600)
@@ -59,17 +60,17 @@ def test_an_instance_that_keeps_the_others_waiting_is_named(poprun: Poprun, tmp_
     program.write_text(LATE)
 
     finished = poprun(
-        *("--launcher", "local", "--hang-report", "1", "--hang-timeout", "2.5", "-n", "3", str(program))
+        *("--launcher", "local", "--hang-report", "2", "--hang-timeout", "5", "-n", "3", str(program))
     )
 
     assert finished.code == 75
     assert "instances 0, 2 wait in all_reduce(float32[3] on cpu, op='sum')" in finished.err
     assert "instance 1 did not arrive: it reported step 17" in finished.err
     told = finished.err.partition("instance 1:\n")[2].splitlines()
-    assert told[:2] == [f'    | File "{program}", line 9, in <module>', "    |   time.sleep(600)"]
+    assert told[:2] == [f'    | File "{program}", line 10, in <module>', "    |   time.sleep(600)"]
     assert "popdist.all_reduce(torch.ones(3))" in finished.err.partition("instances 0, 2:\n")[2]
     assert finished.err.count("did not arrive") == 1
-    assert "no progress for --hang-timeout 2.5 s" in finished.err
+    assert "no progress for --hang-timeout 5 s" in finished.err
 
 
 def test_a_hang_is_a_failure_that_is_started_again(poprun: Poprun) -> None:
@@ -87,7 +88,7 @@ def test_a_report_alone_leaves_the_job_running(poprun: Poprun) -> None:
     with poprun.started("--hang-report", "1", "-n2", "-v", sys.executable, "-c", PAUSE) as process:
         said = read_until(process, "the job goes on")
         interrupt(process, signal.SIGTERM)
-        _, rest = process.communicate(timeout=20)
+        _, rest = process.communicate(timeout=DEADLINE_SECONDS)
 
     assert re.search(r"no progress for \d+ s: instance 0 waits in barrier\(\)", said)
     assert "instance 1 did not arrive: it has not called popdist.init() yet" in said
@@ -129,7 +130,7 @@ def test_ctrl_backslash_shows_where_every_program_stands(launcher: Poprun, tmp_p
             interrupt(process, signal.SIGQUIT)
             said.append(read_until(process, "-I stand.py"))
         interrupt(process, signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     for text in said:
         assert text.count("    |   time.sleep(600)") == 1
@@ -137,6 +138,11 @@ def test_ctrl_backslash_shows_where_every_program_stands(launcher: Poprun, tmp_p
         assert re.search(r"process \d+: sleeping in clock_nanosleep, .*\(sleep 603\)", text)
         assert re.search(r"process \d+: stopped by a signal, SIGCONT continues it \(.*stand\.py", text)
     assert process.returncode == 143
+
+
+def command_line(pid: int) -> list[str]:
+    """The command line of a process now: a child that begins has its parent's, and for a moment none."""
+    return Path("/proc", str(pid), "cmdline").read_text().split("\0")[:-1]
 
 
 def stopped_processes(root: int) -> list[psutil.Process]:
@@ -153,7 +159,7 @@ def test_a_single_program_keeps_the_terminal(poprun: Poprun) -> None:
         for _ in range(2):
             interrupt(process, signal.SIGQUIT)
             read_until(process, 'File "<string>", line 1, in <module>')
-        out, _ = process.communicate("goes on\n", timeout=20)
+        out, _ = process.communicate("goes on\n", timeout=DEADLINE_SECONDS)
 
     assert (process.returncode, out) == (0, "goes on\n")
 
@@ -163,7 +169,7 @@ def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: boo
     """Whatever a page announces: the signal would end the process."""
     with (tmp_path / "page").open("w+b") as page, subprocess.Popen(["sleep", "600"]) as process:
         pid = process.pid if is_child else psutil.Process().ppid()
-        wait_until(lambda: bool(psutil.Process(process.pid).cmdline()))  # a process that begins has none yet
+        wait_until(lambda: command_line(process.pid) == ["sleep", "600"])
         answer = StackQuestion(page.fileno(), 4096, Announcement(pid, 63)).answer()
         is_alive = process.poll() is None
         process.kill()

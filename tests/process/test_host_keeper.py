@@ -22,8 +22,7 @@ from poprun.plan.settings import VipuSettings
 from poprun.pool.pool import Pool
 from tests.leftovers import wait_until_none
 from tests.planning import LAPTOP, planned
-
-PATIENCE_SECONDS = 50.0
+from tests.running import DEADLINE_SECONDS
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def keeper_of(plan: LaunchPlan, keepers: list[HostKeeper]) -> HostKeeper:
 
 def until() -> float:
     """When a keeper must have answered."""
-    return time.monotonic() + PATIENCE_SECONDS
+    return time.monotonic() + DEADLINE_SECONDS
 
 
 def held(pool: Pool) -> list[str]:

@@ -11,11 +11,10 @@ import pytest
 from tests.faults.targets import named_processes
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
-from tests.running import Poprun, run
+from tests.running import DEADLINE_SECONDS, Poprun, run
 
 CGROUPS = Path("/sys/fs/cgroup")
 LIMIT_BYTES = 160 * 2**20
-PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -71,7 +70,7 @@ def test_a_program_that_somebody_else_killed(poprun: Poprun, tmp_path: Path) -> 
     with poprun.started("--launcher", "local", "-n", "2", *words) as process:
         wait_until(lambda: has_met(tmp_path, 2))
         named_processes(process.pid, "program.py")[-1].kill()
-        _, err = process.communicate(timeout=PATIENCE_SECONDS)
+        _, err = process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 137
     assert "by somebody other than poprun, " in err

@@ -12,7 +12,7 @@ from poprun.messages.control import abstract_address, encode
 from tests.process.endings import has_met, write_program
 from tests.process.test_control_socket import control_socket
 from tests.process.test_endings import wait_until
-from tests.running import Finished, Poprun, run
+from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
 TOP = [sys.executable, "-c", "from poprun.monitor.top import main; main()"]
 
@@ -30,7 +30,7 @@ def test_a_running_job_is_shown(poprun: Poprun, tmp_path: Path) -> None:
         wait_until(lambda: "warming up" in look(str(process.pid)).out)
         by_name = look("mine").succeeded().out
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert f"poprun {process.pid}  job mine" in by_name
     assert "running for" in by_name
@@ -56,7 +56,7 @@ def test_a_monitor_that_does_not_read_is_let_go(poprun: Poprun, tmp_path: Path) 
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         deaf.connect(abstract_address(control_socket(process.pid)))
         deaf.sendall(encode({"event": "view"}))
-        process.communicate("", timeout=20)
+        process.communicate("", timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 0
 
@@ -88,7 +88,7 @@ def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun
                 seen += chunk
         except OSError:  # the last process has closed the terminal
             pass
-        process.wait(20)
+        process.wait(DEADLINE_SECONDS)
     os.close(ours)
     screen = seen.decode(errors="replace")
 

@@ -67,7 +67,6 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.mark.deadline(180)
 def test_a_page_in_the_dark_and_in_the_light(browser: Browser, tmp_path: Path) -> None:
     """Every text is inside its shape and easy to read, for any size of plan; nothing is loaded, nothing fails."""
     for number, asked in enumerate(PLANS):
@@ -88,7 +87,6 @@ def test_a_page_in_the_dark_and_in_the_light(browser: Browser, tmp_path: Path) -
         assert min(map(len, shots)) > 5_000
 
 
-@pytest.mark.deadline(120)
 def test_keys_and_a_pointer_tell_what_is_there(browser: Browser, tmp_path: Path) -> None:
     """Tab comes in at the first host, arrows go on, Escape hides; a pointer shows what it points at."""
     page = browser.new_page(viewport={"width": 1280, "height": 800})

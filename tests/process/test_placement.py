@@ -9,7 +9,7 @@ import pytest
 
 from poprun.probe.cpus import read_cpus, usable_cores
 from poprun.text.ranges import fold_numbers
-from tests.running import Poprun, run
+from tests.running import DEADLINE_SECONDS, Poprun, run
 
 WHERE = """\
 import json, os, subprocess, sys
@@ -21,10 +21,6 @@ own = sorted(os.sched_getaffinity(0))
 print(json.dumps([int(os.environ["RANK"]), own, json.loads(child.stdout), [*policies]]))
 """
 
-pytestmark = pytest.mark.deadline(150)
-
-DEADLINE_SECONDS = 100.0
-"""Whatever else runs, it runs on the cores that these programs are bound to, too."""
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -44,7 +40,7 @@ def _pool_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def where(poprun: Poprun, *words: str, cwd: Path | None = None) -> list[tuple[set[int], set[int], set[str]]]:
     """What each instance tells: its cores, those of a child of its own, and the policies of its memory."""
-    finished = poprun(*words, cwd=cwd, deadline_seconds=DEADLINE_SECONDS).succeeded()
+    finished = poprun(*words, cwd=cwd).succeeded()
     told = sorted(json.loads(line) for line in finished.lines)
     return [(set(own), set(child), set(policies)) for _, own, child, policies in told]
 
@@ -174,8 +170,8 @@ def test_two_jobs_have_different_cores(poprun: Poprun, tmp_path: Path) -> None:
             everything = numbers(patient.stdout.readline())
             patient.stdin.write("\n")
             patient.stdin.flush()
-            assert patient.wait(timeout=30) == 0
-        assert first.wait(timeout=30) == 0
+            assert patient.wait(timeout=DEADLINE_SECONDS) == 0
+        assert first.wait(timeout=DEADLINE_SECONDS) == 0
 
     assert held.isdisjoint(other)
     assert (refused.code, refused.out) == (69, "")

@@ -13,7 +13,7 @@ import pytest
 
 from poprun.pool.pool import Pool
 from tests.leftovers import wait_until_none
-from tests.running import Finished, Poprun, run
+from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
 LOCAL = ("--launcher", "local")
 
@@ -65,7 +65,7 @@ def test_two_jobs_hold_different_ipus(job: Poprun, vipu: Callable[..., Finished]
         assert held(vipu) == [f"cpu/{index}" for index in range(6)]
         small = job("-n", "2", "true")
         large = job("-n", "3", "true")
-        running.communicate("\n", timeout=40)
+        running.communicate("\n", timeout=DEADLINE_SECONDS)
 
     assert small.code == 0
     assert large.code == 69
@@ -81,7 +81,7 @@ def test_replicas_that_take_turns_use_one_ipu(job: Poprun, vipu: Callable[..., F
     with job.started(*words, "sh", "-c", "echo up; read word") as running:
         await_line(running)
         assert held(vipu) == ["cpu/0", "cpu/1"]
-        running.communicate("\n", timeout=40)
+        running.communicate("\n", timeout=DEADLINE_SECONDS)
 
 
 def test_a_lease_outlives_a_killed_poprun_until_its_programs_have_ended(
@@ -99,12 +99,11 @@ def test_a_lease_outlives_a_killed_poprun_until_its_programs_have_ended(
         running.wait()
         with fifo.open("w"):  # opens when the program, which was asked to end, waits
             assert held(vipu) == ["cpu/0", "cpu/1", "cpu/2", "cpu/3"]
-        running.communicate(timeout=40)
+        running.communicate(timeout=DEADLINE_SECONDS)
 
     assert wait_until_none(lambda: held(vipu)) == []
 
 
-@pytest.mark.deadline(120)
 def test_many_jobs_at_once_never_overlap(poprun: Poprun, pool: Path, tmp_path: Path, gpus: dict[str, str]) -> None:
     """All jobs that wait get their turn, and no GPU is given to two: a job would find the other one's mark."""
     script = """
@@ -123,7 +122,7 @@ def test_many_jobs_at_once_never_overlap(poprun: Poprun, pool: Path, tmp_path: P
         )
         for size in sizes
     ]
-    ends = [(job.communicate(timeout=100)[1], job.returncode) for job in jobs]
+    ends = [(job.communicate(timeout=DEADLINE_SECONDS)[1], job.returncode) for job in jobs]
 
     assert [code for _, code in ends] == [0] * len(sizes), ends
     assert list(tmp_path.glob("mark-*")) == []
@@ -137,8 +136,8 @@ def test_first_come_first_served(job: Poprun, tmp_path: Path) -> None:
         late = [waiting(job, "--ipus-per-replica", str(n), "sh", "-c", f"echo {n} >> {log}") for n in (8, 5, 7, 2)]
         late[1].kill()
         hasty = job("-n", "1", "true")
-        running.communicate("\n", timeout=40)
-        ends = [(process.communicate(timeout=50), process.returncode) for process in late]
+        running.communicate("\n", timeout=DEADLINE_SECONDS)
+        ends = [(process.communicate(timeout=DEADLINE_SECONDS), process.returncode) for process in late]
 
     assert [code for _, code in ends] == [0, -signal.SIGKILL, 0, 0]
     assert hasty.code == 69
@@ -175,7 +174,6 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-@pytest.mark.deadline(120)
 def test_killed_contenders_lose_nothing(pool: Path, tmp_path: Path) -> None:
     """Processes are killed in the middle of leases and transactions: the others get on, and no IPU stays held."""
     command = [sys.executable, "-c", CONTENDER, str(pool)]
@@ -186,7 +184,10 @@ def test_killed_contenders_lose_nothing(pool: Path, tmp_path: Path) -> None:
     for victim in victims:
         await_line(victim)
         victim.kill()
-    ends = [(contender.communicate(timeout=100), contender.returncode) for contender in (*survivors, *victims)]
+    ends = [
+        (contender.communicate(timeout=DEADLINE_SECONDS), contender.returncode)
+        for contender in (*survivors, *victims)
+    ]
 
     assert [code for _, code in ends] == [0, 0, 0, *[-signal.SIGKILL] * 3], ends
     assert Pool(str(pool)).state().taken == frozenset()
@@ -241,7 +242,7 @@ def test_the_partition_of_a_job(job: Poprun, vipu: Callable[..., Finished], tmp_
         (used,) = rows(vipu("list", "partitions", "--output", "json"))
         second = job(*partition, "3", "--vipu-partition-attempts", "2", "true")
         removed = vipu("remove", "partition", "p")
-        running.communicate("\n", timeout=40)
+        running.communicate("\n", timeout=DEADLINE_SECONDS)
     (found,) = rows(vipu("list", "partition", "-o", "json"))
 
     assert gone == []
@@ -302,7 +303,7 @@ def test_a_pod_on_a_machine_with_gpus_computes_on_them(
     with poprun.started(*pod, "3", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read word", env=gpus) as running:
         shown = await_line(running)
         other = poprun(*words, "-n", "6", "true", env=gpus)
-        running.communicate("\n", timeout=40)
+        running.communicate("\n", timeout=DEADLINE_SECONDS)
     too_many = poprun(*pod, "5", "--dry-run", "true", env=gpus).succeeded().err
 
     assert shown.split(":")[-1] == "4,5,6\n"

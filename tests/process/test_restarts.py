@@ -9,7 +9,7 @@ import pytest
 
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import interrupt, wait_until
-from tests.running import Poprun
+from tests.running import DEADLINE_SECONDS, Poprun
 
 ATTEMPT = """
 import os, sys
@@ -58,7 +58,7 @@ def test_ctrl_c_ends_a_pause(poprun: Poprun) -> None:
         while "in 2 s" not in process.stderr.readline():
             pass
         interrupt(process, signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 6
 
@@ -89,7 +89,7 @@ time.sleep(600)
     with launcher.started("--no-tag-output", "-n", "2", *write_program(tmp_path, text)) as process:
         wait_until(lambda: has_met(tmp_path, 2))
         interrupt(process, signum)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=DEADLINE_SECONDS)
 
     assert (process.returncode, out.split("\n")) == (0, ["got it", "got it", ""])
 
@@ -104,7 +104,7 @@ def test_a_program_that_handles_no_signal_is_left_alone(launcher: Poprun, tmp_pa
         while "signal_unhandled" not in process.stderr.readline():
             pass
         os.kill(process.pid, signal.SIGHUP)
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == 143
 
@@ -118,7 +118,7 @@ def test_programs_that_save_on_sigterm_give_the_exit_code(
     with poprun.started("-n", "2", *write_program(tmp_path, text)) as process:
         wait_until(lambda: has_met(tmp_path, 2))
         interrupt(process, signal.SIGTERM)
-        process.communicate(timeout=20)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode == expected
 

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.process.endings import has_met, write_program
-from tests.process.test_endings import PATIENCE_SECONDS, wait_until
-from tests.running import Poprun, run
+from tests.process.test_endings import wait_until
+from tests.running import DEADLINE_SECONDS, Poprun, run
 
 RUNTIMES = ("mpiexec", "mpirun", "prterun", "hydra_pmi_proxy")
 """The MPI runtimes' own programs: what these listen on is not ours to close."""
@@ -48,7 +48,7 @@ def test_only_the_mpi_runtime_listens_beyond_loopback(launcher: Poprun, tmp_path
         ours = [one for one in family(process.pid) if one.name() not in RUNTIMES]
         listening = [(one.cmdline(), found) for one in ours if (found := open_listeners(one))]
         process.terminate()
-        process.communicate(timeout=PATIENCE_SECONDS)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert len(ours) >= 7
     assert listening == []
@@ -70,7 +70,7 @@ def test_no_secret_stands_in_a_command_line(launcher: Poprun, tmp_path: Path) ->
             if name.startswith("POPRUN_CONTROL") and value
         }
         process.terminate()
-        process.communicate(timeout=PATIENCE_SECONDS)
+        process.communicate(timeout=DEADLINE_SECONDS)
 
     assert ours
     assert [command for command in commands for word in (secret, *ours) if word in command] == []

@@ -29,16 +29,15 @@ from poprun.pool.requests import PlainPartition, PlainWish, Wish
 from poprun.pool.server_messages import LeaseRequest, request_to_dict
 from poprun.vipu.vipu_command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
-from tests.running import Finished, Poprun, run
+from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
 T = TypeVar("T")
 
-LONG = 50.0
 LEASE_SECONDS = 6
 """So long a lease lasts where a test waits for its end."""
 
 
-def address(port: int, token: str, timeout_seconds: float = LONG) -> ServerAddress:
+def address(port: int, token: str, timeout_seconds: float = DEADLINE_SECONDS) -> ServerAddress:
     """Where a server is on loopback."""
     return ServerAddress(host="127.0.0.1", port=port, token=token, timeout_seconds=timeout_seconds)
 
@@ -74,7 +73,7 @@ class Server:
         """A client of it."""
         token = (self.folder / "token").read_text().strip()
         return RemotePool(
-            ServerAddress(host="127.0.0.1", port=self.port, token=token, timeout_seconds=LONG), "a@b"
+            ServerAddress(host="127.0.0.1", port=self.port, token=token, timeout_seconds=DEADLINE_SECONDS), "a@b"
         )
 
     def vipu(self, *words: str, **variables: str) -> Finished:
@@ -111,7 +110,7 @@ def serving(folder: Path, *words: str, **variables: str) -> Iterator[Server]:
             yield Server(process=process, port=int(found[1]), folder=folder, told=told)
         finally:
             process.terminate()
-            process.communicate(timeout=LONG)
+            process.communicate(timeout=DEADLINE_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +175,7 @@ def test_what_is_not_allowed_is_refused_in_one_line(
     server: Server, status: int, path: str, body: bytes | dict[str, object], headers: dict[str, str], words: str
 ) -> None:
     """Each has its status and says why, with no word of where the server failed; and the server goes on."""
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=LONG)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_SECONDS)
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     token = {"Authorization": f"Bearer {server.pool.server.token}"}
     connection.request("POST", f"/v1/{path}", sent, {**token, **headers})
@@ -194,7 +193,9 @@ def test_clients_that_dawdle_keep_nobody_out(server: Server) -> None:
     """More connections than there may be, none of which sends its request as a whole: others are answered."""
     with ExitStack() as stack:
         for _ in range(300):
-            dawdler = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=LONG))
+            dawdler = stack.enter_context(
+                socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_SECONDS)
+            )
             dawdler.sendall(b"POST /v1/pool HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n")
 
         assert server.pool.cluster().name == "POD16"
@@ -354,7 +355,7 @@ def test_a_job_holds_what_the_server_gave(poprun: Poprun, server: Server) -> Non
         await_line(running)
         (row,) = json.loads(server.vipu("list", "partitions", "-ojson").out)
         refused = job("-n", "13", "true", env=server.env)
-        running.communicate("\n", timeout=LONG)
+        running.communicate("\n", timeout=DEADLINE_SECONDS)
 
     assert (row["size"], row["state"]) == (4, "in use")
     assert row["used_by"].startswith(f"process {running.pid} of ")
@@ -394,7 +395,6 @@ def test_a_dry_run_asks_no_server(poprun: Poprun) -> None:
     assert "the server of virtual IPUs at 127.0.0.1 is not asked" in finished.err
 
 
-@pytest.mark.deadline(120)
 def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
     """SIGKILL of poprun: when its programs have ended. SIGKILL of what renews the lease, too: when it expires."""
     with serving(tmp_path, f"--lease-seconds={LEASE_SECONDS}") as server:
@@ -410,13 +410,13 @@ def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
             (keeper,) = keepers()
             keeper.kill()
             assert left_after_all(server.held) == []
-            running.communicate("\n", timeout=LONG)
+            running.communicate("\n", timeout=DEADLINE_SECONDS)
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
             await_line(running)
             Pool(str(tmp_path / "pool.sqlite")).end([lease.id for lease in server.pool.state().leases])
             assert running.stderr is not None
             assert "the lease of this job has ended" in running.stderr.readline()
-            running.communicate("\n", timeout=LONG)
+            running.communicate("\n", timeout=DEADLINE_SECONDS)
 
 
 def next_line(server: Server) -> str:
@@ -427,7 +427,7 @@ def next_line(server: Server) -> str:
 
 def left_after_all(find: Callable[[], Iterable[T]]) -> list[T]:
     """What ``find`` still finds after a long time; an empty list as soon as it finds nothing."""
-    deadline = time.monotonic() + LONG
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while found := list(find()):
         if time.monotonic() > deadline:
             return found
@@ -441,7 +441,6 @@ def keepers() -> list[psutil.Process]:
     return [process for process in found if any("renewal.py" in word for word in process.cmdline())]
 
 
-@pytest.mark.deadline(120)
 def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Path) -> None:
     """Jobs go on and keep what they have: nobody gets it while they renew, and who does not renew loses it."""
     words = (f"--lease-seconds={LEASE_SECONDS}",)
@@ -465,7 +464,7 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
                 assert "answers again, and the lease has been renewed" in running.stderr.readline()
                 assert left_after_all(lambda: set(second.held()) - {"POD16/0", "POD16/1"}) == []
                 assert second.held() == ["POD16/0", "POD16/1"]
-                running.communicate("\n", timeout=LONG)
+                running.communicate("\n", timeout=DEADLINE_SECONDS)
                 assert running.returncode == 0
                 assert left_after_all(second.held) == []
             assert refused.code == 69
@@ -508,7 +507,7 @@ def test_a_server_that_others_reach_warns_and_ends_in_time(tmp_path: Path) -> No
         assert (tmp_path / "token").read_text().strip() not in server.told
         with socket.create_connection(("127.0.0.1", server.port)):  # it sends nothing, and the end does not wait
             server.process.terminate()
-            _, rest = server.process.communicate(timeout=LONG)
+            _, rest = server.process.communicate(timeout=DEADLINE_SECONDS)
 
     assert server.process.returncode == 0
     assert "stopped; the leases of jobs stay" in rest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import run
+from tests.running import DEADLINE_SECONDS, run
 
 SCRIPT = """
 cd "$HOME"
@@ -51,5 +51,7 @@ def test_other_shells_read_their_script(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"there is no {shell} (Debian: apt install {shell})")
     script = run([sys.executable, "-m", "poprun"], env={"_POPRUN_COMPLETE": f"{shell}_source"}).succeeded().out
-    checked = subprocess.run([shell, "-n"], input=script, text=True, env=os.environ, timeout=30, check=False)
+    checked = subprocess.run(
+        [shell, "-n"], input=script, text=True, env=os.environ, timeout=DEADLINE_SECONDS, check=False
+    )
     assert checked.returncode == 0

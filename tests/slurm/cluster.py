@@ -39,8 +39,8 @@ NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
-_START_SECONDS = 60.0
-_STOP_SECONDS = 5.0
+_START_SECONDS = 300.0
+_STOP_SECONDS = 60.0
 _ASK_AGAIN_SECONDS = 0.1
 
 

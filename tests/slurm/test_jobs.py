@@ -36,9 +36,6 @@ time.sleep(100)
 
 Allocated = Callable[..., Finished]
 
-roomy = pytest.mark.deadline(120)
-"""A look at every node, and then a step of Slurm's."""
-
 
 @pytest.fixture
 def allocated(slurm: dict[str, str]) -> Allocated:
@@ -49,13 +46,11 @@ def allocated(slurm: dict[str, str]) -> Allocated:
         return run(
             ["salloc", "-Q", *nodes, *Poprun(python=Path(python)).command(*words)],
             env=slurm,
-            deadline_seconds=100.0,
         )
 
     return call
 
 
-@roomy
 def test_srun_starts_the_instances(allocated: Allocated) -> None:
     """As many as there are tasks, in blocks, on all nodes; Slurm's own launcher needs no MPI."""
     finished = allocated("--launcher=srun", "--tag-output=no", sys.executable, "-c", HELLO)
@@ -63,7 +58,6 @@ def test_srun_starts_the_instances(allocated: Allocated) -> None:
     assert finished.succeeded().lines == ["0 4 0 0 n1", "1 4 1 0 n1", "2 4 0 1 n2", "3 4 1 1 n2"]
 
 
-@roomy
 def test_both_mpis_start_on_all_nodes(allocated: Allocated, mpi: MpiEnvironment) -> None:
     """Hydra and PRRTE reach the nodes through Slurm; the programs are full MPI processes."""
     program = (str(mpi.python), str(EXAMPLES / "mpi_sum.py"))
@@ -72,7 +66,6 @@ def test_both_mpis_start_on_all_nodes(allocated: Allocated, mpi: MpiEnvironment)
     assert finished.succeeded().lines == [f"rank {rank} of 4: the ranks add up to 6" for rank in range(4)]
 
 
-@roomy
 def test_an_emitted_script_runs_the_job(slurm: dict[str, str], tmp_path: Path) -> None:
     """What --emit prints, sbatch takes; poprun finds in the allocation what it was asked for."""
     words = ("-H", "n[1-2]", "-n4", "--num-replicas=8", "--launcher=srun", "--tag-output=no", "--emit=sbatch")
@@ -81,7 +74,7 @@ def test_an_emitted_script_runs_the_job(slurm: dict[str, str], tmp_path: Path) -
     program.write_text(HELLO)
     script.write_text(Poprun()(*words, sys.executable, str(program), cwd=tmp_path).succeeded().out)
 
-    run(["sbatch", "--wait", str(script)], env=slurm, cwd=tmp_path, deadline_seconds=100.0).succeeded()
+    run(["sbatch", "--wait", str(script)], env=slurm, cwd=tmp_path).succeeded()
 
     (output,) = tmp_path.glob("hello-*.out")
     lines = sorted(
@@ -90,7 +83,6 @@ def test_an_emitted_script_runs_the_job(slurm: dict[str, str], tmp_path: Path) -
     assert lines == ["0 4 0 0 n1", "1 4 1 0 n1", "2 4 0 1 n2", "3 4 1 1 n2"]
 
 
-@roomy
 def test_the_first_failure_ends_the_job(allocated: Allocated) -> None:
     """With the user's own traceback and the name of the node."""
     finished = allocated("--launcher=srun", sys.executable, "-c", FAIL)
@@ -100,18 +92,16 @@ def test_the_first_failure_ends_the_job(allocated: Allocated) -> None:
     assert "ValueError: bad batch" in finished.err
 
 
-@roomy
 def test_a_job_ends_with_poprun(slurm: dict[str, str]) -> None:
     """SIGKILL of poprun leaves nothing on any node: the fixture that looks for what is left finds no process."""
     seen = f"--mpi-global-args=-x {TOKEN_VARIABLE}"
     poprun = Poprun().command("--launcher=srun", seen, sys.executable, "-c", KILL_POPRUN)[1:]
     shell = ["sh", "-c", '"$@"; echo "code $?"', "sh", sys.executable, "-c", TELL_PID, *poprun]
-    finished = run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *shell], env=slurm, deadline_seconds=100.0)
+    finished = run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *shell], env=slurm)
 
     assert f"code {128 + signal.SIGKILL}" in finished.out, finished.err
 
 
-@roomy
 @pytest.mark.parametrize(
     ("salloc", "words", "message"),
     [

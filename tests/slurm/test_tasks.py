@@ -8,13 +8,8 @@ import pytest
 from tests.running import run
 
 PROGRAM = Path(__file__).parent.parent / "contract" / "joining.py"
-DEADLINE_SECONDS = 100.0
-
-slow = pytest.mark.deadline(DEADLINE_SECONDS + 10)
-"""Each process imports torch, for a second and a half on a free core."""
 
 
-@slow
 @pytest.mark.parametrize(
     ("places", "local"), [(("-N1", "-n2"), "[0, 1]"), (("-N2", "-n3"), "[0, 0, 1]")], ids=["one node", "two nodes"]
 )
@@ -23,7 +18,6 @@ def test_tasks_of_srun_are_instances(slurm: dict[str, str], places: tuple[str, .
     finished = run(
         ["srun", *places, sys.executable, str(PROGRAM), "join"],
         env=slurm | {"OMP_NUM_THREADS": "1"},
-        deadline_seconds=DEADLINE_SECONDS,
     )
 
     num_instances = int(places[1].removeprefix("-n"))
@@ -32,7 +26,6 @@ def test_tasks_of_srun_are_instances(slurm: dict[str, str], places: tuple[str, .
     assert finished.succeeded().lines == [joined] * num_instances
 
 
-@slow
 def test_a_shell_of_salloc_is_no_task(slurm: dict[str, str]) -> None:
     """A program that it starts itself is a job of one, and does not wait for tasks that nobody starts."""
     program = "import popdist; print(popdist.num_replicas())"
