@@ -27,7 +27,7 @@ from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
-from poprun.process.start import ProcessStart, start_process
+from poprun.process.spawn import ProcessStart, start_process
 from poprun.process.tree import ProcessKey, key_of, own_tree, reap, send, terminate
 from poprun.text.screen import Level, say
 

@@ -12,9 +12,9 @@ from poprun.text.screen import say
 
 if TYPE_CHECKING:
     from poprun.job.output.bars import BottomRow
-    from poprun.job.output.display import Display
     from poprun.job.output.folding import Folder
     from poprun.job.output.log_files import LogFiles
+    from poprun.job.output.relay import Display
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 _NAMES = {_STDOUT: "stdout", _STDERR: "stderr"}
@@ -99,8 +99,8 @@ class StreamPlan:
         return {target: self._display(target, rows, on_closed) for target in _NAMES}
 
     def _display(self, target: int, rows: "dict[int, BottomRow]", on_closed: Callable[[], None]) -> "Display":
-        from poprun.job.output.display import Display, Outlet  # noqa: PLC0415 - loaded with the relay
         from poprun.job.output.lines import Tags  # noqa: PLC0415 - as above
+        from poprun.job.output.relay import Display, OutputStream  # noqa: PLC0415 - loaded with the relay
 
         is_terminal = os.isatty(target)
         tags = Tags(
@@ -110,7 +110,7 @@ class StreamPlan:
             is_coloured=is_terminal and self._has_colours,
         )
         row = _bottom_row(target, rows) if is_terminal else None
-        return Display(_NAMES[target], Outlet(target, on_closed), tags, row, self._folder())
+        return Display(_NAMES[target], OutputStream(target, on_closed), tags, row, self._folder())
 
     def _folder(self) -> "Folder | None":
         if not self._plan.output.is_folded:
