@@ -1,6 +1,6 @@
-"""How poprun and its agents speak: JSON objects, one a line, over a socket.
+"""The control channel: what poprun, its agents and its monitors say to each other, and the connection they use.
 
-An agent sends *events*, poprun sends *orders*:
+Messages are JSON objects, one a line. An agent sends *events*, poprun sends *orders*:
 
 | event             | says                                                | further keys                     |
 |-------------------|-----------------------------------------------------|----------------------------------|
@@ -31,10 +31,13 @@ An agent sends *events*, poprun sends *orders*:
 The program's words and environment travel in the `start` order, so that no secret stands in a command line; its
 standard streams travel as descriptors (unix(7), SCM_RIGHTS), so that no output passes through the MPI runtime. An
 agent on another host connects one socket for each stream instead, and says `stream` on it first.
-Standard library only: the agents run this in a bare interpreter.
 
-On one machine it is a unix socket, whose other end the kernel vouches for, and which carries descriptors. Between
-hosts it is a TCP socket whose lines are sealed (`poprun.messages.authentication`).
+On one machine the connection is a unix socket, whose other end the kernel vouches for. Between hosts it is a TCP
+socket on which both ends prove that they know the job's key: a challenge from each side, answered with an HMAC
+(RFC 2104) of both over SHA-256; the key itself is never sent. From key and challenges each direction gets a key of
+its own. Every line then carries an HMAC over its number and its text: a line that was invented, changed, repeated
+or left out is known before anything of it is parsed. Whoever can listen on the network can read what is said.
+
 Standard library only: the agents run this in a bare interpreter.
 """
 
@@ -44,10 +47,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from poprun.messages.authentication import Seal
+from typing import NamedTuple
 
 CONTROL_ADDRESS = "POPRUN_CONTROL"
 """Variable that tells a shim where the control socket is: ``tcp://HOST:PORT``, or a name in the abstract namespace
@@ -168,6 +168,98 @@ def peer_user(connection: socket.socket) -> int:
     return int(user)
 
 
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+KEY_BYTES = 32
+
+_NUMBER = struct.Struct("!Q")
+_SEPARATOR = b" "
+
+
+def new_key() -> str:
+    """A key for one job, as text for an environment variable."""
+    return os.urandom(KEY_BYTES).hex()
+
+
+class Handshake:
+    """One side's part of the proof.
+
+    Args:
+        key: The job's key, as :func:`new_key` made it.
+        is_agent: Which side this is.
+    """
+
+    def __init__(self, key: str, *, is_agent: bool) -> None:
+        self._key = bytes.fromhex(key)
+        self._is_agent = is_agent
+        self.nonce = os.urandom(NONCE_BYTES)
+
+    def proof(self, other_nonce: bytes) -> bytes:
+        """What shows the other side that this one knows the key."""
+        return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
+
+    def check(self, other_nonce: bytes, proof: bytes) -> "Seal":
+        """See that the other side knows the key; what seals the messages from here on.
+
+        Raises:
+            ProtocolError: If it does not.
+        """
+        expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
+        if not _is_same(expected, proof):
+            raise ProtocolError("the other side does not know the key of this job")
+        to_poprun, to_agent = (self._digest(name, other_nonce) for name in (b"to poprun", b"to agent"))
+        return Seal(to_poprun, to_agent) if self._is_agent else Seal(to_agent, to_poprun)
+
+    def _digest(self, purpose: bytes, other_nonce: bytes) -> bytes:
+        nonces = (self.nonce, other_nonce) if self._is_agent else (other_nonce, self.nonce)
+        return _hmac(self._key, purpose + b"\0" + b"".join(nonces))
+
+
+class Seal:
+    """Numbers and seals the lines of one direction, and opens those of the other."""
+
+    def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
+        self._sending_key = sending_key
+        self._receiving_key = receiving_key
+        self._num_sent = 0
+        self._num_received = 0
+
+    def seal(self, line: bytes) -> bytes:
+        """``line`` with its seal in front; it must hold no line break but the one at its end."""
+        mark = self._mark(self._sending_key, self._num_sent, line.removesuffix(b"\n"))
+        self._num_sent += 1
+        return mark + _SEPARATOR + line
+
+    def open(self, line: bytes) -> bytes:
+        """What was sealed.
+
+        Raises:
+            ProtocolError: If it was not sealed by the other side, or is not the next of its lines.
+        """
+        mark, _, text = line.partition(_SEPARATOR)
+        if not _is_same(mark, self._mark(self._receiving_key, self._num_received, text)):
+            raise ProtocolError("a control message does not bear the seal of this job")
+        self._num_received += 1
+        return text
+
+    @staticmethod
+    def _mark(key: bytes, number: int, text: bytes) -> bytes:
+        return _hmac(key, _NUMBER.pack(number) + text).hex().encode()
+
+
+def _hmac(key: bytes, text: bytes) -> bytes:
+    import hmac  # noqa: PLC0415 - loading it takes longer than a shim of one machine, which needs none, to start
+
+    return hmac.digest(key, text, "sha256")
+
+
+def _is_same(expected: bytes, found: bytes) -> bool:
+    """Whether a proof is the expected one, found out in a time that tells nothing of it."""
+    import hmac  # noqa: PLC0415 - as above
+
+    return hmac.compare_digest(expected, found)
+
+
 _TCP = "tcp://"
 _LOOPBACK = "127.0.0.1"
 _DEAD_MILLISECONDS = 6_000
@@ -201,7 +293,7 @@ class Link:
         is_silent: Whether the other end is gone without a word, with its host or the way to it.
     """
 
-    def __init__(self, connection: socket.socket, seal: "Seal | None" = None) -> None:
+    def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
         self.connection = connection
         self._seal = seal
         self._lines = LineReader()
@@ -311,14 +403,8 @@ def notice_death(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MILLISECONDS)
 
 
-def _prove(connection: socket.socket, key: str) -> "Seal":
+def _prove(connection: socket.socket, key: str) -> Seal:
     """An agent's side of the handshake: poprun speaks first."""
-    from poprun.messages.authentication import (  # noqa: PLC0415 - agents of one machine need no cryptography
-        NONCE_BYTES,
-        PROOF_BYTES,
-        Handshake,
-    )
-
     handshake = Handshake(key, is_agent=True)
     nonce = _read_exactly(connection, NONCE_BYTES)
     connection.sendall(handshake.nonce + handshake.proof(nonce))

@@ -1,6 +1,4 @@
-"""Bring the programs' output to its logs and to poprun's own streams, in a thread of its own.
-
-Pure. A traceback is held back until its last line says whether it is one of KeyboardInterrupt; logs keep them all.
+"""The relay of the programs' output: a thread that reads it, keeps it in logs, tags it, and writes it on.
 
 A reader that does not read (a pager, a stopped terminal) blocks this thread and through the pipes the programs, as
 it would without poprun; it never blocks the supervision.
@@ -15,18 +13,41 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from poprun.job.output.descriptors import Source
 from poprun.job.output.lines import LineSplitter, Tags, tagged
+from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import Level, say
 
 if TYPE_CHECKING:
     from poprun.job.output.bars import BottomRow
     from poprun.job.output.folding import Folded, Folder
     from poprun.job.output.log_files import LogFiles
+
+
+_NAMES: Final = {1: "stdout", 2: "stderr"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One stream of one program.
+
+    Attributes:
+        descriptor: The reading end of its pipe.
+        instance: Whose stream it is.
+        target: Descriptor of poprun's own stream that it goes to: 1 or 2.
+        is_shown: Whether its lines are written there at all; they are logged and remembered either way.
+        is_raw: Whether its bytes are written there as they come, because nobody else writes and no tag is wanted.
+    """
+
+    descriptor: int
+    instance: int
+    target: int
+    is_shown: bool
+    is_raw: bool
 
 
 class OutputStream:
@@ -134,6 +155,50 @@ def _fold(folder: "Folder", instance: int, lines: bytes) -> "list[Folded]":
     return shown
 
 
+def make_displays(plan: LaunchPlan, on_closed: Callable[[], None], *, has_colours: bool) -> dict[int, Display]:
+    """Where the lines of each stream are shown, by its number.
+
+    Args:
+        plan: The job.
+        on_closed: Called when nobody reads a stream of poprun any more.
+        has_colours: Whether tags on a terminal may have colours.
+    """
+    rows: dict[int, BottomRow] = {}  # a terminal's, which two streams may share
+    displays = {}
+    for target, name in _NAMES.items():
+        is_terminal = os.isatty(target)
+        tags = Tags(plan, name, is_terminal=is_terminal, is_coloured=is_terminal and has_colours)
+        row = _bottom_row(target, rows) if is_terminal else None
+        displays[target] = Display(name, OutputStream(target, on_closed), tags, row, _folder(plan))
+    return displays
+
+
+def _bottom_row(terminal: int, rows: "dict[int, BottomRow]") -> "BottomRow":
+    from poprun.job.output.bars import BottomRow  # noqa: PLC0415 - in a batch job there is no terminal
+
+    return rows.setdefault(os.fstat(terminal).st_rdev, BottomRow(lambda: _columns(terminal)))
+
+
+def _columns(terminal: int) -> int:
+    try:
+        return os.get_terminal_size(terminal).columns
+    except OSError:  # the terminal has gone
+        return 0
+
+
+def _folder(plan: LaunchPlan) -> "Folder | None":
+    if not plan.output.is_folded:
+        return None
+    from poprun.job.output.folding import Folder  # noqa: PLC0415 - few jobs fold
+
+    return Folder(instance for instance in range(plan.num_instances) if _is_shown(plan, instance))
+
+
+def _is_shown(plan: LaunchPlan, instance: int) -> bool:
+    shown = plan.output.shown_instances
+    return not plan.output.has_monitor and (shown is None or instance in shown)
+
+
 MAX_HELD_LINES: Final = 500
 
 _DECORATION: Final = re.compile(rb"\x1b\[[0-9;]*m|^\[rank\d+\]: ?")
@@ -182,26 +247,41 @@ class InterruptFilter:
         return released + line
 
 
-_READ_BYTES = (
-    64 * 1024
-)  # what a pipe holds; larger buffers come fresh from the kernel each time, at half the speed
+_READ_BYTES = 64 * 1024
+"""What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
 _TAIL_LINES = 200
 _TAIL_LINE_BYTES = 2048
 _STDERR = 2
 
 
 class Relay:
-    """Reads every source until it ends, logs and shows it, remembers the last lines of each standard error.
+    """Reads every stream until it ends, logs and shows it, remembers the last lines of each standard error.
 
     Args:
-        sources: What to read.
+        plan: The job.
+        pipes: What to read: descriptor, instance and number of the stream.
         displays: Where to show it, by the number of the stream.
         logs: Where to keep it, or None.
     """
 
     def __init__(
-        self, sources: Iterable[Source], displays: Mapping[int, Display], logs: "LogFiles | None"
+        self,
+        plan: LaunchPlan,
+        pipes: Iterable[tuple[int, int, int]],
+        displays: Mapping[int, Display],
+        logs: "LogFiles | None",
     ) -> None:
+        is_alone = plan.num_instances == 1 and not plan.is_tagged
+        sources = [
+            Source(
+                descriptor=descriptor,
+                instance=instance,
+                target=stream,
+                is_shown=_is_shown(plan, instance),
+                is_raw=is_alone and _is_shown(plan, instance),
+            )
+            for descriptor, instance, stream in pipes
+        ]
         self._displays = displays
         self._logs = logs
         self._interrupts: InterruptFilter | None = None
