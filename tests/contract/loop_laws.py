@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import popdist
+from popdist.data.batch import MicroBatch
 from popdist.training.randomness import ReplicaRandomness
 from tests.contract import training_laws
 from tests.contract.collective_laws import refused
@@ -202,7 +203,7 @@ def law_a_loaders_batch_brings_its_micro_batches() -> None:
     found = []
     for replica in popdist.local_replicas():
         rows = slice(2 * replica, 2 * replica + 2)
-        found += [(replica, 0, 2, (x[rows], y[rows])), (replica, 1, 0, None)]
+        found += [MicroBatch(replica, 0, 2, (x[rows], y[rows])), MicroBatch(replica, 1, 0, None)]
     for part, labels in model.micro_batches(SimpleNamespace(micro_batches=tuple(found))):
         cross_entropy(model(part), labels).backward()
     check_gradient(model, (x, y))

@@ -189,10 +189,8 @@ def split_batch(
         _expect(len(contents), "split gave {} micro batches", num_replicas, accumulation)
         sizes = [_size(content, is_weighed=weights is not None) for content in contents]
     elif hasattr(batch, "micro_batches"):
-        contents, sizes = (
-            [it.content for it in batch.micro_batches],
-            [it.num_samples for it in batch.micro_batches],
-        )
+        contents = [micro.content for micro in batch.micro_batches]
+        sizes = [micro.num_samples for micro in batch.micro_batches]
         if accumulation == 1:
             accumulation = max(1, len(contents) // num_replicas)
         _expect(len(contents), "the batch has {} micro batches", num_replicas, accumulation)
