@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
+from tests.architecture.drawing import PLACES, redrawn
 from tests.architecture.floors import BRIDGE, FLOORS, floor_of
 from tests.architecture.source_tree import (
+    ROOT,
     find_cycle,
     graph,
     imports,
@@ -19,8 +21,9 @@ AGENT = frozenset(
         "poprun",
         "poprun.messages",
         "poprun.messages.control",
+        "poprun.messages.link",
         "poprun.process",
-        "poprun.process.spawn",
+        "poprun.process.start",
         "poprun.process.tree",
     }
 )
@@ -80,6 +83,14 @@ def test_every_floor_is_inhabited(package: str) -> None:
     parts = {module.name.split(".")[1] for module in modules(package) if "." in module.name}
 
     assert parts == {part for floor in FLOORS[package] for part in floor}
+
+
+@pytest.mark.parametrize(("document", "name"), PLACES)
+def test_the_drawings_show_what_is_there(document: str, name: str) -> None:
+    """A drawing that is stale is drawn anew by scripts/draw."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+
+    assert redrawn(text, name) == text
 
 
 def test_no_import_goes_in_a_circle() -> None:

@@ -1,10 +1,11 @@
-"""Links lead somewhere."""
+"""Links lead somewhere, and so do the names of files."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.docs.markdown import anchors, documents, links
+from tests.docs.markdown import ROOT, anchors, documents, links
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.name))
@@ -18,3 +19,12 @@ def test_a_link_within_the_project_has_its_target(document: Path) -> None:
             lost.append(link)
 
     assert lost == []
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.name))
+def test_a_file_that_is_named_is_there(document: Path) -> None:
+    """A path below one of the packages, such as ``poprun/cli/options.py``, exists; the changelog is history."""
+    named = re.findall(r"`((poprun|popdist)/[\w/]+(?:\.\w+)?)", document.read_text(encoding="utf-8"))
+    lost = [path for path, package in named if not (ROOT / f"{package}_py" / path).exists()]
+
+    assert lost == [] or document.name == "CHANGELOG.md"

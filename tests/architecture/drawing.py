@@ -1,0 +1,93 @@
+"""Draw the law of the house, and what the code shows of it, into the documents: ``scripts/draw``.
+
+A drawing stands between two comments, ``<!-- NAME begins -->`` and ``<!-- NAME ends -->``. A test finds a stale
+one.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Final
+
+from tests.architecture.floors import FLOORS
+from tests.architecture.source_tree import ROOT, graph, modules
+
+PLACES: Final = (
+    ("docs/architecture.md", "poprun"),
+    ("docs/architecture.md", "popdist"),
+    ("CONTRIBUTING.md", "floors"),
+)
+"""Each document with the name of a drawing in it."""
+
+
+def draw_floors() -> str:
+    """Both packages side by side, the highest floor at the top."""
+    columns = {package: [package] for package in ("poprun", "popdist")}
+    for package, lines in columns.items():
+        lines += ["  " + "  ".join(floor) for floor in reversed(FLOORS[package])]
+    width = max(map(len, columns["poprun"])) + 4
+    rows = zip_longest(*columns.values(), fillvalue="")
+    return "\n".join(["```", *(f"{left:<{width}}{right}".rstrip() for left, right in rows), "```"])
+
+
+def draw_package(package: str) -> str:
+    """The floors of ``package`` as a table: each folder with what it is, its modules, and what it imports."""
+    rows = [
+        f"| {_link(package, part)} | {says} | {_modules(package, part)} | {_imports(package, part)} |"
+        for floor in reversed(FLOORS[package])
+        for part, says in floor.items()
+    ]
+    return "\n".join(["| folder | what it is | modules | imports |", "|---|---|---|---|", *rows])
+
+
+def _link(package: str, part: str) -> str:
+    folder = ROOT / f"{package}_py" / package
+    is_folder = (folder / part).is_dir()
+    return f"[`{part}{'/' if is_folder else ''}`](../{package}_py/{package}/{part}{'' if is_folder else '.py'})"
+
+
+def _modules(package: str, part: str) -> str:
+    inside = f"{package}.{part}."
+    return " ".join(
+        module.name.removeprefix(inside) for module in modules(package) if module.name.startswith(inside)
+    )
+
+
+def _imports(package: str, part: str) -> str:
+    """The folders and files of lower floors that ``part`` imports, the highest first."""
+    own = f"{package}.{part}"
+    found = {
+        target.split(".")[1]
+        for source, targets in graph().items()
+        if source == own or source.startswith(f"{own}.")
+        for target in targets
+        if target.startswith(f"{package}.")
+    }
+    return " ".join(other for floor in reversed(FLOORS[package]) for other in floor if other in found - {part})
+
+
+DRAWINGS: Final[dict[str, Callable[[], str]]] = {
+    "poprun": lambda: draw_package("poprun"),
+    "popdist": lambda: draw_package("popdist"),
+    "floors": draw_floors,
+}
+
+
+def redrawn(text: str, name: str) -> str:
+    """``text`` with the drawing ``name`` as the code shows it now."""
+    begin, end = f"<!-- {name} begins -->", f"<!-- {name} ends -->"
+    drawing = f"{begin}\n{DRAWINGS[name]()}\n{end}"
+    changed, num_places = re.subn(f"{begin}.*?{end}", lambda _: drawing, text, flags=re.DOTALL)
+    assert num_places == 1, f"the document needs one place for the drawing {name}, and has {num_places}"
+    return changed
+
+
+def main() -> None:
+    """Renew every drawing."""
+    for document, name in PLACES:
+        path = ROOT / document
+        path.write_text(redrawn(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
