@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -28,6 +29,16 @@ def test_the_launchers_can_be_measured_again() -> None:
 
     for word in ("poprun (MPI)", "poprun (local)", "torchrun", "mpiexec", "--rounds 1"):
         assert word in finished.out
+
+
+def test_the_training_can_be_drawn_again(tmp_path: Path) -> None:
+    """Two epochs of ``benchmarks/training.py`` show the same weights for three splits, and draw their curves."""
+    script = str(ROOT / "benchmarks" / "training.py")
+    finished = run([sys.executable, script, "--epochs", "2", "--plot", str(tmp_path / "training.svg")]).succeeded()
+
+    assert len(set(re.findall(r"weights ([0-9a-f]{32})", finished.out))) == 1
+    picture = (tmp_path / "training.svg").read_text(encoding="utf-8")
+    assert len(ET.fromstring(picture).findall("{*}polyline")) == 3  # noqa: S314 - our own text
 
 
 def test_the_output_can_be_measured_again() -> None:

@@ -11,7 +11,8 @@ from poprun.job.record import instance_views
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 from poprun.messages.control import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
-from poprun.monitor.job_table import Rate, describe_bytes, describe_seconds, rates, render
+from poprun.monitor.rates import Rate, rates
+from poprun.monitor.table import describe_bytes, describe_seconds, render
 from tests.planning import planned
 
 RUNNING = InstanceView(

@@ -13,7 +13,7 @@ from poprun.plan.topology import MachineFacts
 from poprun.probe.cpus import cpu_quota
 from poprun.probe.limits import CGROUPS, MEMBERSHIP, MemoryLimits, memory_limits
 from poprun.probe.machine import machine_facts
-from poprun.process.spawn import answer_of
+from poprun.process.start import answer_of
 
 TORCH_TIMEOUT_SECONDS: Final = 120.0
 """Importing torch for the first time may have to fetch a gigabyte from a slow disk."""

@@ -20,7 +20,8 @@ from poprun.pool.place import DEFAULT_POOL
 from poprun.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.pool.records import HeldLease, PoolState, fold_names
 from poprun.pool.requests import PartitionWish, Wish, must_change, refusal
-from poprun.process.tree import ancestors, user_name
+from poprun.process.tree import ancestors
+from poprun.process.users import user_name
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 

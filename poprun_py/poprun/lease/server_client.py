@@ -22,7 +22,7 @@ from poprun.pool.server_messages import (
     reader,
     request_to_dict,
 )
-from poprun.process.tree import user_name
+from poprun.process.users import user_name
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret
 

@@ -35,7 +35,8 @@ from poprun.pool.records import HeldLease, PoolState
 from poprun.pool.requests import PlainPartition, PlainWish, refusal
 from poprun.pool.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.probe.machine import names_of_this_machine
-from poprun.process.tree import ancestors, key_of, user_name
+from poprun.process.tree import ancestors, key_of
+from poprun.process.users import user_name
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 

@@ -30,7 +30,7 @@ from poprun.pool.database import (
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
 from poprun.pool.requests import PartitionWish, Wish, must_change
-from poprun.process.tree import user_name
+from poprun.process.users import user_name
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
 """Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""

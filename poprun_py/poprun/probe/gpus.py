@@ -11,8 +11,8 @@ from typing import Final
 from poprun.plan.program_environment import VISIBLE_DEVICES
 from poprun.plan.topology import Gpu, Occupant
 from poprun.probe.limits import read_text
-from poprun.process.spawn import answer_of
-from poprun.process.tree import user_of
+from poprun.process.start import answer_of
+from poprun.process.users import user_of
 
 TIMEOUT_SECONDS: Final = 10.0
 

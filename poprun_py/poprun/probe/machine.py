@@ -12,7 +12,7 @@ from popdist.contract import NUM_THREADS
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
 from poprun.probe.cpus import read_cpus, read_memory_nodes, usable_cores
 from poprun.probe.gpus import find_gpus
-from poprun.process.spawn import answer_of
+from poprun.process.start import answer_of
 
 TIMEOUT_SECONDS: Final = 10.0
 

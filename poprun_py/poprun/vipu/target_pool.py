@@ -17,7 +17,7 @@ from poprun.pool.pool import Pool
 from poprun.pool.records import Partition, PoolState
 from poprun.probe.cpus import usable_cores
 from poprun.probe.gpus import find_gpus
-from poprun.process.tree import user_name
+from poprun.process.users import user_name
 
 
 class LocalPool:
