@@ -41,21 +41,31 @@ def run(line: CommandLine) -> int:
         return _print_version(line.version_format)
     if line.asks_doctor:
         return _examine_machine(line.report_format)
+    if not (line.program or line.given):
+        raise _no_program(line)
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if line.is_dry_run or line.emitted is not None:
         _preview_lease(plan, facts, line)
         screen.show(_print_out(plan, line))
         return 0
     if not plan.program:
-        raise UsageError(
-            "there is no PROGRAM to start: poprun [OPTIONS] PROGRAM [ARGS]..., or --dry-run to look only "
-            "(a word such as true or 1 after a switch is its value: write -- before such a program)"
-        )
+        raise _no_program(line)
     if plan.output.has_monitor and not sys.stderr.isatty():
         raise UsageError(
             "--monitor draws on a terminal, and standard error is none: leave it out, and look with poprun-top"
         )
     return _start(plan, facts, line)
+
+
+def _no_program(line: CommandLine) -> UsageError:
+    has_switch = any(one.option.kind.is_switch for one in line.given)
+    hint = "\n  true, 1 and the like after a switch are its value: write -- before the program"
+    return UsageError(
+        "there is no PROGRAM to start: poprun [OPTIONS] PROGRAM [ARGS]...\n"
+        "  poprun --help      the options that most jobs use, and examples\n"
+        "  poprun --dry-run   the plan alone, which needs no PROGRAM\n"
+        f"  poprun --doctor    what this machine has for a job, and what is missing{hint if has_switch else ''}"
+    )
 
 
 def _print_version(version_format: "VersionFormat | None") -> int:

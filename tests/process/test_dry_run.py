@@ -26,6 +26,13 @@ from poprun.__main__ import main
 main()
 """
 
+NO_PROGRAM = """\
+[E] there is no PROGRAM to start: poprun [OPTIONS] PROGRAM [ARGS]...
+  poprun --help      the options that most jobs use, and examples
+  poprun --dry-run   the plan alone, which needs no PROGRAM
+  poprun --doctor    what this machine has for a job, and what is missing
+"""
+
 WITHOUT_MPI = """\
 import os, sys
 sys.executable = "/nowhere/python"
@@ -110,8 +117,6 @@ def test_advice_is_no_output(poprun: Poprun) -> None:
         ),
         (["--plan", "/nowhere/plan.json"], 2, "--plan /nowhere/plan.json: No such file or directory"),
         (["--plan", "/"], 2, "--plan /: Is a directory"),
-        ([], 2, "there is no PROGRAM to start"),
-        (["--print-topology", "true"], 2, "there is no PROGRAM to start"),
         (["no-such-program"], 127, "there is no program no-such-program"),
         (["/"], 126, "/ is a directory"),
     ],
@@ -124,6 +129,17 @@ def test_mistakes(poprun: Poprun, words: list[str], code: int, message: str) -> 
     assert finished.told.startswith("[E] ")
     assert message in finished.err
     assert finished.err.count("\n") == 1
+
+
+def test_no_program(poprun: Poprun) -> None:
+    """Alone, poprun says where to look; a word that became the value of a switch is told of."""
+    alone, behind_switch = poprun(), poprun("--print-topology", "true")
+    hint = "  true, 1 and the like after a switch are its value: write -- before the program\n"
+
+    assert (alone.code, behind_switch.code) == (2, 2)
+    assert alone.told == NO_PROGRAM
+    assert behind_switch.told == NO_PROGRAM + hint
+    assert max(map(len, behind_switch.told.replace("[E]", "poprun: error:").splitlines())) <= 80
 
 
 def test_mpi_asked_for_and_absent() -> None:

@@ -26,6 +26,7 @@ NAMES = Names(hosts=lambda: ["gpu1", "gpu2", "login"], partitions=lambda: ["half
         (["--num-instances"], "", []),
         (["--no-such-option"], "--num-i", ["--num-ilds", "--num-instances"]),
         (["-v"], "--emi", ["--emit"]),
+        ([], "--hel", ["--help", "--help-all"]),
         ([], "--nonsense", []),
         ([], "--nonsense=", []),
     ],

@@ -81,7 +81,7 @@ def test_what_is_read(text: str, texts: dict[str, tuple[str, ...]]) -> None:
             "job.yaml:1: there is no option num_replicas for a file: did you mean num-replicas?",
         ),
         ("--host: a\n", "job.yaml:1: there is no option --host for a file: did you mean host?"),
-        ("xyzzy: 1", "job.yaml:1: there is no option xyzzy for a file: poprun --help lists the options"),
+        ("xyzzy: 1", "job.yaml:1: there is no option xyzzy for a file: poprun --help-all lists the options"),
         ("plan: p.json", "job.yaml:1: there is no option plan for a file"),
         ("? [a]\n: 1\n", "job.yaml:1: there is no option of this form for a file"),
         ("host: a\n\nhost: b\n", "job.yaml:3: host comes twice: job.yaml:1 has it, too"),

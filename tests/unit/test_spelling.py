@@ -10,7 +10,7 @@ from poprun.errors import UsageError
 VOCABULARY = Vocabulary(
     valued=frozenset({"--num-instances", "--num-replicas", "--host", "--topology-format"}),
     switches=frozenset({"--dry-run", "--tag-output"}),
-    flags=frozenset({"--verbose", "--version", "--help"}),
+    flags=frozenset({"--verbose", "--version", "--help", "--help-all"}),
     short={"-n": "--num-instances", "-H": "--host", "-v": "--verbose", "-h": "--help"},
     clusters={"--vv": "-vv"},
 )
@@ -35,6 +35,8 @@ VOCABULARY = Vocabulary(
         ("-vv prog", "--verbose --verbose -- prog"),
         ("--vv prog", "--verbose --verbose -- prog"),
         ("--verb prog", "--verbose -- prog"),
+        ("--help prog", "--help -- prog"),
+        ("--help-a prog", "--help-all -- prog"),
         ("--dry-run prog", "--dry-run=yes -- prog"),
         ("--dry prog", "--dry-run=yes -- prog"),
         ("--dry-run yes prog", "--dry-run=yes -- prog"),
@@ -63,8 +65,8 @@ def test_spellings(line: str, read: str) -> None:
     [
         ("--num-instnces 2 prog", "there is no option --num-instnces: did you mean --num-instances?"),
         ("-num-instances 2 prog", "there is no option -num-instances: did you mean --num-instances?"),
-        ("--xyzzy prog", "there is no option --xyzzy: poprun --help lists the options"),
-        ("-x prog", "there is no option -x: poprun --help lists the options"),
+        ("--xyzzy prog", "there is no option --xyzzy: poprun --help-all lists the options"),
+        ("-x prog", "there is no option -x: poprun --help-all lists the options"),
         ("-vx prog", "there is no option -x"),
         (
             "--num=ilds 4 prog",

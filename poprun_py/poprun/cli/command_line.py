@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from poprun.cli.click_command import PoprunCommand
 from poprun.cli.option import COMPLETION, LINE, REQUEST, VARIABLE_PREFIX, Given, values_by_section
-from poprun.cli.options import EXAMPLES, OPTIONS
+from poprun.cli.options import COMMON, EXAMPLES, INTRO, OPTIONS
 from poprun.errors import UsageError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
@@ -112,7 +112,6 @@ _IMPORT: Final = "import-config"
 _FORMAT: Final = "topology-format"
 _EVERYTHING: Final = 2
 _REPORT_FORMAT: Final = "format"
-_INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +184,9 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
 
     Raises:
         PoprunError: If an option cannot be read, or two contradict each other.
-        click.exceptions.Exit: After ``--help`` has printed its page.
+        click.exceptions.Exit: After a help page was printed.
     """
-    texts, program = PoprunCommand(OPTIONS, intro=_INTRO, examples=EXAMPLES).texts(words)
+    texts, program = PoprunCommand(OPTIONS, COMMON, intro=INTRO, examples=EXAMPLES).texts(words)
     flags = tuple(from_words(texts))
     if _PLAN in texts:
         _refuse_beside_plan(flags)

@@ -12,7 +12,7 @@ from typing import Final
 from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
-from poprun.cli.option import COMPLETION, FILE, FOLDER, HOSTS, Option
+from poprun.cli.option import COMPLETION, FILE, FOLDER, HELP, HELP_ALL, HOSTS, Option
 from poprun.cli.options import BY_NAME, OPTIONS
 from poprun.errors import PoprunError, UsageError
 
@@ -127,7 +127,7 @@ def _option(word: str) -> Option | None:
 
 
 def _option_names(word: str) -> list[str]:
-    names = ["--help", *(f"--{it.name}" for it in OPTIONS), *(f"-{it.short}" for it in OPTIONS if it.short)]
+    names = [HELP, HELP_ALL, *(f"--{it.name}" for it in OPTIONS), *(f"-{it.short}" for it in OPTIONS if it.short)]
     if word.startswith("--no-"):
         names += [f"--no-{it.name}" for it in OPTIONS if it.kind.is_switch]
     return sorted(names)

@@ -14,7 +14,7 @@ from typing import Final
 
 import yaml
 
-from poprun.cli.option import Given, Option
+from poprun.cli.option import HELP_ALL, Given, Option
 from poprun.errors import UsageError
 from poprun.text.atomic_file import check_target, write_whole
 
@@ -96,7 +96,9 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
 
     nearest = get_close_matches(name.replace("_", "-").lstrip("-"), options, n=1, cutoff=0.6)
     cure = (
-        f"did you mean {nearest[0]}?" if nearest else "poprun --help lists the options, here without their dashes"
+        f"did you mean {nearest[0]}?"
+        if nearest
+        else f"poprun {HELP_ALL} lists the options, here without their dashes"
     )
     raise UsageError(f"{place}: there is no option {name or 'of this form'} for a file: {cure}")
 

@@ -150,7 +150,7 @@ def _unknown(written: str, vocabulary: Vocabulary) -> str:
     from difflib import get_close_matches  # noqa: PLC0415 - only a mistake pays for it
 
     nearest = get_close_matches(f"--{written.lstrip('-')}", vocabulary.names, n=1, cutoff=0.7)
-    cure = f"did you mean {nearest[0]}?" if nearest else "poprun --help lists the options"
+    cure = f"did you mean {nearest[0]}?" if nearest else f"poprun {HELP_ALL} lists the options"
     return f"there is no option {written}: {cure}"
 
 
@@ -312,6 +312,9 @@ REQUEST: Final = "request"
 """The section of the fields of a :class:`LaunchRequest` itself."""
 
 VARIABLE_PREFIX: Final = "POPRUN_"
+
+HELP: Final = "--help"
+HELP_ALL: Final = "--help-all"
 
 COMPLETION: Final = "_POPRUN_COMPLETE"
 """What a shell's script sets to ask for completions; who wants a script calls with ``bash_source`` in it."""

@@ -403,9 +403,25 @@ OPTIONS: Final[tuple[Option, ...]] = (
     *OUTPUT,
     *DEBUG,
 )
-"""Every option but ``--help``, in the order of the help page."""
+"""Every option but ``--help`` and ``--help-all``, in the order of the help page."""
 
 BY_NAME: Final = {option.name: option for option in OPTIONS}
+
+COMMON: Final = {
+    "num-instances": "Processes in all; auto: one per free GPU.",
+    "num-replicas": "Model replicas in all, shared out evenly.",
+    "ipus-per-replica": "GPUs, or shares of the cores, of a replica.",
+    "host": "Where to run: a,b or host[0-2,4].",
+    "max-restarts": "Times a failed job is started again.",
+    "log-dir": "Keep each instance's output in a file.",
+    "monitor": "Show the instances live, not their output.",
+    "dry-run": "Print the plan and start nothing.",
+    "doctor": "Tell what this machine has and what it lacks.",
+    "verbose": "Say what is done and why; -vv: more of it.",
+}
+"""What the short help page says of the options that most jobs use: a line of each."""
+
+INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 
 EXAMPLES: Final = """\
 Examples:
