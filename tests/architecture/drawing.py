@@ -63,7 +63,7 @@ def _imports(package: str, part: str) -> str:
         for target in targets
         if target.startswith(f"{package}.")
     }
-    return " ".join(other for floor in reversed(FLOORS[package]) for other in floor if other in found - {part})
+    return ", ".join(other for floor in reversed(FLOORS[package]) for other in floor if other in found - {part})
 
 
 DRAWINGS: Final[dict[str, Callable[[], str]]] = {
