@@ -47,10 +47,14 @@ def _link(package: str, part: str) -> str:
 
 
 def _modules(package: str, part: str) -> str:
+    """The modules of a folder, then those of each folder in it behind its name."""
     inside = f"{package}.{part}."
-    return " ".join(
-        module.name.removeprefix(inside) for module in modules(package) if module.name.startswith(inside)
-    )
+    folders: dict[str, list[str]] = {"": []}
+    for module in modules(package):
+        if module.name.startswith(inside) and module.path.stem not in {"__init__", "__main__"}:
+            folder, _, name = module.name.removeprefix(inside).rpartition(".")
+            folders.setdefault(folder, []).append(name)
+    return "; ".join(f"{folder}{': ' if folder else ''}{', '.join(names)}" for folder, names in folders.items())
 
 
 def _imports(package: str, part: str) -> str:
