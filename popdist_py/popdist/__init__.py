@@ -1,85 +1,81 @@
 """popdist: the replica library. One training script, as many instances and replicas, the numerics of one process.
 
-The names below load their modules when they are first used: ``import popdist`` alone imports no torch, so queries
-such as ``popdist.num_replicas()`` are cheap.
+Each public name loads its module when it is first used: ``import popdist`` alone imports no torch, so queries such
+as ``popdist.num_replicas()`` are cheap.
 """
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from popdist import checkpoint
-    from popdist.collectives import (
-        all_gather,
-        all_reduce,
-        barrier,
-        broadcast,
-        broadcast_object,
-        gather,
-        weighted_mean,
-    )
-    from popdist.compat import (
-        checkNumIpusPerReplica,
-        finalizeBackend,
-        getDeviceId,
-        getInstanceIndex,
-        getLocalInstanceIndex,
-        getNumInstances,
-        getNumIpusPerReplica,
-        getNumLocalReplicas,
-        getNumTotalReplicas,
-        getReplicaIndexOffset,
-        initializeBackend,
-        isBackendInitialized,
-        isPopdistEnvSet,
-        synchronize,
-    )
-    from popdist.context import (
-        device,
-        devices,
-        finalize,
-        init,
-        instance_index,
-        ipus_per_replica,
-        is_initialized,
-        job_id,
-        local_instance_index,
-        local_replicas,
-        num_instances,
-        num_local_replicas,
-        num_replicas,
-    )
-    from popdist.data.data_loader import data_loader
-    from popdist.data.sampler import ReplicaSampler
-    from popdist.data.streams import shard_iterable
-    from popdist.errors import (
-        BackendError,
-        BatchError,
-        CheckpointError,
-        CollectiveError,
-        ContractError,
-        DatasetError,
-        GradientError,
-        MicroBatchError,
-        NotInitializedError,
-        OptimizerError,
-        PopdistError,
-        PopdistWarning,
-        WeightsError,
-        WorldError,
-    )
-    from popdist.instances import execute_on_instances, first_on_host, is_main
-    from popdist.preemption import check_preemption, on_preemption
-    from popdist.progress import report
-    from popdist.sharded.sharded_optimizer import ShardedOptimizer
-    from popdist.training.backward import all_reduce_gradients
-    from popdist.training.replicated_model import ReplicatedModel
-    from popdist.weights import broadcast_weights, checksum
+if TYPE_CHECKING:  # for type checkers and editors, what the table below says
+    from popdist import checkpoint as checkpoint
+    from popdist.collectives import all_gather as all_gather
+    from popdist.collectives import all_reduce as all_reduce
+    from popdist.collectives import barrier as barrier
+    from popdist.collectives import broadcast as broadcast
+    from popdist.collectives import broadcast_object as broadcast_object
+    from popdist.collectives import gather as gather
+    from popdist.collectives import weighted_mean as weighted_mean
+    from popdist.compat import checkNumIpusPerReplica as checkNumIpusPerReplica
+    from popdist.compat import finalizeBackend as finalizeBackend
+    from popdist.compat import getDeviceId as getDeviceId
+    from popdist.compat import getInstanceIndex as getInstanceIndex
+    from popdist.compat import getLocalInstanceIndex as getLocalInstanceIndex
+    from popdist.compat import getNumInstances as getNumInstances
+    from popdist.compat import getNumIpusPerReplica as getNumIpusPerReplica
+    from popdist.compat import getNumLocalReplicas as getNumLocalReplicas
+    from popdist.compat import getNumTotalReplicas as getNumTotalReplicas
+    from popdist.compat import getReplicaIndexOffset as getReplicaIndexOffset
+    from popdist.compat import initializeBackend as initializeBackend
+    from popdist.compat import isBackendInitialized as isBackendInitialized
+    from popdist.compat import isPopdistEnvSet as isPopdistEnvSet
+    from popdist.compat import synchronize as synchronize
+    from popdist.context import device as device
+    from popdist.context import devices as devices
+    from popdist.context import finalize as finalize
+    from popdist.context import init as init
+    from popdist.context import instance_index as instance_index
+    from popdist.context import ipus_per_replica as ipus_per_replica
+    from popdist.context import is_initialized as is_initialized
+    from popdist.context import job_id as job_id
+    from popdist.context import local_instance_index as local_instance_index
+    from popdist.context import local_replicas as local_replicas
+    from popdist.context import num_instances as num_instances
+    from popdist.context import num_local_replicas as num_local_replicas
+    from popdist.context import num_replicas as num_replicas
+    from popdist.data.data_loader import data_loader as data_loader
+    from popdist.data.sampler import ReplicaSampler as ReplicaSampler
+    from popdist.data.streams import shard_iterable as shard_iterable
+    from popdist.errors import BackendError as BackendError
+    from popdist.errors import BatchError as BatchError
+    from popdist.errors import CheckpointError as CheckpointError
+    from popdist.errors import CollectiveError as CollectiveError
+    from popdist.errors import ContractError as ContractError
+    from popdist.errors import DatasetError as DatasetError
+    from popdist.errors import GradientError as GradientError
+    from popdist.errors import MicroBatchError as MicroBatchError
+    from popdist.errors import NotInitializedError as NotInitializedError
+    from popdist.errors import OptimizerError as OptimizerError
+    from popdist.errors import PopdistError as PopdistError
+    from popdist.errors import PopdistWarning as PopdistWarning
+    from popdist.errors import WeightsError as WeightsError
+    from popdist.errors import WorldError as WorldError
+    from popdist.instances import execute_on_instances as execute_on_instances
+    from popdist.instances import first_on_host as first_on_host
+    from popdist.instances import is_main as is_main
+    from popdist.preemption import check_preemption as check_preemption
+    from popdist.preemption import on_preemption as on_preemption
+    from popdist.progress import report as report
+    from popdist.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from popdist.training.backward import all_reduce_gradients as all_reduce_gradients
+    from popdist.training.replicated_model import ReplicatedModel as ReplicatedModel
+    from popdist.weights import broadcast_weights as broadcast_weights
+    from popdist.weights import checksum as checksum
 
     __version__: str
 
-_NAMES = {
+_NAMES_OF_MODULES = {
     "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather weighted_mean",
     "compat": (
         "checkNumIpusPerReplica finalizeBackend getDeviceId getInstanceIndex getLocalInstanceIndex "
@@ -105,84 +101,25 @@ _NAMES = {
     "sharded.sharded_optimizer": "ShardedOptimizer",
     "weights": "broadcast_weights checksum",
 }
-_MODULES = frozenset({"checkpoint"})
+"""The public names of each module."""
+
+_MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
+
+_PUBLIC = [*_MODULE_OF, "__version__", "checkpoint"]
+
+if not TYPE_CHECKING:  # type checkers take the imports above
+    __all__ = list(_PUBLIC)
+
 _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 """As `popdist.contract` has it: every program that imports torch comes by here, and loads no more than it must."""
+
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
     import_module("popdist.progress").begin()
-_MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = [
-    "BackendError",
-    "BatchError",
-    "CheckpointError",
-    "CollectiveError",
-    "ContractError",
-    "DatasetError",
-    "GradientError",
-    "MicroBatchError",
-    "NotInitializedError",
-    "OptimizerError",
-    "PopdistError",
-    "PopdistWarning",
-    "ReplicaSampler",
-    "ReplicatedModel",
-    "ShardedOptimizer",
-    "WeightsError",
-    "WorldError",
-    "__version__",
-    "all_gather",
-    "all_reduce",
-    "all_reduce_gradients",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_weights",
-    "checkNumIpusPerReplica",
-    "check_preemption",
-    "checkpoint",
-    "checksum",
-    "data_loader",
-    "device",
-    "devices",
-    "execute_on_instances",
-    "finalize",
-    "finalizeBackend",
-    "first_on_host",
-    "gather",
-    "getDeviceId",
-    "getInstanceIndex",
-    "getLocalInstanceIndex",
-    "getNumInstances",
-    "getNumIpusPerReplica",
-    "getNumLocalReplicas",
-    "getNumTotalReplicas",
-    "getReplicaIndexOffset",
-    "init",
-    "initializeBackend",
-    "instance_index",
-    "ipus_per_replica",
-    "isBackendInitialized",
-    "isPopdistEnvSet",
-    "is_initialized",
-    "is_main",
-    "job_id",
-    "local_instance_index",
-    "local_replicas",
-    "num_instances",
-    "num_local_replicas",
-    "num_replicas",
-    "on_preemption",
-    "report",
-    "shard_iterable",
-    "synchronize",
-    "weighted_mean",
-]
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"popdist.{name}")
+    if name == "checkpoint":
+        return import_module("popdist.checkpoint")
     if name == "__version__":
         return import_module("popdist.contract").VERSION
     if name not in _MODULE_OF:
@@ -192,4 +129,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_PUBLIC})
