@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from poprun.emit.mpijob import HOSTS
+from poprun.emit.kubernetes import HOST_FILE
 from poprun.messages.link import KEY_BYTES
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import TMPDIR, Network
@@ -102,7 +102,7 @@ def test_what_an_mpi_job_of_kubernetes_runs(network: Network, mpi: MpiEnvironmen
     program = ("python", "-c", "import os, sys; print(sys.prefix, os.environ['POPDIST_NUM_TOTAL_REPLICAS'])")
     path = {"PATH": f"{mpi.python.parent}{os.pathsep}{os.environ['PATH']}"}
     written = poprun("--emit=mpijob", "--image=i", "-H", "a,b", "-n2", *program, env=path).succeeded().out
-    pods = yaml.safe_load(written.replace(HOSTS, str(tmp_path / "hostfile")).replace("$$", "$"))
+    pods = yaml.safe_load(written.replace(HOST_FILE, str(tmp_path / "hostfile")).replace("$$", "$"))
     (container,) = pods["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     slots = "{}:1\n" if mpi.name == "mpich" else "{} slots=1\n"
     (tmp_path / "hostfile").write_text("".join(map(slots.format, ("n2", "n3"))))

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from popdist.environments import Launcher, detect
-from poprun.emit import Surroundings, emit_job
-from poprun.emit.kubernetes import job_name
+from poprun.emit import Surroundings, emit_job, job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import EndingSettings

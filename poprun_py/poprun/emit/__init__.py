@@ -1,18 +1,20 @@
 """A plan as the job of a cluster's own engine, which then starts it without poprun.
 
-Pure: values in, text out. A row of ``_WRITERS`` is one kind; each is a module of its own that is imported on use.
+Pure: values in, text out. The writers are modules of their own that are imported on use: starting a job pays for
+none of them.
 """
 
+import os
+import re
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.text.formats import EmitKind
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+_MAX_NAME: Final = 40
+"""Characters of a job's name; the operators append to it, and a host's name has at most 63."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +33,37 @@ class Surroundings:
     options: tuple[str, ...] = ()
 
 
-_WRITERS: Final = {
-    EmitKind.MPIJOB: "poprun.emit.mpijob",
-    EmitKind.JOBSET: "poprun.emit.jobset",
-    EmitKind.SBATCH: "poprun.emit.sbatch",
-}
-"""The module of each kind; its ``write`` makes the text."""
-
-
 def emit_job(plan: LaunchPlan, kind: EmitKind, surroundings: Surroundings) -> str:
     """``plan`` as a job of ``kind``, as text that ends with a line break.
 
     Raises:
-        UsageError: If there is no program, or the kind needs something that ``surroundings`` lack.
+        UsageError: If there is no program, or the kind needs something that ``surroundings`` lack, or cannot say
+            what the plan says.
     """
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
-    write: Callable[[LaunchPlan, Surroundings], str] = import_module(_WRITERS[kind]).write
-    return write(plan, surroundings)
+    name = job_name(plan)
+    if kind is EmitKind.SBATCH:
+        from poprun.emit.sbatch import batch_script  # noqa: PLC0415 - see the module's docstring
+
+        words = (surroundings.python, "-m", "poprun", *surroundings.options, *plan.program)
+        return batch_script(plan, name, words)
+    if surroundings.image is None:
+        raise UsageError(
+            "a pod needs a container image that holds the program, Python and popdist: add --image NAME"
+        )
+    from poprun.emit.kubernetes import jobset, mpijob  # noqa: PLC0415 - see the module's docstring
+
+    return (jobset if kind is EmitKind.JOBSET else mpijob)(plan, name, surroundings.image)
+
+
+def job_name(plan: LaunchPlan) -> str:
+    """A name for the job, from that of its program: ``/data/Train_2.py`` becomes ``train-2``.
+
+    It is a label of RFC 1123, as
+    https://kubernetes.io/docs/concepts/overview/working-with-objects/names/ asks for.
+    """
+    script = next((word for word in plan.program if word.endswith(".py")), plan.program[0])
+    stem = os.path.basename(script).removesuffix(".py").lower()
+    name = re.sub("[^a-z0-9]+", "-", stem)[:_MAX_NAME].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".rstrip("-")

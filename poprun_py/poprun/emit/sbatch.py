@@ -1,42 +1,35 @@
 """A plan as a batch script of Slurm, in which poprun starts the job on the nodes that Slurm gives.
 
-Source: sbatch(1). Its lines ask for what the plan needs, so poprun finds in the allocation what it was asked for.
+Source: sbatch(1). The script asks for what the plan needs, so poprun finds that in the allocation.
 """
 
 import math
 import shlex
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-from poprun.emit.kubernetes import job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import THIS_MACHINE
 from poprun.render.words import size_of
 from poprun.text.host_names import fold_hosts
 
-if TYPE_CHECKING:
-    from poprun.emit import Surroundings
-
-_HOUR_MINUTES: Final = 60
 _QUOTED: Final = frozenset(" \t\"'#")
 
 
-def write(plan: LaunchPlan, surroundings: "Surroundings") -> str:
-    """``plan`` as a script for sbatch.
+def batch_script(plan: LaunchPlan, name: str, words: Sequence[str]) -> str:
+    """``plan`` as a script for sbatch, which runs the command ``words`` under ``name``.
 
     Raises:
-        UsageError: If the working directory or a word has a line break in it, which a line of sbatch cannot hold.
+        UsageError: If the working directory has a line break in it, which a line of sbatch cannot hold.
     """
-    command = shlex.join((surroundings.python, "-m", "poprun", *surroundings.options, *plan.program))
     if "\n" in plan.working_directory or "\r" in plan.working_directory:
         raise UsageError(f"--emit sbatch: the working directory {plan.working_directory!r} has a line break in it")
-    lines = [f"#SBATCH --{name}={_value(value)}" for name, value in _directives(plan)]
-    return "\n".join(["#!/bin/bash", f"# {size_of(plan)}", *lines, "", f"exec {command}", ""])
+    lines = [f"#SBATCH --{option}={_quoted(value)}" for option, value in _directives(plan, name)]
+    return "\n".join(["#!/bin/bash", f"# {size_of(plan)}", *lines, "", f"exec {shlex.join(words)}", ""])
 
 
-def _directives(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
-    name = job_name(plan)
+def _directives(plan: LaunchPlan, name: str) -> Iterator[tuple[str, str]]:
     yield "job-name", name
     yield "output", f"{name}-%j.out"
     yield "chdir", plan.working_directory
@@ -49,16 +42,12 @@ def _directives(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
     if plan.devices:
         yield "gpus-per-node", str(plan.num_slots_per_host)
     if plan.ending.timeout_seconds is not None:
-        yield "time", _time(plan.ending.timeout_seconds)
+        # Slurm counts minutes; one more leaves poprun the time to end the job itself.
+        hours, minutes = divmod(math.ceil(plan.ending.timeout_seconds / 60) + 1, 60)
+        yield "time", f"{hours:02}:{minutes:02}:00"
 
 
-def _time(seconds: float) -> str:
-    """Slurm counts minutes; one more leaves poprun the time to end the job itself."""
-    hours, minutes = divmod(math.ceil(seconds / 60) + 1, _HOUR_MINUTES)
-    return f"{hours:02}:{minutes:02}:00"
-
-
-def _value(text: str) -> str:
+def _quoted(text: str) -> str:
     if not _QUOTED & set(text):
         return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
