@@ -8,9 +8,9 @@ import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import MpiKind
-from poprun.probe.cpus import cpu_quota, usable_cores
+from poprun.probe.cpus import usable_cores
 from poprun.probe.gpus import read_gpus
-from poprun.probe.limits import KillCounts, kill_counts, memory_limits
+from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
 from poprun.probe.machine import machine_facts, names_of_this_machine, read_version
 from poprun.probe.program import resolve_program
 

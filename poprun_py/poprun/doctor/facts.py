@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from poprun.plan.topology import MachineFacts
-from poprun.probe.cpus import cpu_quota
-from poprun.probe.limits import CGROUPS, MEMBERSHIP, MemoryLimits, memory_limits
+from poprun.probe.limits import MemoryLimits, cpu_quota, memory_limits
 from poprun.probe.machine import machine_facts
 from poprun.process.start import answer_of
 
@@ -100,7 +99,7 @@ def examine(environment: Mapping[str, str]) -> Symptoms:
         interpreter=sys.executable,
         libraries=read_libraries(answer_of((sys.executable, "-c", _ASK), TORCH_TIMEOUT_SECONDS)),
         facts=machine_facts(environment),
-        cpu_quota=cpu_quota(MEMBERSHIP, CGROUPS),
+        cpu_quota=cpu_quota(),
         memory=memory_limits(),
         can_share_memory=os.access("/dev/shm", os.W_OK | os.X_OK),  # noqa: S108 - where it is mounted, to look at
         ssh=_version_of("ssh", "-V"),

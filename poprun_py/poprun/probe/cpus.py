@@ -11,8 +11,15 @@ from contextlib import suppress
 from typing import Final
 
 from poprun.plan.topology import Cpu
-from poprun.probe.limits import CGROUPS, MEMBERSHIP, ControlGroup, control_groups, read_text
+from poprun.probe.limits import cpu_quota, read_text
 from poprun.text.ranges import parse_numbers
+
+SYSTEM: Final = "/sys/devices/system"
+STATUS: Final = "/proc/self/status"
+
+_ALLOWED: Final = "Mems_allowed_list:"
+_SIBLINGS: Final = ("core_cpus_list", "thread_siblings_list")
+_INSTRUCTIONS: Final = "Instruction"
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -22,37 +29,8 @@ def usable_cores() -> tuple[int, ...]:
     gets the first two, because threads past the quota only wait for each other.
     """
     cores = sorted(os.sched_getaffinity(0))
-    quota = cpu_quota(MEMBERSHIP, CGROUPS)
+    quota = cpu_quota()
     return tuple(cores if quota is None else cores[: max(1, int(quota))])
-
-
-def cpu_quota(membership: str, cgroups: str) -> float | None:
-    """How many cores' worth of time the control groups grant; None when they set no limit.
-
-    Args:
-        membership: The file that says which groups this process is in, as cgroups(7) describes it.
-        cgroups: Where the groups are mounted.
-    """
-    quotas = map(_quota, control_groups("cpu", membership, cgroups))
-    return min((quota for quota in quotas if quota is not None), default=None)
-
-
-def _quota(group: ControlGroup) -> float | None:
-    with suppress(OSError, ValueError):
-        if group.is_unified:
-            quota, period = group.read("cpu.max").split()
-            return None if quota == "max" else int(quota) / int(period)
-        micros = int(group.read("cpu.cfs_quota_us"))
-        return None if micros < 0 else micros / int(group.read("cpu.cfs_period_us"))
-    return None
-
-
-SYSTEM: Final = "/sys/devices/system"
-STATUS: Final = "/proc/self/status"
-
-_ALLOWED: Final = "Mems_allowed_list:"
-_SIBLINGS: Final = ("core_cpus_list", "thread_siblings_list")
-_INSTRUCTIONS: Final = "Instruction"
 
 
 def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]:
@@ -80,26 +58,22 @@ def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, 
         status: Where it tells of the process.
     """
     having = _numbers(os.path.join(system, "node", "has_memory"))
-    try:
+    with suppress(OSError, ValueError):
         lines = read_text(status).splitlines()
-    except OSError:
-        return having
-    words = next((line.removeprefix(_ALLOWED).strip() for line in lines if line.startswith(_ALLOWED)), "")
-    with suppress(ValueError):
-        return tuple(node for node in parse_numbers(words) if node in having)
+        allowed = next((line.removeprefix(_ALLOWED).strip() for line in lines if line.startswith(_ALLOWED)), "")
+        return tuple(node for node in parse_numbers(allowed) if node in having)
     return having
 
 
 def _cpu(folder: str, number: int, node_of: Mapping[int, int]) -> Cpu:
     topology = os.path.join(folder, "topology")
     siblings = next(filter(None, (_numbers(os.path.join(topology, name)) for name in _SIBLINGS)), (number,))
-    node = node_of.get(number, 0)
     return Cpu(
         number=number,
         core=siblings[0],
         cache=max(_caches(os.path.join(folder, "cache")), default=(0, -1))[1],
-        node=node,
-        socket=max(0, _number(os.path.join(topology, "physical_package_id"))),
+        node=node_of.get(number, 0),
+        socket=max(0, read_number(os.path.join(topology, "physical_package_id"))),
     )
 
 
@@ -110,7 +84,7 @@ def _caches(folder: str) -> Iterator[tuple[int, int]]:
             cache = os.path.join(folder, name)
             sharers = _numbers(os.path.join(cache, "shared_cpu_list"))
             if sharers and _text(os.path.join(cache, "type")) != _INSTRUCTIONS:
-                yield _number(os.path.join(cache, "level")), sharers[0]
+                yield read_number(os.path.join(cache, "level")), sharers[0]
 
 
 def _node_of_cores(folder: str) -> dict[int, int]:
@@ -128,7 +102,8 @@ def _numbers(path: str) -> tuple[int, ...]:
     return ()
 
 
-def _number(path: str) -> int:
+def read_number(path: str) -> int:
+    """The number that a file holds; -1 when it is not there or holds something else."""
     with suppress(OSError, ValueError):
         return int(read_text(path))
     return -1

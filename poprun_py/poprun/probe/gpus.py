@@ -5,20 +5,18 @@ machine without a GPU pays a look at the file system.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from poprun.plan.program_environment import VISIBLE_DEVICES
 from poprun.plan.topology import Gpu, Occupant
-from poprun.probe.limits import read_text
+from poprun.probe.cpus import read_number
 from poprun.process.start import answer_of
-from poprun.process.users import user_of
-
-TIMEOUT_SECONDS: Final = 10.0
 
 PCI: Final = "/sys/bus/pci/devices"
 
-_ASKED: Final = "nvidia-smi"
+_TIMEOUT_SECONDS: Final = 10.0
+_SMI: Final = "nvidia-smi"
 _DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
 _INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id"
 _PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
@@ -27,7 +25,7 @@ _PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The devices in slot order; ``CUDA_VISIBLE_DEVICES`` of ``environment`` is the inventory when it is set."""
     folders = environment.get("PATH", os.defpath).split(os.pathsep)
-    signs = (*_DRIVER, *(os.path.join(folder, _ASKED) for folder in folders))
+    signs = (*_DRIVER, *(os.path.join(folder, _SMI) for folder in folders))
     if not any(map(os.path.exists, signs)):
         return ()
     return read_gpus(_ask(_INVENTORY), _ask(_PROCESSES), environment.get(VISIBLE_DEVICES))
@@ -47,22 +45,21 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
     uuids = {index: uuid for index, uuid, *_ in rows}
     nodes = {uuid: _node_of(address, pci) for _, uuid, *rest in rows for address in rest}
     occupants = _occupants(processes)
-    if visible is None:
-        return tuple(
-            Gpu(name=index, uuid=uuid, occupants=occupants.get(uuid, ()), node=nodes.get(uuid))
-            for index, uuid in uuids.items()
-        )
-    gpus = []
-    for name in map(str.strip, visible.split(",")):
+    found = list(uuids.items()) if visible is None else []
+    for name in map(str.strip, visible.split(",") if visible is not None else ()):
         uuid = _uuid_of(name, uuids)
         if uuid is None:
             break
-        gpus.append(Gpu(name=name, uuid=uuid, occupants=occupants.get(uuid, ()), node=nodes.get(uuid)))
-    return tuple(gpus)
+        found.append((name, uuid))
+    return tuple(
+        Gpu(name=name, uuid=uuid, occupants=occupants.get(uuid, ()), node=nodes.get(uuid)) for name, uuid in found
+    )
 
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
     """Who holds memory on each device; a process that cannot be numbered, as in a container, has the number 0."""
+    from poprun.process.users import user_of  # noqa: PLC0415 - few machines have GPUs
+
     found: dict[str, tuple[Occupant, ...]] = {}
     for line in processes.splitlines():
         uuid, _, number = map(str.strip, line.partition(","))
@@ -85,13 +82,10 @@ def _uuid_of(name: str, uuids: Mapping[str, str]) -> str | None:
 def _node_of(address: str, pci: str) -> int | None:
     """The NUMA node of a device, or None where the kernel does not know; the driver writes longer addresses."""
     domain, _, rest = address.lower().partition(":")
-    try:
-        node = int(read_text(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node")))
-    except (OSError, ValueError):
-        return None
+    node = read_number(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node"))
     return node if node >= 0 else None
 
 
-def _ask(query: str, command: Sequence[str] = (_ASKED, "--format=csv,noheader")) -> str:
+def _ask(query: str) -> str:
     """What the driver answers; nothing when it is not installed or takes too long."""
-    return answer_of((*command, query), TIMEOUT_SECONDS) or ""
+    return answer_of((_SMI, "--format=csv,noheader", query), _TIMEOUT_SECONDS) or ""

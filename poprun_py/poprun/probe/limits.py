@@ -1,6 +1,7 @@
-"""What the kernel grants the processes of a job, and how many of them it killed for want of memory.
+"""What the kernel grants the processes of a job, and how many it has killed for want of memory.
 
-The counts are those of proc_vmstat(5) and of the control groups (`memory.events`, `memory.oom_control`).
+A process is in control groups (cgroups(7)), which limit its time on cores and its memory; the limit of each group
+holds. Counts of killed processes: proc_vmstat(5), and `memory.events` or `memory.oom_control` of a group.
 """
 
 import os
@@ -10,40 +11,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-CGROUPS: Final = "/sys/fs/cgroup"
-MEMBERSHIP: Final = "/proc/self/cgroup"
+_CGROUPS: Final = "/sys/fs/cgroup"
+_MEMBERSHIP: Final = "/proc/self/cgroup"
+_VMSTAT: Final = "/proc/vmstat"
+_MEMINFO: Final = "/proc/meminfo"
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted, to look at
+_NO_LIMIT_BYTES: Final = 2**60
+_KIBIBYTE: Final = 1024
 
 
-class ControlGroup(NamedTuple):
-    """One group.
-
-    Attributes:
-        folder: Where its files are. It need not exist: inside a container the names may be those outside.
-        is_unified: Whether it is of version 2.
-    """
+class _ControlGroup(NamedTuple):
+    """A group: its folder, which need not exist in a container, and whether it is of version 2."""
 
     folder: str
     is_unified: bool
 
-    def read(self, name: str) -> str:
-        """The text of one of its files.
-
-        Raises:
-            OSError: If there is none.
-        """
-        return read_text(os.path.join(self.folder, name))
+    def file(self, unified: str, older: str) -> str:
+        """The path of one of its files, whose name depends on the version."""
+        return os.path.join(self.folder, unified if self.is_unified else older)
 
 
-def control_groups(
-    controller: str, membership: str = MEMBERSHIP, cgroups: str = CGROUPS
-) -> Iterator[ControlGroup]:
-    """The groups of this process that may hold files of ``controller``, inner ones first: each one's limit holds.
-
-    Args:
-        controller: Such as ``cpu`` or ``memory``.
-        membership: The file that says which groups this process is in.
-        cgroups: Where the groups are mounted.
-    """
+def _control_groups(controller: str, membership: str, cgroups: str) -> Iterator[_ControlGroup]:
+    """The groups of this process that may hold files of ``controller``, inner ones first."""
     try:
         lines = read_text(membership).splitlines()
     except OSError:
@@ -55,20 +44,27 @@ def control_groups(
                 root = os.path.join(cgroups, controller) if controllers else cgroups
                 names = [name for name in path.split("/") if name]
                 for depth in range(len(names), -1, -1):
-                    yield ControlGroup(os.path.join(root, *names[:depth]), is_unified=not controllers)
+                    yield _ControlGroup(os.path.join(root, *names[:depth]), is_unified=not controllers)
 
 
-def read_text(path: str) -> str:
-    """The whole text of a file.
+def cpu_quota(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> float | None:
+    """How many cores' worth of time the control groups grant; None when they set no limit.
 
-    Raises:
-        OSError: If it cannot be read.
+    Args:
+        membership: The file that says which groups this process is in.
+        cgroups: Where the groups are mounted.
     """
-    with open(path, encoding="utf-8") as file:
-        return file.read()
+    quotas = map(_group_quota, _control_groups("cpu", membership, cgroups))
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
-_VMSTAT: Final = "/proc/vmstat"
+def _group_quota(group: _ControlGroup) -> float | None:
+    with suppress(OSError, ValueError):
+        quota, *period = read_text(group.file("cpu.max", "cpu.cfs_quota_us")).split()
+        if quota in ("max", "-1"):
+            return None
+        return int(quota) / int(period[0] if period else read_text(group.file("", "cpu.cfs_period_us")))
+    return None
 
 
 class KillCounts(NamedTuple):
@@ -83,34 +79,23 @@ class KillCounts(NamedTuple):
     on_machine: int | None = None
 
 
-def kill_counts(membership: str = MEMBERSHIP, cgroups: str = CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
+def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
     """What the kernel has counted until now. The arguments are for tests."""
-    groups = (_group_kills(group) for group in control_groups("memory", membership, cgroups))
-    in_group = next((count for count in groups if count is not None), None)
-    return KillCounts(in_group=in_group, on_machine=_count(vmstat))
+    files = (
+        group.file("memory.events", "memory.oom_control")
+        for group in _control_groups("memory", membership, cgroups)
+    )
+    counts = (_named_count(file, "oom_kill") for file in files)
+    in_group = next((count for count in counts if count is not None), None)
+    return KillCounts(in_group=in_group, on_machine=_named_count(vmstat, "oom_kill"))
 
 
-def named_count(path: str, name: str) -> int | None:
+def _named_count(path: str, name: str) -> int | None:
     """The number behind ``name`` in a file of names and numbers; None when there is none."""
     with suppress(OSError, ValueError):
         rows = [line.split() for line in read_text(path).splitlines()]
         return next((int(row[1]) for row in rows if row[:1] == [name]), None)
     return None
-
-
-def _group_kills(group: ControlGroup) -> int | None:
-    return _count(os.path.join(group.folder, "memory.events" if group.is_unified else "memory.oom_control"))
-
-
-def _count(path: str) -> int | None:
-    """The value of ``oom_kill`` in a file of names and numbers."""
-    return named_count(path, "oom_kill")
-
-
-_MEMINFO: Final = "/proc/meminfo"
-_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted, to look at
-_NO_LIMIT_BYTES: Final = 2**60
-_KIBIBYTE: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,15 +149,16 @@ def evidence_since(before: KillCounts) -> Evidence:
     return Evidence(before=before, after=kill_counts(), limits=memory_limits())
 
 
-def memory_limits(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> MemoryLimits:
+def memory_limits(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> MemoryLimits:
     """What a program that is started here may have. The arguments are for tests."""
-    groups = (_group_limit(group) for group in control_groups("memory", membership, cgroups))
+    groups = (_group_limit(group) for group in _control_groups("memory", membership, cgroups))
+    kibibytes = _named_count(_MEMINFO, "MemTotal:")
     shared = None
     with suppress(OSError):
         shared = os.statvfs(_SHARED_MEMORY)
     return MemoryLimits(
         group_bytes=min((limit for limit in groups if limit is not None), default=None),
-        machine_bytes=_machine_bytes(),
+        machine_bytes=None if kibibytes is None else kibibytes * _KIBIBYTE,
         address_space_bytes=_soft_limit(resource.RLIMIT_AS),
         cpu_seconds=_soft_limit(resource.RLIMIT_CPU),
         shared_bytes=None if shared is None else shared.f_blocks * shared.f_frsize,
@@ -180,16 +166,11 @@ def memory_limits(membership: str = MEMBERSHIP, cgroups: str = CGROUPS) -> Memor
     )
 
 
-def _group_limit(group: ControlGroup) -> int | None:
+def _group_limit(group: _ControlGroup) -> int | None:
     with suppress(OSError, ValueError):
-        limit = int(group.read("memory.max" if group.is_unified else "memory.limit_in_bytes"))
+        limit = int(read_text(group.file("memory.max", "memory.limit_in_bytes")))
         return limit if limit < _NO_LIMIT_BYTES else None
     return None
-
-
-def _machine_bytes() -> int | None:
-    kibibytes = named_count(_MEMINFO, "MemTotal:")
-    return None if kibibytes is None else kibibytes * _KIBIBYTE
 
 
 def _soft_limit(kind: int) -> int | None:
@@ -199,3 +180,9 @@ def _soft_limit(kind: int) -> int | None:
 
 def _difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
+
+
+def read_text(path: str) -> str:
+    """The whole text of a file of the kernel's."""
+    with open(path, encoding="utf-8") as file:
+        return file.read()

@@ -1,11 +1,14 @@
-"""The machine that poprun runs on, as the planner needs it: its names, its MPI, and all that is found."""
+"""The machine that poprun runs on, as the planner needs it: names, MPI runtimes, and all facts together.
+
+Runtimes of MPI are told apart by what they print about their version.
+"""
 
 import os
 import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from popdist.contract import NUM_THREADS
@@ -14,40 +17,54 @@ from poprun.probe.cpus import read_cpus, read_memory_nodes, usable_cores
 from poprun.probe.gpus import find_gpus
 from poprun.process.start import answer_of
 
-TIMEOUT_SECONDS: Final = 10.0
-
-LAUNCHERS: Final = ("mpiexec", "mpirun")
-
+_TIMEOUT_SECONDS: Final = 10.0
+_LAUNCHERS: Final = ("mpiexec", "mpirun")
 _FORKER: Final = "mpiexec.gforker"
-
 _VERSIONS: Final = (
     (MpiKind.MPICH, re.compile(r"HYDRA build details:\s+Version:\s*(\S+)")),
     (MpiKind.OPEN_MPI, re.compile(r"\((?:Open MPI|OpenRTE)\)\s+(\S+)")),
 )
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpiSearch:
-    """What a search found: the first runtime of a known family, and the launchers before it that are of none."""
+def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
+    """Look at this machine; quick, and without the network.
 
-    runtime: MpiRuntime | None = None
-    unknown: tuple[str, ...] = ()
+    Args:
+        environment: The environment that poprun was called in.
+        with_mpi: Whether to look for MPI runtimes, which means starting each one found to ask what it is.
+    """
+    hostname = socket.gethostname()
+    path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
+    mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
+    return MachineFacts(
+        hostname=hostname,
+        host_aliases=own_names(hostname),
+        cores=usable_cores(),
+        cpus=read_cpus(os.sched_getaffinity(0)),
+        memory_nodes=read_memory_nodes(),
+        gpus=find_gpus(environment),
+        mpi=mpi,
+        unknown_mpi=unknown,
+        user_num_threads=environment.get(NUM_THREADS),
+    )
 
 
-def find_mpi(path: str, own_folder: str) -> MpiSearch:
-    """Look for an MPI runtime on ``path``, then in ``own_folder``, where Python packages install theirs.
+def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
+    """The first MPI runtime of a known family, and the launchers found before it that are of none.
 
     Args:
         path: Folders with colons between them, as in ``PATH``.
-        own_folder: The folder of the interpreter's own commands.
+        own_folder: The folder of the interpreter's own commands, where Python packages install theirs: looked
+            through last.
     """
     unknown: list[str] = []
     for launcher in _candidates([*path.split(os.pathsep), own_folder]):
-        runtime = _identify(launcher)
+        runtime = read_version(launcher, answer_of((launcher, "--version"), _TIMEOUT_SECONDS) or "")
         if runtime is not None:
-            return MpiSearch(runtime=replace(runtime, forker=find_forker(runtime)), unknown=tuple(unknown))
+            return replace(runtime, forker=_forker_beside(runtime)), tuple(unknown)
         unknown.append(launcher)
-    return MpiSearch(unknown=tuple(unknown))
+    return None, tuple(unknown)
 
 
 def read_version(launcher: str, output: str) -> MpiRuntime | None:
@@ -59,53 +76,26 @@ def read_version(launcher: str, output: str) -> MpiRuntime | None:
     return None
 
 
-def find_forker(runtime: MpiRuntime) -> str | None:
-    """MPICH's launcher for one machine beside ``runtime``, or None."""
-    forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
-    is_there = runtime.kind is MpiKind.MPICH and os.path.isfile(forker) and os.access(forker, os.X_OK)
-    return forker if is_there else None
-
-
-def _candidates(folders: list[str]) -> Iterator[str]:
+def _candidates(folders: Sequence[str]) -> Iterator[str]:
     """Every launcher in ``folders``, each file once under whichever of its names comes first."""
     seen = set()
     for folder in filter(None, folders):
-        for name in LAUNCHERS:
+        for name in _LAUNCHERS:
             launcher = os.path.abspath(os.path.join(folder, name))
             file = os.path.realpath(launcher)
-            if os.path.isfile(file) and os.access(file, os.X_OK) and file not in seen:
+            if _is_program(file) and file not in seen:
                 seen.add(file)
                 yield launcher
 
 
-def _identify(launcher: str) -> MpiRuntime | None:
-    output = answer_of((launcher, "--version"), TIMEOUT_SECONDS)
-    return None if output is None else read_version(launcher, output)
+def _forker_beside(runtime: MpiRuntime) -> str | None:
+    """MPICH's launcher for one machine, which lies beside the one for many, or None."""
+    forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
+    return forker if runtime.kind is MpiKind.MPICH and _is_program(forker) else None
 
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
-
-
-def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
-    """Look at this machine; quick, and without the network.
-
-    Args:
-        environment: The environment that poprun was called in.
-        with_mpi: Whether to look for MPI runtimes, which means starting each one found to ask what it is.
-    """
-    hostname = socket.gethostname()
-    mpi = find_mpi(environment.get("PATH", os.defpath), os.path.dirname(sys.executable)) if with_mpi else None
-    return MachineFacts(
-        hostname=hostname,
-        host_aliases=own_names(hostname),
-        cores=usable_cores(),
-        cpus=read_cpus(os.sched_getaffinity(0)),
-        memory_nodes=read_memory_nodes(),
-        gpus=find_gpus(environment),
-        mpi=mpi.runtime if mpi else None,
-        unknown_mpi=mpi.unknown if mpi else (),
-        user_num_threads=environment.get(NUM_THREADS),
-    )
+def _is_program(file: str) -> bool:
+    return os.path.isfile(file) and os.access(file, os.X_OK)
 
 
 def own_names(hostname: str) -> frozenset[str]:

@@ -32,24 +32,21 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     """
     if not environment.get(_JOB) or not environment.get(_NODES):
         return None
-    is_counted = _TASKS in environment
+    gpu_counts = (_last_number(environment.get(name, "")) for name in _GPUS_PER_NODE)
+    try:
+        tasks_per_node = read_node_counts(environment, _TASKS_PER_NODE) if _TASKS in environment else ()
+        cpus_per_node = read_node_counts(environment, _CPUS_PER_NODE)
+    except ContractError as error:
+        raise PlanError(str(error)) from None
     return Allocation(
         job_id=environment[_JOB],
         nodes=parse_hosts(environment[_NODES]),
         node_here=environment.get(_NODE_HERE),
-        tasks_per_node=_counts(environment, _TASKS_PER_NODE) if is_counted else (),
-        cpus_per_node=_counts(environment, _CPUS_PER_NODE),
-        num_gpus_per_node=next(filter(None, (_last_number(environment.get(it, "")) for it in _GPUS_PER_NODE)), 0),
+        tasks_per_node=tasks_per_node,
+        cpus_per_node=cpus_per_node,
+        num_gpus_per_node=next(filter(None, gpu_counts), 0),
         task=_task(environment),
     )
-
-
-def _counts(environment: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """One number for each node."""
-    try:
-        return read_node_counts(environment, name)
-    except ContractError as error:
-        raise PlanError(str(error)) from None
 
 
 def _last_number(text: str) -> int:
@@ -59,5 +56,6 @@ def _last_number(text: str) -> int:
 
 
 def _task(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Index and count of the tasks of the step that poprun is a task of; None unless there are several."""
     rank, size = environment.get(_STEP_TASK, ""), environment.get(_STEP_TASKS, "")
     return (int(rank), int(size)) if rank.isdecimal() and size.isdecimal() and int(size) > 1 else None
