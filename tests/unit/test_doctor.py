@@ -1,23 +1,23 @@
-"""What symptoms mean, as a table and as JSON."""
+"""What the doctor's facts mean, as a table and as JSON."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from poprun.doctor.diagnosis import State, can_run, diagnose, render_findings
-from poprun.doctor.facts import Libraries, Symptoms, read_libraries
+from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
 from poprun.probe.limits import MemoryLimits
 from poprun.text.formats import ReportFormat
 from tests.planning import LAPTOP, MPICH, with_gpus
 
 GIB = 2**30
 VERSIONS = {"torch": "2.13.0+cpu", "mpi4py": "4.1.2", "popdist": "0.1.0"}
-HEALTHY = Symptoms(
+HEALTHY = InstallationFacts(
     python="3.12.3",
     interpreter="/env/bin/python",
     libraries=Libraries(versions=VERSIONS, has_gloo=True, has_extension=True),
-    facts=replace(LAPTOP, mpi=MPICH),
+    machine=replace(LAPTOP, mpi=MPICH),
     cpu_quota=None,
     memory=MemoryLimits(machine_bytes=16 * GIB, shared_bytes=8 * GIB, shared_free_bytes=8 * GIB),
     can_share_memory=True,
@@ -29,7 +29,7 @@ NO_TORCH = {"torch": "ModuleNotFoundError: No module named 'torch'"}
 BARE = replace(
     HEALTHY,
     libraries=Libraries(problems=NO_TORCH, versions={"popdist": "0.0.9"}),
-    facts=replace(with_gpus("fb"), unknown_mpi=("/usr/bin/mpirun",), memory_nodes=(0, 1)),
+    machine=replace(with_gpus("fb"), unknown_mpi=("/usr/bin/mpirun",), memory_nodes=(0, 1)),
     cpu_quota=2.5,
     memory=MemoryLimits(
         machine_bytes=16 * GIB, group_bytes=4 * GIB, address_space_bytes=2 * GIB, shared_free_bytes=64 * 2**20
@@ -76,14 +76,14 @@ no job can run before that is mended
 """
 
 
-@pytest.mark.parametrize(("symptoms", "table"), [(HEALTHY, HEALTHY_TABLE), (BARE, BARE_TABLE)])
-def test_the_table(symptoms: Symptoms, table: str) -> None:
+@pytest.mark.parametrize(("facts", "table"), [(HEALTHY, HEALTHY_TABLE), (BARE, BARE_TABLE)])
+def test_the_table(facts: InstallationFacts, table: str) -> None:
     """What was found and what to do, and in the last line whether a job can run."""
-    assert render_findings(diagnose(symptoms), ReportFormat.TABLE, width=120) == table
+    assert render_findings(diagnose(facts), ReportFormat.TABLE, width=120) == table
 
 
 @pytest.mark.parametrize(
-    ("symptoms", "failing"),
+    ("facts", "failing"),
     [
         (HEALTHY, set()),
         (BARE, {"torch", "popdist"}),
@@ -91,13 +91,13 @@ def test_the_table(symptoms: Symptoms, table: str) -> None:
         (replace(HEALTHY, memory=MemoryLimits()), {"/dev/shm"}),
         (replace(HEALTHY, libraries=replace(HEALTHY.libraries, has_gloo=False)), {"torch"}),
         (replace(HEALTHY, libraries=replace(HEALTHY.libraries, has_extension=False)), set()),
-        (replace(HEALTHY, facts=LAPTOP, ssh="", slurm=""), set()),
+        (replace(HEALTHY, machine=LAPTOP, ssh="", slurm=""), set()),
         (replace(HEALTHY, libraries=replace(HEALTHY.libraries, problems={"mpi4py": "ImportError: no"})), set()),
     ],
 )
-def test_what_no_job_can_do_without(symptoms: Symptoms, failing: set[str]) -> None:
+def test_what_no_job_can_do_without(facts: InstallationFacts, failing: set[str]) -> None:
     """Only what every job needs fails; each such finding says what to do."""
-    findings = diagnose(symptoms)
+    findings = diagnose(facts)
     fails = [finding for finding in findings if finding.state is State.FAILS]
 
     assert {finding.subject for finding in fails} == failing
@@ -120,15 +120,14 @@ def test_json() -> None:
 
 def test_what_the_other_python_says() -> None:
     """Its last line counts, whatever libraries print when they are imported; silence is a problem of torch's."""
-    found = '{"torch": "2", "devices": 3, "gloo": true, "extension": true, "mpi4py_problem": "ImportError: x"}'
-    answer = f"a warning\n\n{found}\n"
-
-    assert read_libraries(answer) == Libraries(
+    found = Libraries(
         versions={"torch": "2"},
         problems={"mpi4py": "ImportError: x"},
         num_devices=3,
         has_gloo=True,
         has_extension=True,
     )
+
+    assert read_libraries(f"a warning\n\n{json.dumps(asdict(found))}\n") == found
     assert "did not answer within" in read_libraries(None).problems["torch"]
     assert "did not answer within" in read_libraries("").problems["torch"]

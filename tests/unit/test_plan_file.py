@@ -10,7 +10,8 @@ from hypothesis import given
 from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict, read_plan
-from poprun.render.serial import render_json, render_yaml
+from poprun.render import render_plan
+from poprun.text.formats import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
 
 Values = dict[str, object]
@@ -20,8 +21,8 @@ Values = dict[str, object]
 def test_a_plan_reads_back(plan: LaunchPlan) -> None:
     """plan_from_dict is the inverse of plan_to_dict, and of what JSON and YAML make of it."""
     assert plan_from_dict(plan_to_dict(plan), "plan") == plan
-    assert read_plan(render_json(plan), "plan") == plan
-    assert read_plan(render_yaml(plan), "plan") == plan
+    assert read_plan(render_plan(plan, TopologyFormat.JSON), "plan") == plan
+    assert read_plan(render_plan(plan, TopologyFormat.YAML), "plan") == plan
 
 
 def test_a_file_states_ranges() -> None:
@@ -216,8 +217,8 @@ def test_devices_read_back_as_they_are() -> None:
     """A host's GPUs keep their names and their order."""
     plan = planned(with_gpus("fbff"), num_instances=3)
 
-    assert yaml.safe_load(render_yaml(plan))["devices"] == ["0", "2", "3"]
-    assert read_plan(render_yaml(plan), "plan").devices == plan.devices
+    assert yaml.safe_load(render_plan(plan, TopologyFormat.YAML))["devices"] == ["0", "2", "3"]
+    assert read_plan(render_plan(plan, TopologyFormat.YAML), "plan").devices == plan.devices
 
 
 @pytest.mark.parametrize("word", ["a\0b", "\ud800"])

@@ -173,7 +173,7 @@ def test_boxes_do_not_overlap(plan: LaunchPlan) -> None:
             assert sorted(box for some in inside for box in some) == sorted(boxes if inside else [])
             assert len({len(some) for some in inside}) <= 1
     assert measures.boxes.size[0] < measures.cards.width
-    assert measures.boxes.size[1] + measures.heading < measures.cards.height
+    assert measures.boxes.size[1] + measures.sizes.heading < measures.cards.height
     assert measures.chips.size[0] < measures.boxes.width
 
 
@@ -205,7 +205,7 @@ def test_what_is_framed(asked: dict[str, Any], domains: int, machines: int, band
 
 def test_a_grid() -> None:
     """Rows are filled from the left; the last one may be short."""
-    grid = Grid(count=5, columns=2, width=10, height=20, gap=3)
+    grid = Grid(total=5, columns=2, width=10, height=20, gap=3)
 
     assert grid.size == (23, 66)
     assert [grid.place(index) for index in (0, 1, 4)] == [(0, 0), (13, 0), (0, 46)]

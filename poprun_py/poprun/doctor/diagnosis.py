@@ -1,7 +1,7 @@
-"""What the facts mean, and what to do."""
+"""What the facts mean: what poprun would use here, what is missing, and what to do about it. Pure."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
@@ -10,10 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from popdist.contract import VERSION
-from poprun.doctor.facts import Symptoms
-from poprun.render.table import Page
+from poprun.doctor.facts import InstallationFacts
+from poprun.render.table import terminal_text
 from poprun.text.formats import ReportFormat
 from poprun.text.ranges import fold_numbers
+
+FORM_VERSION: Final = 1
+"""Of the form of the JSON."""
 
 MIN_SHARED_BYTES: Final = 2**30
 """Of /dev/shm; containers often have 64 MiB, and one batch of images takes more."""
@@ -31,7 +34,10 @@ class State(StrEnum):
     FAILS = "fails"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_STYLES: Final = {State.OK: "green", State.ABSENT: "dim", State.WARNING: "yellow", State.FAILS: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at.
 
@@ -48,12 +54,12 @@ class Finding:
     remedy: str = ""
 
 
-def diagnose(symptoms: Symptoms) -> tuple[Finding, ...]:
+def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
     """A finding for each thing that jobs of this machine, or of several, need."""
     return tuple(
         finding
-        for look in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _other_hosts)
-        for finding in look(symptoms)
+        for judge in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _other_hosts)
+        for finding in judge(facts)
     )
 
 
@@ -62,162 +68,14 @@ def can_run(findings: tuple[Finding, ...]) -> bool:
     return all(finding.state is not State.FAILS for finding in findings)
 
 
-def _libraries(symptoms: Symptoms) -> Iterator[Finding]:
-    yield Finding(subject="Python", state=State.OK, found=f"{symptoms.python}, {symptoms.interpreter}")
-    libraries = symptoms.libraries
-    pip = f"{symptoms.interpreter} -m pip install"
-    if "torch" not in libraries.versions:
-        problem = libraries.problems.get("torch", "it cannot be imported")
-        yield Finding(subject="torch", state=State.FAILS, found=problem, remedy=f"{pip} torch")
-    elif not libraries.has_gloo:
-        found = f"{libraries.versions['torch']}, which lacks gloo"
-        yield Finding(
-            subject="torch", state=State.FAILS, found=found, remedy=f"{pip} torch, as its project builds it"
-        )
-    else:
-        build = f"for CUDA {libraries.cuda}" if libraries.cuda else "for the CPU"
-        yield Finding(subject="torch", state=State.OK, found=f"{libraries.versions['torch']}, {build}")
-    version = libraries.versions.get("popdist")
-    if version == VERSION:
-        yield Finding(subject="popdist", state=State.OK, found=version)
-        yield _extension(symptoms)
-    else:
-        found = (
-            f"{version}, but poprun is {VERSION}" if version else libraries.problems.get("popdist", "not found")
-        )
-        yield Finding(subject="popdist", state=State.FAILS, found=found, remedy=f"{pip} poprun=={VERSION}")
-
-
-def _extension(symptoms: Symptoms) -> Finding:
-    if symptoms.libraries.has_extension:
-        return Finding(subject="extension", state=State.OK, found="popdist's, in C")
-    return Finding(
-        subject="extension",
-        state=State.ABSENT,
-        found="popdist has none, so small all-reduces take longer",
-        remedy="install a C compiler and Python's headers (Debian: apt install gcc libc6-dev python3-dev), then "
-        f"{symptoms.interpreter} -m pip install --force-reinstall --no-cache-dir --no-deps poprun",
-    )
-
-
-def _mpi(symptoms: Symptoms) -> Iterator[Finding]:
-    facts, libraries = symptoms.facts, symptoms.libraries
-    unknown = f"; of neither family: {', '.join(facts.unknown_mpi)}" if facts.unknown_mpi else ""
-    if facts.mpi is None:
-        yield Finding(
-            subject="MPI",
-            state=State.ABSENT,
-            found=f"none, so jobs start without it, on this machine only{unknown}",
-            remedy=f"{symptoms.interpreter} -m pip install mpich",
-        )
-        return
-    yield Finding(subject="MPI", state=State.OK, found=f"{facts.mpi}{unknown}")
-    if "mpi4py" in libraries.problems:
-        yield Finding(
-            subject="mpi4py",
-            state=State.WARNING,
-            found=libraries.problems["mpi4py"],
-            remedy=f"{symptoms.interpreter} -m pip install mpi4py",
-        )
-
-
-def _gpus(symptoms: Symptoms) -> Iterator[Finding]:
-    gpus, seen = symptoms.facts.gpus, symptoms.libraries.num_devices
-    if not gpus:
-        yield Finding(subject="GPUs", state=State.ABSENT, found="none: virtual IPUs are shares of the cores")
-        return
-    free = [gpu.name for gpu in gpus if gpu.is_free]
-    found = f"{len(gpus)}, free: {', '.join(free) or 'none'}"
-    if seen == len(gpus):
-        yield Finding(subject="GPUs", state=State.OK, found=found)
-    else:
-        yield Finding(
-            subject="GPUs",
-            state=State.WARNING,
-            found=f"{found}; torch sees {seen}",
-            remedy="install a torch that is built for the CUDA of this machine's driver",
-        )
-
-
-def _cores(symptoms: Symptoms) -> Iterator[Finding]:
-    facts = symptoms.facts
-    nodes = f", {len(facts.memory_nodes)} NUMA nodes" if len(facts.memory_nodes) > 1 else ""
-    quota = symptoms.cpu_quota
-    limit = "" if quota is None else f"; the control group grants the time of {quota:g}"
-    cores = f"{len(facts.cores)} ({fold_numbers(facts.cores)}){nodes}{limit}"
-    yield Finding(subject="cores", state=State.OK, found=cores)
-
-
-def _memory(symptoms: Symptoms) -> Iterator[Finding]:
-    memory = symptoms.memory
-    parts = [_size(memory.machine_bytes)] if memory.machine_bytes else []
-    if memory.group_bytes is not None and memory.group_bytes < (memory.machine_bytes or memory.group_bytes + 1):
-        parts.append(f"the control group grants {_size(memory.group_bytes)}")
-    if memory.address_space_bytes is not None:
-        parts.append(f"ulimit -v {_size(memory.address_space_bytes)} for each process")
-    if parts:
-        yield Finding(subject="memory", state=State.OK, found="; ".join(parts))
-
-
-def _shared_memory(symptoms: Symptoms) -> Iterator[Finding]:
-    free = symptoms.memory.shared_free_bytes
-    if not symptoms.can_share_memory or free is None:
-        yield Finding(
-            subject=_SHARED_MEMORY,
-            state=State.FAILS,
-            found="it is not there, or cannot be written",
-            remedy="mount -t tmpfs tmpfs /dev/shm, or start the container with --shm-size 8g",
-        )
-    elif free < MIN_SHARED_BYTES:
-        yield Finding(
-            subject=_SHARED_MEMORY,
-            state=State.WARNING,
-            found=f"{_size(free)} free, where data loaders leave their batches",
-            remedy="start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm",
-        )
-    else:
-        yield Finding(subject=_SHARED_MEMORY, state=State.OK, found=f"{_size(free)} free")
-
-
-def _other_hosts(symptoms: Symptoms) -> Iterator[Finding]:
-    if symptoms.ssh:
-        yield Finding(subject="ssh", state=State.OK, found=symptoms.ssh)
-    else:
-        remedy = "install an ssh client (Debian: apt install openssh-client)"
-        yield Finding(subject="ssh", state=State.ABSENT, found="none: no jobs on other hosts", remedy=remedy)
-    if symptoms.slurm:
-        job = f", inside job {symptoms.slurm_job}" if symptoms.slurm_job else ", outside of a job"
-        yield Finding(subject="Slurm", state=State.OK, found=f"{symptoms.slurm}{job}")
-    else:
-        yield Finding(subject="Slurm", state=State.ABSENT, found="none")
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.1f} GiB"
-
-
-FORM_VERSION: Final = 1
-"""Of the form of the JSON."""
-
-_STYLES: Final = {State.OK: "green", State.ABSENT: "dim", State.WARNING: "yellow", State.FAILS: "bold red"}
-
-
 def render_findings(
-    findings: Sequence[Finding], report_format: ReportFormat, *, width: int = 80, has_color: bool = False
+    findings: tuple[Finding, ...], report_format: ReportFormat, *, width: int = 80, has_color: bool = False
 ) -> str:
     """``findings`` as text that ends with a line break; only the table heeds ``width`` and ``has_color``."""
-    is_fit = can_run(tuple(findings))
     if report_format is ReportFormat.JSON:
-        values = {"version": FORM_VERSION, "can_run": is_fit, "findings": [asdict(it) for it in findings]}
+        rows = [asdict(finding) for finding in findings]
+        values = {"version": FORM_VERSION, "can_run": can_run(findings), "findings": rows}
         return json.dumps(values, indent=2) + "\n"
-    page = Page(width=width, has_color=has_color)
-    page.print(_table(findings))
-    page.print()
-    page.print("jobs of this machine can run" if is_fit else "no job can run before that is mended")
-    return page.text()
-
-
-def _table(findings: Sequence[Finding]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
@@ -226,4 +84,111 @@ def _table(findings: Sequence[Finding]) -> Table:
         table.add_row(finding.subject, Text(finding.state, _STYLES[finding.state]), finding.found)
         if finding.remedy:
             table.add_row("", "", Text(f"→ {finding.remedy}", "cyan"))
-    return table
+    verdict = "jobs of this machine can run" if can_run(findings) else "no job can run before that is mended"
+    return terminal_text(table, "", verdict, width=width, has_color=has_color)
+
+
+def _libraries(facts: InstallationFacts) -> Iterator[Finding]:
+    yield Finding("Python", State.OK, f"{facts.python}, {facts.interpreter}")
+    libraries = facts.libraries
+    pip = f"{facts.interpreter} -m pip install"
+    torch = libraries.versions.get("torch")
+    if torch is None:
+        problem = libraries.problems.get("torch", "it cannot be imported")
+        yield Finding("torch", State.FAILS, problem, f"{pip} torch")
+    elif not libraries.has_gloo:
+        yield Finding("torch", State.FAILS, f"{torch}, which lacks gloo", f"{pip} torch, as its project builds it")
+    else:
+        build = f"for CUDA {libraries.cuda}" if libraries.cuda else "for the CPU"
+        yield Finding("torch", State.OK, f"{torch}, {build}")
+    version = libraries.versions.get("popdist")
+    if version != VERSION:
+        problem = libraries.problems.get("popdist", "not found")
+        found = f"{version}, but poprun is {VERSION}" if version else problem
+        yield Finding("popdist", State.FAILS, found, f"{pip} poprun=={VERSION}")
+        return
+    yield Finding("popdist", State.OK, version)
+    if libraries.has_extension:
+        yield Finding("extension", State.OK, "popdist's, in C")
+    else:
+        yield Finding(
+            "extension",
+            State.ABSENT,
+            "popdist has none, so small all-reduces take longer",
+            "install a C compiler and Python's headers (Debian: apt install gcc libc6-dev python3-dev), then "
+            f"{pip} --force-reinstall --no-cache-dir --no-deps poprun",
+        )
+
+
+def _mpi(facts: InstallationFacts) -> Iterator[Finding]:
+    pip = f"{facts.interpreter} -m pip install"
+    unknown = f"; of neither family: {', '.join(facts.machine.unknown_mpi)}" if facts.machine.unknown_mpi else ""
+    if facts.machine.mpi is None:
+        found = f"none, so jobs start without it, on this machine only{unknown}"
+        yield Finding("MPI", State.ABSENT, found, f"{pip} mpich")
+        return
+    yield Finding("MPI", State.OK, f"{facts.machine.mpi}{unknown}")
+    if problem := facts.libraries.problems.get("mpi4py"):
+        yield Finding("mpi4py", State.WARNING, problem, f"{pip} mpi4py")
+
+
+def _gpus(facts: InstallationFacts) -> Iterator[Finding]:
+    gpus, seen = facts.machine.gpus, facts.libraries.num_devices
+    if not gpus:
+        yield Finding("GPUs", State.ABSENT, "none: virtual IPUs are shares of the cores")
+        return
+    free = [gpu.name for gpu in gpus if gpu.is_free]
+    found = f"{len(gpus)}, free: {', '.join(free) or 'none'}"
+    if seen == len(gpus):
+        yield Finding("GPUs", State.OK, found)
+    else:
+        remedy = "install a torch that is built for the CUDA of this machine's driver"
+        yield Finding("GPUs", State.WARNING, f"{found}; torch sees {seen}", remedy)
+
+
+def _cores(facts: InstallationFacts) -> Iterator[Finding]:
+    cores, num_nodes, quota = facts.machine.cores, len(facts.machine.memory_nodes), facts.cpu_quota
+    nodes = f", {num_nodes} NUMA nodes" if num_nodes > 1 else ""
+    limit = "" if quota is None else f"; the control group grants the time of {quota:g}"
+    yield Finding("cores", State.OK, f"{len(cores)} ({fold_numbers(cores)}){nodes}{limit}")
+
+
+def _memory(facts: InstallationFacts) -> Iterator[Finding]:
+    memory = facts.memory
+    parts = [_size(memory.machine_bytes)] if memory.machine_bytes else []
+    if memory.group_bytes is not None and memory.group_bytes < (memory.machine_bytes or memory.group_bytes + 1):
+        parts.append(f"the control group grants {_size(memory.group_bytes)}")
+    if memory.address_space_bytes is not None:
+        parts.append(f"ulimit -v {_size(memory.address_space_bytes)} for each process")
+    if parts:
+        yield Finding("memory", State.OK, "; ".join(parts))
+
+
+def _shared_memory(facts: InstallationFacts) -> Iterator[Finding]:
+    free = facts.memory.shared_free_bytes
+    if not facts.can_share_memory or free is None:
+        remedy = "mount -t tmpfs tmpfs /dev/shm, or start the container with --shm-size 8g"
+        yield Finding(_SHARED_MEMORY, State.FAILS, "it is not there, or cannot be written", remedy)
+    elif free < MIN_SHARED_BYTES:
+        found = f"{_size(free)} free, where data loaders leave their batches"
+        remedy = "start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm"
+        yield Finding(_SHARED_MEMORY, State.WARNING, found, remedy)
+    else:
+        yield Finding(_SHARED_MEMORY, State.OK, f"{_size(free)} free")
+
+
+def _other_hosts(facts: InstallationFacts) -> Iterator[Finding]:
+    if facts.ssh:
+        yield Finding("ssh", State.OK, facts.ssh)
+    else:
+        remedy = "install an ssh client (Debian: apt install openssh-client)"
+        yield Finding("ssh", State.ABSENT, "none: no jobs on other hosts", remedy)
+    if facts.slurm:
+        job = f", inside job {facts.slurm_job}" if facts.slurm_job else ", outside of a job"
+        yield Finding("Slurm", State.OK, f"{facts.slurm}{job}")
+    else:
+        yield Finding("Slurm", State.ABSENT, "none")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What there is on this machine; nothing is judged here, and nothing is changed."""
+"""The facts that `poprun --doctor` judges: what is installed, and what the machine grants. Changes nothing."""
 
 import json
 import os
@@ -19,27 +19,28 @@ TORCH_TIMEOUT_SECONDS: Final = 120.0
 
 _TIMEOUT_SECONDS: Final = 10.0
 
-_ASK: Final = """
+_PROGRAM: Final = """
 import importlib, json
-found = {}
+versions, problems = {}, {}
+found = {"versions": versions, "problems": problems}
 for name in ("torch", "mpi4py", "popdist"):
     try:
-        found[name] = getattr(importlib.import_module(name), "__version__", "")
+        versions[name] = getattr(importlib.import_module(name), "__version__", "")
     except Exception as error:
-        found[name + "_problem"] = f"{type(error).__name__}: {error}"
+        problems[name] = f"{type(error).__name__}: {error}"
 try:
     importlib.import_module("popdist.host_memory._quick")
-    found["extension"] = True
+    found["has_extension"] = True
 except Exception:
     pass
-if "torch" in found:
+if "torch" in versions:
     import torch
     found["cuda"] = torch.version.cuda or ""
-    found["devices"] = torch.cuda.device_count()
-    found["gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    found["num_devices"] = torch.cuda.device_count()
+    found["has_gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
 print("\\n" + json.dumps(found))
 """
-"""For a Python of its own: poprun never imports torch."""
+"""Prints :class:`Libraries` as JSON, in a Python of its own: poprun never imports torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +65,14 @@ class Libraries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Symptoms:
-    """Everything that a diagnosis needs.
+class InstallationFacts:
+    """The machine and what is installed on it.
 
     Attributes:
         python: Version of the Python that runs poprun.
         interpreter: Its path.
         libraries: What that Python can import.
-        facts: The machine as the planner sees it.
+        machine: The machine as the planner sees it.
         cpu_quota: How many cores' worth of time the control groups grant, or None.
         memory: Limits on memory, and the room in /dev/shm.
         can_share_memory: Whether /dev/shm can be written.
@@ -83,7 +84,7 @@ class Symptoms:
     python: str
     interpreter: str
     libraries: Libraries
-    facts: MachineFacts
+    machine: MachineFacts
     cpu_quota: float | None
     memory: MemoryLimits
     can_share_memory: bool
@@ -92,13 +93,13 @@ class Symptoms:
     slurm_job: str
 
 
-def examine(environment: Mapping[str, str]) -> Symptoms:
+def examine(environment: Mapping[str, str]) -> InstallationFacts:
     """Look at this machine; takes as long as importing torch does."""
-    return Symptoms(
+    return InstallationFacts(
         python=platform.python_version(),
         interpreter=sys.executable,
-        libraries=read_libraries(answer_of((sys.executable, "-c", _ASK), TORCH_TIMEOUT_SECONDS)),
-        facts=machine_facts(environment),
+        libraries=read_libraries(answer_of((sys.executable, "-c", _PROGRAM), TORCH_TIMEOUT_SECONDS)),
+        machine=machine_facts(environment),
         cpu_quota=cpu_quota(),
         memory=memory_limits(),
         can_share_memory=os.access("/dev/shm", os.W_OK | os.X_OK),  # noqa: S108 - where it is mounted, to look at
@@ -109,21 +110,12 @@ def examine(environment: Mapping[str, str]) -> Symptoms:
 
 
 def read_libraries(answer: str | None) -> Libraries:
-    """What the other Python has printed in its last line; None when it failed or took too long."""
+    """What the other Python has printed in its last line; ``answer`` is None when it failed or took too long."""
     try:
-        found = json.loads((answer or "").strip().rpartition("\n")[2])
+        return Libraries(**json.loads((answer or "").strip().rpartition("\n")[2]))
     except ValueError:
         problem = f"Python did not answer within {TORCH_TIMEOUT_SECONDS:g} s, or crashed when it imported torch"
         return Libraries(problems={"torch": problem})
-    names = ("torch", "mpi4py", "popdist")
-    return Libraries(
-        versions={name: found[name] for name in names if name in found},
-        problems={name: found[f"{name}_problem"] for name in names if f"{name}_problem" in found},
-        cuda=found.get("cuda", ""),
-        num_devices=found.get("devices", 0),
-        has_gloo=found.get("gloo", False),
-        has_extension=found.get("extension", False),
-    )
 
 
 def _version_of(program: str, option: str) -> str:

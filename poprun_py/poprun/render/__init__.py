@@ -25,7 +25,7 @@ def render_plan(
 
     Args:
         plan: What to show.
-        topology_format: How.
+        topology_format: How. JSON and YAML read back with ``--plan``.
         width: Columns of the terminal; only the table heeds it.
         has_color: Whether the terminal shows colour; only the table heeds it.
         details: What ``-v`` adds to the table, or None.
@@ -51,7 +51,16 @@ def render_plan(
             from poprun.render.mermaid import render_mermaid  # noqa: PLC0415 - see the module's docstring
 
             return render_mermaid(plan)
-        case _:
-            from poprun.render.serial import render_json, render_yaml  # noqa: PLC0415 - yaml is expensive
+        case TopologyFormat.JSON:
+            import json  # noqa: PLC0415 - see the module's docstring
 
-            return render_json(plan) if topology_format is TopologyFormat.JSON else render_yaml(plan)
+            from poprun.plan.plan_file import plan_to_dict  # noqa: PLC0415 - see the module's docstring
+
+            return json.dumps(plan_to_dict(plan), indent=2) + "\n"
+        case TopologyFormat.YAML:
+            import yaml  # noqa: PLC0415 - yaml is expensive
+
+            from poprun.plan.plan_file import plan_to_dict  # noqa: PLC0415 - see the module's docstring
+
+            text: str = yaml.safe_dump(plan_to_dict(plan), sort_keys=False, width=100)
+            return text

@@ -1,22 +1,29 @@
 """A plan as a Mermaid flowchart, for Markdown pages that draw such: https://mermaid.js.org/syntax/flowchart.html.
 
 A box is an instance, a frame a host or an IPU-Link domain; links that are not seen put them into rows. Mermaid
-draws no text longer than 50,000 characters, so a plan of more than ``MAX_INSTANCES`` is folded.
+draws no text longer than 50,000 characters, so a plan of more than 64 instances is folded.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.render.picture import drawing
 from poprun.render.picture.drawing import NUM_HUES
 from poprun.render.picture.scene import Framing, Gap, HostScene, framing, make_scene
-from poprun.render.words import domains_of, numbered, size_of, stands_for
+from poprun.render.words import (
+    describe_more_hosts,
+    describe_more_instances,
+    domains_of,
+    instances_of_host,
+    numbered,
+    size_of,
+    stands_for,
+)
 
-MAX_INSTANCES: Final = 64
+_MAX_INSTANCES: Final = 64
 """Up to which nothing is folded."""
 
-FOLDED_INSTANCES: Final = 16
+_FOLDED_INSTANCES: Final = 16
 """How many a folded diagram shows of a plan and of a host, at most."""
 
 _FILLS: Final = ("#91c3f6", "#e9b082", "#8ecfa4", "#dfa9da", "#71d0d5", "#f2a7a1", "#c1c37e", "#c1b3f2")
@@ -25,7 +32,7 @@ _FILLS: Final = ("#91c3f6", "#e9b082", "#8ecfa4", "#dfa9da", "#71d0d5", "#f2a7a1
 def render_mermaid(plan: LaunchPlan) -> str:
     """``plan`` as the text of a Mermaid diagram."""
     lines = [f"%% poprun: {size_of(plan)}", "flowchart TB"]
-    most, least = MAX_INSTANCES * plan.ipus_per_replica, FOLDED_INSTANCES * plan.ipus_per_replica
+    most, least = _MAX_INSTANCES * plan.ipus_per_replica, _FOLDED_INSTANCES * plan.ipus_per_replica
     scene = make_scene(plan, max_ipus=most, folded_ipus=least)
     framed = framing(scene)
     hosts = [
@@ -45,9 +52,8 @@ def render_mermaid(plan: LaunchPlan) -> str:
 
 
 def _host(plan: LaunchPlan, host: HostScene, position: int, framed: Framing) -> Iterator[str]:
-    per_host, num_domains = plan.num_instances_per_host, framed.domains_per_host
-    numbers = range(host.index * per_host, (host.index + 1) * per_host)
-    domains = "" if framed.has_domains else domains_of(plan, numbers)
+    num_domains = framed.domains_per_host
+    domains = "" if framed.has_domains else domains_of(plan, instances_of_host(plan, host.index))
     yield f'  subgraph h{position}["{_escaped(", ".join(filter(None, [host.name, domains])))}"]'
     yield "    direction TB"
     names = [f"h{position}i{number}" for number in range(len(host.instances))]
@@ -78,19 +84,18 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:
-    numbers = range(instance.index, instance.index + 1)
     words = [
         f"<b>instance {instance.index}</b>",
         numbered("replica", instance.replicas),
-        " of ".join(filter(None, [numbered("IPU", instance.slots), domains_of(plan, numbers)])),
+        " of ".join(filter(None, [numbered("IPU", instance.slots), domains_of(plan, [instance.index])])),
         _escaped(stands_for(instance)),
     ]
     return f'  {name}["{"<br/>".join(words)}"]:::hue{instance.index % NUM_HUES}'
 
 
 def _gap(plan: LaunchPlan, gap: Gap, name: str) -> str:
-    tell = drawing.of_hosts if name.count("i") == 0 else drawing.of_instances
-    return f'  {name}["{"<br/>".join(map(_escaped, tell(plan, gap.items).splitlines()))}"]:::more'
+    describe = describe_more_instances if "i" in name else describe_more_hosts
+    return f'  {name}["{"<br/>".join(map(_escaped, describe(plan, gap.items).splitlines()))}"]:::more'
 
 
 def _links(names: list[str], columns: int) -> Iterator[str]:
@@ -100,4 +105,4 @@ def _links(names: list[str], columns: int) -> Iterator[str]:
 
 def _escaped(text: str) -> str:
     """``text`` with entities for what Mermaid would read."""
-    return "".join(it if it.isalnum() or it in " .,:-_[]/+" else f"#{ord(it)};" for it in text)
+    return "".join(char if char.isalnum() or char in " .,:-_[]/+" else f"#{ord(char)};" for char in text)

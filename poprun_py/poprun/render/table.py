@@ -11,49 +11,14 @@ from io import StringIO
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
-from poprun.plan.topology import Binding
-from poprun.render.words import bound_to, launcher_of, numbered, size_of, stands_for, threads_of
+from poprun.render.words import bound_to, instances_of_host, launcher_of, numbered, size_of, stands_for, threads_of
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
-
-MIN_WIDTH = 60
-"""Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
-
-
-class Page:
-    """What is printed on it is laid out for a terminal, and becomes text.
-
-    Args:
-        width: Columns of the terminal; fewer than ``MIN_WIDTH`` count as that many.
-        has_color: Whether it shows colours.
-    """
-
-    def __init__(self, *, width: int, has_color: bool) -> None:
-        self._lines = StringIO()
-        self._console = Console(
-            file=self._lines,
-            width=max(width, MIN_WIDTH),
-            force_terminal=has_color,
-            color_system="standard" if has_color else None,
-            no_color=not has_color,
-            highlight=False,
-            emoji=False,
-            markup=False,
-            legacy_windows=False,
-        )
-
-    def print(self, part: RenderableType = "", *, wraps_words: bool = True) -> None:
-        """Add a part; lines that are not to be wrapped are left to the terminal, so that they copy whole."""
-        self._console.print(part, soft_wrap=not wraps_words)
-
-    def text(self) -> str:
-        """All parts, without blanks at the ends of lines, ending with a line break."""
-        return "\n".join(line.rstrip() for line in self._lines.getvalue().splitlines()) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +38,14 @@ class Details:
     environment: Mapping[str, str]
 
 
-MAX_HOSTS: Final = 4
-MAX_INSTANCES: Final = 8
-NUM_SHOWN: Final = 3
+MIN_WIDTH: Final = 60
+"""Columns below which the cells would fall apart; a narrower terminal wraps whole rows."""
 
-MAX_HOSTS_LENGTH: Final = 30
-
-MAX_VALUE_LENGTH: Final = 24
+_MAX_HOSTS: Final = 4
+_MAX_INSTANCES: Final = 8
+_NUM_SHOWN: Final = 3
+_MAX_HOSTS_LENGTH: Final = 30
+_MAX_VALUE_LENGTH: Final = 24
 """A longer value pushes its origin to the right."""
 
 _HEADINGS: Final = ("host", "instance", "replicas", "virtual IPUs", "stands for")
@@ -91,18 +57,31 @@ _FOLDED: Final = (_FOLDED_HOSTS, _FOLDED_INSTANCES)
 
 def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Details | None) -> str:
     """``plan`` as a table of ``width`` columns at most, but never fewer than 60; coloured if ``has_color``."""
-    page = Page(width=width, has_color=has_color)
-    page.print(_title(plan), wraps_words=False)
-    page.print()
-    page.print(_placements(plan))
-    page.print()
-    for label, value in _facts(plan, details):
-        page.print(Text.assemble((f"{label:<11}", "bold"), value), wraps_words=False)
-    return page.text()
+    title = Text.assemble((f"{'poprun':<11}", "bold cyan"), size_of(plan))
+    facts = [Text.assemble((f"{label:<11}", "bold"), value) for label, value in _facts(plan, details)]
+    return terminal_text(title, "", _placements(plan), "", *facts, width=width, has_color=has_color)
 
 
-def _title(plan: LaunchPlan) -> Text:
-    return Text.assemble((f"{'poprun':<11}", "bold cyan"), size_of(plan))
+def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> str:
+    """``parts`` below each other, laid out for a terminal, without blanks at the ends of lines.
+
+    The lines of a text are left to the terminal to wrap, so that they copy whole.
+    """
+    lines = StringIO()
+    console = Console(
+        file=lines,
+        width=max(width, MIN_WIDTH),
+        force_terminal=has_color,
+        color_system="standard" if has_color else None,
+        no_color=not has_color,
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+    for part in parts:
+        console.print(part, soft_wrap=not isinstance(part, Table))
+    return "\n".join(line.rstrip() for line in lines.getvalue().splitlines()) + "\n"
 
 
 def _placements(plan: LaunchPlan) -> Table:
@@ -117,36 +96,33 @@ def _placements(plan: LaunchPlan) -> Table:
 def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
     """The rows of every host, or of the first and the last with one between them for those left out."""
     num_hosts = len(plan.hosts)
-    if num_hosts <= MAX_HOSTS:
+    if num_hosts <= _MAX_HOSTS:
         for host_index in range(num_hosts):
             yield from _host_rows(plan, host_index)
         return
     yield from _host_rows(plan, 0)
     between = _span(plan, plan.num_instances_per_host, plan.num_instances - plan.num_instances_per_host)
-    yield (_abbreviated(plan.hosts[1:-1]), *between, _FOLDED_HOSTS)
+    names = fold_hosts(plan.hosts[1:-1])
+    hosts = names if len(names) <= _MAX_HOSTS_LENGTH else f"{num_hosts - 2:,} hosts"
+    yield (hosts, *between, _FOLDED_HOSTS)
     yield from _host_rows(plan, num_hosts - 1)
 
 
 def _host_rows(plan: LaunchPlan, host_index: int) -> Iterator[Sequence[str]]:
     """The rows of one host's instances, those in the middle folded into one when they are many."""
-    count = plan.num_instances_per_host
-    first, last = host_index * count, (host_index + 1) * count
-    shown = count if count <= MAX_INSTANCES else NUM_SHOWN
-    for index in range(first, first + shown):
-        yield _instance_row(plan.instance(index), plan.hosts[host_index] if index == first else "")
-    if shown < count:
-        yield ("", *_span(plan, first + shown, last - 1), _FOLDED_INSTANCES)
-        yield _instance_row(plan.instance(last - 1), "")
+    indices = instances_of_host(plan, host_index)
+    num_shown = len(indices) if len(indices) <= _MAX_INSTANCES else _NUM_SHOWN
+    yield _instance_row(plan.instance(indices[0]), plan.hosts[host_index])
+    for index in indices[1:num_shown]:
+        yield _instance_row(plan.instance(index))
+    if num_shown < len(indices):
+        yield ("", *_span(plan, indices[num_shown], indices[-1]), _FOLDED_INSTANCES)
+        yield _instance_row(plan.instance(indices[-1]))
 
 
-def _instance_row(instance: InstancePlan, host: str) -> Sequence[str]:
-    return (
-        host,
-        str(instance.index),
-        fold_numbers(instance.replicas),
-        fold_numbers(instance.slots),
-        stands_for(instance),
-    )
+def _instance_row(instance: InstancePlan, host: str = "") -> Sequence[str]:
+    replicas, slots = fold_numbers(instance.replicas), fold_numbers(instance.slots)
+    return (host, str(instance.index), replicas, slots, stands_for(instance))
 
 
 def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
@@ -154,11 +130,8 @@ def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
     local = plan.layout.num_local_replicas
     start, end = plan.instance(first).slots, plan.instance(last - 1).slots
     slots = range(min(start.start, end.start), max(start.stop, end.stop))
-    return (
-        fold_numbers(range(first, last)),
-        fold_numbers(range(first * local, last * local)),
-        fold_numbers(slots),
-    )
+    numbers = (range(first, last), range(first * local, last * local), slots)
+    return tuple(map(fold_numbers, numbers))
 
 
 def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:
@@ -186,7 +159,7 @@ def _origins(details: Details) -> Iterator[tuple[str, str]]:
     """A line for each option, its value and where it comes from, in columns."""
     names, values = (max((len(row[column]) for row in details.origins), default=0) for column in (0, 1))
     for index, (name, value, origin) in enumerate(details.origins):
-        yield "" if index else "options", f"{name:<{names}}  {value:<{min(values, MAX_VALUE_LENGTH)}}  {origin}"
+        yield "" if index else "options", f"{name:<{names}}  {value:<{min(values, _MAX_VALUE_LENGTH)}}  {origin}"
 
 
 def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
@@ -195,18 +168,8 @@ def _bindings(plan: LaunchPlan) -> Iterator[tuple[str, str]]:
     if not bindings:
         return
     where, local = ("", "") if len(plan.hosts) == 1 else (", on each host", "local ")
+    rows = [f"{local}{numbered('instance', binding.instances)}: {bound_to(binding)}" for binding in bindings]
+    if len(rows) > _MAX_INSTANCES:
+        rows[_NUM_SHOWN:-1] = [f"{len(rows) - _NUM_SHOWN - 1:,} more like these"]
     yield "placement", f"{plan.placement}{where}"
-    for binding in bindings if len(bindings) <= MAX_INSTANCES else bindings[:NUM_SHOWN]:
-        yield "", local + _binding(binding)
-    if len(bindings) > MAX_INSTANCES:
-        yield "", f"{len(bindings) - NUM_SHOWN - 1:,} more like these"
-        yield "", local + _binding(bindings[-1])
-
-
-def _binding(binding: Binding) -> str:
-    return f"{numbered('instance', binding.instances)}: {bound_to(binding)}"
-
-
-def _abbreviated(hosts: Sequence[str]) -> str:
-    folded = fold_hosts(hosts)
-    return folded if len(folded) <= MAX_HOSTS_LENGTH else f"{len(hosts):,} hosts"
+    yield from (("", row) for row in rows)

@@ -1,10 +1,15 @@
 """Words about a plan that several formats share."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.plan.topology import Binding
+from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
+
+_MAX_HOSTS_LENGTH: Final = 60
+"""Characters of a list of hosts; a longer one is cut."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -45,7 +50,7 @@ def bound_to(binding: Binding) -> str:
     return f"{numbered('core', binding.cores)}{memory}"
 
 
-def domains_of(plan: LaunchPlan, instances: range) -> str:
+def domains_of(plan: LaunchPlan, instances: Sequence[int]) -> str:
     """The IPU-Link domains of neighbouring instances: ``ILD 0``, ``ILDs 0-1``; nothing where all are one."""
     if plan.num_ilds == 1:
         return ""
@@ -63,3 +68,60 @@ def threads_of(plan: LaunchPlan) -> str:
     if plan.threads_per_replica is None:
         return "as OMP_NUM_THREADS says"
     return f"{plan.threads_per_replica} per replica"
+
+
+def describe_host(plan: LaunchPlan, index: int) -> str:
+    """Everything that runs on host ``index``, in lines."""
+    instances = instances_of_host(plan, index)
+    lines = [
+        f"host {plan.hosts[index]}",
+        f"host {index} of {counted(len(plan.hosts), 'host')}",
+        *_ranges(plan, instances),
+        numbered("virtual IPU", range(plan.num_slots_per_host)),
+        domains_of(plan, instances),
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def describe_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
+    """What ``instance`` is, owns, and computes on, in lines."""
+    replicas = numbered("replica", instance.replicas)
+    lines = [
+        f"instance {instance.index}",
+        f"on host {instance.host}, number {instance.local_index} there",
+        replicas if len(instance.replicas) == 1 else f"{replicas}, which take turns",
+        f"{numbered('virtual IPU', instance.slots)}: {stands_for(instance)}",
+        domains_of(plan, [instance.index]),
+        "" if instance.binding is None else f"bound to {bound_to(instance.binding)}",
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def describe_more_instances(plan: LaunchPlan, instances: range) -> str:
+    """What is left out of a host, in lines."""
+    return "\n".join(
+        [f"{counted(len(instances), 'more instance')}, each like its neighbours", *_ranges(plan, instances)]
+    )
+
+
+def describe_more_hosts(plan: LaunchPlan, hosts: range) -> str:
+    """What is left out of a plan, in lines."""
+    names = fold_hosts(plan.hosts[hosts.start : hosts.stop])
+    names = names if len(names) <= _MAX_HOSTS_LENGTH else f"{names[: _MAX_HOSTS_LENGTH - 1]}…"
+    count = plan.num_instances_per_host
+    instances = range(hosts.start * count, hosts.stop * count)
+    return "\n".join(
+        [f"{counted(len(hosts), 'more host')}, each like its neighbours", names, *_ranges(plan, instances)]
+    )
+
+
+def instances_of_host(plan: LaunchPlan, index: int) -> range:
+    """The indices of the instances of a host."""
+    count = plan.num_instances_per_host
+    return range(index * count, (index + 1) * count)
+
+
+def _ranges(plan: LaunchPlan, instances: range) -> list[str]:
+    local = plan.layout.num_local_replicas
+    replicas = range(instances.start * local, instances.stop * local)
+    return [numbered("instance", instances), numbered("replica", replicas)]

@@ -1,6 +1,7 @@
-"""The picture of a plan as a document, SVG or HTML.
+"""The picture of a plan as a document that needs nothing else, neither a network nor another file: SVG or HTML.
 
-Everything in the picture tells what it is when it is pointed at or has the focus; the arrow keys move the focus.
+An SVG is dark where the reader prefers that. In an HTML page every thing tells what it is when it is pointed at or
+has the focus; the arrow keys move the focus.
 """
 
 import shlex
@@ -8,61 +9,13 @@ from importlib.resources import files
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.picture.drawing import draw, element, escaped
+from poprun.render.picture.drawing import draw, element, escaped, text
 from poprun.render.picture.measures import cut, text_width
 from poprun.render.picture.scene import make_scene
 from poprun.render.words import launcher_of, size_of, threads_of
 
-MARGIN: Final = 24
+_MARGIN: Final = 24
 _LINE_HEIGHT: Final = 22
-
-
-def render_svg(plan: LaunchPlan) -> str:
-    """``plan`` as an SVG document."""
-    drawing = draw(make_scene(plan), _titled_group)
-    heading = [("title", 17, f"poprun: {size_of(plan)}")]
-    width = max(drawing.width, text_width(heading[0][2], 17)) + 2 * MARGIN
-    if plan.program:
-        heading.append(("line", 13, shlex.join(plan.program)))
-    texts = [
-        element(
-            "text",
-            escaped(cut(text, width - 2 * MARGIN, size)),
-            class_=name,
-            x=MARGIN,
-            y=MARGIN + 12 + index * _LINE_HEIGHT,
-            font_size=size,
-        )
-        for index, (name, size, text) in enumerate(heading)
-    ]
-    top = MARGIN + len(heading) * _LINE_HEIGHT + 10
-    height = top + drawing.height + MARGIN
-    return (
-        element(
-            "svg",
-            element("title", escaped(heading[0][2])),
-            element("style", "\n", style()),
-            element("rect", class_="paper", width=width, height=height),
-            *texts,
-            element("g", drawing.elements, transform=f"translate({MARGIN} {top})"),
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {width} {height}",
-            width=width,
-            height=height,
-        )
-        + "\n"
-    )
-
-
-def style() -> str:
-    """The colours of a picture, as a style sheet."""
-    return files("poprun.render.picture").joinpath("picture.css").read_text(encoding="utf-8")
-
-
-def _titled_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
-    transform = f"translate({place[0]} {place[1]})"
-    return element("g", element("title", escaped(words)), *elements, "\n", class_=name, transform=transform)
-
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """What the page may load: nothing."""
@@ -73,14 +26,42 @@ _KEYS: Final = (
 )
 
 
+def render_svg(plan: LaunchPlan) -> str:
+    """``plan`` as an SVG document."""
+    drawing = draw(make_scene(plan), _titled_group)
+    title = f"poprun: {size_of(plan)}"
+    width = max(drawing.width, text_width(title, 17)) + 2 * _MARGIN
+    lines = [("title", 17, title)]
+    if plan.program:
+        lines.append(("line", 13, shlex.join(plan.program)))
+    heading = [
+        text(cut(words, width - 2 * _MARGIN, size), (_MARGIN, _MARGIN + 12 + row * _LINE_HEIGHT), size, name)
+        for row, (name, size, words) in enumerate(lines)
+    ]
+    top = _MARGIN + len(heading) * _LINE_HEIGHT + 10
+    height = top + drawing.height + _MARGIN
+    document = element(
+        "svg",
+        element("title", escaped(title)),
+        element("style", "\n", _file("picture.css")),
+        element("rect", class_="paper", width=width, height=height),
+        *heading,
+        element("g", drawing.elements, transform=f"translate({_MARGIN} {top})"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+    )
+    return f"{document}\n"
+
+
 def render_html(plan: LaunchPlan) -> str:
     """``plan`` as an HTML document."""
     title = f"poprun: {size_of(plan)}"
     drawing = draw(make_scene(plan), _focusable_group)
-    elements = drawing.elements.replace('tabindex="-1"', 'tabindex="0"', 1)
     picture = element(
         "svg",
-        elements,
+        drawing.elements.replace('tabindex="-1"', 'tabindex="0"', 1),  # where Tab comes in
         role="group",
         aria_label=title,
         viewBox=f"-1 -1 {drawing.width + 2} {drawing.height + 2}",
@@ -90,26 +71,32 @@ def render_html(plan: LaunchPlan) -> str:
     facts = [("launcher", launcher_of(plan)), ("threads", threads_of(plan))]
     facts += [("program", shlex.join(plan.program))] if plan.program else []
     facts += [("folder", plan.working_directory)]
-    body = [
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width">',
+        element("title", escaped(title)),
+        element("style", "\n", _file("picture.css"), _file("page.css")),
         element("h1", escaped(title)),
         element("dl", *(element("dt", name) + element("dd", escaped(value)) for name, value in facts)),
         element("p", _KEYS, id="keys"),
         element("main", picture),
         '<div id="tip" role="tooltip" hidden></div>',
         element("script", "\n", _file("page.js")),
+        "</html>",
+        "",
     ]
-    head = [
-        '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        '<meta name="viewport" content="width=device-width">',
-        element("title", escaped(title)),
-        element("style", "\n", _file("picture.css"), _file("page.css")),
-    ]
-    return "\n".join(["<!doctype html>", '<html lang="en">', *head, *body, "</html>", ""])
+    return "\n".join(lines)
+
+
+def _titled_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
+    transform = f"translate({place[0]} {place[1]})"
+    return element("g", element("title", escaped(words)), *elements, "\n", class_=name, transform=transform)
 
 
 def _focusable_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
-    """A thing that takes the focus; the first one of all is where Tab comes in."""
     return element(
         "g",
         *elements,

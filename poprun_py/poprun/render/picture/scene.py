@@ -12,6 +12,7 @@ from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE
 from poprun.plan.plan import InstancePlan, LaunchPlan
+from poprun.render.words import instances_of_host
 
 MAX_IPUS: Final = 1024
 """Virtual IPUs up to which nothing is folded."""
@@ -52,42 +53,45 @@ class Scene:
     hosts: tuple[HostScene | Gap, ...]
 
     @property
+    def first_host(self) -> HostScene:
+        """The first host, which is always shown; all others are as large."""
+        return next(host for host in self.hosts if isinstance(host, HostScene))
+
+    @property
+    def first_instance(self) -> InstanceScene:
+        """The first instance, which is always shown; all others are as large."""
+        return next(part for part in self.first_host.instances if isinstance(part, InstanceScene))
+
+    @property
     def num_ipus(self) -> int:
         """Virtual IPUs that are shown, a gap being one."""
-        first = next(host for host in self.hosts if isinstance(host, HostScene))
-        instance = next(it for it in first.instances if isinstance(it, InstanceScene))
-        return len(self.hosts) * len(first.instances) * len(instance.slots)
+        return len(self.hosts) * len(self.first_host.instances) * len(self.first_instance.slots)
 
 
 def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int = FOLDED_IPUS) -> Scene:
     """What to show of ``plan``: about ``folded_ipus`` virtual IPUs of more than ``max_ipus``, else all."""
     num_ipus = len(plan.hosts) * plan.num_slots_per_host
     budget = folded_ipus if num_ipus > max_ipus else num_ipus
-    hosts = shown(range(len(plan.hosts)), budget // plan.num_slots_per_host)
-    return Scene(plan, tuple(it if isinstance(it, Gap) else _host(plan, it, budget) for it in hosts))
+
+    def host_scene(index: int) -> HostScene:
+        shown = _shown(instances_of_host(plan, index), budget // plan.ipus_per_replica)
+        instances = tuple(part if isinstance(part, Gap) else instance_scene(part) for part in shown)
+        return HostScene(index, plan.hosts[index], instances)
+
+    def instance_scene(index: int) -> InstanceScene:
+        instance = plan.instance(index)
+        return InstanceScene(instance, tuple(_shown(instance.slots, budget)))
+
+    hosts = _shown(range(len(plan.hosts)), budget // plan.num_slots_per_host)
+    return Scene(plan, tuple(part if isinstance(part, Gap) else host_scene(part) for part in hosts))
 
 
-def shown(items: range, most: int) -> Sequence[int | Gap]:
+def _shown(items: range, most: int) -> Sequence[int | Gap]:
     """``items`` if they are no more than ``most``, or 3; else the first ones, a gap, and the last."""
     most = max(3, most)
     if len(items) <= most:
         return items
     return [*items[: most - 2], Gap(items[most - 2 : -1]), items[-1]]
-
-
-def _host(plan: LaunchPlan, index: int, budget: int) -> HostScene:
-    count = plan.num_instances_per_host
-    instances = shown(range(index * count, (index + 1) * count), budget // plan.ipus_per_replica)
-    return HostScene(
-        index,
-        plan.hosts[index],
-        tuple(it if isinstance(it, Gap) else _instance(plan, it, budget) for it in instances),
-    )
-
-
-def _instance(plan: LaunchPlan, index: int, budget: int) -> InstanceScene:
-    instance = plan.instance(index)
-    return InstanceScene(instance, tuple(shown(instance.slots, budget)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,30 +121,23 @@ class Framing:
 def framing(scene: Scene) -> Framing:
     """The frames of ``scene``."""
     plan = scene.plan
-    is_folded = any(isinstance(host, Gap) or _is_folded(host) for host in scene.hosts)
     num_hosts, num_domains = len(plan.hosts), plan.num_ilds
-    is_one_each = num_hosts == num_domains
-    if is_folded or (num_hosts % num_domains and num_domains % num_hosts):
-        return Framing(is_shaded=num_domains > 1 and not is_one_each)
+    if _is_folded(scene) or (num_hosts % num_domains and num_domains % num_hosts):
+        return Framing(is_shaded=num_domains not in (1, num_hosts))
     domains_per_host = max(1, num_domains // num_hosts)
-    per_machine = _instances_per_machine(plan, plan.num_instances_per_host // domains_per_host)
+    per_machine, rest = divmod(IPUS_PER_MACHINE, plan.ipus_per_replica)
+    fits = not rest and not plan.num_instances_per_host // domains_per_host % per_machine
+    has_pod = plan.vipu.pod is not None
     return Framing(
         hosts_per_domain=max(1, num_hosts // num_domains) if num_domains > 1 else 1,
         domains_per_host=domains_per_host,
-        instances_per_machine=per_machine,
-        has_machines=plan.vipu.pod is not None and not plan.ipus_per_replica % IPUS_PER_MACHINE,
+        instances_per_machine=per_machine if has_pod and fits else 1,
+        has_machines=has_pod and not plan.ipus_per_replica % IPUS_PER_MACHINE,
     )
 
 
-def _is_folded(host: HostScene) -> bool:
-    return any(
-        isinstance(instance, Gap) or any(isinstance(slot, Gap) for slot in instance.slots)
-        for instance in host.instances
-    )
-
-
-def _instances_per_machine(plan: LaunchPlan, per_group: int) -> int:
-    """Instances that share an IPU-Machine, where each machine of a group holds equally many."""
-    number, rest = divmod(IPUS_PER_MACHINE, plan.ipus_per_replica)
-    is_whole = plan.vipu.pod is not None and not rest and not per_group % max(1, number)
-    return max(1, number) if is_whole else 1
+def _is_folded(scene: Scene) -> bool:
+    hosts = [host for host in scene.hosts if isinstance(host, HostScene)]
+    instances = [instance for host in hosts for instance in host.instances]
+    slots = [slot for instance in instances if isinstance(instance, InstanceScene) for slot in instance.slots]
+    return any(isinstance(part, Gap) for part in (*scene.hosts, *instances, *slots))
