@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import popdist
 from popdist import context
+from popdist.comm import two_level
 from popdist.comm.channel import Channel
-from popdist.gradients import exchange, overlap
+from popdist.gradients import overlap
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
@@ -52,7 +53,7 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
         place.device = torch.device("cuda", popdist.local_instance_index())
         torch.backends.cudnn.deterministic = True
     laws = training_laws.laws_of(sys.modules[__name__])
-    with mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE), mock.patch.object(exchange, "FEW", FEW):
+    with mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE), mock.patch.object(two_level, "FEW", FEW):
         for law in laws:
             popdist.barrier()
             law()
@@ -65,7 +66,7 @@ def run_recipes() -> tuple[dict[str, str], int]:
     """What every recipe of recipes.py has trained, and how many steps went early and were right."""
     with (
         mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE),
-        mock.patch.object(exchange, "FEW", FEW),
+        mock.patch.object(two_level, "FEW", FEW),
         counted() as ends,
     ):
         return recipes.run_all(), sum(ends)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.process_group.several_hosts import in_turns
+from popdist.comm.two_level import in_turns
 
 
 def test_a_work_begins_before_those_before_it_go_on() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from popdist.comm.channel import Channel
-from popdist.gradients.exchange import add_among, nodes_of
+from popdist.gradients.exchange import sum_between
 from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals
 from popdist.groups import Exchange
 from popdist.headers import as_floats
@@ -97,7 +97,7 @@ class Overlap:
         self.members = [[members[index] for index in it.members] for it in self.buckets]
         self.expected: set[int] = set()
         """Parameters that have got a gradient in a last micro batch, by their identity; none in the beginning."""
-        self._nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+        self._reduction = sum_between(channel, layout)
         self._has_given_up = False
         self._rows: tuple[GradientRows, GradientRows] | None = None
 
@@ -135,13 +135,8 @@ class Overlap:
 
     def issue(self, bucket: Bucket, partials: Sequence[Tensor]) -> None:
         """Have a bucket added over the job."""
-        nodes, num_replicas, channel = self._nodes, self.layout.num_replicas, self.channel
         into = self.sums.rows[bucket.kind][bucket.run]
-
-        def add() -> None:
-            add_among(channel, nodes, partials, num_replicas, into)
-
-        channel.issue(add, [*partials, into])
+        self.channel.issue(lambda: self._reduction.all_reduce(partials, into=into), [*partials, into])
 
     def learn(self, arrived: set[int], *, is_final: bool) -> None:
         """A step has ended.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from popdist.host_memory.flags import kind
-from popdist.tree import tree_sum
+from popdist.tree import Node, finish
 
 CACHED_BYTES: Final = 1 << 19
 """Length of the blocks of all rows together: they fit a usual second-level cache of 1 MiB."""
@@ -28,12 +28,15 @@ LINE_BYTES: Final = 64
 """Shares begin at multiples of it, so that no two ranks write into one line of cache."""
 
 
-@cache
-def additions(n: int) -> tuple[tuple[int, int], ...]:
-    """Which rows to add: ``(left, right)`` means that row ``left`` becomes the sum of both. Row 0 ends as the sum.
+def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
+    """Which rows to add, where row *i* is the sum of ``nodes[i]`` in the tree over so many items.
+
+    Returns:
+        ``(left, right)`` means that row ``left`` becomes the sum of both. The row of the leftmost node ends as the
+        sum of all.
 
     Raises:
-        ValueError: If ``n`` is below 1.
+        ValueError: If the nodes do not cover each item once.
     """
     pairs: list[tuple[int, int]] = []
 
@@ -41,8 +44,18 @@ def additions(n: int) -> tuple[tuple[int, int], ...]:
         pairs.append((left, right))
         return left
 
-    tree_sum(range(n), add)
+    finish({node: row for row, node in enumerate(nodes)}, num_items, add)
     return tuple(pairs)
+
+
+@cache
+def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
+    """As :func:`node_additions`, of rows that are items themselves: row 0 ends as the sum.
+
+    Raises:
+        ValueError: If there is no row.
+    """
+    return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
 def share(num_elements: int, rank: int, size: int, element_bytes: int) -> range:

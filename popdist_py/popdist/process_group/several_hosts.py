@@ -1,24 +1,23 @@
-"""Collectives of a group on several hosts.
+"""Collectives of a group of torch's on several hosts: in the memory of each host, and by messages between them.
 
-Every host has as many ranks in a row, a power of two of them, and so they make up one node of the tree over the
-ranks: what a host has added in its memory is a partial sum of the very tree that one host would follow. The ranks
-that have the same place on their hosts, the *peers*, then exchange their share of the numbers, so that each rank
-sends and receives twice ``1 / (ranks of a host)`` of them. Where the hosts are not like that, or their ranks may
-not share memory, each rank counts as a host of its own.
+Every host has as many ranks in a row, a power of two of them, so they make up one node of the tree over the ranks,
+and reductions are those of `popdist.comm.two_level`. Where the hosts are not like that, or their ranks may not
+share memory, each rank counts as a host of its own.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
+from popdist.comm.two_level import Arrival, TwoLevelReduction
 from popdist.errors import BackendError
-from popdist.host_memory.addition import HALVES, Combiner, Op
+from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives, QuickSum, never
 from popdist.process_group.host_messages import HostMessages
+from popdist.tree import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +55,8 @@ class Place:
         return range(self.local, self.size, self.num_local)
 
 
-Arrival = Callable[[], Tensor]
-"""Waits for what is on its way: a row for each peer.
-
-Raises BackendError if one was lost or did not come in time.
-"""
-
-
-class Peers:
-    """A rank's peers, itself among them. All of them make the same calls in the same order.
+class MessagePeers:
+    """The peers of a rank, which send each other messages; see `popdist.comm.two_level.Peers`.
 
     Args:
         place: Of this rank.
@@ -76,13 +68,13 @@ class Peers:
         self._messages = messages
 
     def all_gather(self, tensor: Tensor) -> Arrival:
-        """Send ``tensor``, of equal length everywhere, to all peers; what arrives is every peer's."""
+        """Send ``tensor`` to all peers."""
         received = tensor.new_empty(self._place.num_hosts, *tensor.shape)
         received[self._place.host] = tensor
         return self._start([tensor] * self._place.num_hosts, received)
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """Send each peer its row of ``rows``; what arrives is what each has in its rows for this one."""
+        """Send each peer its row of ``rows``."""
         received = torch.empty_like(rows)
         received[self._place.host] = rows[self._place.host]
         return self._start(rows, received)
@@ -96,33 +88,6 @@ class Peers:
             return received
 
         return arrive
-
-
-def in_turns(works: Iterable[Iterator[None]]) -> None:
-    """Do works that yield whenever they have sent something: others go on while it travels.
-
-    Each is begun before those before it go on, and every rank takes the same turns, so what they send to each
-    other does not get mixed up.
-    """
-    begun: list[Iterator[None]] = []
-    for work in works:
-        begun = [it for it in (work, *begun) if _goes_on(it)]
-    while begun:
-        begun = [it for it in begun if _goes_on(it)]
-
-
-_END = object()
-
-
-def _goes_on(work: Iterator[None]) -> bool:
-    return next(work, _END) is not _END
-
-
-CHUNK_SIZE: Final = 1 << 20
-"""Numbers that travel together: while they do, those before them are combined."""
-
-FEW: Final = 1 << 13
-"""Numbers of which every peer gets all of each host's: one round of messages costs more than they do."""
 
 
 class SeveralHosts:
@@ -142,14 +107,16 @@ class SeveralHosts:
         self.quick_sum: QuickSum = never
         self._place = place
         self._messages = messages
-        self._peers = Peers(place, messages)
+        self._peers = MessagePeers(place, messages)
         self._neighbours = neighbours
+        hosts = [[Node(0, host)] for host in range(place.num_hosts)]
+        self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, neighbours)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them."""
         with self._call():
             flat = tensor.contiguous().view(-1)
-            in_turns(self._reduce(chunk, op) for chunk in flat.split(CHUNK_SIZE))
+            self._reduction.all_reduce([flat], op)
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))
 
@@ -184,19 +151,11 @@ class SeveralHosts:
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
         """``output`` becomes the combination of what all ranks have at this rank's place in ``tensors``."""
-        place, step = self._place, _step(op)
         with self._call():
-            by_local = [
-                _widened(torch.cat([tensors[rank] for rank in range(local, place.size, place.num_local)]))
-                for local in range(place.num_local)
-            ]
-            mine = by_local[place.local]
-            if self._neighbours is not None:
-                mine = torch.empty_like(mine)
-                self._neighbours.reduce_scatter(mine, by_local, step)
-            rows = mine.view(place.num_hosts, len(output))
-            total = _combine(self._peers.all_to_all(rows)().unbind(), step)
-            output.copy_(_divided(total, op, self.size))
+            shares = self._reduction.empty_shares(output, len(output))
+            for rank, tensor in enumerate(tensors):
+                self._reduction.share_of(shares, rank).copy_(tensor)
+            output.copy_(self._reduction.reduce_scatter(shares, op))
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """``outputs[rank]`` becomes what ``rank`` has at this rank's place in ``tensors``; lengths may differ."""
@@ -241,61 +200,3 @@ class SeveralHosts:
             if self._neighbours is not None:
                 self._neighbours.group.flags.fail(str(error))
             raise
-
-    def _reduce(self, chunk: Tensor, op: Op) -> Iterator[None]:
-        """Combine a flat chunk, in place; pauses while something travels."""
-        step = _step(op)
-        row = _widened(chunk)
-        reduce = self._reduce_whole if len(row) <= FEW else self._reduce_shares
-        total = yield from reduce(row, step)
-        chunk.copy_(_divided(total, op, self.size))
-
-    def _reduce_whole(self, row: Tensor, step: Op) -> Generator[None, None, Tensor]:
-        """Each rank combines all of it."""
-        if self._neighbours is not None:
-            self._neighbours.all_reduce(row, step)
-        arrival = self._peers.all_gather(row)
-        yield
-        return _combine(arrival().unbind(), step)
-
-    def _reduce_shares(self, row: Tensor, step: Op) -> Generator[None, None, Tensor]:
-        """Each rank combines a share of what its host has, and a share of that for all hosts."""
-        num_hosts, num_local = self._place.num_hosts, self._place.num_local
-        width = -(-len(row) // self.size)
-        padded = row.new_zeros(num_local, num_hosts, width)
-        padded.view(-1)[: len(row)] = row
-        mine = padded[self._place.local]
-        if self._neighbours is not None:
-            mine = torch.empty_like(mine)
-            self._neighbours.reduce_scatter(mine.view(-1), [it.view(-1) for it in padded], step)
-        arrival = self._peers.all_to_all(mine)
-        yield
-        arrival = self._peers.all_gather(_combine(arrival().unbind(), step))
-        yield
-        mine = arrival()
-        if self._neighbours is None:
-            return mine.view(-1)[: len(row)]
-        self._neighbours.all_gather([it.view(-1) for it in padded], mine.view(-1))
-        return padded.view(-1)[: len(row)]
-
-
-def _step(op: Op) -> Op:
-    """What is done with two partial results: a mean is divided once, at the end."""
-    return "sum" if op == "mean" else op
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Half types in float32, in which they are combined; everything else as it is."""
-    return tensor.float() if tensor.dtype in HALVES else tensor
-
-
-def _combine(rows: Sequence[Tensor], step: Op) -> Tensor:
-    """The hosts' rows in the order of the tree; there are at least two."""
-    combine = Combiner(step, rows[0].dtype, len(rows))
-    total = torch.empty_like(rows[0])
-    combine(rows, total, combine.memory(total.shape))
-    return total
-
-
-def _divided(total: Tensor, op: Op, size: int) -> Tensor:
-    return total.div_(size) if op == "mean" else total

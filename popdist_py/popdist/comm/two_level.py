@@ -1,0 +1,229 @@
+"""The reduction between hosts: first in the memory of each host, then between the members with the same place.
+
+The members are the instances of a job or the ranks of a group of torch's. Where every host has as many members in
+a row, and those of a host make up one node of the tree (`popdist.tree`), they add in its memory: each gets a share
+of the sum. The members with the same place on their hosts, the *peers*, then send each other parts of these;
+each adds one part and tells the other peers the result. So a member sends and receives twice its share of one row,
+however many hosts there are, as in a ring. Elsewhere each member counts as a host of its own.
+
+An element is added in the order of the tree alone, so its bits do not depend on the hosts, on the length of the
+rows, or on the chunks in which they travel.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from popdist.host_memory.addition import HALVES, Op, combiner, node_additions
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.tree import Node
+
+CHUNK_SIZE: Final = 1 << 20
+"""Numbers that travel together, up to twice as many where the last would be few.
+
+It bounds the memory for what arrives; while a chunk travels, the next one is added in the memory of the host.
+"""
+
+FEW: Final = 1 << 13
+"""Numbers that every peer gets from all hosts at once: one round of messages costs more than they do."""
+
+Arrival = Callable[[], Tensor]
+"""Waits for what is on its way: a row from each peer. Raises BackendError if one was lost or is late."""
+
+
+class Peers(Protocol):
+    """A member's peers, itself among them, and their way to send each other contiguous tensors of one shape.
+
+    All of them make the same calls in the same order. A call need not wait for the others.
+    """
+
+    def all_gather(self, tensor: Tensor) -> Arrival:
+        """Send ``tensor`` to all peers; what arrives is every peer's."""
+
+    def all_to_all(self, rows: Tensor) -> Arrival:
+        """Send each peer its row of ``rows``; what arrives is what each has in its rows for this one."""
+
+
+class Transport(Protocol):
+    """A set of instances that send each other tensors and wait for them, such as a backend."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every instance's ``tensor``, stacked."""
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """Row *j* goes to the *j*-th instance; row *i* of the result came from the *i*-th."""
+
+
+class WaitingPeers:
+    """The instances of a transport as peers, whose calls return when everything has arrived."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def all_gather(self, tensor: Tensor) -> Arrival:
+        """Every peer's ``tensor``."""
+        received = self._transport.all_gather(tensor)
+        return lambda: received
+
+    def all_to_all(self, rows: Tensor) -> Arrival:
+        """What each peer has in its rows for this one."""
+        received = self._transport.all_to_all(rows)
+        return lambda: received
+
+
+class TwoLevelReduction:
+    """Reductions over all members; every member makes the same calls in the same order.
+
+    Operations are those of `popdist.host_memory.host_collectives`; half dtypes are combined in float32.
+
+    Args:
+        peers: Of this member.
+        nodes: For each peer, in their order: the nodes of the tree that its host brings.
+        num_items: Items of the whole tree.
+        neighbours: Collectives of the members of this host, which bring one row each; None where each member
+            counts as a host of its own.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        nodes: Sequence[Sequence[Node]],
+        num_items: int,
+        neighbours: HostCollectives | None = None,
+    ) -> None:
+        self._peers = peers
+        self._neighbours = neighbours
+        self._num_hosts = len(nodes)
+        self._num_local, self._local = (1, 0) if neighbours is None else (neighbours.size, neighbours.group.rank)
+        self._size = self._num_hosts * self._num_local
+        self._num_rows = max(map(len, nodes))
+        self._places = [(peer, row) for peer, owned in enumerate(nodes) for row in range(len(owned))]
+        self._pairs = node_additions([node for owned in nodes for node in owned], num_items)
+
+    def all_reduce(self, rows: Sequence[Tensor], op: Op = "sum", into: Tensor | None = None) -> None:
+        """Combine the rows of all members: the same bits on each of them.
+
+        Args:
+            rows: Flat tensors of equal length, one for each node of this member; used up where it has neighbours.
+            op: How they are combined; "mean" divides the sum by the number of members.
+            into: Where the result goes; None means the first of ``rows``.
+
+        Raises:
+            BackendError: If a member was lost or did not come in time.
+        """
+        out = rows[0] if into is None else into
+        length = len(out)
+        width = -(-length // (max(1, length // CHUNK_SIZE) * self._size)) * self._size
+        starts = range(0, max(1, length), max(1, width))
+        in_turns(self._reduce([row[it : it + width] for row in rows], op, out[it : it + width]) for it in starts)
+
+    def empty_shares(self, like: Tensor, width: int) -> Tensor:
+        """Room for what a member sends to all others by :meth:`reduce_scatter`: zeros, of the dtype of the sum.
+
+        Returns:
+            A tensor of four dimensions: place of the receiver on its host, its host, node of the sender, numbers.
+        """
+        dtype = torch.float32 if like.dtype in HALVES else like.dtype
+        return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
+
+    def share_of(self, shares: Tensor, member: int) -> Tensor:
+        """The rows of ``shares`` that are for a member, counted over all hosts."""
+        return shares[member % self._num_local, member // self._num_local]
+
+    def reduce_scatter(self, shares: Tensor, op: Op = "sum") -> Tensor:
+        """The combination of what all members have for this one in their ``shares``, as :meth:`empty_shares` made.
+
+        Raises:
+            BackendError: If a member was lost or did not come in time.
+        """
+        return self._divided(self._start_scatter(shares, _step(op))(), op)
+
+    def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[None]:
+        """Reduce a chunk into ``out``; pauses while something travels."""
+        wide = [row.float() if row.dtype in HALVES else row for row in rows]
+        step, length = _step(op), len(out)
+        if length <= FEW:
+            if self._neighbours is not None:
+                self._neighbours.all_reduce(wide[0], step)
+            arrival = self._peers.all_gather(self._spread(wide, 1, 1)[0, 0])
+            yield
+            total = self._combine(arrival(), step)
+        else:
+            shares = self._spread(wide, self._num_local, self._num_hosts)
+            arrival = self._start_scatter(shares, step)
+            yield
+            arrival = self._peers.all_gather(arrival())
+            yield
+            total = arrival().view(-1)
+            if self._neighbours is not None:
+                self._neighbours.all_gather(_parts(shares), total)
+                total = shares.view(-1)
+        total = self._divided(total[:length], op)
+        if total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+
+    def _spread(self, rows: Sequence[Tensor], num_local: int, num_hosts: int) -> Tensor:
+        """The rows of this member, cut into as many shares; in their own memory where they fit."""
+        length = len(rows[0])
+        width = -(-length // (num_local * num_hosts))
+        shape = (num_local, num_hosts, self._num_rows, width)
+        if self._num_rows == 1 and length == num_local * num_hosts * width:
+            return rows[0].view(shape)
+        shares = rows[0].new_zeros(shape)
+        for number, row in enumerate(rows):
+            padded = row.new_zeros(num_local * num_hosts * width)
+            padded[:length] = row
+            shares[:, :, number] = padded.view(num_local, num_hosts, width)
+        return shares
+
+    def _start_scatter(self, shares: Tensor, step: Op) -> Arrival:
+        """Combine the shares of this host's members in its memory, and send the peers theirs."""
+        mine = shares[self._local]
+        if self._neighbours is not None:
+            mine = torch.empty_like(mine)
+            self._neighbours.reduce_scatter(mine.view(-1), _parts(shares), step)
+        arrival = self._peers.all_to_all(mine)
+        return lambda: self._combine(arrival(), step)
+
+    def _combine(self, received: Tensor, step: Op) -> Tensor:
+        """The peers' rows in the order of the tree, in their memory."""
+        combine = combiner(step, received.dtype)
+        rows = [received[place] for place in self._places]
+        for left, right in self._pairs:
+            combine(rows[left], rows[right], out=rows[left])
+        return rows[0]
+
+    def _divided(self, total: Tensor, op: Op) -> Tensor:
+        return total.div_(self._size) if op == "mean" else total
+
+
+def _parts(shares: Tensor) -> Sequence[Tensor]:
+    """What is for each member of the host, as flat tensors."""
+    return shares.view(len(shares), -1).unbind()
+
+
+def _step(op: Op) -> Op:
+    """What is done with two partial results: a mean is divided once, at the end."""
+    return "sum" if op == "mean" else op
+
+
+def in_turns(works: Iterable[Iterator[None]]) -> None:
+    """Do works that yield whenever they have sent something: others go on while it travels.
+
+    Each is begun before those before it go on, and every member takes the same turns, so what they send to each
+    other does not get mixed up.
+    """
+    begun: list[Iterator[None]] = []
+    for work in works:
+        begun = [it for it in (work, *begun) if _goes_on(it)]
+    while begun:
+        begun = [it for it in begun if _goes_on(it)]
+
+
+_END = object()
+
+
+def _goes_on(work: Iterator[None]) -> bool:
+    return next(work, _END) is not _END
