@@ -14,9 +14,8 @@ from poprun.plan.planner import facts_within, job_words, make_plan, within
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.probe.machine import machine_facts, own_names
+from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import as_elsewhere, resolve_program
-from poprun.probe.slurm import find_allocation
 from poprun.text import screen
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.planner import place
 from poprun.plan.program_environment import passed_environment
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.probe.gpus import find_gpus
+from poprun.probe.hardware import find_gpus
 from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts

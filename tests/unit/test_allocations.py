@@ -8,7 +8,7 @@ from poprun.errors import PlanError
 from poprun.plan.planner import within
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import Allocation
-from poprun.probe.slurm import find_allocation
+from poprun.probe.machine import find_allocation
 
 SALLOC = {
     "SLURM_JOB_ID": "7",

@@ -8,8 +8,7 @@ import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import MpiKind
-from poprun.probe.cpus import usable_cores
-from poprun.probe.gpus import read_gpus
+from poprun.probe.hardware import read_gpus, usable_cores
 from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
 from poprun.probe.machine import machine_facts, names_of_this_machine, read_version
 from poprun.probe.program import resolve_program

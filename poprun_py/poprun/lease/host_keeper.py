@@ -26,7 +26,7 @@ from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
 from poprun.pool.holders import boot_id  # noqa: E402 - as above
 from poprun.pool.place import prepare_folder  # noqa: E402 - as above
 from poprun.pool.records import KEEPER_MARK, HeldLease  # noqa: E402 - as above
-from poprun.probe.gpus import find_gpus  # noqa: E402 - as above
+from poprun.probe.hardware import find_gpus  # noqa: E402 - as above
 
 
 def main() -> None:

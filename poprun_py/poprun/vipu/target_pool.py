@@ -15,8 +15,7 @@ from poprun.pool.clusters import check_names, choose_cluster, pod_of
 from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE
 from poprun.pool.pool import Pool
 from poprun.pool.records import Partition, PoolState
-from poprun.probe.cpus import usable_cores
-from poprun.probe.gpus import find_gpus
+from poprun.probe.hardware import find_gpus, usable_cores
 from poprun.process.users import user_name
 
 
