@@ -1,10 +1,10 @@
-"""The cores and CUDA devices that this process may use.
+"""The cores and CUDA devices that this process may use, and where each one sits: NUMA node, socket, cache.
 
-Files: the kernel's Documentation/admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node. The affinity of a
+Cores: the kernel's Documentation/admin-guide/cputopology.rst and ABI/stable/sysfs-devices-node. The affinity of a
 process never leaves the cpuset of its control group, nor `Mems_allowed_list` the nodes of it, so both say what the
 control group allows.
 
-Asks the driver's own `nvidia-smi`, and only on a machine that has the driver: poprun never imports torch, and a
+Devices: the driver's own `nvidia-smi`, asked only where the driver is. poprun never imports torch, and a
 machine without a GPU pays a look at the file system.
 """
 
@@ -21,7 +21,13 @@ from poprun.text.ranges import parse_numbers
 
 SYSTEM: Final = "/sys/devices/system"
 STATUS: Final = "/proc/self/status"
+PCI: Final = "/sys/bus/pci/devices"
 
+_SMI_SECONDS: Final = 10.0
+_SMI: Final = "nvidia-smi"
+_DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
+_INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id"
+_PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
 _ALLOWED: Final = "Mems_allowed_list:"
 _SIBLINGS: Final = ("core_cpus_list", "thread_siblings_list")
 _INSTRUCTIONS: Final = "Instruction"
@@ -78,7 +84,7 @@ def _cpu(folder: str, number: int, node_of: Mapping[int, int]) -> Cpu:
         core=siblings[0],
         cache=max(_caches(os.path.join(folder, "cache")), default=(0, -1))[1],
         node=node_of.get(number, 0),
-        socket=max(0, read_number(os.path.join(topology, "physical_package_id"))),
+        socket=max(0, _number(os.path.join(topology, "physical_package_id"))),
     )
 
 
@@ -89,7 +95,7 @@ def _caches(folder: str) -> Iterator[tuple[int, int]]:
             cache = os.path.join(folder, name)
             sharers = _numbers(os.path.join(cache, "shared_cpu_list"))
             if sharers and _text(os.path.join(cache, "type")) != _INSTRUCTIONS:
-                yield read_number(os.path.join(cache, "level")), sharers[0]
+                yield _number(os.path.join(cache, "level")), sharers[0]
 
 
 def _node_of_cores(folder: str) -> dict[int, int]:
@@ -98,35 +104,6 @@ def _node_of_cores(folder: str) -> dict[int, int]:
         for node in _numbers(os.path.join(folder, "online"))
         for core in _numbers(os.path.join(folder, f"node{node}", "cpulist"))
     }
-
-
-def _numbers(path: str) -> tuple[int, ...]:
-    """The numbers of a file that lists them; none when it is not there or holds something else."""
-    with suppress(OSError, ValueError):
-        return parse_numbers(read_text(path).strip())
-    return ()
-
-
-def read_number(path: str) -> int:
-    """The number that a file holds; -1 when it is not there or holds something else."""
-    with suppress(OSError, ValueError):
-        return int(read_text(path))
-    return -1
-
-
-def _text(path: str) -> str:
-    with suppress(OSError):
-        return read_text(path).strip()
-    return ""
-
-
-PCI: Final = "/sys/bus/pci/devices"
-
-_SMI_SECONDS: Final = 10.0
-_SMI: Final = "nvidia-smi"
-_DRIVER: Final = ("/proc/driver/nvidia", "/dev/nvidiactl")
-_INVENTORY: Final = "--query-gpu=index,uuid,pci.bus_id"
-_PROCESSES: Final = "--query-compute-apps=gpu_uuid,pid"
 
 
 def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -189,10 +166,30 @@ def _uuid_of(name: str, uuids: Mapping[str, str]) -> str | None:
 def _node_of(address: str, pci: str) -> int | None:
     """The NUMA node of a device, or None where the kernel does not know; the driver writes longer addresses."""
     domain, _, rest = address.lower().partition(":")
-    node = read_number(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node"))
+    node = _number(os.path.join(pci, f"{domain[-4:]}:{rest}", "numa_node"))
     return node if node >= 0 else None
 
 
 def _ask(query: str) -> str:
     """What the driver answers; nothing when it is not installed or takes too long."""
     return answer_of((_SMI, "--format=csv,noheader", query), _SMI_SECONDS) or ""
+
+
+def _numbers(path: str) -> tuple[int, ...]:
+    """The numbers of a file that lists them; none when it is not there or holds something else."""
+    with suppress(OSError, ValueError):
+        return parse_numbers(read_text(path).strip())
+    return ()
+
+
+def _number(path: str) -> int:
+    """The number that a file holds; -1 when it is not there or holds something else."""
+    with suppress(OSError, ValueError):
+        return int(read_text(path))
+    return -1
+
+
+def _text(path: str) -> str:
+    with suppress(OSError):
+        return read_text(path).strip()
+    return ""
