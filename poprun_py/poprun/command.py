@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
-from poprun.plan.advice import advise, advise_of_hosts, advise_of_words, idle_vipu_options
+from poprun.plan.advice import advise, idle_options
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import facts_within, job_words, make_plan, within
 from poprun.plan.request import LauncherChoice
@@ -110,24 +110,32 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     request = within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
     has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
     facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
-    asks = not (line.is_dry_run or line.emitted)
-    facts, pod = _under_pool(request.vipu, facts, asks_server=asks)
+    starts = not (line.is_dry_run or line.emitted)
+    facts, pod = _under_pool(request.vipu, facts, asks_server=starts)
     plan = make_plan(request, facts, pod)
     if line.exported_file is not None:
         _export(line, line.exported_file)
-    of_words = advise_of_words(job_words(request, plan.mpi).left_out, plan.mpi)
-    of_hosts = advise_of_hosts(plan) if line.is_dry_run or line.emitted is not None else None
-    for advice in (*advise(plan, facts), *filter(None, [of_words, of_hosts])):
+    left_out = job_words(request, plan.mpi).left_out
+    for advice in advise(plan, facts, left_out=left_out, are_hosts_seen=starts):
         screen.tell(f"warning: {advice}")
     if line.verbosity:
-        idle = idle_vipu_options(plan)
-        for option in (one.option for one in line.given):
-            if why := option.why_no_effect or idle.get(option.name):
-                screen.tell(f"--{option.name} has no effect: {why}")
-        for found in facts.unknown_mpi:
-            screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
-        screen.tell(f"launcher {plan.launcher}: {_why(request.launcher, plan)}")
+        _tell_decisions(plan, facts, request.launcher, line)
     return plan, facts
+
+
+def _tell_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
+    """Say what ``-v`` adds: options without effect, MPI runtimes that are not used, and why this launcher."""
+    idle = idle_options(plan)
+    for option in (one.option for one in line.given):
+        if why := option.why_no_effect or idle.get(option.name):
+            screen.tell(f"--{option.name} has no effect: {why}")
+    for found in facts.unknown_mpi:
+        screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
+    if choice is LauncherChoice.AUTO:
+        why = f"auto takes MPI where there is one, and {f'found {plan.mpi}' if plan.mpi else 'there is none'}"
+    else:
+        why = f"asked for, found {plan.mpi}" if plan.mpi else "asked for"
+    screen.tell(f"launcher {plan.launcher}: {why}")
 
 
 def _under_pool(
@@ -177,13 +185,6 @@ def _working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError:
         raise UsageError("the working directory is gone: change to one that exists") from None
-
-
-def _why(choice: LauncherChoice, plan: LaunchPlan) -> str:
-    """Why the launcher of ``plan`` was taken."""
-    if choice is LauncherChoice.AUTO:
-        return f"auto takes MPI where there is one, and {f'found {plan.mpi}' if plan.mpi else 'there is none'}"
-    return f"asked for, found {plan.mpi}" if plan.mpi else "asked for"
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poprun.plan.advice import advise, advise_of_hosts
+from poprun.plan.advice import advise
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.machines import TWO_SOCKETS, facts_of
@@ -96,8 +96,10 @@ def test_hosts_that_nobody_has_looked_at_are_taken_to_be_like_this_machine() -> 
     """Which is said, because a plan of a laptop may be for a cluster."""
     several = planned(LAPTOP, hosts=("a", "b"), num_instances=2)
 
-    assert advise_of_hosts(several) == "planned as if each of the 2 hosts had what this machine has: cores 0-3"
-    assert advise_of_hosts(planned(LAPTOP)) is None
+    assert advise(several, LAPTOP, are_hosts_seen=False) == (
+        "planned as if each of the 2 hosts had what this machine has: cores 0-3",
+    )
+    assert advise(planned(LAPTOP), LAPTOP, are_hosts_seen=False) == ()
 
 
 @pytest.mark.parametrize("gpus", ["", "ffff"])

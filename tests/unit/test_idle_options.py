@@ -2,7 +2,7 @@
 
 import pytest
 
-from poprun.plan.advice import idle_vipu_options
+from poprun.plan.advice import idle_options
 from poprun.plan.settings import VipuSettings
 from tests.planning import LAPTOP, planned, with_gpus
 
@@ -26,12 +26,12 @@ LEASES = {"wait-for-devices", "vipu-server-timeout"}
 )
 def test_what_has_nothing_to_act_on(gpus: str, vipu: VipuSettings, idle: set[str]) -> None:
     """An option is idle exactly where the job has no partition, allocation, lease or GPU for it."""
-    assert set(idle_vipu_options(planned(with_gpus(gpus, LAPTOP), num_instances=2, vipu=vipu))) == idle
+    assert set(idle_options(planned(with_gpus(gpus, LAPTOP), num_instances=2, vipu=vipu))) == idle
 
 
 def test_offline_takes_nothing_at_all() -> None:
     """Not even the partition that is named."""
-    idle = idle_vipu_options(planned(with_gpus("ff"), num_instances=2, vipu=VipuSettings(is_offline=True)))
+    idle = idle_options(planned(with_gpus("ff"), num_instances=2, vipu=VipuSettings(is_offline=True)))
 
     assert {"vipu-partition", "pool", *ALLOCATIONS, *PARTITIONS, *LEASES} <= set(idle)
     assert set(idle.values()) == {"--offline-mode takes no virtual IPUs"}

@@ -7,14 +7,14 @@ import pytest
 
 from poprun.errors import PlanError
 from poprun.launch.launchers import launch_commands
-from poprun.plan.advice import advise_of_words
+from poprun.plan.advice import advise
 from poprun.plan.mpi_options import MpiWords, Variables, read_mpi_words
 from poprun.plan.planner import job_words
 from poprun.plan.program_environment import program_environment
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.settings import OutputSettings, RemoteSettings
 from poprun.plan.topology import MpiKind, MpiRuntime
-from tests.planning import CLUSTER_NODE, MPICH, planned
+from tests.planning import CLUSTER_NODE, LAPTOP, MPICH, planned
 
 KINDS: Final = (MpiKind.OPEN_MPI, MpiKind.MPICH, None)
 OPEN_MPI: Final = MpiRuntime(kind=MpiKind.OPEN_MPI, path="/opt/openmpi/bin/mpirun", version="5.0.11")
@@ -149,10 +149,10 @@ def test_an_instance_that_is_not_there() -> None:
 def test_what_is_left_out_is_told(mpi: MpiRuntime | None, what: str | None) -> None:
     """With its reason, and what works."""
     request = LaunchRequest(mpi_global_args=("--mca", "a", "b c"), launcher=LauncherChoice.AUTO)
-    advice = advise_of_words(job_words(request, mpi).left_out, mpi)
+    advice = advise(planned(replace(LAPTOP, mpi=mpi)), LAPTOP, left_out=job_words(request, mpi).left_out)
 
-    assert (advice is None) == (what is None)
-    assert (advice or "").startswith(what or "")
+    assert len(advice) == (what is not None)
+    assert "".join(advice).startswith(what or "")
 
 
 def test_words_for_one_instance() -> None:
@@ -161,7 +161,8 @@ def test_words_for_one_instance() -> None:
     words = job_words(request, OPEN_MPI)
 
     assert words.left_out == ("--mca", "a", "b")
-    assert "one launcher starts all instances" in (advise_of_words(words.left_out, OPEN_MPI) or "")
+    (advice,) = advise(planned(replace(LAPTOP, mpi=OPEN_MPI)), LAPTOP, left_out=words.left_out)
+    assert "one launcher starts all instances" in advice
 
 
 @pytest.mark.parametrize(
