@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from poprun.cli.click_command import PoprunCommand
 from poprun.cli.option import COMPLETION, LINE, REQUEST, VARIABLE_PREFIX, Given, values_by_section
-from poprun.cli.options import COMMON, EXAMPLES, INTRO, OPTIONS
+from poprun.cli.options import COMMON, EXAMPLES, INTRO, OPTIONS, default_of
 from poprun.errors import UsageError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
@@ -74,24 +74,13 @@ def _place_in_table(one: Given) -> int:
 def origins(given: Iterable[Given], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
     """Name, value and origin of every option in ``given``, or of every option that there is."""
     by_name = {one.option.name: one for one in given}
-    defaults = LaunchRequest()
     rows = []
     for option in OPTIONS:
-        one = by_name.get(option.name)
-        section, _, name = option.field.partition(".")
-        if one is not None:
+        if one := by_name.get(option.name):
             rows.append((option.name, one.shown(), one.place or "command line"))
-        elif with_defaults and section and section != LINE:
-            holder = defaults if section == REQUEST else getattr(defaults, section)
-            rows.append((option.name, _shown(getattr(holder, name)), "default"))
+        elif with_defaults and (default := default_of(option)) is not None:
+            rows.append((option.name, default, "default"))
     return tuple(rows)
-
-
-def _shown(value: object) -> str:
-    """A default as it would be written."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else "none" if value in (None, ()) else str(value)
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
