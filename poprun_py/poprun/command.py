@@ -142,22 +142,11 @@ def _under_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
     """The facts with the GPUs that the job may get, and the pod to plan for, if there is one."""
-    pod = None
-    if vipu.pod is not None:
-        from poprun.pool.clusters import allocation_of, gpus_within, pod_of  # noqa: PLC0415 - few jobs know a pod
+    if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
+        return facts, None
+    from poprun.lease.pool_client import facts_under_pool  # noqa: PLC0415 - a machine without GPUs asks nobody
 
-        pod = pod_of(vipu.pod)
-        gpus = gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus)
-        facts = replace(facts, gpus=gpus)
-    if vipu.server_host is not None and asks_server:
-        from poprun.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
-
-        return under_server(vipu, facts)
-    if facts.gpus and not vipu.is_offline:
-        from poprun.lease.local_lease import mark_leased  # noqa: PLC0415 - a machine without GPUs asks nobody
-
-        facts = replace(facts, gpus=mark_leased(facts.gpus, vipu.pool))
-    return facts, pod
+    return facts_under_pool(vipu, facts, asks_server=asks_server)
 
 
 def _export(line: CommandLine, file: str) -> None:
@@ -231,11 +220,10 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
         screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
     if not plan.takes_lease:
         return
-    from poprun.lease.local_lease import would_hold  # noqa: PLC0415 - most jobs take nothing
-    from poprun.start import gpus_for  # noqa: PLC0415 - most jobs take nothing
+    from poprun.lease.pool_client import would_hold  # noqa: PLC0415 - most jobs take nothing
 
     is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
-    screen.tell(would_hold(plan, gpus_for(plan, facts), is_here=is_here, tell=screen.tell))
+    screen.tell(would_hold(plan, facts, is_here=is_here))
 
 
 def _print_out(plan: LaunchPlan, line: CommandLine) -> str:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -26,7 +26,7 @@ from poprun.lease.server_client import RemotePool, make_token, read_token
 from poprun.lease.server_connection import ServerAddress
 from poprun.pool.pool import Pool
 from poprun.pool.requests import PlainPartition, PlainWish, Wish
-from poprun.pool.server_messages import LeaseRequest, request_to_dict
+from poprun.pool.server_messages import LeaseRequest
 from poprun.vipu.vipu_command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
@@ -125,7 +125,7 @@ def request_for(wish: PlainWish, key: str = "0" * 32) -> LeaseRequest:
     return LeaseRequest(key=key, pid=1, start_ticks=1, user="ann", host="n2", words="train.py", wish=wish)
 
 
-VALID = request_to_dict(request_for(PlainWish(num_ipus=2)))
+VALID = asdict(request_for(PlainWish(num_ipus=2)))
 WISH: dict[str, Any] = {"num_ipus": 2, "hosts": [], "allocation": None, "shares_devices": False, "partition": None}
 
 

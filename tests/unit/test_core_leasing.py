@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poprun.lease.local_lease import CoreAsker
+from poprun.lease.local_lease import CoreClaim
 from poprun.plan.topology import ProcessPlacement
 from tests.machines import LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, Machine, facts_of
 from tests.planning import planned
@@ -20,12 +20,12 @@ def offered(
 ) -> list[int]:
     """The cores that a job on ``machine`` is offered while others hold those that are ``taken``."""
     facts = facts_of(machine)
-    asker = CoreAsker(planned(facts, **asked), None if is_fixed else facts)
+    claim = CoreClaim(planned(facts, **asked), None if is_fixed else facts)
     offer = [
-        core.index for core in asker.wish().choose({f"core/{number}" for number in taken} | {"cpu/0", "GPU-1"})
+        core.index for core in claim.wish().choose({f"core/{number}" for number in taken} | {"cpu/0", "GPU-1"})
     ]
     if offer:
-        assert sorted(core for binding in asker.placed.bindings for core in binding.cores) == offer
+        assert sorted(core for binding in claim.placed.bindings for core in binding.cores) == offer
     return offer
 
 

@@ -1,7 +1,7 @@
 """What a server hands out, where it can be used, and that it is sent and read as it is."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,6 @@ from poprun.pool.server_messages import (
     pool_to_dict,
     read_pool,
     read_request,
-    request_to_dict,
 )
 from tests.planning import LAPTOP, planned
 
@@ -175,7 +174,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
 @given(requests())
 def test_a_request_is_read_as_it_was_sent(request: LeaseRequest) -> None:
     """Through JSON and back."""
-    assert read_request(json.loads(json.dumps(request_to_dict(request))), "request") == request
+    assert read_request(json.loads(json.dumps(asdict(request))), "request") == request
 
 
 def test_a_pool_is_read_as_it_was_sent() -> None:

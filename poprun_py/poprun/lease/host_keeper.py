@@ -12,21 +12,19 @@ import queue
 import socket
 import sys
 import threading
-from contextlib import ExitStack
 from typing import Any, NoReturn
 
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.argv[1:]]
 
-from poprun.errors import PoprunError  # noqa: E402 - as above
-from poprun.launch.handed_files import FETCH, GIVE_UP, SECONDS  # noqa: E402 - it has to be told where poprun is
-from poprun.lease.local_lease import cores_leased, leased, pool_file  # noqa: E402 - as above
+from poprun.errors import PoprunError  # noqa: E402 - it has to be told where poprun is
+from poprun.launch.handed_files import FETCH, GIVE_UP, SECONDS  # noqa: E402 - as above
+from poprun.lease.claims import HeldJob  # noqa: E402 - as above
+from poprun.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
+from poprun.lease.local_lease import leased_here  # noqa: E402 - as above
 from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
-from poprun.plan.plan import LaunchPlan  # noqa: E402 - as above
 from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
 from poprun.pool.holders import boot_id  # noqa: E402 - as above
-from poprun.pool.place import prepare_folder  # noqa: E402 - as above
-from poprun.pool.records import KEEPER_MARK, HeldLease  # noqa: E402 - as above
-from poprun.probe.hardware import find_gpus  # noqa: E402 - as above
+from poprun.pool.place import pool_file, prepare_folder  # noqa: E402 - as above
 
 
 def main() -> None:
@@ -38,11 +36,10 @@ def main() -> None:
         os.chdir(plan.working_directory)
         _say({"machine": machine(pool_file(plan.vipu.pool))})
         orders.next()
-        with ExitStack() as stack:
-            kept, leases = _take(stack, plan, is_fixed=request["is_fixed"])
-            address = _serve([lease.descriptor for lease in leases if lease.descriptor is not None])
-            held = [[list(lease.names), lease.pool, lease.partition] for lease in leases]
-            _say({"held": held, "devices": kept.devices if plan.takes_lease else (), "address": address})
+        with leased_here(HeldJob(plan=plan), None, is_fixed=request["is_fixed"], tell=_tell) as job:
+            address = _hand_out([lease.descriptor for lease in job.leases if lease.descriptor is not None])
+            held = [[list(lease.names), lease.pool, lease.partition] for lease in job.leases]
+            _say({"held": held, "devices": job.plan.devices if plan.takes_lease else (), "address": address})
             while orders.next()["order"] != "release":
                 _say({"here": True})
     except PoprunError as error:
@@ -52,7 +49,7 @@ def main() -> None:
 
 
 def machine(pool: str) -> str:
-    """What tells the pool in the file ``pool`` from those of other machines, whatever the machine is called.
+    """Words that tell the pool in the file ``pool`` from those of other machines, whatever the machine is called.
 
     Raises:
         PoolError: If there can be no pool.
@@ -62,23 +59,8 @@ def machine(pool: str) -> str:
     return f"{boot_id()} {folder.st_dev} {folder.st_ino} {os.path.basename(pool)}"
 
 
-def _take(stack: ExitStack, plan: LaunchPlan, *, is_fixed: bool) -> tuple[LaunchPlan, list[HeldLease]]:
-    """The plan with what this host gives the job, and the leases on it, which end with ``stack``."""
-    leases = []
-    if plan.takes_lease:
-        gpus = find_gpus(os.environ)
-        plan, lease = stack.enter_context(
-            leased(plan, gpus, lambda: find_gpus(os.environ), is_fixed=is_fixed, tell=_tell)
-        )
-        leases.append(lease)
-    if plan.owns_cores:
-        plan, lease = stack.enter_context(cores_leased(plan, None, _tell))
-        leases.append(lease)
-    return plan, leases
-
-
 class _Orders:
-    """What poprun says, line by line. This process ends where poprun does not say any more what is to be done."""
+    """The orders that poprun sends, a line each; when it can send no more, this process ends."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -95,20 +77,20 @@ class _Orders:
             is_over = json.loads(line).get("order") == "release"
             self._lines.put(line)
         if not is_over:
-            _vanish()
+            _end_at_once()
 
 
-def _serve(descriptors: list[int]) -> str:
-    """Hand the lease to who asks for it among the processes of this user; where they are to ask."""
+def _hand_out(descriptors: list[int]) -> str:
+    """Give the lease to the agents of this user that ask for it; the address at which they ask."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
     listener.bind(abstract_address(address))
     listener.listen(socket.SOMAXCONN)
-    threading.Thread(target=_answer, args=(listener, descriptors), daemon=True).start()
+    threading.Thread(target=_answer_agents, args=(listener, descriptors), daemon=True).start()
     return address
 
 
-def _answer(listener: socket.socket, descriptors: list[int]) -> NoReturn:
+def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -122,10 +104,10 @@ def _answer(listener: socket.socket, descriptors: list[int]) -> NoReturn:
             except OSError:
                 continue
             if asked == GIVE_UP:
-                _vanish()
+                _end_at_once()
 
 
-def _vanish() -> NoReturn:
+def _end_at_once() -> NoReturn:
     """End at once, without a word to the pool: what the agents still hold is still the job's."""
     os._exit(0)
 

@@ -20,14 +20,21 @@ from popdist import contract
 from poprun import errors
 from poprun.errors import HostsError, PoprunError
 from poprun.hosts.routes import JobNetwork, kept_words
+from poprun.lease.claims import HeldJob
 from poprun.messages.control import RECEIVE_BYTES, LineReader
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.settings import RemoteSettings
-from poprun.pool.records import KEEPER_MARK, HeldLease
+from poprun.pool.records import HeldLease
 from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 
+KEEPER_MARK: Final = "poprun-keeper:"
+"""Stands before what a keeper says: a shell's startup files may print lines of their own."""
+
+_ANSWER_SECONDS: Final = 60.0
+_SLACK_SECONDS: Final = 60.0
+_LEAVE_SECONDS: Final = 3.0
 _COMPLAINT_SECONDS: Final = 1.0
 _PING_SECONDS: Final = 10.0
 _FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__)))
@@ -38,8 +45,134 @@ _MARK: Final = KEEPER_MARK.encode()
 Message = dict[str, Any]
 
 
+@contextmanager
+def leased_on_hosts(job: HeldJob, network: JobNetwork, *, is_fixed: bool) -> Iterator[HeldJob]:
+    """Hold what a job needs of each of its hosts for the length of a block; the job with it.
+
+    Args:
+        job: The job, with what it holds elsewhere.
+        network: How its hosts reach each other.
+        is_fixed: Whether the job needs just those devices that its plan names.
+
+    Raises:
+        PoprunError: What a host's pool answers, with the host's name: see `poprun.lease.local_lease.leased_here`.
+        HostsError: If a host does not answer, or two are one machine.
+    """
+    if not (job.plan.takes_lease or job.plan.owns_cores):
+        yield job
+        return
+    leases = _HostLeases(job.plan, is_fixed=is_fixed)
+    try:
+        leases.take()
+        job = job.on(job.plan, *leases.held())
+        yield replace(job, network=leases.within(network), renewed=leases.renewed)
+    finally:
+        leases.end()
+
+
+class _HostLeases:
+    """What a job holds on each of its hosts."""
+
+    def __init__(self, plan: LaunchPlan, *, is_fixed: bool) -> None:
+        self._plan = plan
+        self._is_fixed = is_fixed
+        self._here = names_of_this_machine(plan.hosts)
+        self._keepers: dict[str, HostKeeper] = {}
+        self._granted: dict[str, Message] = {}
+
+    def take(self) -> None:
+        """Take everything; see :func:`leased_on_hosts` for what it raises."""
+        for host in self._plan.hosts:
+            self._start_keeper(host, self._plan)
+        until = time.monotonic() + _ANSWER_SECONDS
+        machines = {
+            host: str(keeper.answer("machine", until)["machine"]) for host, keeper in self._keepers.items()
+        }
+        check_machines(machines)
+        for host in sorted(self._keepers, key=lambda host: machines[host]):
+            self._granted[host] = self._keepers[host].take(_until(self._plan))
+
+    def renewed(self, network: JobNetwork) -> JobNetwork:
+        """Take anew what was lost with its host, before the job is started again; ``network`` with it.
+
+        It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
+
+        Raises:
+            HostsError: If a host does not give it.
+        """
+        plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
+        for host in [host for host, keeper in self._keepers.items() if not keeper.is_there()]:
+            self._keepers[host].release()
+            self._keepers[host].end(time.monotonic())
+            try:
+                keeper = self._start_keeper(host, plan)
+                keeper.answer("machine", time.monotonic() + _ANSWER_SECONDS)
+                self._granted[host] = keeper.take(_until(plan))
+            except PoprunError as error:
+                raise HostsError(str(error)) from None
+        return self.within(network)
+
+    def within(self, network: JobNetwork) -> JobNetwork:
+        """``network`` with what each host has given."""
+        hosts = tuple(
+            replace(
+                route,
+                devices=tuple(self._granted[route.name]["devices"]) or route.devices,
+                keeper=self._granted[route.name]["address"],
+            )
+            for route in network.hosts
+        )
+        return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in self._keepers.values()))
+
+    def held(self) -> tuple[HeldLease, ...]:
+        """What the job holds, host by host."""
+        return tuple(
+            HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
+            for host in self._plan.hosts
+            for names, pool, partition in self._granted[host]["held"]
+        )
+
+    def end(self) -> None:
+        """Give everything back."""
+        for keeper in self._keepers.values():
+            keeper.release()
+        until = time.monotonic() + _LEAVE_SECONDS
+        for keeper in self._keepers.values():
+            keeper.end(until)
+
+    def _start_keeper(self, host: str, plan: LaunchPlan) -> "HostKeeper":
+        keeper = self._keepers[host] = HostKeeper(host, None if host in self._here else plan.remote)
+        return keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
+
+
+def check_machines(machines: Mapping[str, str]) -> None:
+    """See that each host has a pool of its own.
+
+    Args:
+        machines: What tells the pools of the hosts from each other, by host.
+
+    Raises:
+        HostsError: If two hosts share one: a job would wait for itself.
+    """
+    first: dict[str, str] = {}
+    for host, machine in machines.items():
+        if (twin := first.setdefault(machine, host)) != host:
+            raise HostsError(
+                f"{twin} and {host} have one pool of virtual IPUs, so they are one machine: name it once in "
+                "--host, or give each a pool of its own with --pool, in a folder that each host has to itself"
+            )
+
+
+def _until(plan: LaunchPlan) -> float | None:
+    """When a host must have answered; None where the job waits for others."""
+    vipu = plan.vipu
+    if vipu.waits_for_devices:
+        return None
+    return time.monotonic() + 2 * vipu.server_timeout_seconds + vipu.partition_attempts + _SLACK_SECONDS
+
+
 class HostKeeper:
-    """The process that keeps the lease on one host, at the other end of a line.
+    """The process that keeps the job's lease on one host (`host_keeper`), as poprun talks with it.
 
     Args:
         host: What the plan calls the host.
@@ -66,7 +199,7 @@ class HostKeeper:
 
     @property
     def pid(self) -> int:
-        """The process here that leads there."""
+        """Id of the process here: the keeper itself, or the ssh or srun that leads to it."""
         return self._process.pid
 
     def say(self, message: Message) -> Self:
@@ -77,7 +210,7 @@ class HostKeeper:
         return self
 
     def take(self, until: float | None) -> Message:
-        """Have it take what the job needs; what it was given.
+        """Have the process take what the job needs; what it was given.
 
         Raises:
             PoprunError: What the pool there answers.
@@ -88,7 +221,7 @@ class HostKeeper:
         return granted
 
     def answer(self, wanted: str, until: float | None) -> Message:
-        """The next message that has ``wanted``; what is told meanwhile goes to the user.
+        """The next message of the process that has ``wanted``; what it tells meanwhile goes to the user.
 
         Raises:
             PoprunError: If it is an error.
@@ -105,7 +238,7 @@ class HostKeeper:
                 raise kind(f"host {self.host}: {message['error']}")
 
     def is_there(self) -> bool:
-        """Whether it still keeps what it took."""
+        """Whether the process still keeps what it took."""
         try:
             self.say({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
         except PoprunError:
@@ -113,7 +246,7 @@ class HostKeeper:
         return True
 
     def release(self) -> None:
-        """Have it give back what it holds, and hang up."""
+        """Have the process give back what it holds, and close the line to it."""
         if self._holds:
             self.say({"order": "release"})
             self._holds = False
@@ -122,7 +255,7 @@ class HostKeeper:
                 self._process.stdin.close()
 
     def end(self, until: float) -> None:
-        """See that it has gone, before the monotonic time ``until``."""
+        """See that the process has ended, before the monotonic time ``until``."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -154,136 +287,10 @@ class HostKeeper:
         return data
 
     def _complaint(self) -> str:
-        """The last line of what ssh, or the process itself, had to complain of."""
+        """The last line that ssh, or the process itself, wrote to its standard error."""
         stream = self._process.stderr
         if stream is None or not select.select([stream], [], [], _COMPLAINT_SECONDS)[0]:
             return ""
         lines = os.read(stream.fileno(), RECEIVE_BYTES).decode(errors="replace").split("\n")
         words = [line.strip() for line in lines if line.strip()]
         return f" ({words[-1]})" if words else ""
-
-
-_HELLO_SECONDS: Final = 60.0
-_SLACK_SECONDS: Final = 60.0
-_LEAVE_SECONDS: Final = 3.0
-
-
-@contextmanager
-def leased_on_hosts(plan: LaunchPlan, *, is_fixed: bool) -> Iterator["HostLeases"]:
-    """Hold what the job needs on each of its hosts.
-
-    Args:
-        plan: The job.
-        is_fixed: Whether the job needs just those devices that its plan names.
-
-    Raises:
-        PoprunError: What a host's pool answers, with the host's name: see `poprun.lease.local_lease.leased`.
-        HostsError: If a host does not answer, or two are one machine.
-    """
-    leases = HostLeases(plan, is_fixed=is_fixed)
-    try:
-        leases.take()
-        yield leases
-    finally:
-        leases.end()
-
-
-class HostLeases:
-    """What a job holds on each of its hosts; :func:`leased_on_hosts` makes it."""
-
-    def __init__(self, plan: LaunchPlan, *, is_fixed: bool) -> None:
-        self._plan = plan
-        self._is_fixed = is_fixed
-        self._here = names_of_this_machine(plan.hosts)
-        self._keepers: dict[str, HostKeeper] = {}
-        self._granted: dict[str, Message] = {}
-
-    def take(self) -> None:
-        """Take everything; see :func:`leased_on_hosts` for what it raises."""
-        for host in self._plan.hosts:
-            self._begin(host, self._plan)
-        until = time.monotonic() + _HELLO_SECONDS
-        machines = {
-            host: str(keeper.answer("machine", until)["machine"]) for host, keeper in self._keepers.items()
-        }
-        check_machines(machines)
-        for host in sorted(self._keepers, key=lambda host: machines[host]):
-            self._granted[host] = self._keepers[host].take(_until(self._plan))
-
-    def renew(self) -> None:
-        """Take anew what was lost with its host, before the job is started again.
-
-        It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
-
-        Raises:
-            HostsError: If a host does not give it.
-        """
-        plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
-        for host in [host for host, keeper in self._keepers.items() if not keeper.is_there()]:
-            self._keepers[host].release()
-            self._keepers[host].end(time.monotonic())
-            try:
-                keeper = self._begin(host, plan)
-                keeper.answer("machine", time.monotonic() + _HELLO_SECONDS)
-                self._granted[host] = keeper.take(_until(plan))
-            except PoprunError as error:
-                raise HostsError(str(error)) from None
-
-    def on(self, network: JobNetwork) -> JobNetwork:
-        """``network`` with what each host has given."""
-        hosts = tuple(
-            replace(
-                route,
-                devices=tuple(self._granted[route.name]["devices"]) or route.devices,
-                keeper=self._granted[route.name]["address"],
-            )
-            for route in network.hosts
-        )
-        return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in self._keepers.values()))
-
-    def held(self) -> tuple[HeldLease, ...]:
-        """What the job holds, host by host."""
-        return tuple(
-            HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
-            for host in self._plan.hosts
-            for names, pool, partition in self._granted[host]["held"]
-        )
-
-    def end(self) -> None:
-        """Give everything back."""
-        for keeper in self._keepers.values():
-            keeper.release()
-        until = time.monotonic() + _LEAVE_SECONDS
-        for keeper in self._keepers.values():
-            keeper.end(until)
-
-    def _begin(self, host: str, plan: LaunchPlan) -> HostKeeper:
-        """Start who is to keep the lease on ``host``."""
-        keeper = self._keepers[host] = HostKeeper(host, None if host in self._here else plan.remote)
-        return keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
-
-
-def check_machines(machines: Mapping[str, str]) -> None:
-    """See that each host has a pool of its own.
-
-    Args:
-        machines: What tells the pools of the hosts from each other, by host.
-
-    Raises:
-        HostsError: If two hosts share one: a job would wait for itself.
-    """
-    first: dict[str, str] = {}
-    for host, machine in machines.items():
-        if (twin := first.setdefault(machine, host)) != host:
-            raise HostsError(
-                f"{twin} and {host} have one pool of virtual IPUs, so they are one machine: name it once in "
-                "--host, or give each a pool of its own with --pool, in a folder that each host has to itself"
-            )
-
-
-def _until(plan: LaunchPlan) -> float | None:
-    """When a host must have answered; None where the job waits for others."""
-    vipu = plan.vipu
-    if vipu.waits_for_devices:
-        return None
-    return time.monotonic() + 2 * vipu.server_timeout_seconds + vipu.partition_attempts + _SLACK_SECONDS

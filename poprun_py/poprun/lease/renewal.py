@@ -1,4 +1,4 @@
-"""``python -I -S keeper.py``: renews a job's lease at a server of virtual IPUs until the job has ended.
+"""``python -I -S renewal.py``: renews a job's lease at a server of virtual IPUs until the job has ended.
 
 It is a process of its own, outside poprun's tree, so that a poprun that is stopped, busy or killed does not lose
 the lease while programs compute under it. Its standard input is a pipe, of which poprun and its agents hold the
@@ -12,6 +12,7 @@ import select
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -29,10 +30,10 @@ _PATIENCE = 4
 
 
 class LeaseRenewal:
-    """One lease.
+    """The renewal of one lease from time to time, until the job is over.
 
     Args:
-        told: What the first line says.
+        told: What the first line of the standard input says.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -40,12 +41,9 @@ class LeaseRenewal:
         self._linger_seconds = float(told["linger_seconds"])
         self._pause_seconds = self._lease_seconds / _RENEWALS
         self._key = {"key": told["key"]}
-        self._server = ServerAddress(
-            host=told["host"],
-            port=told["port"],
-            token=told["token"],
-            timeout_seconds=min(told["timeout_seconds"], self._lease_seconds / _PATIENCE),
-        )
+        server = ServerAddress(**told["server"])
+        patience_seconds = min(server.timeout_seconds, self._lease_seconds / _PATIENCE)
+        self._server = replace(server, timeout_seconds=patience_seconds)
         self._renewed_at = time.monotonic()
         self._is_lost = False
 

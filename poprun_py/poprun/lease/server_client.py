@@ -2,11 +2,13 @@
 
 import os
 import secrets
+import socket
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Final
+from dataclasses import asdict
+from typing import Final, TypeVar
 
 from poprun.errors import PlanError, ServerError
 from poprun.lease.server_connection import ServerAddress, ask
@@ -19,10 +21,10 @@ from poprun.pool.server_messages import (
     read_answer,
     read_partition,
     read_pool,
-    reader,
-    request_to_dict,
 )
 from poprun.process.users import user_name
+
+Answer = TypeVar("Answer")
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret
 
@@ -109,11 +111,7 @@ class RemotePool:
 
     def served(self) -> ServedPool:
         """All that it tells."""
-        answer = ask(self.server, "pool", {})
-        try:
-            return read_pool(answer, "the answer")
-        except PlanError as error:
-            raise self._senseless(error) from None
+        return self._answer("pool", {}, read_pool)
 
     def cluster(self) -> Cluster:
         """What it hands out."""
@@ -126,11 +124,11 @@ class RemotePool:
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
         """Make a partition of free IPUs."""
         values = {"name": name, "size": size, "allocation": allocation, "cluster": cluster, "user": self._client}
-        return self._partition(ask(self.server, "create-partition", values))
+        return self._answer("create-partition", values, read_partition)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose the IPUs of a partition anew."""
-        return self._partition(ask(self.server, "reset-partition", {"name": name}))
+        return self._answer("reset-partition", {"name": name}, read_partition)
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses."""
@@ -138,21 +136,28 @@ class RemotePool:
 
     def take_lease(self, request: LeaseRequest) -> LeaseAnswer:
         """Stand in the queue, or take what is asked for when it is free; asked again, it is the same lease."""
-        answer = ask(self.server, "take-lease", request_to_dict(request))
-        try:
-            return read_answer(answer, "the answer")
-        except PlanError as error:
-            raise self._senseless(error) from None
+        return self._answer("take-lease", asdict(request), read_answer)
 
     def end_lease(self, key: str) -> None:
         """Give back what the lease of that key holds; one that has ended already is no error."""
         ask(self.server, "end-lease", {"key": key})
 
-    def _partition(self, answer: object) -> Partition:
+    def _answer(self, command: str, values: Mapping[str, object], read: Callable[[object, str], Answer]) -> Answer:
+        answer = ask(self.server, command, values)
         try:
-            return read_partition(reader(answer, "the answer"))
+            return read(answer, "the answer")
         except PlanError as error:
-            raise self._senseless(error) from None
+            raise ServerError(
+                f"the server of virtual IPUs at {self.server} answers what makes no sense: {error}"
+            ) from None
 
-    def _senseless(self, error: PlanError) -> ServerError:
-        return ServerError(f"the server of virtual IPUs at {self.server} answers what makes no sense: {error}")
+
+def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
+    """The pool that the server at that port of ``host`` hands out, for the user of this process.
+
+    Raises:
+        ServerError: If there is no token for it.
+    """
+    token = read_token(token_file(os.environ))
+    server = ServerAddress(host=host, port=port, token=token, timeout_seconds=timeout_seconds)
+    return RemotePool(server, f"{user_name(os.getuid())}@{socket.gethostname()}")

@@ -16,29 +16,221 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
-from poprun.errors import IpusTakenError, LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
+from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
 from poprun.hosts.routes import JobNetwork
-from poprun.lease.local_lease import with_ipus
-from poprun.lease.server_client import RemotePool, read_token, token_file
+from poprun.lease.claims import (
+    ATTEMPT_SECONDS,
+    Claim,
+    HeldJob,
+    held_ipus,
+    in_only_partition,
+    wished_ipus,
+    with_ipus,
+)
+from poprun.lease.server_client import RemotePool, pool_at
 from poprun.lease.server_connection import ServerAddress
-from poprun.plan.inventory import CPU, POD, Cluster, size_of_partition
+from poprun.plan.inventory import CPU, POD, Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import share_of
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.pool.clusters import allocation_of
+from poprun.pool.clusters import allocation_of, check_hosts_of
 from poprun.pool.holders import boot_id
-from poprun.pool.records import HeldLease, PoolState
-from poprun.pool.requests import PlainPartition, PlainWish, refusal
+from poprun.pool.records import PoolState
+from poprun.pool.requests import PlainWish, refusal
 from poprun.pool.server_messages import LeaseAnswer, LeaseRequest, ServedPool
+from poprun.probe.hardware import find_gpus
 from poprun.probe.machine import names_of_this_machine
 from poprun.process.tree import ancestors, key_of
 from poprun.process.users import user_name
 from poprun.text import screen
-from poprun.text.host_names import fold_hosts
+
+_LOSS_SECONDS: Final = 15.0
+"""How long after poprun's end the agents of other hosts may still be about to find out."""
+
+_MOST_LETTERS: Final = 200
+"""Of what the job runs, for others to read."""
+
+_RENEWAL: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "renewal.py")
+_END_SECONDS: Final = 10.0
+"""How long to wait at most until the lease has been given back."""
+_READ_BYTES: Final = 64
+
+
+def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
+    """``facts`` with what the server of the job hands out, and the pod if that is one.
+
+    Raises:
+        PlanError: If it hands out GPUs, and none of them is here.
+        ServerError: If the server cannot be used.
+    """
+    if vipu.is_offline:
+        return facts, None
+    served = _pool_of(vipu).served()
+    return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
+
+
+@contextmanager
+def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
+    """Hold the virtual IPUs of a job for the length of a block; the job with them.
+
+    A job that a program of another job starts runs on that one's virtual IPUs, and needs no lease of its own.
+
+    Raises:
+        IpusTakenError: If others hold them, and the job does not wait.
+        PartitionError: If the partition does not fit the job.
+        PlanError: If there can never be as many, or they are those of another machine.
+        ServerError: If the server cannot be used.
+    """
+    pool = _pool_of(job.plan.vipu)
+    served = pool.served()
+    check_place(job.plan, served, boot_id())
+    num_ipus, user = job.plan.num_instances * job.plan.ipus_per_replica, user_name(os.getuid())
+    plan = in_only_partition(
+        job.plan, served.state, num_ipus, lambda owner: owner.partition("@")[0] == user, screen.tell
+    )
+    aliases = names_of_this_machine(served.cluster.hosts)
+    cluster = as_here(served.cluster, find_gpus(os.environ), aliases)
+    hosts = hosts_in(plan.hosts, cluster, aliases)
+
+    def held(names: Sequence[str], descriptor: int | None = None) -> HeldJob:
+        lease = held_ipus(plan, cluster if len(plan.hosts) == 1 else served.cluster, names, str(pool.server))
+        given, network = on_ipus(plan, cluster, hosts, names, job.network)
+        return replace(job.on(given, replace(lease, descriptor=descriptor)), network=network)
+
+    above = _held_above(served.state)
+    if num_ipus <= len(above):
+        yield held(above)
+        return
+    wish = wished_ipus(plan, allocation_of(cluster, plan.vipu), num_hosts=len(plan.hosts), hosts=hosts)
+    claim = ServerClaim(pool, wish, shlex.join(plan.program))
+    try:
+        names = claim.wait_until_granted(plan.vipu, screen.tell)
+    except BaseException:
+        claim.give_back()
+        raise
+    linger_seconds = 0.0 if job.network is None else plan.ending.stop_timeout_seconds + _LOSS_SECONDS
+    with renewed(pool.server, claim.request.key, served.lease_seconds, linger_seconds) as descriptor:
+        yield held(names, descriptor)
+
+
+class ServerClaim(Claim):
+    """A claim on the pool that a server hands out.
+
+    Args:
+        pool: The pool.
+        wish: What the job wants.
+        words: What it runs.
+    """
+
+    def __init__(self, pool: RemotePool, wish: PlainWish, words: str) -> None:
+        key = key_of(os.getpid())
+        self.request = LeaseRequest(
+            key=secrets.token_hex(16),
+            pid=os.getpid(),
+            start_ticks=1 if key is None else key.start_ticks,
+            user=user_name(os.getuid()),
+            host=socket.gethostname(),
+            words=words[:_MOST_LETTERS],
+            wish=wish,
+        )
+        self._pool = pool
+        self._answer: LeaseAnswer | None = None
+
+    def ask(self) -> tuple[str, ...]:
+        """Take a place in the server's queue, or ask again from there: what is asked for is the same lease."""
+        self._answer = self._pool.take_lease(self.request) if self._answer is None else self._ask_again()
+        return self._answer.ipus
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Wait as long as the server said."""
+        pause_seconds = 0.0 if self._answer is None else self._answer.pause_seconds
+        time.sleep(pause_seconds if timeout_seconds is None else timeout_seconds)
+
+    def refusal(self, *, advises: bool) -> str:
+        """Who has what is wanted, as the server tells it."""
+        served, wish = self._pool.served(), self.request.wish
+        return refusal(
+            wish.of(served.cluster),
+            served.cluster,
+            served.state,
+            own=0 if self._answer is None else self._answer.id,
+            shares=wish.shares_devices,
+            advises=advises,
+            place=f"in {served.cluster.name} at {self._pool.server}",
+        )
+
+    def give_back(self) -> None:
+        """Leave the queue, or give back what was granted, where the server can be told."""
+        with suppress(PoprunError):
+            self._pool.end_lease(self.request.key)
+
+    def _ask_again(self) -> LeaseAnswer:
+        """Ask, also while the server is being started again."""
+        patience_seconds = self._pool.server.timeout_seconds
+        deadline = time.monotonic() + patience_seconds
+        is_told = False
+        while True:
+            try:
+                return self._pool.take_lease(self.request)
+            except ServerLostError as error:
+                if time.monotonic() + ATTEMPT_SECONDS > deadline:
+                    raise
+                if not is_told:
+                    screen.tell(f"warning: {error}; waiting for it, {patience_seconds:g} s at most")
+                is_told = True
+                time.sleep(ATTEMPT_SECONDS)
+
+
+@contextmanager
+def renewed(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
+    """Renew a lease as long as this block runs and, if this process is killed, as long as the job's agents live.
+
+    Args:
+        server: The server that gave it.
+        key: The key of the lease.
+        lease_seconds: How long it lasts without being renewed.
+        linger_seconds: How long to renew it when this process and all agents here were killed: so long may
+            programs of other hosts still run.
+
+    Yields:
+        The descriptor that the agents keep open.
+
+    Raises:
+        LaunchError: If the process that renews the lease cannot be started.
+    """
+    told = {
+        "server": asdict(server),
+        "key": key,
+        "lease_seconds": lease_seconds,
+        "linger_seconds": linger_seconds,
+    }
+    life_reader, life_writer = os.pipe()
+    end_reader, end_writer = os.pipe()
+    try:
+        started = subprocess.run(
+            [sys.executable, "-I", "-S", _RENEWAL],
+            stdin=life_reader,
+            stdout=end_writer,
+            start_new_session=True,
+            check=False,
+        )
+        if started.returncode:
+            raise LaunchError("the process that renews the lease cannot be started: see above")
+        os.close(life_reader)
+        os.close(end_writer)
+        os.write(life_writer, json.dumps(told).encode() + b"\n")
+        yield life_writer
+    finally:
+        with suppress(OSError):
+            os.write(life_writer, b"over\n")
+        os.close(life_writer)
+        if select.select([end_reader], [], [], _END_SECONDS)[0]:
+            os.read(end_reader, _READ_BYTES)
+        os.close(end_reader)
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
@@ -101,12 +293,7 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
     """
     here = [host for host in cluster.hosts if host in aliases]
     found = tuple(here[0] if host in aliases and here else host for host in hosts)
-    strangers = [host for host in found if host not in cluster.hosts]
-    if cluster.hosts and strangers:
-        raise PlanError(
-            f"the job runs on {', '.join(strangers)}, and the hosts of {cluster.name} are "
-            f"{fold_hosts(cluster.hosts)}: choose among them with --host"
-        )
+    check_hosts_of(cluster, found)
     return found if cluster.hosts else ()
 
 
@@ -171,162 +358,8 @@ def _elsewhere(cluster: Cluster, what: str) -> PlanError:
     )
 
 
-_RENEWAL: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "renewal.py")
-_END_SECONDS: Final = 10.0
-"""How long to wait at most until the lease has been given back."""
-_READ_BYTES: Final = 64
-
-
-@contextmanager
-def renewed(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """Renew a lease as long as this block runs and, if this process is killed, as long as the job's agents live.
-
-    Args:
-        server: The server that gave it.
-        key: The key of the lease.
-        lease_seconds: How long it lasts without being renewed.
-        linger_seconds: How long to renew it when this process and all agents here were killed: so long may
-            programs of other hosts still run.
-
-    Yields:
-        The descriptor that the agents keep open.
-
-    Raises:
-        LaunchError: If the process cannot be started.
-    """
-    told = {
-        "host": server.host,
-        "port": server.port,
-        "token": server.token,
-        "timeout_seconds": server.timeout_seconds,
-        "key": key,
-        "lease_seconds": lease_seconds,
-        "linger_seconds": linger_seconds,
-    }
-    life_reader, life_writer = os.pipe()
-    end_reader, end_writer = os.pipe()
-    try:
-        started = subprocess.run(
-            [sys.executable, "-I", "-S", _RENEWAL],
-            stdin=life_reader,
-            stdout=end_writer,
-            start_new_session=True,
-            check=False,
-        )
-        if started.returncode:
-            raise LaunchError("the process that renews the lease cannot be started: see above")
-        os.close(life_reader)
-        os.close(end_writer)
-        os.write(life_writer, json.dumps(told).encode() + b"\n")
-        yield life_writer
-    finally:
-        with suppress(OSError):
-            os.write(life_writer, b"over\n")
-        os.close(life_writer)
-        _await_end(end_reader)
-
-
-def _await_end(reader: int) -> None:
-    if select.select([reader], [], [], _END_SECONDS)[0]:
-        os.read(reader, _READ_BYTES)
-    os.close(reader)
-
-
-_ATTEMPT_SECONDS: Final = 1.0
-_LOSS_SECONDS: Final = 15.0
-"""How long after poprun's end the agents of other hosts may still be about to find out."""
-
-
-def pool_of_server(vipu: VipuSettings) -> RemotePool:
-    """The pool of the server that the job names.
-
-    Raises:
-        ServerError: If there is no token for it.
-    """
-    address = ServerAddress(
-        host=vipu.server_host or "",
-        port=vipu.server_port,
-        token=read_token(token_file(os.environ)),
-        timeout_seconds=vipu.server_timeout_seconds,
-    )
-    return RemotePool(address, f"{user_name(os.getuid())}@{socket.gethostname()}")
-
-
-def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
-    """``facts`` with what the server of the job hands out, and the pod if that is one.
-
-    Raises:
-        PlanError: If it hands out GPUs, and none of them is here.
-        ServerError: If the server cannot be used.
-    """
-    if vipu.is_offline:
-        return facts, None
-    served = pool_of_server(vipu).served()
-    return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
-
-
-@contextmanager
-def leased_from_server(
-    plan: LaunchPlan, gpus: Sequence[Gpu], network: JobNetwork | None
-) -> Iterator[tuple[LaunchPlan, HeldLease, JobNetwork | None]]:
-    """Hold the virtual IPUs of a job; its plan with them, the lease, and the network with each host's devices.
-
-    Args:
-        plan: The job.
-        gpus: The GPUs of this machine.
-        network: How the hosts of the job reach each other; None when there is only this machine.
-
-    Raises:
-        IpusTakenError: If others hold them, and the job does not wait.
-        PartitionError: If the partition does not fit the job.
-        PlanError: If there can never be as many, or they are those of another machine.
-        ServerError: If the server cannot be used.
-    """
-    pool = pool_of_server(plan.vipu)
-    served = pool.served()
-    check_place(plan, served, boot_id())
-    plan = _in_only_partition(plan, served.state)
-    aliases = names_of_this_machine(served.cluster.hosts)
-    cluster = as_here(served.cluster, gpus, aliases)
-    hosts = hosts_in(plan.hosts, cluster, aliases)
-    above = _held_above(served.state)
-    if plan.num_instances * plan.ipus_per_replica <= len(above):
-        held, given = on_ipus(plan, cluster, hosts, above, network)
-        yield held, _held(plan, cluster, pool, above), given
-        return
-    request = _request(plan, cluster, hosts)
-    try:
-        answer = _wait_for(plan, pool, request)
-    except BaseException:
-        with suppress(PoprunError):
-            pool.end_lease(request.key)
-        raise
-    linger = 0.0 if network is None else plan.ending.stop_timeout_seconds + _LOSS_SECONDS
-    with renewed(pool.server, request.key, served.lease_seconds, linger) as descriptor:
-        held, given = on_ipus(plan, cluster, hosts, answer.ipus, network)
-        yield held, replace(_held(plan, cluster, pool, answer.ipus), descriptor=descriptor), given
-
-
-def _held(plan: LaunchPlan, cluster: Cluster, pool: RemotePool, names: Sequence[str]) -> HeldLease:
-    told = {ipu.name: str(ipu) for ipu in cluster.ipus}
-    return HeldLease(
-        host=fold_hosts(plan.hosts),
-        names=tuple(told.get(name, name) for name in names) if len(plan.hosts) == 1 else tuple(names),
-        pool=str(pool.server),
-        partition=plan.vipu.partition,
-    )
-
-
-def _in_only_partition(plan: LaunchPlan, state: PoolState) -> LaunchPlan:
-    """``plan`` in the only partition that there is, if it names none, that one is its user's own, and it fits."""
-    if plan.vipu.partition is not None or len(state.partitions) != 1:
-        return plan
-    (only,) = state.partitions
-    is_own = only.user.partition("@")[0] == user_name(os.getuid()) and only.lease is None
-    if not is_own or only.size != size_of_partition(plan.num_instances * plan.ipus_per_replica):
-        return plan
-    screen.tell(f"partition {only.name} is the only one there is: used")
-    return replace(plan, vipu=replace(plan.vipu, partition=only.name))
+def _pool_of(vipu: VipuSettings) -> RemotePool:
+    return pool_at(vipu.server_host or "", vipu.server_port, vipu.server_timeout_seconds)
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
@@ -340,83 +373,4 @@ def _held_above(state: PoolState) -> tuple[str, ...]:
             if (lease.holder.pid, lease.holder.start_ticks) in above and lease.holder.user.endswith(here)
         ),
         (),
-    )
-
-
-def _request(plan: LaunchPlan, cluster: Cluster, hosts: tuple[str, ...]) -> LeaseRequest:
-    vipu = plan.vipu
-    num_ipus = plan.num_instances * plan.ipus_per_replica
-    least = size_of_partition(num_ipus)
-    return LeaseRequest(
-        key=secrets.token_hex(16),
-        pid=os.getpid(),
-        start_ticks=key.start_ticks if (key := key_of(os.getpid())) else 1,
-        user=user_name(os.getuid()),
-        host=socket.gethostname(),
-        words=shlex.join(plan.program)[:200],
-        wish=PlainWish(
-            num_ipus=num_ipus,
-            hosts=hosts,
-            allocation=allocation_of(cluster, vipu),
-            shares_devices=vipu.shares_devices,
-            partition=None
-            if vipu.partition is None
-            else PlainPartition(
-                name=vipu.partition,
-                least=least,
-                most=max(least, size_of_partition(plan.num_replicas * plan.ipus_per_replica)),
-                is_temporary=vipu.removes_partition,
-                may_change=vipu.updates_partition,
-                resets=vipu.resets_partition,
-            ),
-        ),
-    )
-
-
-def _wait_for(plan: LaunchPlan, pool: RemotePool, request: LeaseRequest) -> LeaseAnswer:
-    """Ask until the job's turn has come, as often as it wants to."""
-    vipu = plan.vipu
-    attempts_left = vipu.partition_attempts - 1 if vipu.partition else 0
-    answer = pool.take_lease(request)
-    is_told = False
-    while not answer.ipus:
-        gives_up = not vipu.waits_for_devices and not attempts_left
-        if gives_up or not is_told:
-            words = _refusal(pool, request, answer, advises=gives_up)
-            if gives_up:
-                raise IpusTakenError(words)
-            screen.tell(f"waiting: {words}")
-        is_told = True
-        attempts_left -= not vipu.waits_for_devices
-        time.sleep(answer.pause_seconds if vipu.waits_for_devices else _ATTEMPT_SECONDS)
-        answer = _ask_again(pool, request, vipu.server_timeout_seconds)
-    return answer
-
-
-def _ask_again(pool: RemotePool, request: LeaseRequest, timeout_seconds: float) -> LeaseAnswer:
-    """Ask, also while the server is being started again."""
-    deadline = time.monotonic() + timeout_seconds
-    is_told = False
-    while True:
-        try:
-            return pool.take_lease(request)
-        except ServerLostError as error:
-            if time.monotonic() + _ATTEMPT_SECONDS > deadline:
-                raise
-            if not is_told:
-                screen.tell(f"warning: {error}; waiting for it, {timeout_seconds:g} s at most")
-            is_told = True
-            time.sleep(_ATTEMPT_SECONDS)
-
-
-def _refusal(pool: RemotePool, request: LeaseRequest, answer: LeaseAnswer, *, advises: bool) -> str:
-    served = pool.served()
-    return refusal(
-        request.wish.of(served.cluster),
-        served.cluster,
-        served.state,
-        own=answer.id,
-        shares=request.wish.shares_devices,
-        advises=advises,
-        place=f"in {served.cluster.name} at {pool.server}",
     )

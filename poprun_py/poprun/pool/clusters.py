@@ -7,6 +7,7 @@ from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.pods import named_pod, on_machine, read_pod
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu
+from poprun.text.host_names import fold_hosts
 
 
 def choose_cluster(
@@ -94,4 +95,18 @@ def check_names(ours: Cluster, allocation: str | None, cluster: str | None = Non
         known = ", ".join(ours.allocations)
         raise PartitionError(
             f"there is no allocation {allocation}: {f'there is {known}' if known else 'there is none'}"
+        )
+
+
+def check_hosts_of(cluster: Cluster, hosts: Sequence[str]) -> None:
+    """See that ``hosts`` are among those of a cluster that names its hosts.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    strangers = [host for host in hosts if host not in cluster.hosts]
+    if cluster.hosts and strangers:
+        raise PlanError(
+            f"the job runs on {', '.join(strangers)}, and the hosts of {cluster.name} are "
+            f"{fold_hosts(cluster.hosts)}: choose among them with --host"
         )

@@ -31,6 +31,11 @@ _NETWORK: Final = frozenset(
 _ESCAPES: Final = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
 
 
+def pool_file(named: str | None) -> str:
+    """Absolute path of the pool in the file ``named``; of the machine's own pool without a name."""
+    return os.path.abspath(named or DEFAULT_POOL)
+
+
 def prepare_folder(file: str) -> None:
     """See that ``file`` can be a pool, and make the folder of the default one.
 

@@ -3,13 +3,12 @@
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.errors import IpusTakenError, PartitionError
-from poprun.plan.inventory import VirtualIpu
 from poprun.pool.database import (
     BUSY_SECONDS,
     add_lease,
@@ -29,11 +28,8 @@ from poprun.pool.database import (
 )
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PartitionWish, Wish, must_change
+from poprun.pool.requests import Choose, PartitionWish, Wish, must_change
 from poprun.process.users import user_name
-
-Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
-"""Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
 
 _LOCK_BITS = 0o666
 _FOLDER_BITS = 0o777

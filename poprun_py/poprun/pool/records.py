@@ -7,9 +7,6 @@ from typing import Final
 
 from poprun.text.ranges import fold_numbers
 
-KEEPER_MARK: Final = "poprun-keeper:"
-"""Stands before what the keeper of a lease says: a shell's startup files may print lines of their own."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
@@ -35,10 +32,10 @@ class HeldLease:
 
 
 def fold_names(names: Sequence[str]) -> str:
-    """``GPU 0-3``, ``cpu/0-3``; names that differ in more than a number at their end one by one."""
+    """Names such as ``GPU 0`` and ``cpu/0`` with neighbours folded, ``GPU 0-3``; others one by one."""
     stems = {name.rstrip("0123456789") for name in names}
-    numbers = [name.removeprefix(stem) for name in names for stem in stems]
-    if len(stems) != 1 or not all(number.isdecimal() for number in numbers):
+    numbers = [name[len(stem) :] for name in names for stem in stems]
+    if len(stems) != 1 or not min(stems).endswith((" ", "/")) or not all(numbers):
         return ", ".join(names)
     return f"{stems.pop()}{fold_numbers(sorted(map(int, numbers)))}"
 

@@ -7,8 +7,11 @@ from typing import Final
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import CORE, Cluster, VirtualIpu, choose_ipus
 from poprun.plan.pods import share_of
-from poprun.pool.clusters import check_names
+from poprun.pool.clusters import check_hosts_of, check_names
 from poprun.pool.records import Partition, PoolState, fold_names
+
+Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
+"""Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Wish:
     """
 
     num_ipus: int
-    choose: Callable[[Collection[str]], Sequence[VirtualIpu]]
+    choose: Choose
     partition: PartitionWish | None = None
     queue_name: str = ""
 
@@ -91,9 +94,6 @@ def must_change(wish: PartitionWish, found: Partition) -> bool:
     return bool(lost) or wish.resets is True
 
 
-Choose = Callable[[Collection[str]], tuple[VirtualIpu, ...]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPartition:
     """The partition that a job wants to run in.
@@ -133,18 +133,26 @@ class PlainWish:
     shares_devices: bool = False
     partition: PlainPartition | None = None
 
+    def check(self, cluster: Cluster, where: str = "") -> None:
+        """See that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
+
+        Raises:
+            PartitionError: If there is no such allocation.
+            PlanError: If there can never be as many.
+        """
+        check_names(cluster, self.allocation)
+        num_there = len(cluster.part(self.allocation))
+        if not cluster.is_open and self.num_ipus > num_there:
+            whole = f"allocation {self.allocation} of {cluster.name}" if self.allocation else cluster.name
+            raise PlanError(f"the job needs {self.num_ipus} virtual IPUs, and {whole} has {num_there}{where}")
+
     def of(self, cluster: Cluster) -> Wish:
         """The wish for IPUs of ``cluster``.
 
         Raises:
-            PartitionError: If there is no such allocation.
-            PlanError: If there can never be as many, or the cluster knows other hosts.
+            PartitionError: If as many IPUs do not divide over the hosts.
+            PlanError: If the cluster knows other hosts.
         """
-        check_names(cluster, self.allocation)
-        if not cluster.is_open and self.num_ipus > len(cluster.part(self.allocation)):
-            whole = f"allocation {self.allocation}" if self.allocation else cluster.name
-            there = len(cluster.part(self.allocation))
-            raise PlanError(f"the job needs {self.num_ipus} virtual IPUs, and {whole} has {there}")
         num_chosen = self.partition.least if self.partition else self.num_ipus
         return Wish(
             num_ipus=self.num_ipus,
@@ -166,7 +174,7 @@ class PlainWish:
         )
 
     def _choose(self, cluster: Cluster, num_chosen: int) -> Choose:
-        pick = cluster.pick(num_chosen, self.allocation)
+        pick: Choose = cluster.pick(num_chosen, self.allocation)
         if cluster.hosts and self.hosts:
             pick = _on_hosts(cluster, self.hosts, num_chosen, self.allocation)
         occupied = {ipu.name for ipu in cluster.ipus if ipu.occupants and not self.shares_devices}
@@ -175,12 +183,7 @@ class PlainWish:
 
 def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocation: str | None) -> Choose:
     """How to take equally many IPUs of each host, each time in one IPU-Link domain."""
-    strangers = [host for host in hosts if host not in cluster.hosts]
-    if strangers:
-        raise PlanError(
-            f"the job runs on {', '.join(strangers)}, and the hosts of {cluster.name} are "
-            f"{', '.join(cluster.hosts)}: choose among them with --host"
-        )
+    check_hosts_of(cluster, hosts)
     if num_ipus % len(hosts):
         raise PartitionError(
             f"a partition of {num_ipus} IPUs does not divide over {len(hosts)} hosts: give a power of two of hosts"

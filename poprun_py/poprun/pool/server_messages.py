@@ -50,7 +50,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseAnswer:
-    """What the server says to that.
+    """What the server says to a :class:`LeaseRequest`.
 
     Attributes:
         id: Number of the lease.
@@ -81,12 +81,12 @@ class ServedPool:
 
 
 def reader(values: object, source: str) -> FieldReader:
-    """Reads the fields of one message."""
+    """What reads the fields of one message."""
     return FieldReader(source=source, values=values, noun="this message")
 
 
 def text_of(read: FieldReader, key: str) -> str:
-    """A short text that can be shown.
+    """The text under ``key``, which is short and can be shown.
 
     Raises:
         PlanError: If it is empty, too long, or holds what cannot be printed.
@@ -98,12 +98,12 @@ def text_of(read: FieldReader, key: str) -> str:
 
 
 def optional_text_of(read: FieldReader, key: str) -> str | None:
-    """The same, or None for null."""
+    """The text under ``key``, which is short and can be shown, or None for null."""
     return None if read.is_null(key) else text_of(read, key)
 
 
 def number_of(read: FieldReader, key: str, most: int = MAX_IPUS) -> int:
-    """A whole number from 1 to ``most``."""
+    """The whole number under ``key``, from 1 to ``most``."""
     number = read.count(key)
     if not 1 <= number <= most:
         raise PlanError(f"{read.source}: {read.path}{key} must be a whole number from 1 to {most}, not {number}")
@@ -111,20 +111,15 @@ def number_of(read: FieldReader, key: str, most: int = MAX_IPUS) -> int:
 
 
 def key_of_lease(read: FieldReader) -> str:
-    """What a client names its lease by."""
+    """The key that a client names its lease by."""
     key = read.text("key")
     if not _KEY.fullmatch(key):
         raise PlanError(f"{read.source}: {read.path}key must be 32 hexadecimal digits")
     return key
 
 
-def request_to_dict(request: LeaseRequest) -> dict[str, object]:
-    """``request`` as values that JSON knows."""
-    return asdict(request)
-
-
 def read_request(values: object, source: str) -> LeaseRequest:
-    """Inverse of :func:`request_to_dict`.
+    """The request that a client sent; inverse of ``asdict``.
 
     Raises:
         PlanError: If that is none.
@@ -177,9 +172,12 @@ def _read_partition_wish(read: FieldReader, num_ipus: int) -> PlainPartition:
 
 def read_answer(values: object, source: str) -> LeaseAnswer:
     """What a server says to a request; inverse of ``asdict``."""
-    read = reader(values, source)
-    read.expect_keys(("id", "ipus", "pause_seconds"))
-    return LeaseAnswer(id=read.count("id"), ipus=read.texts("ipus"), pause_seconds=read.number("pause_seconds"))
+    return reader(values, source).settings(LeaseAnswer)
+
+
+def read_partition(values: object, source: str) -> Partition:
+    """A partition that a server has made; inverse of ``asdict``."""
+    return reader(values, source).settings(Partition)
 
 
 def pool_to_dict(pool: ServedPool) -> dict[str, object]:
@@ -194,7 +192,7 @@ def pool_to_dict(pool: ServedPool) -> dict[str, object]:
 
 
 def read_pool(values: object, source: str) -> ServedPool:
-    """Inverse of :func:`pool_to_dict`.
+    """The pool that a server told of; inverse of :func:`pool_to_dict`.
 
     Raises:
         PlanError: If that is none.
@@ -206,7 +204,7 @@ def read_pool(values: object, source: str) -> ServedPool:
         lease_seconds=read.number("lease_seconds"),
         cluster=_read_cluster(read.nested("cluster")),
         state=PoolState(
-            partitions=tuple(map(read_partition, state.items("partitions"))),
+            partitions=tuple(read.settings(Partition) for read in state.items("partitions")),
             leases=tuple(map(_read_lease, state.items("leases"))),
         ),
     )
@@ -241,21 +239,6 @@ def _read_ipu(read: FieldReader) -> VirtualIpu:
         domain=read.count("domain"),
         device=read.text("device"),
         occupants=tuple(Occupant(pid=it.count("pid"), user=it.text("user")) for it in read.items("occupants")),
-    )
-
-
-def read_partition(read: FieldReader) -> Partition:
-    """One partition; inverse of ``asdict``."""
-    return Partition(
-        name=read.text("name"),
-        ipus=read.texts("ipus"),
-        cluster=read.text("cluster"),
-        allocation=read.text("allocation"),
-        num_domains=read.count("num_domains"),
-        user=read.text("user"),
-        created_at_epoch_seconds=read.number("created_at_epoch_seconds"),
-        lease=read.optional_count("lease"),
-        is_temporary=read.flag("is_temporary"),
     )
 
 

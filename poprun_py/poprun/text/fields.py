@@ -147,6 +147,7 @@ class FieldReader:
             float | None: self.optional_number,
             str: self.text,
             str | None: self.optional_text,
+            tuple[str, ...]: self.texts,
             tuple[int, ...] | None: lambda key: None if self.is_null(key) else self.converted(key, parse_numbers),
         }
         return read[kind](key)

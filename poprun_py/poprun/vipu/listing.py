@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE, Cluster
-from poprun.pool.records import Lease, Partition, PoolState
+from poprun.pool.records import Lease, Partition, PoolState, fold_names
 from poprun.text.ranges import fold_numbers
 
 Row = Mapping[str, object]
@@ -111,15 +111,6 @@ def render_rows(rows: Sequence[Row], columns: Sequence[str]) -> str:
 def render_json(rows: object) -> str:
     """Rows as JSON."""
     return json.dumps(rows, indent=2) + "\n"
-
-
-def fold_names(names: Sequence[str]) -> str:
-    """Names such as ``cpu/0`` with neighbours folded: ``cpu/0-3``; others as they are."""
-    stems = [name.rpartition("/") for name in names]
-    if not names or len({stem for stem, _, _ in stems}) > 1 or not all(n.isdecimal() for _, _, n in stems):
-        return ", ".join(names)
-    numbers = fold_numbers(sorted(int(number) for _, _, number in stems))
-    return f"{stems[0][0]}{stems[0][1]}{numbers}"
 
 
 def _by_number(name: str) -> tuple[str, int, str]:

@@ -115,7 +115,9 @@ class LeaseDesk:
             if lease is not None and not lease.is_waiting:
                 self._renewals.renew(request.key)
                 return LeaseAnswer(id=lease.id, ipus=lease.ipus, pause_seconds=0.0)
-            wish = request.wish.of(self._local.cluster())
+            cluster = self._local.cluster()
+            request.wish.check(cluster)
+            wish = request.wish.of(cluster)
             if lease is None:
                 if len(leases) >= MAX_CLIENTS:
                     raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import click
@@ -10,11 +11,11 @@ from popdist.contract import VERSION
 from poprun.errors import PartitionError, PoprunError
 from poprun.lease.server_client import RemotePool
 from poprun.plan.settings import DEFAULT_PORT, VipuSettings
+from poprun.pool.records import fold_names
 from poprun.vipu.listing import (
     Row,
     allocation_rows,
     cluster_rows,
-    fold_names,
     ipu_rows,
     partition_row,
     partition_rows,
@@ -22,7 +23,7 @@ from poprun.vipu.listing import (
     render_rows,
 )
 from poprun.vipu.serve_command import serve
-from poprun.vipu.target_pool import LocalPool, PoolAddress
+from poprun.vipu.target_pool import LocalPool, target_pool
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _INTERRUPTED: Final = 130
@@ -81,7 +82,7 @@ def vipu(ctx: click.Context, server_host: str | None, server_port: int, timeout:
     from one pool for all users of the machine; POPRUN_POOL names another one. vipu serve hands them out to other
     hosts, too.
     """
-    ctx.obj = PoolAddress(server_host=server_host, server_port=server_port, timeout_seconds=timeout)
+    ctx.obj = partial(target_pool, server_host, server_port, timeout)
 
 
 vipu.add_command(serve)
@@ -215,8 +216,8 @@ def remove_partition(name: str) -> None:
 
 
 def _pool() -> LocalPool | RemotePool:
-    reach: PoolAddress = click.get_current_context().obj
-    return reach.pool()
+    pool: Callable[[], LocalPool | RemotePool] = click.get_current_context().obj
+    return pool()
 
 
 def _show(rows: Sequence[Row], output: str, columns: Sequence[str]) -> None:

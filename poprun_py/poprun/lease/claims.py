@@ -1,0 +1,181 @@
+"""From what a job wants of a pool to what it holds, whoever keeps the pool.
+
+A job's claim stands in the queue of a pool until the pool grants it. Then the job has a lease, its plan is changed
+to the virtual IPUs or cores that it was given, and everything is given back when the job has ended. The pool of
+this machine (`local_lease`) and that of a server (`server_lease`) differ in how they are asked; the rest is here.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from poprun.errors import IpusTakenError, PartitionError
+from poprun.hosts.routes import JobNetwork
+from poprun.plan.inventory import Cluster, size_of_partition
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.settings import VipuSettings
+from poprun.pool.records import HeldLease, PoolState
+from poprun.pool.requests import PlainPartition, PlainWish
+from poprun.text.host_names import fold_hosts
+
+Tell = Callable[[str], None]
+"""Tells the user of what is decided."""
+
+ATTEMPT_SECONDS: Final = 1.0
+"""How long to wait between two attempts of a job that does not queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldJob:
+    """A job with what it holds.
+
+    Attributes:
+        plan: The job, on the virtual IPUs and cores that it was given.
+        network: How its hosts reach each other, and what each has given; None when there is only this machine.
+        leases: What it holds.
+        renewed: Takes anew what was lost with a host, before the job is started again; the network with it.
+    """
+
+    plan: LaunchPlan
+    network: JobNetwork | None = None
+    leases: tuple[HeldLease, ...] = ()
+    renewed: Callable[[JobNetwork], JobNetwork] = lambda network: network
+
+    def on(self, plan: LaunchPlan, *leases: HeldLease) -> "HeldJob":
+        """The job on what it was given now, with further leases."""
+        return replace(self, plan=plan, leases=(*self.leases, *leases))
+
+
+class Claim(ABC):
+    """A job's place in the queue of a pool, and its lease when the pool has granted it."""
+
+    @abstractmethod
+    def ask(self) -> tuple[str, ...]:
+        """Take a place in the queue, or ask again from there; names of what is granted, none while it waits."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Return when it may be worth while to ask again, after ``timeout_seconds`` at most if it is given."""
+
+    @abstractmethod
+    def refusal(self, *, advises: bool) -> str:
+        """Who has what is wanted, and what can be done about it if ``advises``."""
+
+    def wait_until_granted(self, vipu: VipuSettings, tell: Tell) -> tuple[str, ...]:
+        """Ask until the pool grants the claim; names of what is granted.
+
+        Args:
+            vipu: Whether and how often the job asks again.
+            tell: Called once when the job has to wait.
+
+        Raises:
+            IpusTakenError: If others have it, and the job does not wait, or not any longer.
+        """
+        attempts_left = vipu.partition_attempts - 1 if vipu.partition else 0
+        is_told = False
+        while not (names := self.ask()):
+            gives_up = not vipu.waits_for_devices and not attempts_left
+            if gives_up or not is_told:
+                words = self.refusal(advises=gives_up)
+                if gives_up:
+                    raise IpusTakenError(words)
+                tell(f"waiting: {words}")
+            is_told = True
+            attempts_left -= not vipu.waits_for_devices
+            self.wait(None if vipu.waits_for_devices else ATTEMPT_SECONDS)
+        return names
+
+
+def wished_ipus(
+    plan: LaunchPlan, allocation: str | None, *, num_hosts: int = 1, hosts: tuple[str, ...] = ()
+) -> PlainWish:
+    """The virtual IPUs that a job wants of one pool.
+
+    Args:
+        plan: The job.
+        allocation: The part of the cluster to take them from, or None.
+        num_hosts: How many hosts of the job the pool serves.
+        hosts: Those hosts, where it matters to the pool.
+    """
+    vipu = plan.vipu
+    num_ipus = plan.num_slots_per_host * num_hosts
+    num_without_turns = plan.num_replicas // len(plan.hosts) * plan.ipus_per_replica * num_hosts
+    partition = None
+    if vipu.partition is not None:
+        partition = PlainPartition(
+            name=vipu.partition,
+            least=size_of_partition(num_ipus),
+            most=size_of_partition(num_without_turns),
+            is_temporary=vipu.removes_partition,
+            may_change=vipu.updates_partition,
+            resets=vipu.resets_partition,
+        )
+    return PlainWish(
+        num_ipus=num_ipus,
+        hosts=hosts,
+        allocation=allocation,
+        shares_devices=vipu.shares_devices,
+        partition=partition,
+    )
+
+
+def in_only_partition(
+    plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], tell: Tell
+) -> LaunchPlan:
+    """``plan`` in the only partition that there is, if it names none, that one is its user's own, and it fits.
+
+    Args:
+        plan: The job.
+        state: What stands in the pool.
+        num_ipus: How many virtual IPUs the job uses.
+        is_own: Whether this is the user of a partition.
+        tell: Called when the partition is used.
+    """
+    if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
+        return plan
+    (only,) = state.partitions
+    if only.lease is not None or not is_own(only.user) or only.size != size_of_partition(num_ipus):
+        return plan
+    tell(f"partition {only.name} is the only one there is: used")
+    return replace(plan, vipu=replace(plan.vipu, partition=only.name))
+
+
+def held_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str], pool: str) -> HeldLease:
+    """The lease on the virtual IPUs called ``names``, as people read it."""
+    told = {ipu.name: str(ipu) for ipu in cluster.ipus}
+    return HeldLease(
+        host=fold_hosts(plan.hosts),
+        names=tuple(told.get(name, name) for name in names),
+        pool=pool,
+        partition=plan.vipu.partition,
+    )
+
+
+def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
+    """``plan`` on the virtual IPUs called ``names``: its GPUs, or the cores that its slots are a share of.
+
+    Raises:
+        PartitionError: If the instances are fewer than the IPU-Link domains of the virtual IPUs.
+    """
+    by_name = {ipu.name: ipu for ipu in cluster.ipus}
+    used = names[: plan.num_slots_per_host]
+    num_domains = len({by_name[name].domain for name in names if name in by_name})
+    if num_domains > plan.num_instances:
+        raise PartitionError(
+            f"partition {plan.vipu.partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
+            f"give --num-instances {num_domains} or more"
+        )
+    if plan.devices:
+        return replace(plan, devices=tuple(by_name[name].device for name in used))
+    if plan.vipu.ipus_per_host is None:
+        return plan
+    num_slots, num_cores = len(cluster.ipus), len(plan.cores)
+    slots = [by_name[name].index for name in used]
+    ours = {plan.cores[min(slot * num_cores // num_slots, num_cores - 1)] for slot in slots}
+    ours.update(
+        plan.cores[core]
+        for slot in slots
+        for core in range(slot * num_cores // num_slots, (slot + 1) * num_cores // num_slots)
+    )
+    return replace(plan, cores=tuple(sorted(ours)))

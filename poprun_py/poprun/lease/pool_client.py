@@ -1,0 +1,129 @@
+"""The client of a pool of virtual IPUs: what poprun asks before it plans, in a dry run, and when a job starts.
+
+A job takes what it needs from the pool of this machine (`local_lease`), from the pools of its hosts
+(`host_leases`), or from that of a server (`server_lease`). It is the same story each time: a wish, a place in the
+queue, a lease that is held, and everything given back.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from poprun.errors import PoprunError
+from poprun.hosts.routes import JobNetwork
+from poprun.lease.claims import HeldJob
+from poprun.lease.local_lease import ipu_claim, leased_here
+from poprun.plan.inventory import Cluster
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.settings import VipuSettings
+from poprun.plan.topology import MachineFacts
+from poprun.pool.clusters import allocation_of, gpus_within, pod_of
+from poprun.pool.place import pool_file
+from poprun.pool.pool import Pool
+from poprun.pool.records import PoolState, fold_names
+from poprun.pool.requests import Wish, must_change, refusal
+from poprun.text import screen
+from poprun.text.host_names import fold_hosts
+
+
+def facts_under_pool(
+    vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
+) -> tuple[MachineFacts, Cluster | None]:
+    """The facts with the GPUs that a job may get, those that others hold marked, and the pod to plan for, if any.
+
+    Args:
+        vipu: What the job asks of the pool.
+        facts: What there is on this machine.
+        asks_server: Whether the server is asked, if the job names one.
+
+    Raises:
+        PartitionError: If there is no such allocation.
+        PlanError: If there is no such pod, or a server hands out GPUs, and none of them is here.
+        PoolError, ServerError: If the pool cannot be used.
+    """
+    pod = None if vipu.pod is None else pod_of(vipu.pod)
+    if pod is not None:
+        facts = replace(facts, gpus=gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus))
+    if vipu.server_host is not None and asks_server:
+        from poprun.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
+
+        return under_server(vipu, facts)
+    if facts.gpus and not vipu.is_offline:
+        taken = Pool(pool_file(vipu.pool)).state().taken
+        gpus = (replace(gpu, is_leased=(gpu.uuid or gpu.name) in taken) for gpu in facts.gpus)
+        facts = replace(facts, gpus=tuple(gpus))
+    return facts, pod
+
+
+@contextmanager
+def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[HeldJob]:
+    """Hold what a job needs, on all of its hosts, for the length of a block; the job with it.
+
+    Args:
+        plan: The job.
+        facts: What the plan was made from; None for a plan that was read, which needs just what it names.
+        network: How the hosts reach each other; None when there is only this machine.
+
+    Raises:
+        HostsError: If a host does not answer, or two are one machine.
+        IpusTakenError: If others hold what the job needs, and it does not wait.
+        PartitionError: If the partition does not fit the job.
+        PlanError: If there can never be as much.
+        PoolError, ServerError: If a pool cannot be used.
+    """
+    is_fixed = facts is None
+    with ExitStack() as stack:
+        job = HeldJob(plan=plan, network=network)
+        if plan.asks_server:
+            from poprun.lease.server_lease import leased_from_server  # noqa: PLC0415 - few jobs ask a server
+
+            job = stack.enter_context(leased_from_server(job))
+        if job.network is None:
+            yield stack.enter_context(leased_here(job, facts, is_fixed=is_fixed))
+        else:
+            from poprun.lease.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs have one host
+
+            yield stack.enter_context(leased_on_hosts(job, job.network, is_fixed=is_fixed))
+
+
+def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -> str:
+    """A line on the virtual IPUs that a job would take now, or why it would not start; the pool stays as it is.
+
+    Args:
+        plan: The job. It takes virtual IPUs, and from no server.
+        facts: What the plan was made from; None for a plan that was read.
+        is_here: Whether this machine is the only host.
+    """
+    count = plan.num_slots_per_host
+    noun = f"{count} virtual IPU{'' if count == 1 else 's'}"
+    if not is_here:
+        where = "each of " if len(plan.hosts) > 1 else ""
+        return f"would lease {noun} on {where}{fold_hosts(plan.hosts)}, from the pool of each host"
+    try:
+        claim, state = ipu_claim(plan, facts, is_fixed=False, tell=screen.tell)
+        wish, plan = claim.wish(), claim.plan
+        chosen = _chosen(wish, state)
+        if not chosen:
+            words = refusal(wish, claim.cluster, state, own=0, shares=plan.vipu.shares_devices)
+            return f"would not start now: {words}"
+    except PoprunError as error:
+        return f"would not start now: {error}"
+    ipus = fold_names(claim.lease(chosen).names)
+    partition = plan.vipu.partition
+    if partition is None:
+        return f"would lease {ipus}, from the pool {claim.pool.file}"
+    made = "" if state.partition(partition) is not None else ", made for it"
+    return f"would lease partition {partition}{made}: {ipus}, in the pool {claim.pool.file}"
+
+
+def _chosen(wish: Wish, state: PoolState) -> Sequence[str]:
+    """Names of the IPUs that a job would be given; none where it would have to wait."""
+    wanted = wish.partition
+    found = None if wanted is None else state.partition(wanted.name)
+    if wanted is None or found is None:
+        return [ipu.name for ipu in wish.choose(state.taken)]
+    if found.lease is not None:
+        return ()
+    if must_change(wanted, found):
+        return [ipu.name for ipu in wish.choose(state.taken - set(found.ipus))]
+    return found.ipus
