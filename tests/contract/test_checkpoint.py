@@ -1,4 +1,7 @@
-"""All instances save, load and fail together, and a run that was killed loses nothing but time."""
+"""All instances save, load and fail together, and a run that was killed loses nothing but time.
+
+Holds popdist.checkpoint.byte_exchange.
+"""
 
 import json
 import os

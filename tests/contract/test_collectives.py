@@ -1,4 +1,8 @@
-"""Collectives obey the same laws in jobs of every size, the job of one included."""
+"""Collectives obey the same laws in jobs of every size, the job of one included.
+
+Holds popdist.comm.backend, popdist.comm.connections, popdist.comm.header_exchanges, popdist.comm.torch_backend and
+popdist.groups.
+"""
 
 import time
 from pathlib import Path

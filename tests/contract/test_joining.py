@@ -1,4 +1,7 @@
-"""Popdist joins the job it finds itself in: poprun's, torchrun's, Open MPI's or Hydra's, or one of its own."""
+"""Popdist joins the job it finds itself in: poprun's, torchrun's, Open MPI's or Hydra's, or one of its own.
+
+Holds popdist.comm.rendezvous.
+"""
 
 import os
 import socket

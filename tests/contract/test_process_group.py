@@ -1,4 +1,8 @@
-"""The backend ``popdist`` of torch.distributed obeys torch's contract, alone and among two and three ranks."""
+"""The backend ``popdist`` of torch.distributed obeys torch's contract, alone and among two and three ranks.
+
+Holds popdist.process_group.call_arguments, popdist.process_group.operations, popdist.process_group.torch_groups
+and popdist.process_group.work_queue.
+"""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""run_world calls a function in a real job and tells how it ended."""
+"""run_world calls a function in a real job and tells how it ended.
+
+Holds popdist.testing.__main__ and popdist.testing.function_reference.
+"""
 
 import os
 import sys

@@ -1,4 +1,8 @@
-"""The sharded optimizer obeys the same laws in jobs of every size, the job of one included."""
+"""The sharded optimizer obeys the same laws in jobs of every size, the job of one included.
+
+Holds popdist.sharded.elementwise, popdist.sharded.parameters, popdist.sharded.state and
+popdist.sharded.weight_copies.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,8 @@
-"""Gradients and weights obey the same laws in jobs of every size and split, the job of one included."""
+"""Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
+
+Holds popdist.gradients.buffers, popdist.gradients.memory, popdist.gradients.reduction, popdist.training.backward,
+popdist.training.optimizers and popdist.training.shared_weights.
+"""
 
 import os
 import re

@@ -1,4 +1,7 @@
-"""What is wrong with a host is found before anything starts, on all hosts at once, and told with its remedy."""
+"""What is wrong with a host is found before anything starts, on all hosts at once, and told with its remedy.
+
+Holds poprun.hosts.questions.
+"""
 
 import os
 import re

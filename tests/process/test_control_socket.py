@@ -1,4 +1,7 @@
-"""Strangers at the control socket of a running job, and agents that come over the network."""
+"""Strangers at the control socket of a running job, and agents that come over the network.
+
+Holds poprun.job.listeners.
+"""
 
 import json
 import socket

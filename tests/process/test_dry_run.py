@@ -1,4 +1,7 @@
-"""The command from its words to its exit code, as a real process that starts no other."""
+"""The command from its words to its exit code, as a real process that starts no other.
+
+Holds poprun.cli.click_command and poprun.render.mermaid.
+"""
 
 import json
 import os

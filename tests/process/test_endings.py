@@ -2,6 +2,8 @@
 
 Each program leaves a grandchild in a session of its own; the suite's fixtures prove after each test that nothing
 of it is left.
+
+Holds poprun.job.agents, poprun.job.loop and poprun.launch.shim.
 """
 
 import os

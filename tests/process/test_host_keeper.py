@@ -1,4 +1,7 @@
-"""Who keeps a job's lease on a host: on this machine, without ssh, as it is on every other."""
+"""Who keeps a job's lease on a host: on this machine, without ssh, as it is on every other.
+
+Holds poprun.lease.host_keeper.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Looking at running jobs, from outside and with ``--monitor``."""
+"""Looking at running jobs, from outside and with ``--monitor``.
+
+Holds poprun.monitor.jobs.
+"""
 
 import os
 import pty

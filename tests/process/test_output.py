@@ -1,4 +1,7 @@
-"""What a user sees of the programs' output, on every launcher."""
+"""What a user sees of the programs' output, on every launcher.
+
+Holds poprun.job.output.descriptors, poprun.job.output.display and poprun.job.output.streams.
+"""
 
 import ast
 import os

@@ -1,4 +1,7 @@
-"""Jobs that are started again, that have a deadline, and that are sent signals of the user's own."""
+"""Jobs that are started again, that have a deadline, and that are sent signals of the user's own.
+
+Holds poprun.job.signals.
+"""
 
 import os
 import signal

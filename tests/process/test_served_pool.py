@@ -1,4 +1,8 @@
-"""The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job."""
+"""The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job.
+
+Holds poprun.lease.renewal, poprun.vipu.answers, poprun.vipu.serve_command, poprun.vipu.server and
+poprun.vipu.target_pool.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""What is saved is loaded, whole or not at all, and nothing else; here in a job of one."""
+"""What is saved is loaded, whole or not at all, and nothing else; here in a job of one.
+
+Holds popdist.checkpoint.states.
+"""
 
 import io
 import json

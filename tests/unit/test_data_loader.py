@@ -1,4 +1,7 @@
-"""The loader of an instance: a replica's micro batches and the samples' augmentation are the same in any split."""
+"""The loader of an instance: a replica's micro batches and the samples' augmentation are the same in any split.
+
+Holds popdist.data.fetching and popdist.data.sample_randomness.
+"""
 
 import itertools
 import random

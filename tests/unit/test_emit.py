@@ -1,4 +1,7 @@
-"""A plan as a job of Kubernetes: golden manifests, the API servers' schemas, and what popdist makes of them."""
+"""A plan as a job of Kubernetes: golden manifests, the API servers' schemas, and what popdist makes of them.
+
+Holds poprun.emit.jobset and poprun.emit.sbatch.
+"""
 
 from dataclasses import replace
 from pathlib import Path

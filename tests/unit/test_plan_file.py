@@ -1,4 +1,7 @@
-"""A plan that is written and read is the same plan; anything else in a file is refused by name."""
+"""A plan that is written and read is the same plan; anything else in a file is refused by name.
+
+Holds poprun.text.fields.
+"""
 
 import json
 from collections.abc import Callable

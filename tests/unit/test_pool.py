@@ -1,4 +1,7 @@
-"""The pool as a library: where its file may be, what its file may be, and whose leases live."""
+"""The pool as a library: where its file may be, what its file may be, and whose leases live.
+
+Holds poprun.pool.database.
+"""
 
 import os
 import sqlite3

@@ -1,4 +1,7 @@
-"""The plan as a picture: golden files, and what holds for any plan."""
+"""The plan as a picture: golden files, and what holds for any plan.
+
+Holds poprun.render.picture.documents and poprun.render.picture.drawing.
+"""
 
 import re
 import xml.etree.ElementTree as ET

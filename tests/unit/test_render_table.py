@@ -1,4 +1,7 @@
-"""The table for a person: golden text, and a bound on its size."""
+"""The table for a person: golden text, and a bound on its size.
+
+Holds poprun.render.words.
+"""
 
 import re
 from typing import Any

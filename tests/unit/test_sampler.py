@@ -1,4 +1,7 @@
-"""The sampler of an instance: exact epochs, the same samples for a replica in any split, resuming anywhere."""
+"""The sampler of an instance: exact epochs, the same samples for a replica in any split, resuming anywhere.
+
+Holds popdist.data.position.
+"""
 
 from collections.abc import Callable
 from itertools import islice
