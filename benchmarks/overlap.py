@@ -21,7 +21,7 @@ from step import Shape, Step, ddp_step, group, interval, measure, nothing, repli
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.gradients import memory
+from popdist.gradients import reduction
 from popdist.gradients.overlap import Overlap
 
 GLOO, LATE, EARLY = "DDP, gloo", "ReplicatedModel, at the end", "ReplicatedModel"
@@ -56,7 +56,7 @@ def without_sum(step: Step) -> Step:
     """``step`` with the gradients of this instance alone."""
 
     def changed() -> None:
-        with mock.patch.object(memory, "add_instances"):
+        with mock.patch.object(reduction, "add_instances"):
             step()
 
     return changed

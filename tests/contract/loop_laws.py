@@ -227,7 +227,7 @@ def law_what_does_not_fit_is_an_error_on_every_instance() -> None:
                 cross_entropy(model(part), labels).backward()
     with refused(popdist.BatchError, r"micro_batch\(99\), where 0 is the next"):
         model.micro_batch(99)
-    model._replication.abandon() if popdist.num_instances() == 1 else None
+    model._model_steps.abandon() if popdist.num_instances() == 1 else None
     check_recovered(popdist.ReplicatedModel(Net()))
 
 

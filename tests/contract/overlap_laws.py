@@ -22,11 +22,10 @@ import popdist
 from popdist import context
 from popdist.comm import two_level
 from popdist.comm.channel import Channel
-from popdist.gradients import overlap
+from popdist.gradients import overlap, reduction
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
-from popdist.training import step as training_step
 from tests.contract import recipes, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share
@@ -374,7 +373,7 @@ def law_who_leaves_before_all_have_spoken_ends_it_for_all() -> None:
     store = context._state.store
     assert store is not None
     if is_last():
-        with mock.patch.object(training_step, "FAREWELL_SECONDS", 0.01):
+        with mock.patch.object(reduction, "FAREWELL_SECONDS", 0.01):
             for x, y in early.micro_batches(full_batch()):
                 cross_entropy(early(x), y).backward()
                 break

@@ -144,7 +144,7 @@ def test_a_module_that_is_wrapped_again_is_reduced_once(monkeypatch: pytest.Monk
     """The wrapper before leaves the micro batches of the new one alone."""
     module, reduced = nn.Linear(2, 1), list[str]()
     before = popdist.ReplicatedModel(module, check_finite=True)
-    monkeypatch.setattr(before._replication.automatic, "_reduce", lambda: reduced.append("before"))
+    monkeypatch.setattr(before._model_steps.automatic, "_reduce", lambda: reduced.append("before"))
     after = popdist.ReplicatedModel(module, check_finite=True)
     for x in after.micro_batches(torch.ones(4, 2)):
         after(x).mean().backward()

@@ -6,7 +6,7 @@ made in place, each instance a share of the elements. Elsewhere the parts are se
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,138 +15,160 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.errors import BackendError
-from popdist.gradients.exchange import add_instances, nodes_of
-from popdist.gradients.overlap import Overlap, OverlappedSum
-from popdist.gradients.partial_gradients import GradientParts, parts_of
-from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows
+from popdist.gradients.exchange import nodes_of
+from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows
 from popdist.groups import Group
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.segments import SharedBlock
 from popdist.layout import ReplicaLayout
 from popdist.tree import Node, finish, span
 
 if TYPE_CHECKING:
+    from popdist.gradients.overlap import Overlap
     from popdist.host_memory.row_reduction import Reduction
     from popdist.host_memory.segments import Reservation
 
+_LINE_BYTES = 64
+
 
 class SharedRows:
-    """Room for the parts of the job's sum that the instances make.
+    """Rows in memory that the instances of the job share, all of them on one host, and their sum.
 
     Args:
-        host: The instances, all of one host.
-        layout: Which replicas each of them owns.
+        host: The instances.
+        nodes: For each instance, the parts of the job's sum that it makes.
+        num_replicas: In the job.
         gradients: The same on all instances when they are added.
-        room: This instance's memory, of :func:`num_bytes_of` bytes.
 
     Attributes:
-        mine: This instance's parts, as `popdist.gradients.exchange.nodes_of` names them.
+        mine: Rows for this instance's parts; none as long as there is no room for them.
     """
 
-    def __init__(self, host: HostGroup, layout: ReplicaLayout, gradients: FlatGradients, room: Tensor) -> None:
+    def __init__(
+        self, host: HostGroup, nodes: Sequence[Sequence[Node]], num_replicas: int, gradients: FlatGradients
+    ) -> None:
         self._host = host
-        self._layout = layout
+        self._nodes = nodes
+        self._num_replicas = num_replicas
         self._gradients = gradients
-        self.mine = [
-            gradients.make_rows(_rows_in(room, gradients, position))
-            for position, _ in enumerate(nodes_of(layout, host.rank))
-        ]
+        self._row_bytes = [-(-it.size * it.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for it in gradients.kinds]
+        self._num_bytes = max(map(len, nodes)) * sum(self._row_bytes)
+        self._reserved: Reservation | None = None
         self._reductions: list[Reduction] = []
+        self.mine: list[GradientRows] = []
+        with suppress(BackendError):
+            self._reserved = host.reserve(self._num_bytes)
+            self._place_mine(self._reserved.row)
 
-    def connect(self, block: SharedBlock) -> None:
-        """From now on all instances' rooms, which are those of ``block``, are added."""
-        nodes = [nodes_of(self._layout, instance) for instance in range(self._layout.num_instances)]
+    def add(self, own: Sequence[GradientRows], over: float) -> GradientRows | None:
+        """The sum of all instances' parts divided by ``over``; all call this together.
+
+        The instances learn of each other's rows at the first call: not before do they know that all of them have
+        the same gradients.
+
+        Args:
+            own: This instance's parts.
+            over: The same on all instances.
+
+        Returns:
+            The first of :attr:`mine`; None on all instances where the host has no room.
+
+        Raises:
+            BackendError: If an instance was lost or did not come in time.
+        """
+        if not self._reductions and not self._connect(own):
+            return None
+        for reduction in self._reductions:
+            reduction.run(over=over)
+        return self.mine[0]
+
+    def _connect(self, own: Sequence[GradientRows]) -> bool:
+        """Make the rows of all instances known to each; whether there is room for them."""
+        try:
+            block = self._host.allocate(self._num_bytes, self._reserved)
+        except BackendError:
+            return False
+        if not self.mine:
+            self._place_mine(block.mine)
+        for mine, rows in zip(self.mine, own, strict=True):
+            if mine is not rows:
+                mine.copy(rows)
         parts = [
-            [_rows_in(block.of(instance), self._gradients, position) for position, _ in enumerate(owned)]
-            for instance, owned in enumerate(nodes)
+            [self._rows_in(block.of(instance), position) for position, _ in enumerate(owned)]
+            for instance, owned in enumerate(self._nodes)
         ]
-        every_part = [part for owned in parts for part in owned]
-        numbers = {node: number for number, node in enumerate(node for owned in nodes for node in owned)}
+        pairs = self._pairs()
+        self._reductions = [
+            self._host.reduction(
+                [part[kind] for owned in parts for part in owned],
+                outputs=[owned[0][kind] for owned in parts],
+                pairs=pairs,
+            )
+            for kind in range(len(self._gradients.kinds))
+        ]
+        return True
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Which parts are added to which, in the order of the tree over all replicas."""
         pairs: list[tuple[int, int]] = []
 
         def add(left: int, right: int) -> int:
             pairs.append((left, right))
             return left
 
-        finish(numbers, self._layout.num_replicas, add)
-        self._reductions = [
-            self._host.reduction(
-                [part[kind] for part in every_part],
-                outputs=[owned[0][kind] for owned in parts],
-                pairs=pairs,
-            )
-            for kind in range(len(self._gradients.kinds))
-        ]
+        numbers = {node: number for number, node in enumerate(node for owned in self._nodes for node in owned)}
+        finish(numbers, self._num_replicas, add)
+        return pairs
 
-    def reduce(self, over: float) -> GradientRows:
-        """The sum of all parts divided by ``over``, in the memory of this instance's first one; all call it.
+    def _place_mine(self, memory: Tensor) -> None:
+        own = self._nodes[self._host.rank]
+        self.mine = [self._gradients.make_rows(self._rows_in(memory, position)) for position, _ in enumerate(own)]
 
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
-        for reduction in self._reductions:
-            reduction.run(over=over)
-        return self.mine[0]
-
-
-def num_bytes_of(layout: ReplicaLayout, gradients: FlatGradients) -> int:
-    """How much room each instance needs: the same for all."""
-    num_parts = max(len(nodes_of(layout, instance)) for instance in range(layout.num_instances))
-    return num_parts * _part_bytes(gradients)
-
-
-def _part_bytes(gradients: FlatGradients) -> int:
-    return sum(_room(it.size, it.dtype) for it in gradients.kinds)
-
-
-def _room(size: int, dtype: torch.dtype) -> int:
-    """Bytes of a row, rounded up so that the next one begins at a line of cache."""
-    return -(-size * dtype.itemsize // 64) * 64
-
-
-def _rows_in(memory: Tensor, gradients: FlatGradients, position: int) -> Rows:
-    """The rows of an instance's part at ``position`` of its ``memory``."""
-    start, rows = position * _part_bytes(gradients), []
-    for kind in gradients.kinds:
-        rows.append(memory[start : start + kind.size * kind.dtype.itemsize].view(kind.dtype))
-        start += _room(kind.size, kind.dtype)
-    return rows
+    def _rows_in(self, memory: Tensor, position: int) -> Rows:
+        """The rows of an instance's part at ``position`` of its ``memory``; each begins at a line of cache."""
+        start, rows = position * sum(self._row_bytes), []
+        for kind, num_bytes in zip(self._gradients.kinds, self._row_bytes, strict=True):
+            rows.append(memory[start : start + kind.size * kind.dtype.itemsize].view(kind.dtype))
+            start += num_bytes
+        return rows
 
 
 class GradientMemory:
-    """Rows for the gradients of micro batches, and their sum over the job.
+    """Rows for the gradients of micro batches, and what their sum needs again in the next step.
 
     Args:
         group: All instances of the job.
         layout: Which replicas each of them owns.
         gradients: Of one model, the same on all instances when they are added.
+
+    Attributes:
+        nodes: For each instance, the parts that it makes of the sum over all replicas.
+        first_replica: Job-wide number of this instance's first replica.
+        shared: Rows in the host's memory; None where the instances share none.
+        overlap: What sends gradients early; None before the first step in which they went over a network.
     """
 
     def __init__(self, group: Group, layout: ReplicaLayout, gradients: FlatGradients) -> None:
         self.group = group
+        self.layout = layout
         self.gradients = gradients
-        self._layout = layout
+        self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         instance, num_replicas = group.backend.instance_index, layout.num_replicas
-        first = layout.replicas_of(instance).start
-        self._node_at = {
-            span(node, num_replicas).start - first: k for k, node in enumerate(nodes_of(layout, instance))
+        self.first_replica = layout.replicas_of(instance).start
+        self._part_of = {
+            span(node, num_replicas).start - self.first_replica: part
+            for part, node in enumerate(self.nodes[instance])
         }
+        """For the first replica of each part, counted in this instance: the number of the part."""
         self._own: list[GradientRows] = []
         self._free: list[GradientRows] = []
-        is_on_cpu = all(kind.device.type == "cpu" for kind in gradients.kinds)
-        self._host = group.backend.host_group if is_on_cpu and gradients.kinds else None
-        self._reserved: Reservation | None = None
-        self._shared: SharedRows | None = None
-        self._is_connected = False
-        self._overlap: Overlap | None = None
-        self._is_sent = False
-        if self._host is not None:
-            with suppress(BackendError):
-                self._reserved = self._host.reserve(num_bytes_of(layout, gradients))
-                self._shared = SharedRows(self._host, layout, gradients, self._reserved.row)
+        self.overlap: Overlap | None = None
+        self.shared: SharedRows | None = None
+        host = group.backend.host_group
+        if host is not None and gradients.kinds and all(kind.device.type == "cpu" for kind in gradients.kinds):
+            self.shared = SharedRows(host, self.nodes, num_replicas, gradients)
 
-    def begin(self) -> None:
-        """A step begins: what the rows hold is no longer needed."""
+    def begin_step(self) -> None:
+        """Forget what the rows hold."""
         self._free = list(self._own)
 
     def rows_for(self, replica: int, position: int) -> GradientRows:
@@ -156,8 +178,8 @@ class GradientMemory:
             replica: Its replica, among those of this instance.
             position: Which of the replica's micro batches it is.
         """
-        if self._shared is not None and position == 0 and replica in self._node_at:
-            return self._shared.mine[self._node_at[replica]]
+        if position == 0 and self.shared is not None and self.shared.mine and replica in self._part_of:
+            return self.shared.mine[self._part_of[replica]]
         if not self._free:
             self._own.append(self.gradients.make_rows())
             self._free.append(self._own[-1])
@@ -165,7 +187,7 @@ class GradientMemory:
 
     def take_all(self) -> GradientRows:
         """All gradients that there are, as those of the one micro batch of a step."""
-        self.begin()
+        self.begin_step()
         rows = self.rows_for(0, 0)
         self.gradients.fill(rows)
         return rows
@@ -175,80 +197,6 @@ class GradientMemory:
         add_rows(left.rows, right.rows)
         self._free.append(right)
         return left
-
-    def parts(self) -> GradientParts | None:
-        """The parts of the sum that the instances need, where not all get all of it anyway."""
-        return None if self._host is not None or self._layout.num_instances == 1 else parts_of(self.gradients)
-
-    def prepare_overlap(self) -> None:
-        """After a step that was announced: from now on they may go early. All instances are together here."""
-        if self._overlap is None and self._is_sent:
-            channel = self.group.backend.channel([kind.device for kind in self.gradients.kinds])
-            self._overlap = None if channel is None else Overlap(channel, self._layout, self.gradients)
-        self._is_sent = False
-
-    def begin_overlap(self, *, scales: bool) -> OverlappedSum | None:
-        """The next step, if it may go early; ``scales`` as in `popdist.training.step`."""
-        if self._overlap is None or self.parts() is not None:
-            return None
-        number = self._overlap.offer()
-        return OverlappedSum(self._overlap, number, scales=scales) if number else None
-
-    def finish(
-        self,
-        nodes: Mapping[Node, GradientRows],
-        over: float,
-        parts: GradientParts | None = None,
-        early: GradientRows | None = None,
-    ) -> GradientRows:
-        """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
-
-        Args:
-            nodes: This instance's part of the tree.
-            over: The same on all instances.
-            parts: What the instances need, if they have agreed to get no more.
-            early: The sum, where it has been made already.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
-        if early is not None:
-            scale_rows(early.rows, over=over)
-            return early
-        own = list(nodes.values())
-        if self._host is not None and not self._is_connected:
-            self._connect(self._host, own)
-        if self._is_connected and self._shared is not None:
-            return self._shared.reduce(over)
-        if parts is not None:
-            return parts.add(self.group, self._layout, own, over)
-        if self._layout.num_instances == 1:
-            total = finish(nodes, self._layout.num_replicas, self.add)
-        else:
-            for row_of_nodes in zip(*(it.rows for it in own), strict=True):
-                add_instances(self.group, self._layout, list(row_of_nodes))
-            total = own[0]
-            self._is_sent = True
-        scale_rows(total.rows, over=over)
-        return total
-
-    def _connect(self, host: HostGroup, own: list[GradientRows]) -> None:
-        """Make the instances' rows known to all; where one has no room, they are sent as between hosts.
-
-        Not before: that all instances have the same gradients is known only when they come to add them.
-        """
-        try:
-            block = host.allocate(num_bytes_of(self._layout, self.gradients), self._reserved)
-        except BackendError:
-            self._host = None
-            return
-        if self._shared is None:
-            self._shared = SharedRows(host, self._layout, self.gradients, block.mine)
-        for mine, rows in zip(self._shared.mine, own, strict=True):
-            if mine is not rows:
-                mine.copy(rows)
-        self._shared.connect(block)
-        self._is_connected = True
 
 
 ParameterKind = tuple[int, bool, torch.device, torch.dtype]
@@ -260,6 +208,9 @@ class ModelGradients:
 
     Args:
         module: The model, which is not kept alive by this; its parameters may change from step to step.
+
+    Attributes:
+        device: Where the first parameter was when they were last cleared or found; the CPU without one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -268,29 +219,28 @@ class ModelGradients:
         self._found = FlatGradients(())
         self._memory: GradientMemory | None = None
         self.device = torch.device("cpu")
-        """Where the first parameter was when they were last cleared or found; the CPU without one."""
 
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
         parameters = _parameters_of(self._module())
-        for it in parameters:
-            if it.requires_grad:
-                it.grad = None
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = None
         if parameters:
             self.device = parameters[0].device
 
     def find(self) -> FlatGradients:
-        """Those of this moment; made anew only when the parameters have changed."""
-        kinds = [(id(it), it.requires_grad, it.device, it.dtype) for it in _parameters_of(self._module())]
+        """The gradients of the parameters of this moment; the same object until these change."""
+        module = self._module()
+        kinds = [(id(it), it.requires_grad, it.device, it.dtype) for it in _parameters_of(module)]
         if kinds != self._kinds:
-            module = self._module()
             self._found = FlatGradients(module.named_parameters() if module is not None else ())
             self._kinds = kinds
             self.device = kinds[0][2] if kinds else torch.device("cpu")
         return self._found
 
     def memory(self, group: Group, layout: ReplicaLayout) -> GradientMemory:
-        """Where they are added over the replicas of the job; the same one until the parameters change."""
+        """The memory in which they are added; the same object until the parameters change."""
         gradients = self.find()
         if self._memory is None or self._memory.gradients is not gradients or self._memory.group is not group:
             self._memory = GradientMemory(group, layout, gradients)
@@ -300,7 +250,7 @@ class ModelGradients:
 def _parameters_of(module: nn.Module | None) -> list[Parameter]:
     """The parameters in ``module``, if it is still there, in a fixed order; a tied one may come twice.
 
-    Several times faster than ``module.parameters()``, because this is asked in every step.
+    Several times faster than ``module.parameters()``, because every step asks for them.
     """
     if module is None:
         return []

@@ -7,10 +7,8 @@ when all have, the sum is there, and else they add once more as if nothing had b
 does to its gradients before a micro batch is over, the sum is right.
 
 A step goes early only if all instances have said, in its first header, that they would, and how: a number tells
-the buckets and how many have been sent before. From then on each of them brings every bucket of the step, whatever
+the buckets and how many have been sent before. From then on each of them sends every bucket of the step, whatever
 becomes of it, because the others wait for them.
-
-The copy has the bits that the end of the step will have if nobody changes the gradients until then.
 """
 
 import hashlib
@@ -31,18 +29,18 @@ from popdist.layout import ReplicaLayout
 from popdist.tree import TreeSum
 
 BUCKET_SIZE: Final = 1 << 20
-"""Numbers in a bucket, or more where the last slot in it is large: what is worth a message of its own."""
+"""Numbers in a bucket, or more where the last gradient in it is large: what is worth a message of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Slots side by side in one row.
+    """Gradients side by side in one row, which are sent together.
 
     Attributes:
         kind: Which row.
         start: Its first number there.
         stop: The number after its last one.
-        members: Positions, among all parameters, of those whose slots these are.
+        members: Positions of their parameters among all.
     """
 
     kind: int
@@ -52,7 +50,7 @@ class Bucket:
 
     @property
     def run(self) -> slice:
-        """Its numbers in the row."""
+        """Where its numbers are in the row."""
         return slice(self.start, self.stop)
 
 
@@ -73,36 +71,38 @@ def _buckets_of(number: int, kind: RowKind) -> Iterable[Bucket]:
 
 
 def digest_of(buckets: Iterable[Bucket]) -> bytes:
-    """The same for the same buckets."""
+    """A digest: the same for the same buckets."""
     return hashlib.blake2b(repr(list(buckets)).encode(), digest_size=16).digest()
 
 
 class Overlap:
-    """What stays from step to step.
+    """The buckets of one model's gradients, and what their steps need again: rows, and which gradients come.
 
     Args:
         channel: Between all instances of the job.
         layout: Which replicas each of them owns.
-        gradients: Of one model.
+        gradients: Of the model.
+
+    Attributes:
+        buckets: In the order in which they are sent.
+        expected: Identities of the parameters that have ever got a gradient in a last micro batch.
     """
 
     def __init__(self, channel: Channel, layout: ReplicaLayout, gradients: FlatGradients) -> None:
         self.channel = channel
-        self.layout = layout
         self.gradients = gradients
         self.buckets = make_buckets(gradients.kinds)
-        self._digest = digest_of(self.buckets)
+        self.expected: set[int] = set()
         members = {index: parameter for kind in gradients.kinds for index, parameter, _ in kind.members}
         self.bucket_of = {id(members[index]): k for k, it in enumerate(self.buckets) for index in it.members}
         self.members = [[members[index] for index in it.members] for it in self.buckets]
-        self.expected: set[int] = set()
-        """Parameters that have got a gradient in a last micro batch, by their identity; none in the beginning."""
+        self._digest = digest_of(self.buckets)
         self._reduction = sum_between(channel, layout)
         self._has_given_up = False
         self._rows: tuple[GradientRows, GradientRows] | None = None
 
     @property
-    def published(self) -> GradientRows:
+    def sent(self) -> GradientRows:
         """What this instance has sent early."""
         return self._both()[0]
 
@@ -111,17 +111,26 @@ class Overlap:
         """The sums over the job."""
         return self._both()[1]
 
-    def num_expected(self) -> list[int]:
-        """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""
-        return [sum(id(it) in self.expected for it in members) + (not self.expected) for members in self.members]
-
     def _both(self) -> tuple[GradientRows, GradientRows]:
         if self._rows is None:
             self._rows = (self.gradients.make_rows(), self.gradients.make_rows())
         return self._rows
 
+    def num_expected(self) -> list[int]:
+        """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""
+        return [sum(id(it) in self.expected for it in members) + (not self.expected) for members in self.members]
+
+    def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
+        """The sum of the step that begins; None where its gradients shall not go early.
+
+        Args:
+            scales: Whether weights are divided by the heaviest one of the job.
+        """
+        number = self.offer()
+        return OverlappedSum(self, number, scales=scales) if number else None
+
     def offer(self) -> int:
-        """What to say when a step begins: what would be sent early, or 0 where this instance will not."""
+        """A number for what this instance would send early in the step that begins; 0 for nothing."""
         if self._has_given_up or self.channel.is_taken or self.channel.is_broken or not self.buckets:
             return 0
         try:
@@ -133,13 +142,13 @@ class Overlap:
         number = hashlib.blake2b(self._digest + issued, digest_size=7).digest()
         return 1 + int.from_bytes(number, "little")
 
-    def issue(self, bucket: Bucket, partials: Sequence[Tensor]) -> None:
-        """Have a bucket added over the job."""
+    def send(self, bucket: Bucket, own: Sequence[Tensor]) -> None:
+        """Have a bucket added over the job, of which ``own`` are this instance's parts."""
         into = self.sums.rows[bucket.kind][bucket.run]
-        self.channel.issue(lambda: self._reduction.all_reduce(partials, into=into), [*partials, into])
+        self.channel.issue(lambda: self._reduction.all_reduce(own, into=into), [*own, into])
 
     def learn(self, arrived: set[int], *, is_final: bool) -> None:
-        """A step has ended.
+        """Remember what a step has shown.
 
         Args:
             arrived: Parameters that got a gradient in its last micro batch.
@@ -155,7 +164,14 @@ class Overlap:
 
 
 class LastMicroBatch:
-    """Makes what is sent, during the last micro batch."""
+    """The last micro batch of a step on this instance, and its buckets added to what came before it.
+
+    Args:
+        overlap: Of the model's gradients.
+        micro_batches: Those of its replica before it.
+        replicas: Those of this instance before its own.
+        weight: What it counts.
+    """
 
     def __init__(
         self,
@@ -172,8 +188,8 @@ class LastMicroBatch:
         devices = {kind.device for kind in overlap.gradients.kinds if kind.device.type == "cuda"}
         self._streams = {device: torch.cuda.current_stream(device) for device in devices}
 
-    def look_at(self, parameter: Tensor) -> None:
-        """See whether a gradient that has come may be read in this stream: else all wait for the end."""
+    def check(self, parameter: Tensor) -> None:
+        """See whether a gradient that has come may be read in this stream: if not, all wait for the end."""
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
@@ -184,18 +200,18 @@ class LastMicroBatch:
         return not self._is_blocked and self._is_in_order(kind.device)
 
     @torch.no_grad()
-    def partials_of(self, number: int, unit: float) -> list[Tensor]:
-        """This instance's part of the tree over all replicas, as the end of the step will have it.
+    def add(self, number: int, unit: float) -> list[Tensor]:
+        """This instance's parts of a bucket's sum, with the bits that the end of the step will have.
 
         Args:
             number: Of the bucket, whose gradients are complete.
             unit: What weights are divided by.
         """
-        bucket, published = self._overlap.buckets[number], self._overlap.published
+        bucket, sent = self._overlap.buckets[number], self._overlap.sent
         for parameter in self._overlap.members[number]:
-            slot = published.slots[id(parameter)]
+            slot = sent.slots[id(parameter)]
             slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
-        row = published.rows[bucket.kind][bucket.run]
+        row = sent.rows[bucket.kind][bucket.run]
         if self._weight != unit:
             row.mul_(self._weight / unit)
 
@@ -227,7 +243,9 @@ _BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class OverlappedSum:
-    """The step that has the channel: made before it is announced, and ended in every case.
+    """The sum of one step's gradients, which go early: made before the step is announced, and ended in every case.
+
+    While it is there, no other step goes early.
 
     Args:
         overlap: Of the model's gradients.
@@ -246,12 +264,12 @@ class OverlappedSum:
         self._is_refused = self._is_closed = self._is_over = False
         self._arrived: set[int] = set()
         self._num_awaited = overlap.num_expected()
-        self._num_issued = self._num_early = 0
-        self._publishing: LastMicroBatch | None = None
+        self._num_sent = self._num_early = 0
+        self._last: LastMicroBatch | None = None
         overlap.channel.is_taken = True
 
     def listen(self, announced: Exchange) -> None:
-        """The header with :attr:`number` has been sent."""
+        """Take the headers with everybody's :attr:`number`, of which this instance's was just sent."""
         self._announced = announced
         announced.peek()
 
@@ -264,26 +282,26 @@ class OverlappedSum:
             weight: What the micro batch counts.
         """
         if weight:
-            self._publishing = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
+            self._last = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
     def take(self, parameter: Tensor) -> None:
         """A gradient has been accumulated: send the buckets that are complete, if all instances want them."""
-        if self._publishing is None:
+        if self._last is None:
             return
         with self._lock:
-            self._publishing.look_at(parameter)
+            self._last.check(parameter)
             self._arrive(parameter)
-            while self._num_issued < len(self._num_awaited) and not self._num_awaited[self._num_issued]:
-                if not self._is_agreed() or not self._publishing.can_read(self._num_issued):
+            while self._num_sent < len(self._num_awaited) and not self._num_awaited[self._num_sent]:
+                if not self._is_agreed() or not self._last.can_read(self._num_sent):
                     return
-                self._issue(self._publishing.partials_of(self._num_issued, self._unit or 1.0))
+                self._send(self._last.add(self._num_sent, self._unit or 1.0))
                 self._num_early += 1
 
     def close(self, own: Sequence[GradientRows]) -> int:
         """The gradients are complete: send what is left of them.
 
         Args:
-            own: This instance's part of the tree over all replicas.
+            own: This instance's parts of the sum over all replicas.
 
         Returns:
             What to say: that the sums are right as far as this instance knows, or 0.
@@ -291,8 +309,8 @@ class OverlappedSum:
         with self._lock:
             if not self._is_agreed():
                 return 0
-            self._publishing = None
-            self._issue_rest(own)
+            self._last = None
+            self._send_rest(own)
             self._is_closed = True
             is_final = self._is_final(own[-1])
             self._overlap.learn(self._arrived, is_final=is_final)
@@ -310,9 +328,9 @@ class OverlappedSum:
         Raises:
             BackendError: If an instance was lost or did not come in time.
         """
-        if self._num_issued:
+        if self._num_sent:
             self._overlap.channel.wait()
-            self._num_issued = 0
+            self._num_sent = 0
         return self._overlap.sums if are_right else None
 
     def end(self) -> None:
@@ -320,12 +338,12 @@ class OverlappedSum:
         with self._lock:
             if self._is_over:
                 return
-            self._is_over, self._publishing = True, None
+            self._is_over, self._last = True, None
             if not self._is_closed and self._is_agreed():
-                self._issue_rest([self._overlap.published])
+                self._send_rest([self._overlap.sent])
             elif self._announced is not None and self._unit is None and not self._is_refused:
                 self._overlap.channel.break_off()  # the others may still agree, without this one
-            if self._num_issued:
+            if self._num_sent:
                 self._overlap.leave_rows()
             self._overlap.channel.is_taken = False
 
@@ -345,24 +363,24 @@ class OverlappedSum:
                 self._unit = None if self._is_refused else max(heaviest) if self._scales else 1.0
         return self._unit is not None
 
-    def _issue(self, partials: Sequence[Tensor]) -> None:
+    def _send(self, own: Sequence[Tensor]) -> None:
         """Send the next bucket; if interrupted, it may have gone or not, so no instance sends early any more."""
-        bucket = self._overlap.buckets[self._num_issued]
-        self._num_issued += 1
+        bucket = self._overlap.buckets[self._num_sent]
+        self._num_sent += 1
         try:
-            self._overlap.issue(bucket, partials)
+            self._overlap.send(bucket, own)
         except BaseException:
             self._overlap.channel.break_off()
             raise
 
-    def _issue_rest(self, own: Sequence[GradientRows]) -> None:
-        for bucket in self._overlap.buckets[self._num_issued :]:
-            self._issue([it.rows[bucket.kind][bucket.run] for it in own])
+    def _send_rest(self, own: Sequence[GradientRows]) -> None:
+        for bucket in self._overlap.buckets[self._num_sent :]:
+            self._send([it.rows[bucket.kind][bucket.run] for it in own])
 
     def _is_final(self, last: GradientRows) -> bool:
         """Whether what was sent early has the bits of ``last``."""
         starts = {bucket.kind: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
         pairs = [
-            (self._overlap.published.rows[kind][start:], last.rows[kind][start:]) for kind, start in starts.items()
+            (self._overlap.sent.rows[kind][start:], last.rows[kind][start:]) for kind, start in starts.items()
         ]
         return all(torch.equal(sent.view(_BITS[sent.dtype]), own.view(_BITS[own.dtype])) for sent, own in pairs)

@@ -1,22 +1,30 @@
-"""The end of a step: the instances tell each other how it went, and only then add what they have.
+"""One step's gradients become the sum or the mean over all replicas of the job.
 
-Each says whether its step is complete, what its micro batches weigh, which parameters were used and which buffers
-changed. An instance that left its loop says that in place of it, so nobody waits for gradients that never come.
+The instances speak once or twice in a step. When a loop over a whole batch starts, each says what its heaviest
+micro batch weighs, without waiting for an answer: a micro batch's share of the heaviest one of the job is needed
+only after the first backward pass. When the step ends, each says whether it is complete, what its micro batches
+weigh, which parameters were used and which buffers changed, and only then are gradients added: in the memory of
+the host, over the network, or where that was done already while the last backward pass ran. An instance that left
+its loop says that instead, so nobody waits for gradients that never come.
 """
 
 import hashlib
 import operator
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
-from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError
+from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError, PopdistError
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.exchange import nodes_of
+from popdist.gradients.exchange import add_instances
 from popdist.gradients.memory import GradientMemory
-from popdist.gradients.overlap import OverlappedSum
-from popdist.gradients.rows import FlatGradients, GradientRows
+from popdist.gradients.overlap import Overlap, OverlappedSum
+from popdist.gradients.partial_gradients import GradientParts, parts_of
+from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
 from popdist.groups import Exchange, Group
 from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
@@ -27,9 +35,16 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 """What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
 
 COURTESY_SECONDS: Final = 1.0
+"""How long an instance waits before it raises an error of which another instance has the cause."""
+
+FAREWELL_SECONDS: Final = 3.0
+"""How long an instance that abandons a step waits for the others to hear of it."""
 
 _STATES: Final = ("mean", "sum", "abandoned", "not finite")
 """What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
+
+_CANNOT_SPLIT: Final = -1.0
+"""Said in place of the heaviest weight."""
 
 
 class NotFinite(NamedTuple):
@@ -39,13 +54,261 @@ class NotFinite(NamedTuple):
     parameter: int
 
 
-def lost_step(instances: list[int], reason: str) -> MicroBatchError:
-    """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own.
+class GradientSum:
+    """The sum of one step's gradients over all replicas of the job.
 
-    A launcher reports the failure that comes first, and the cause is theirs.
+    Args:
+        memory: Of the gradients, which must be the same on all instances.
+        buffers: Of the model, made equal with the gradients; None leaves them alone.
+
+    Attributes:
+        used: The parameters that had a gradient on this instance: bit i stands for the i-th.
+
+    Raises:
+        CollectiveError: If only a part of the job is here.
     """
-    time.sleep(COURTESY_SECONDS)
-    return MicroBatchError(f"{name_instances(instances)} {reason}, so this step has no gradient on any instance")
+
+    def __init__(self, memory: GradientMemory, buffers: ReplicaBuffers | None = None) -> None:
+        check_whole_job(memory.group, memory.layout)
+        self._memory = memory
+        self._group = memory.group
+        self._gradients = memory.gradients
+        self._buffers = buffers
+        num_replicas, first = memory.layout.num_replicas, memory.first_replica
+        self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add, start=first)
+        self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
+        self.used = 0
+        self._announced: Exchange | None = None
+        self._scales = False
+        self._unit: float | None = 1.0
+        self._is_awaited = True
+        self._early: OverlappedSum | None = None
+
+    def announce(self, accumulation: int, heaviest: float, reduction: Reduction) -> None:
+        """Tell the others this instance's heaviest weight; for a mean, all weights are divided by the job's.
+
+        Raises:
+            BatchError: If the job has one instance and no sample.
+            CollectiveError, BackendError: If what was started before has failed.
+        """
+        self._scales = reduction == "mean"
+        if len(self._group.instances) == 1:
+            self._group.raise_failure()
+            self._set_unit([heaviest])
+            return
+        overlap = self._memory.overlap
+        if overlap is not None and self._parts() is None:
+            self._early = overlap.begin_step(scales=self._scales)
+        offer = 0 if self._early is None else self._early.number
+        self._announced = _announce(self._group, accumulation, heaviest, offer)
+        self._unit = None
+        if self._early is not None:
+            self._early.listen(self._announced)
+
+    def unit(self) -> float:
+        """What weights are divided by before they scale a gradient; waits for the others once, if at all.
+
+        Raises:
+            BatchError: If the whole job has no sample in this step.
+            MicroBatchError: If an instance could not split its batch.
+            CollectiveError, BackendError: If the instances disagree, or one was lost.
+        """
+        if self._unit is None and self._announced is not None:
+            try:
+                self._set_unit([weight for words in self._announced.wait() for weight in as_floats(words[:1])])
+            except PopdistError:
+                self._is_awaited = False
+                raise
+        return self._unit or 1.0
+
+    def _set_unit(self, heaviest: list[float]) -> None:
+        if refused := [instance for instance, weight in enumerate(heaviest) if weight == _CANNOT_SPLIT]:
+            raise _lost_step(refused, "could not split the batch into micro batches (see the error there)")
+        if not any(heaviest):
+            raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
+        self._unit = max(heaviest) if self._scales else 1.0
+
+    def begin_last(self, micro_batches: TreeSum[GradientRows], weight: float) -> None:
+        """The last micro batch of this instance begins: from now on gradients may go early.
+
+        Args:
+            micro_batches: Those of its replica before it.
+            weight: What it counts.
+        """
+        if self._early is not None:
+            self._early.begin(micro_batches, self._rows, weight)
+
+    def take(self, parameter: Tensor) -> None:
+        """A gradient of ``parameter`` has been accumulated."""
+        if self._early is not None:
+            self._early.take(parameter)
+
+    def push(self, rows: GradientRows, weight: float) -> None:
+        """Take the next local replica's gradients, added up with their weights."""
+        self._rows.push(rows)
+        self._weights.push(weight)
+
+    def finish(self, reduction: Reduction, not_finite: NotFinite | None = None) -> None:
+        """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
+
+        Args:
+            reduction: The same on all instances.
+            not_finite: What this instance has found, if anything: then every instance raises.
+
+        Raises:
+            BatchError: If the weights of the whole job add up to 0, so that there is no mean.
+            GradientError: If an instance has found a gradient that is not finite.
+            MicroBatchError: If another instance has left its loop, or could not split its batch.
+            CollectiveError: If the instances do other things, or have other parameters.
+            BackendError: If an instance was lost or did not come in time.
+        """
+        unit = self.unit()
+        self._is_awaited = False
+        parts = self._parts()
+        way = 0 if self._early is None else self._early.close(list(self._rows.nodes.values()))
+        way = way if parts is None else parts.number
+        states = self._say(reduction if not_finite is None else "not finite", way).wait()
+        self._check([_STATES[state[0]] for state in states], not_finite)
+        total = self._total_weight([state[3:] for state in states])
+        if reduction == "mean" and not total:
+            raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
+        mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
+        if len({state[2] for state in states}) > 1:
+            way, parts = 0, None
+        rows = self._add(total / unit if reduction == "mean" else 1.0, parts, are_sums_right=way < 0)
+        num_parameters = len(self._gradients.names)
+        self._gradients.give(rows, mask & ((1 << num_parameters) - 1))
+        if parts is not None:
+            parts.cover(self._group)
+        if self._buffers is not None and mask >> num_parameters:
+            self._buffers.combine(self._group, self._memory.layout, mask >> num_parameters)
+        progress_page.count_step()
+        self._end_early()
+
+    def abandon(self) -> None:
+        """Tell the others, unless all know already, that there will be no gradient. Never raises."""
+        try:
+            if self._is_awaited:
+                with suppress(PopdistError):
+                    if self._announced is not None:
+                        self._announced.wait(FAREWELL_SECONDS)
+                        self.unit()
+                    self._say("abandoned").wait(FAREWELL_SECONDS)
+        finally:
+            self._is_awaited = False
+            self._end_early()
+
+    def _end_early(self) -> None:
+        if self._early is not None:
+            self._early.end()
+
+    def _parts(self) -> GradientParts | None:
+        """The parts of the sum that the instances need, where not all get all of it anyway."""
+        if self._memory.shared is not None or len(self._group.instances) == 1:
+            return None
+        return parts_of(self._gradients)
+
+    def _add(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> GradientRows:
+        """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
+
+        Args:
+            over: The same on all instances.
+            parts: What the instances need, if they have agreed to get no more.
+            are_sums_right: Whether all have said that what went early is what they have now.
+        """
+        memory, own = self._memory, list(self._rows.nodes.values())
+        early = None if self._early is None else self._early.wait(are_right=are_sums_right)
+        if early is not None:
+            scale_rows(early.rows, over=over)
+            return early
+        if memory.shared is not None:
+            total = memory.shared.add(own, over)
+            if total is not None:
+                return total
+            memory.shared = None
+        if parts is not None:
+            return parts.add(self._group, memory.layout, own, over)
+        if len(self._group.instances) == 1:
+            total = finish(self._rows.nodes, memory.layout.num_replicas, memory.add)
+        else:
+            total = self._add_over_network(own)
+        scale_rows(total.rows, over=over)
+        return total
+
+    def _add_over_network(self, own: Sequence[GradientRows]) -> GradientRows:
+        memory = self._memory
+        for row_of_nodes in zip(*(it.rows for it in own), strict=True):
+            add_instances(self._group, memory.layout, list(row_of_nodes))
+        if memory.overlap is None and self._announced is not None:  # all instances are together here
+            channel = self._group.backend.channel([kind.device for kind in self._gradients.kinds])
+            memory.overlap = None if channel is None else Overlap(channel, memory.layout, self._gradients)
+        return own[0]
+
+    @property
+    def _mask(self) -> int:
+        """Which parameters were used and, above them, which buffers were changed."""
+        return self.used | (self._buffers.changed() << len(self._gradients.names) if self._buffers else 0)
+
+    def _mask_as_bytes(self) -> bytes:
+        num_bits = len(self._gradients.names) + len(self._buffers or ())
+        return self._mask.to_bytes(num_bits // 8 + 1, "little")
+
+    def _gather_mask(self) -> int:
+        own = torch.frombuffer(bytearray(self._mask_as_bytes()), dtype=torch.uint8)
+        mask = 0
+        for row in self._group.backend.all_gather(own):
+            mask |= int.from_bytes(row.numpy().tobytes(), "little")
+        return mask
+
+    def _say(self, state: str, way: int = 0) -> Exchange:
+        """Tell the others how this instance's step has ended.
+
+        Args:
+            state: One of ``_STATES``.
+            way: How the gradients are added: 0 at the end and all of them, a positive number in parts, a negative
+                one for sums that are there already; the same number on all instances, or none of these.
+        """
+        digest = hashlib.blake2b(self._mask_as_bytes(), digest_size=7).digest()
+        weights = as_words(self._weights.nodes.values())
+        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
+        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), way]
+        return self._group.start(text, [*numbers, *weights])
+
+    def _check(self, states: list[str], not_finite: NotFinite | None) -> None:
+        """Raise on every instance if one has no gradient, or they want different ones."""
+        owners = {
+            state: [i for i, other in zip(self._group.instances, states, strict=True) if other == state]
+            for state in states
+        }
+        if "abandoned" in owners:
+            reason = "left the micro_batches loop before its end (by break, return or an exception)"
+            raise _lost_step(owners["abandoned"], reason)
+        if "not finite" in owners:
+            found = self._group.start("name the gradient that is not finite", not_finite or ()).wait()
+            replica, parameter = min(numbers for numbers in found if numbers)
+            raise not_finite_error(NotFinite(replica, parameter), self._gradients)
+        if len(owners) > 1:
+            wanted = "; ".join(f"{name_instances(instances)}: {state}" for state, instances in owners.items())
+            raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
+
+    def _total_weight(self, weights: list[list[int]]) -> float:
+        """The weights of the whole job, added in the order of the gradients: equal bits for every split."""
+        partials = {
+            node: weight
+            for nodes, words in zip(self._memory.nodes, weights, strict=True)
+            for node, weight in zip(nodes, as_floats(words), strict=True)
+        }
+        return finish(partials, self._memory.layout.num_replicas, operator.add)
+
+
+def refuse_step(group: Group, accumulation: int) -> None:
+    """Tell the others, in place of a step, that this instance could not split its batch. Never raises."""
+    with suppress(PopdistError):
+        _announce(group, accumulation, _CANNOT_SPLIT, 0).wait(FAREWELL_SECONDS)
+
+
+def _announce(group: Group, accumulation: int, heaviest: float, offer: int) -> Exchange:
+    return group.start(f"micro_batches(accumulation={accumulation})", [*as_words([heaviest]), offer])
 
 
 def check_reduction(reduction: str) -> None:
@@ -71,147 +334,13 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
         )
 
 
-class GradientSum:
-    """The gradient over all replicas of the job, while this instance's replicas bring theirs.
+def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
+    """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own.
 
-    Args:
-        group: All instances of the job.
-        layout: Which replicas each of them owns.
-        memory: Of the gradients of the parameters, which must be the same on all instances.
-        buffers: Of the model; None leaves them alone.
-
-    Raises:
-        CollectiveError: If ``group`` is only a part of the job.
+    A launcher reports the failure that comes first, and the cause is theirs.
     """
-
-    def __init__(
-        self, group: Group, layout: ReplicaLayout, memory: GradientMemory, buffers: ReplicaBuffers | None = None
-    ) -> None:
-        check_whole_job(group, layout)
-        self._group = group
-        self._layout = layout
-        self._memory = memory
-        self._gradients = memory.gradients
-        self._buffers = buffers
-        first = layout.replicas_of(group.backend.instance_index).start
-        self._rows: TreeSum[GradientRows] = TreeSum(layout.num_replicas, memory.add, start=first)
-        self._weights: TreeSum[float] = TreeSum(layout.num_replicas, operator.add, start=first)
-        self._used = 0
-
-    def push(self, rows: GradientRows, weight: float, used: int) -> None:
-        """Take the next local replica's gradients, added up with their weights, and the parameters it ``used``."""
-        self._rows.push(rows)
-        self._weights.push(weight)
-        self._used |= used
-
-    @property
-    def rows(self) -> TreeSum[GradientRows]:
-        """What the local replicas have brought so far."""
-        return self._rows
-
-    def finish(
-        self,
-        reduction: Reduction,
-        *,
-        unit: float = 1.0,
-        not_finite: NotFinite | None = None,
-        overlap: OverlappedSum | None = None,
-    ) -> None:
-        """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
-
-        Args:
-            reduction: ``"mean"`` or ``"sum"``; the same on all instances.
-            unit: What the gradients were multiplied by is their weight over this; the same on all instances.
-            not_finite: What this instance has found, if anything: then every instance raises.
-            overlap: What has gone early, if it could.
-
-        Raises:
-            BatchError: If the weights of the whole job add up to 0, so that there is no mean.
-            GradientError: If an instance has found a gradient that is not finite.
-            MicroBatchError: If another instance has left its loop before the end.
-            CollectiveError: If the instances do other things, or have other parameters.
-            BackendError: If an instance was lost or did not come in time.
-        """
-        parts = self._memory.parts()
-        way = 0 if overlap is None else overlap.close(list(self._rows.nodes.values()))
-        way = way if parts is None else parts.number
-        states = self._announce(reduction if not_finite is None else "not finite", way).wait()
-        self._check([_STATES[state[0]] for state in states], not_finite)
-        total = self._total_weight([state[3:] for state in states])
-        if reduction == "mean" and not total:
-            raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
-        mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
-        is_one_way = len({state[2] for state in states}) == 1
-        parts = parts if is_one_way else None
-        early = None if overlap is None else overlap.wait(are_right=is_one_way and way < 0)
-        over = total / unit if reduction == "mean" else 1.0
-        rows = self._memory.finish(self._rows.nodes, over, parts, early)
-        num_parameters = len(self._gradients.names)
-        self._gradients.give(rows, mask & ((1 << num_parameters) - 1))
-        if parts is not None:
-            parts.cover(self._group)
-        if self._buffers is not None and mask >> num_parameters:
-            self._buffers.combine(self._group, self._layout, mask >> num_parameters)
-        progress_page.count_step()
-
-    def abandon(self) -> Exchange:
-        """Tell the others, in place of :meth:`finish`, that there will be no gradient; does not wait for them."""
-        return self._announce("abandoned")
-
-    @property
-    def _mask(self) -> int:
-        """Which parameters were used and, above them, which buffers were changed."""
-        return self._used | (self._buffers.changed() << len(self._gradients.names) if self._buffers else 0)
-
-    def _mask_as_bytes(self) -> bytes:
-        num_bits = len(self._gradients.names) + len(self._buffers or ())
-        return self._mask.to_bytes(num_bits // 8 + 1, "little")
-
-    def _announce(self, state: str, way: int = 0) -> Exchange:
-        """``way`` is how the gradients are added: 0 for all of them at the end, or what tells the other ones."""
-        digest = hashlib.blake2b(self._mask_as_bytes(), digest_size=7).digest()
-        weights = as_words(self._weights.nodes.values())
-        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
-        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), way]
-        return self._group.start(text, [*numbers, *weights])
-
-    def _check(self, states: list[str], not_finite: NotFinite | None) -> None:
-        """Raise on every instance if one has no gradient, or they want different ones."""
-        owners = {
-            state: [i for i, it in zip(self._group.instances, states, strict=True) if it == state]
-            for state in states
-        }
-        if "abandoned" in owners:
-            raise lost_step(
-                owners["abandoned"],
-                "left the micro_batches loop before its end (by break, return or an exception)",
-            )
-        if "not finite" in owners:
-            self._raise_not_finite(not_finite)
-        if len(owners) > 1:
-            wanted = "; ".join(f"{name_instances(instances)}: {state}" for state, instances in owners.items())
-            raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
-
-    def _raise_not_finite(self, own: NotFinite | None) -> None:
-        found = self._group.start("name the gradient that is not finite", own or ()).wait()
-        replica, parameter = min(numbers for numbers in found if numbers)
-        raise not_finite_error(NotFinite(replica, parameter), self._gradients)
-
-    def _total_weight(self, weights: list[list[int]]) -> float:
-        """The weights of the whole job, added in the order of the gradients: equal bits for every split."""
-        partials = {
-            node: weight
-            for instance, words in enumerate(weights)
-            for node, weight in zip(nodes_of(self._layout, instance), as_floats(words), strict=True)
-        }
-        return finish(partials, self._layout.num_replicas, operator.add)
-
-    def _gather_mask(self) -> int:
-        own = torch.frombuffer(bytearray(self._mask_as_bytes()), dtype=torch.uint8)
-        mask = 0
-        for row in self._group.backend.all_gather(own):
-            mask |= int.from_bytes(row.numpy().tobytes(), "little")
-        return mask
+    time.sleep(COURTESY_SECONDS)
+    return MicroBatchError(f"{name_instances(instances)} {reason}, so this step has no gradient on any instance")
 
 
 def not_finite_error(found: NotFinite, gradients: FlatGradients) -> GradientError:

@@ -1,26 +1,29 @@
-"""Backward passes outside the loop: their gradients are reduced when they end, or refused, never left unreduced.
+"""Backward passes outside the micro batches: their gradients are reduced when they end, or refused.
 
-Every trained parameter tells when its gradient has been accumulated. Inside a micro batch that is as it should be.
-Outside, an instance with one replica reduces as soon as the backward pass has ended; one with several cannot know
-which of them has computed, and shows the loop to write.
+Every trained parameter tells when its gradient has been accumulated. In a micro batch the step takes it. Outside,
+an instance with one replica reduces as soon as the backward pass has ended; one with several cannot know which of
+them has computed, and shows the loop to write. So no gradient is left unreduced.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from popdist import context
 from popdist.errors import BatchError, MicroBatchError
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.memory import ModelGradients
-from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
+from popdist.gradients.memory import GradientMemory, ModelGradients
+from popdist.gradients.reduction import GradientSum, NotFinite, Reduction, not_finite_error
 from popdist.layout import ReplicaLayout
+
+if TYPE_CHECKING:
+    from popdist.training.step import PlainStep, Step
 
 LOOP: Final = """
     model = popdist.ReplicatedModel(module)
@@ -28,17 +31,11 @@ LOOP: Final = """
         for x, y in model.micro_batches(batch):
             loss_fn(model(x), y).backward()
         optimizer.step()"""
-
-
-class Taking(Protocol):
-    """A step that is being made."""
-
-    def take(self, parameter: torch.Tensor) -> None:
-        """A gradient of its micro batch has been accumulated."""
+"""The loop that messages show."""
 
 
 class AutomaticReduction:
-    """What happens to the gradients of a backward pass outside the micro batches of one model.
+    """The gradients of backward passes outside the micro batches of one model.
 
     Args:
         module: The model.
@@ -46,6 +43,10 @@ class AutomaticReduction:
         buffers: Of the model; they are made equal with the gradients.
         layout: Of the job.
         checks_finite: Whether to look for NaN and infinity.
+
+    Attributes:
+        step: The step that the process is in, in a micro batch or between two.
+        is_computing: Whether it is in a micro batch, where gradients are expected.
     """
 
     def __init__(
@@ -57,24 +58,34 @@ class AutomaticReduction:
         *,
         checks_finite: bool,
     ) -> None:
+        self.step: Step | PlainStep | None = None
         self.is_computing = False
-        """Whether the process is in a micro batch, where gradients are expected."""
-        self.step: Taking | None = None
-        """The step that the process is in, in a micro batch or between two."""
         self._module = module
         self._gradients = gradients
         self._buffers = buffers
         self._layout = layout
         self._checks_finite = checks_finite
         self._num_suspensions = 0
-        self._watch = BackwardWatch(self)
-        self._is_watching = layout.num_replicas > 1 or checks_finite
+        self._watched: dict[int, weakref.ref[Parameter]] = {}
+        self._task: int | None = None
         _all.add(self)
 
     def watch(self) -> None:
-        """Notice backward passes outside the micro batches from now on, of parameters that are new, too."""
-        if self._is_watching and not self.is_computing:
-            self._watch.cover(self._module.parameters())
+        """Notice backward passes outside the micro batches from now on; new and frozen parameters count, too."""
+        if self.is_computing or (self._layout.num_replicas == 1 and not self._checks_finite):
+            return
+        for parameter in self._module.parameters():
+            if not self._watches(parameter):
+                self._watched[id(parameter)] = weakref.ref(parameter)
+                _call_with_gradients(parameter, weakref.WeakMethod(self.notice_gradient))
+
+    def expects(self, parameter: Tensor) -> bool:
+        """Whether the process is in a micro batch of this model, to which ``parameter`` belongs."""
+        return self.is_computing and self._watches(parameter)
+
+    def _watches(self, parameter: Tensor) -> bool:
+        known = self._watched.get(id(parameter))
+        return known is not None and known() is parameter
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -85,15 +96,10 @@ class AutomaticReduction:
         finally:
             self._num_suspensions -= 1
 
-    def expects(self, parameter: torch.Tensor) -> bool:
-        """Whether the process is in a micro batch of this model, to which ``parameter`` belongs."""
-        return self.is_computing and self._watch.covers(parameter)
-
-    def notice_gradient(self, parameter: torch.Tensor) -> None:
+    def notice_gradient(self, parameter: Tensor) -> None:
         """A gradient has been accumulated, perhaps by a backward pass that nobody expected.
 
-        In a micro batch the step takes it. Elsewhere it is reduced after the pass, or refused. Another model of
-        the same parameter may expect it: a module that was wrapped again, or a part of two.
+        Another model of the same parameter may expect it: a module that was wrapped again, or a part of two.
         """
         if self.is_computing:
             if self.step is not None:
@@ -113,78 +119,60 @@ class AutomaticReduction:
                 f"which needs its own micro batches. Write\n{LOOP}\n\nor `with model.no_sync():` around a "
                 "backward pass in which this model's gradients play no part"
             )
-        self._watch.call_after_backward(self._reduce)
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - DDP and FSDP rely on this pair; there is no public one
+        if task != self._task:  # once for each backward pass
+            self._task = task
+            Variable._execution_engine.queue_callback(self._reduce)  # noqa: SLF001 - as above
 
     def _reduce(self) -> None:
-        """The mean over the instances, each of which has one replica and counts alike."""
+        """Take the mean over the instances, which have one replica each and count alike: the pass has ended."""
         gradients, group = self._gradients.find(), context.current_group()
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
-            memory = self._gradients.memory(group, self._layout)
-            total = GradientSum(group, self._layout, memory, self._buffers)
-            self._buffers.end_replica(has_run=True)
-            total.push(memory.take_all(), 1.0, gradients.used())
-            total.finish("mean", not_finite=found)
+            _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, found)
             self._buffers.begin_step()
         elif found is not None:
             raise not_finite_error(found, gradients)
-
-
-class BackwardWatch:
-    """Tells ``owner`` of each parameter whose gradient was accumulated unexpectedly.
-
-    Args:
-        owner: Is not kept alive by this.
-    """
-
-    def __init__(self, owner: AutomaticReduction) -> None:
-        self._owner = weakref.ref(owner)
-        self._watched: dict[int, weakref.ref[Parameter]] = {}
-        self._task: int | None = None
-
-    def cover(self, parameters: Iterable[Parameter]) -> None:
-        """Watch ``parameters``, those that are frozen now too; again is no harm."""
-        for parameter in parameters:
-            known = self._watched.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._watched[id(parameter)] = weakref.ref(parameter)
-                self._hook(parameter)
-
-    def covers(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter`` is watched."""
-        known = self._watched.get(id(parameter))
-        return known is not None and known() is parameter
-
-    def call_after_backward(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` when the backward pass that is running has ended; once for each pass."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - DDP and FSDP rely on this pair; there is no public one
-        if task != self._task:
-            self._task = task
-            Variable._execution_engine.queue_callback(callback)  # noqa: SLF001 - as above
-
-    def _hook(self, parameter: Parameter) -> None:
-        owner_of = self._owner
-
-        def tell(parameter: torch.Tensor) -> None:
-            owner = owner_of()
-            if owner is not None:
-                owner.notice_gradient(parameter)
-
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(tell)
-        elif parameter.is_floating_point() or parameter.is_complex():
-            parameter.requires_grad_(True)  # noqa: FBT003 - torch names it positionally
-            parameter.register_post_accumulate_grad_hook(tell)
-            parameter.requires_grad_(False)  # noqa: FBT003 - as above
 
 
 _all: Final[weakref.WeakSet[AutomaticReduction]] = weakref.WeakSet()
 """Those of all models of this process."""
 
 
+def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
+    """Call ``method``, as long as there is its object, whenever a gradient of ``parameter`` was accumulated."""
+
+    def call(parameter: Tensor) -> None:
+        found = method()
+        if found is not None:
+            found(parameter)
+
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(call)
+    elif parameter.is_floating_point() or parameter.is_complex():
+        parameter.requires_grad_(True)  # noqa: FBT003 - torch names it positionally
+        parameter.register_post_accumulate_grad_hook(call)
+        parameter.requires_grad_(False)  # noqa: FBT003 - as above
+
+
+def _reduce_all(
+    memory: GradientMemory,
+    reduction: Reduction,
+    buffers: ReplicaBuffers | None = None,
+    not_finite: NotFinite | None = None,
+) -> None:
+    """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
+    total = GradientSum(memory, buffers)
+    if buffers is not None:
+        buffers.end_replica(has_run=True)
+    total.used = memory.gradients.used()
+    total.push(memory.take_all(), 1.0)
+    total.finish(reduction, not_finite)
+
+
 _known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()
-"""Of each module, so that the memory is used again."""
+"""For each module that was reduced by itself, its gradients: their memory is used again."""
 
 
 def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean") -> None:
@@ -216,8 +204,5 @@ def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean")
             f"all_reduce_gradients is for one replica in each instance, and this job has {layout.num_replicas} "
             f"replicas in {layout.num_instances} instances: each needs its own micro batches. Write\n{LOOP}"
         )
-    known = _known.setdefault(module, ModelGradients(module))
-    memory = known.memory(group, layout)
-    replicas = GradientSum(group, layout, memory)
-    replicas.push(memory.take_all(), 1.0, memory.gradients.used())
-    replicas.finish(op)
+    gradients = _known.setdefault(module, ModelGradients(module))
+    _reduce_all(gradients.memory(group, layout), op)

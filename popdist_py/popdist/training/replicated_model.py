@@ -13,12 +13,12 @@ from popdist.errors import BatchError, MicroBatchError, WeightsError, seed_numbe
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.partial_gradients import clip_grad_norm
-from popdist.gradients.reduction import Reduction, check_reduction
+from popdist.gradients.reduction import Reduction, check_reduction, refuse_step
 from popdist.training import optimizers
 from popdist.training.backward import AutomaticReduction
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.randomness import RandomScope, ReplicaRandomness
-from popdist.training.step import PlainStep, Step, refuse_step
+from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
 from popdist.weights import broadcast_weights
 
@@ -80,14 +80,8 @@ class ModelSteps:
         group = context.current_group()
         if self.layout.num_replicas == accumulation == 1:
             return PlainStep(group, self._gradients, checks_finite=self._checks_finite)
-        return Step(
-            group,
-            self.layout,
-            memory=self._gradients.memory(group, self.layout),
-            buffers=self._buffers,
-            accumulation=accumulation,
-            checks_finite=self._checks_finite,
-        )
+        memory = self._gradients.memory(group, self.layout)
+        return Step(memory, self._buffers, accumulation=accumulation, checks_finite=self._checks_finite)
 
     def micro_batches(
         self,
@@ -270,18 +264,18 @@ class ReplicatedModel(nn.Module):
         self.module = module
         self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
         broadcast_weights(module)
-        self._replication = ModelSteps(module, seed=seed, checks_finite=check_finite)
-        self._replication.automatic.watch()
+        self._model_steps = ModelSteps(module, seed=seed, checks_finite=check_finite)
+        self._model_steps.automatic.watch()
 
     @property
     def randomness(self) -> ReplicaRandomness:
         """The random states of this instance's replicas; part of what a checkpoint saves."""
-        return self._replication.randomness
+        return self._model_steps.randomness
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the module takes and gives
         """The module's own forward pass."""
         if torch.is_grad_enabled():
-            self._replication.automatic.watch()
+            self._model_steps.automatic.watch()
         return self.module(*args, **kwargs)
 
     def micro_batches(
@@ -331,8 +325,9 @@ class ReplicatedModel(nn.Module):
             CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
             BackendError: If an instance was lost or did not come in time.
         """
-        steps = self._replication
-        return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split)
+        return self._model_steps.micro_batches(
+            batch, accumulation, reduction=reduction, weights=weights, split=split
+        )
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1
@@ -360,7 +355,7 @@ class ReplicatedModel(nn.Module):
         """
         index = whole_number("index", index, BatchError, minimum=0)
         accumulation = whole_number("accumulation", accumulation, BatchError)
-        return self._replication.micro_batch(index, weight, accumulation)
+        return self._model_steps.micro_batch(index, weight, accumulation)
 
     def reduce_gradients(self, reduction: Reduction = "mean") -> None:
         """End a step: ``.grad`` of each parameter becomes that of all replicas, and buffers are made equal.
@@ -375,7 +370,7 @@ class ReplicatedModel(nn.Module):
             BatchError: If the weights of the whole job add up to 0.
             GradientError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
         """
-        self._replication.reduce(reduction)
+        self._model_steps.reduce(reduction)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -406,7 +401,7 @@ class ReplicatedModel(nn.Module):
         As under DistributedDataParallel: they are reduced with the next backward pass outside it. And the way to
         say that this model's gradients play no part, as those of a discriminator when its generator is trained.
         """
-        return self._replication.automatic.suspended()
+        return self._model_steps.automatic.suspended()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
         try:
