@@ -131,6 +131,34 @@ def test_the_optimizer_sees_the_mean(accumulation: int) -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=0 if accumulation == 1 else 1e-5, atol=1e-7)
 
 
+class Branches(nn.Module):
+    """One layer for negative samples, and another for the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below = nn.Linear(3, 1)
+        self.above = nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Use one of the layers."""
+        return torch.as_tensor(self.below(x) if x.sum() < 0 else self.above(x))
+
+
+@pytest.mark.parametrize("signs", [[-1, 1, 1], [1, 1, -1], [-1, 1, 0]])
+def test_a_parameter_of_one_micro_batch_has_its_gradient(signs: list[int]) -> None:
+    """Whichever of the step's micro batches used it, and though the others did not."""
+    model = popdist.ReplicatedModel(Branches())
+    plain = copy.deepcopy(model.module)
+    parts = [sign * torch.ones(2, 3) for sign in signs]
+    for x in model.micro_batches(parts, 3, split=list):
+        model(x).mean().backward()
+    for x in parts:
+        (plain(x).mean() / 3).backward()
+
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 def test_two_models_may_take_their_steps_together() -> None:
     """As a generator and its critic do."""
     one, two = (popdist.ReplicatedModel(nn.Linear(3, 1)) for _ in range(2))
