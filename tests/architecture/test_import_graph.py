@@ -21,9 +21,8 @@ AGENT = frozenset(
         "poprun",
         "poprun.messages",
         "poprun.messages.control",
-        "poprun.messages.link",
         "poprun.process",
-        "poprun.process.start",
+        "poprun.process.spawn",
         "poprun.process.tree",
     }
 )

@@ -23,7 +23,7 @@ READERS = {
         "launch",
         "lease",
         "hosts/remote_side.py",
-        "process/start.py",
+        "process/spawn.py",
         "text/screen.py",
         "command.py",
         "start.py",

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from popdist.contract import Contract, Endpoint
-from poprun.process.start import become_subreaper
+from poprun.process.spawn import become_subreaper
 from tests import leftovers
 from tests.contract.forking import Answer, Call
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from poprun.process.start import answer_of
+from poprun.process.spawn import answer_of
 
 
 def test_both_streams_are_read() -> None:

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poprun.messages.control import MAX_MESSAGE_BYTES, abstract_address
-from poprun.messages.link import NONCE_BYTES, PROOF_BYTES
+from poprun.messages.control import MAX_MESSAGE_BYTES, NONCE_BYTES, PROOF_BYTES, abstract_address
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
@@ -81,7 +80,7 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
 
 OVER_TCP = """
 import os, sys
-from poprun.messages.link import new_key
+from poprun.messages.control import new_key
 from poprun.plan.plan_file import read_plan
 from poprun.hosts.remote_side import hold
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork

@@ -5,8 +5,17 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from poprun.messages import control
-from poprun.messages.control import EVENT_FIELDS, LineReader, ProtocolError, check_event, decode, encode
-from poprun.messages.link import Handshake, Seal, new_key
+from poprun.messages.control import (
+    EVENT_FIELDS,
+    Handshake,
+    LineReader,
+    ProtocolError,
+    Seal,
+    check_event,
+    decode,
+    encode,
+    new_key,
+)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -11,8 +11,7 @@ from poprun.job.record import instance_views
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 from poprun.messages.control import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
-from poprun.monitor.rates import Rate, rates
-from poprun.monitor.table import describe_bytes, describe_seconds, render
+from poprun.monitor.job_table import Rate, describe_bytes, describe_seconds, rates, render
 from tests.planning import planned
 
 RUNNING = InstanceView(

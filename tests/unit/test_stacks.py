@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import popdist
 from poprun.job.stacks import Frame, Standing, read_standing, render_standings
-from poprun.launch.process_view import describe_process, name_system_call
+from poprun.launch.program_watch import describe_process, name_system_call
 
 TEXT = """\
 Thread 0x00007f95c8b2a6c0 (most recent call first):

@@ -12,7 +12,7 @@ from typing import Final
 from poprun.plan.topology import MachineFacts
 from poprun.probe.limits import MemoryLimits, cpu_quota, memory_limits
 from poprun.probe.machine import machine_facts
-from poprun.process.start import answer_of
+from poprun.process.spawn import answer_of
 
 TORCH_TIMEOUT_SECONDS: Final = 120.0
 """Importing torch for the first time may have to fetch a gigabyte from a slow disk."""

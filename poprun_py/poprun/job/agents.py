@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from poprun.hosts.routes import JobNetwork
 from poprun.job.listeners import Door, LocalDoor
-from poprun.messages.control import VIEW_EVENT, Message, check_event, encode
-from poprun.messages.link import Link
+from poprun.messages.control import VIEW_EVENT, Link, Message, check_event, encode
 
 if TYPE_CHECKING:
     from poprun.messages.view import JobView

@@ -28,7 +28,7 @@ from poprun.job.signals import SignalBox
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import wished_job_id
 from poprun.pool.records import HeldLease
-from poprun.process.start import become_subreaper
+from poprun.process.spawn import become_subreaper
 from poprun.text.screen import say
 
 _LONGEST_PAUSE_SECONDS = 30.0

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from poprun.errors import LaunchError
 from poprun.launch.launchers import SHIM_WORDS, LaunchCommand
-from poprun.process.start import ProcessStart, start_process
+from poprun.process.spawn import ProcessStart, start_process
 from poprun.process.tree import descendants, reap, words_of
 
 _INTERVAL_SECONDS: Final = 0.2

@@ -15,8 +15,17 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from poprun.errors import LaunchError
-from poprun.messages.control import ProtocolError, abstract_address, peer_user
-from poprun.messages.link import NONCE_BYTES, PROOF_BYTES, Handshake, Link, notice_death, tcp_address
+from poprun.messages.control import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Handshake,
+    Link,
+    ProtocolError,
+    abstract_address,
+    notice_death,
+    peer_user,
+    tcp_address,
+)
 
 TALK_SECONDS: Final = 5.0
 """How long an agent may take to read a message."""

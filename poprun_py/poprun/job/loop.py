@@ -14,7 +14,7 @@ from typing import Any, Final
 from poprun.job.agents import AgentLinks
 from poprun.job.launcher_processes import LauncherProcesses, StartWatch
 from poprun.job.orders import JobIdentity, start_order
-from poprun.job.output.streams import Traffic
+from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import Record
 from poprun.job.report.outcome import JobEnd, exit_code
@@ -27,7 +27,7 @@ from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
-from poprun.process.start import ProcessStart, start_process
+from poprun.process.spawn import ProcessStart, start_process
 from poprun.process.tree import ProcessKey, key_of, own_tree, reap, send, terminate
 from poprun.text.screen import Level, say
 
@@ -161,8 +161,8 @@ class Job:
         self._links = AgentLinks(plan.num_instances, self._selector, say, identity.network)
         self._inquiry = Inquiry(self._links.tell, plan.ending.hang_timeout_seconds)
         self._launcher = LauncherProcesses(self._selector)
-        self._traffic = Traffic(plan, environ, identity)
-        self._courier = Courier(self._links, is_on_terminal=self._traffic.is_inherited)
+        self._streams = ProgramStreams(plan, environ, identity)
+        self._courier = Courier(self._links, is_on_terminal=self._streams.is_inherited)
         self._monitor: MonitorProcess | None = None
         self._survivors: list[ProcessKey] = []
 
@@ -205,7 +205,7 @@ class Job:
             if self._record.phase is Phase.STARTING:
                 self._start_watch.look(self._launcher.running, self._record.reported, now)
             if self._links.viewers.are_due(now):
-                self._links.viewers.show(self._record.view(self._traffic.last_line, now), now)
+                self._links.viewers.show(self._record.view(self._streams.last_line, now), now)
             self._record.hang_watch.look(self._record.statuses, now)
             self._inquire(signals, now)
             snapshot = self._record.snapshot(
@@ -272,7 +272,7 @@ class Job:
             self._start_programs(signals)
         elif decision.action is Action.INTERRUPT:
             self._enter(Phase.INTERRUPTED)
-            self._traffic.leave_out_interrupts()
+            self._streams.leave_out_interrupts()
             self._links.tell_all({"order": "signal", "signal": int(signal.SIGINT)})
         elif decision.action is Action.REPORT_HANG and self._record.hang_watch.hang is not None:
             self._record.hang_watch.is_told = True
@@ -290,12 +290,12 @@ class Job:
 
     def _start_programs(self, signals: SignalBox) -> None:
         for index in range(self._plan.num_instances):
-            streams = self._traffic.open(index, self._links.take_streams(index))
+            streams = self._streams.open(index, self._links.take_streams(index))
             order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
             self._links.tell(index, order, self._identity.with_leases(streams))
-            self._traffic.close(streams)
+            self._streams.close(streams)
         self._record.has_started = True
-        self._traffic.start(signals.note_closed_output)
+        self._streams.start(signals.note_closed_output)
 
     def _stop(self, reason: str) -> None:
         if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
@@ -324,7 +324,7 @@ class Job:
         self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
         self._remove_sessions()
-        self._traffic.finish(_DRAIN_SECONDS)
+        self._streams.finish(_DRAIN_SECONDS)
 
     def _remove_sessions(self) -> None:
         if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
@@ -352,14 +352,14 @@ class Job:
             launcher_ended_early=self._launcher_ended_early,
             stop_reason=self._record.stop_reason,
             survivors=tuple(key.pid for key in self._survivors),
-            interrupted=self._traffic.interrupted,
+            interrupted=self._streams.interrupted,
         )
         if exit_code(end) == 0 and not self._survivors:
             return end
         from poprun.job.report.report import explain  # noqa: PLC0415 - jobs that end well need none
 
         kills_before = self._kills_before if self._identity.network is None else None
-        tails = self._traffic.tails(it.index for it in end.statuses if it.has_failed or it.exit_code)
+        tails = self._streams.tails(it.index for it in end.statuses if it.has_failed or it.exit_code)
         return explain(end, self._plan, tails, self._launcher.output, kills_before)
 
     def _log(self, level: int, text: str) -> None:

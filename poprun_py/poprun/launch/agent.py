@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 from poprun.launch.handed_files import HeldKey, fetch_lease, forget_key, give_up_lease
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import Watch
-from poprun.messages.control import RECEIVE_BYTES, Message, ProtocolError
-from poprun.messages.link import Link, connect, is_remote, notice_death
-from poprun.process.start import ProcessStart, become_subreaper, start_process, take_memory_from
+from poprun.messages.control import RECEIVE_BYTES, Link, Message, ProtocolError, connect, is_remote, notice_death
+from poprun.process.spawn import ProcessStart, become_subreaper, start_process, take_memory_from
 from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, send, terminate
 
 if TYPE_CHECKING:

@@ -16,8 +16,13 @@ sys.path.insert(0, _SOURCE_ROOT)
 
 from poprun.launch.agent import run_agent  # noqa: E402 - a bare interpreter has to be told where it is
 from poprun.launch.handed_files import read_key  # noqa: E402 - as above
-from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE, ProtocolError  # noqa: E402 - as above
-from poprun.messages.link import connect  # noqa: E402 - as above
+from poprun.messages.control import (  # noqa: E402 - as above
+    CONTROL_ADDRESS,
+    CONTROL_KEY_FILE,
+    RANK_VARIABLE,
+    ProtocolError,
+    connect,
+)
 
 _CONNECT_SECONDS = 5.0
 _LAST_STREAM = 2

@@ -22,7 +22,7 @@ from poprun.pool.server_messages import (
     read_partition,
     read_pool,
 )
-from poprun.process.users import user_name
+from poprun.process.tree import user_name
 
 Answer = TypeVar("Answer")
 

@@ -13,9 +13,8 @@ from rich.live import Live
 from popdist.contract import VERSION
 from poprun.messages.control import ProtocolError
 from poprun.messages.view import JobView
+from poprun.monitor.job_table import Rate, describe_seconds, rates, render
 from poprun.monitor.jobs import RunningJob, running_jobs, watch
-from poprun.monitor.rates import Rate, rates
-from poprun.monitor.table import describe_seconds, render
 
 _REDRAWS_PER_SECOND: Final = 4
 _VIEWS_OF_A_RATE: Final = 8

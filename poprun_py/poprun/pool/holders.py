@@ -21,8 +21,7 @@ from poprun.errors import PoolError
 from poprun.pool.database import mode_of
 from poprun.pool.place import prepare_folder
 from poprun.pool.records import REMOTE, Holder
-from poprun.process.tree import ProcessKey, key_of
-from poprun.process.users import user_name
+from poprun.process.tree import ProcessKey, key_of, user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _LONGEST_WORDS = 60

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Final
 
 from poprun.errors import PoolError
-from poprun.process.users import user_name
+from poprun.process.tree import user_name
 
 DEFAULT_POOL: Final = "/var/tmp/poprun/pool.sqlite"  # noqa: S108 - checked by prepare_folder
 POOL_VARIABLE: Final = "POPRUN_POOL"

@@ -29,7 +29,7 @@ from poprun.pool.database import (
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
 from poprun.pool.requests import Choose, PartitionWish, Wish, must_change
-from poprun.process.users import user_name
+from poprun.process.tree import user_name
 
 _LOCK_BITS = 0o666
 _FOLDER_BITS = 0o777

@@ -16,7 +16,7 @@ from typing import Final
 from poprun.plan.program_environment import VISIBLE_DEVICES
 from poprun.plan.topology import Cpu, Gpu, Occupant
 from poprun.probe.limits import cpu_quota, read_text
-from poprun.process.start import answer_of
+from poprun.process.spawn import answer_of
 from poprun.text.ranges import parse_numbers
 
 SYSTEM: Final = "/sys/devices/system"
@@ -142,7 +142,7 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
     """Who holds memory on each device; a process that cannot be numbered, as in a container, has the number 0."""
-    from poprun.process.users import user_of  # noqa: PLC0415 - few machines have GPUs
+    from poprun.process.tree import user_of  # noqa: PLC0415 - few machines have GPUs
 
     found: dict[str, tuple[Occupant, ...]] = {}
     for line in processes.splitlines():

@@ -17,7 +17,7 @@ from popdist.errors import ContractError
 from poprun.errors import PlanError
 from poprun.plan.topology import Allocation, MachineFacts, MpiKind, MpiRuntime
 from poprun.probe.hardware import find_gpus, read_cpus, read_memory_nodes, usable_cores
-from poprun.process.start import answer_of
+from poprun.process.spawn import answer_of
 from poprun.text.host_names import parse_hosts
 
 _VERSION_SECONDS: Final = 10.0

@@ -6,6 +6,7 @@ Standard library only: the agents run this in a bare interpreter.
 """
 
 import os
+import pwd
 import resource
 import signal
 from collections.abc import Collection, Iterable, Iterator
@@ -174,3 +175,19 @@ def terminate(keys: Iterable[ProcessKey]) -> None:
     keys = list(keys)
     send(keys, signal.SIGTERM)
     send(keys, signal.SIGCONT)
+
+
+def user_name(uid: int) -> str:
+    """The name of the user with that number, or the number where there is no such user."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def user_of(pid: int) -> str:
+    """Whose a process is; empty when this machine's /proc does not show it."""
+    try:
+        return user_name(os.stat(f"/proc/{pid}").st_uid)
+    except OSError:
+        return ""

@@ -1,25 +1,203 @@
-"""Bring the programs' output to its logs and to poprun's own streams, in a thread of its own.
-
-Pure. A traceback is held back until its last line says whether it is one of KeyboardInterrupt; logs keep them all.
+"""The relay of the programs' output: a thread that reads it, keeps it in logs, tags it, and writes it on.
 
 A reader that does not read (a pager, a stopped terminal) blocks this thread and through the pipes the programs, as
 it would without poprun; it never blocks the supervision.
 """
 
+import errno
 import os
 import re
+import select
 import selectors
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from poprun.job.output.descriptors import Source
-from poprun.job.output.display import Display
-from poprun.job.output.lines import LineSplitter
+from poprun.job.output.lines import LineSplitter, Tags, tagged
+from poprun.plan.plan import LaunchPlan
+from poprun.text.screen import Level, say
 
 if TYPE_CHECKING:
+    from poprun.job.output.bars import BottomRow
+    from poprun.job.output.folding import Folded, Folder
     from poprun.job.output.log_files import LogFiles
+
+
+_NAMES: Final = {1: "stdout", 2: "stderr"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One stream of one program.
+
+    Attributes:
+        descriptor: The reading end of its pipe.
+        instance: Whose stream it is.
+        target: Descriptor of poprun's own stream that it goes to: 1 or 2.
+        is_shown: Whether its lines are written there at all; they are logged and remembered either way.
+        is_raw: Whether its bytes are written there as they come, because nobody else writes and no tag is wanted.
+    """
+
+    descriptor: int
+    instance: int
+    target: int
+    is_shown: bool
+    is_raw: bool
+
+
+class OutputStream:
+    """One of poprun's own streams, written to until nobody reads it any more.
+
+    A reader that does not read blocks the caller.
+
+    Args:
+        descriptor: Where to write.
+        on_closed: Called once when the reader has gone, or the disk is full, which is said.
+    """
+
+    def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
+        self._descriptor = descriptor
+        self._on_closed = on_closed
+        self._is_closed = False
+
+    def write(self, data: bytes) -> None:
+        """Write all of ``data``."""
+        view = memoryview(data)
+        while view and not self._is_closed:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except BlockingIOError:  # somebody made the terminal non-blocking
+                select.select((), (self._descriptor,), ())
+            except OSError as error:
+                self._is_closed = True
+                if error.errno != errno.EPIPE:
+                    say(f"the output cannot be written: {error.strerror}", Level.ERROR)
+                self._on_closed()
+
+
+class Display:
+    """Shows the lines of all instances on one stream.
+
+    Args:
+        stream: The stream's name, ``stdout`` or ``stderr``.
+        outlet: Where to write.
+        tags: What stands before each line.
+        row: The terminal's bottom row when the outlet is a terminal.
+        folder: What folds the lines if they are to be folded.
+    """
+
+    def __init__(
+        self, stream: str, outlet: OutputStream, tags: Tags, row: "BottomRow | None", folder: "Folder | None"
+    ) -> None:
+        self._stream = stream
+        self._outlet = outlet
+        self._tags = tags
+        self._row = row
+        self._folder = folder
+
+    def pass_on(self, data: bytes) -> None:
+        """Write ``data`` as it is."""
+        self._outlet.write(data)
+
+    def show(self, instance: int, lines: bytes, step: bytes) -> None:
+        """Show what ``instance`` wrote: whole lines, and what has come of a progress bar's next step."""
+        if self._folder is not None:
+            self._write_folded(_fold(self._folder, instance, lines))
+            lines = b""
+        self._write((instance,), lines, step)
+
+    def show_due(self) -> None:
+        """Show the lines that have waited long enough for others to print them, too."""
+        if self._folder is not None:
+            self._write_folded(self._folder.due(time.monotonic()))
+
+    def end(self, instance: int) -> None:
+        """Note that ``instance`` writes no more."""
+        if self._folder is not None:
+            self._write_folded(self._folder.end(instance))
+        if self._row is not None:
+            self._outlet.write(self._row.leave(self._stream, instance))
+
+    @property
+    def due_in_seconds(self) -> float | None:
+        """When :meth:`show_due` has something to show; None if no line waits."""
+        due_at_seconds = None if self._folder is None else self._folder.due_at_seconds
+        return None if due_at_seconds is None else max(0.0, due_at_seconds - time.monotonic())
+
+    def _write_folded(self, folded: "Iterable[Folded]") -> None:
+        for instances, some in groupby(folded, attrgetter("instances")):
+            self._write(instances, b"".join(one.line for one in some), b"")
+
+    def _write(self, instances: tuple[int, ...], lines: bytes, step: bytes) -> None:
+        tag = self._tags.of(instances)
+        if self._row is None:
+            self._outlet.write(tagged(tag, lines))
+        else:
+            self._outlet.write(self._row.render(self._stream, instances, tag, lines, step))
+
+
+def _fold(folder: "Folder", instance: int, lines: bytes) -> "list[Folded]":
+    """What is to be shown now that ``instance`` wrote ``lines``; steps of bars are not held back."""
+    from poprun.job.output.folding import Folded  # noqa: PLC0415 - there is a folder, so it is loaded
+
+    now_seconds = time.monotonic()
+    shown: list[Folded] = []
+    for line in lines.splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            shown += folder.add(instance, line, now_seconds)
+        else:
+            shown += [*folder.flush(instance), Folded((instance,), line)]
+    return shown
+
+
+def make_displays(plan: LaunchPlan, on_closed: Callable[[], None], *, has_colours: bool) -> dict[int, Display]:
+    """Where the lines of each stream are shown, by its number.
+
+    Args:
+        plan: The job.
+        on_closed: Called when nobody reads a stream of poprun any more.
+        has_colours: Whether tags on a terminal may have colours.
+    """
+    rows: dict[int, BottomRow] = {}  # a terminal's, which two streams may share
+    displays = {}
+    for target, name in _NAMES.items():
+        is_terminal = os.isatty(target)
+        tags = Tags(plan, name, is_terminal=is_terminal, is_coloured=is_terminal and has_colours)
+        row = _bottom_row(target, rows) if is_terminal else None
+        displays[target] = Display(name, OutputStream(target, on_closed), tags, row, _folder(plan))
+    return displays
+
+
+def _bottom_row(terminal: int, rows: "dict[int, BottomRow]") -> "BottomRow":
+    from poprun.job.output.bars import BottomRow  # noqa: PLC0415 - in a batch job there is no terminal
+
+    return rows.setdefault(os.fstat(terminal).st_rdev, BottomRow(lambda: _columns(terminal)))
+
+
+def _columns(terminal: int) -> int:
+    try:
+        return os.get_terminal_size(terminal).columns
+    except OSError:  # the terminal has gone
+        return 0
+
+
+def _folder(plan: LaunchPlan) -> "Folder | None":
+    if not plan.output.is_folded:
+        return None
+    from poprun.job.output.folding import Folder  # noqa: PLC0415 - few jobs fold
+
+    return Folder(instance for instance in range(plan.num_instances) if _is_shown(plan, instance))
+
+
+def _is_shown(plan: LaunchPlan, instance: int) -> bool:
+    shown = plan.output.shown_instances
+    return not plan.output.has_monitor and (shown is None or instance in shown)
+
 
 MAX_HELD_LINES: Final = 500
 
@@ -69,26 +247,41 @@ class InterruptFilter:
         return released + line
 
 
-_READ_BYTES = (
-    64 * 1024
-)  # what a pipe holds; larger buffers come fresh from the kernel each time, at half the speed
+_READ_BYTES = 64 * 1024
+"""What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
 _TAIL_LINES = 200
 _TAIL_LINE_BYTES = 2048
 _STDERR = 2
 
 
 class Relay:
-    """Reads every source until it ends, logs and shows it, remembers the last lines of each standard error.
+    """Reads every stream until it ends, logs and shows it, remembers the last lines of each standard error.
 
     Args:
-        sources: What to read.
+        plan: The job.
+        pipes: What to read: descriptor, instance and number of the stream.
         displays: Where to show it, by the number of the stream.
         logs: Where to keep it, or None.
     """
 
     def __init__(
-        self, sources: Iterable[Source], displays: Mapping[int, Display], logs: "LogFiles | None"
+        self,
+        plan: LaunchPlan,
+        pipes: Iterable[tuple[int, int, int]],
+        displays: Mapping[int, Display],
+        logs: "LogFiles | None",
     ) -> None:
+        is_alone = plan.num_instances == 1 and not plan.is_tagged
+        sources = [
+            Source(
+                descriptor=descriptor,
+                instance=instance,
+                target=stream,
+                is_shown=_is_shown(plan, instance),
+                is_raw=is_alone and _is_shown(plan, instance),
+            )
+            for descriptor, instance, stream in pipes
+        ]
         self._displays = displays
         self._logs = logs
         self._interrupts: InterruptFilter | None = None

@@ -1,124 +1,83 @@
-"""The programs' standard streams while a job runs: opened for each instance, read, fed, and finished.
+"""The programs' standard streams while a job runs: opened for each instance, read, fed and finished."""
 
-On one machine instance 0 reads poprun's standard input itself. Between hosts what is there is sent as it comes,
-whether or not the program reads it, as ssh does; the end of the input is the end of what the program reads.
-"""
-
-import errno
 import os
-import select
-import signal
-import socket
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from poprun.errors import LaunchError, PlanError
 from poprun.job.orders import JobIdentity
-from poprun.job.output.descriptors import StreamPlan
 from poprun.plan.plan import LaunchPlan
+from poprun.text.screen import say
 
 if TYPE_CHECKING:
+    from poprun.job.output.input_feed import InputFeed
+    from poprun.job.output.log_files import LogFiles
     from poprun.job.output.relay import Relay
 
-_READ_BYTES: Final = 64 * 1024
-_BACKGROUND_MILLISECONDS: Final = 500
-_JOIN_SECONDS: Final = 1.0
+_STDIN: Final = 0
+_STDOUT: Final = 1
+_STDERR: Final = 2
 
 
-class InputFeed:
-    """Sends what comes from ``source`` to ``target`` until there is no more, or nobody reads it any more.
+class ProgramStreams:
+    """The standard streams of all programs of one attempt of a job.
 
-    Args:
-        source: Descriptor to read.
-        target: Descriptor of a connected socket; the feed closes it.
-    """
+    One instance without tags and logs inherits poprun's own streams, so debuggers and progress bars work as they
+    do without poprun. Others get pipes; instance 0 reads poprun's standard input, the others read nothing. Between
+    hosts the streams are sockets, which the agents have connected.
 
-    def __init__(self, source: int, target: int) -> None:
-        self._source = source
-        self._target = socket.socket(fileno=target)
-        self._target.setblocking(False)  # noqa: FBT003 - it takes no keywords
-        self._stop_reader, self._stop_writer = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="poprun-input", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read."""
-        self._thread.start()
-
-    def end(self) -> None:
-        """Read no more."""
-        os.close(self._stop_writer)
-        self._thread.join(_JOIN_SECONDS)
-        os.close(self._stop_reader)
-
-    def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
-        with self._target, suppress(OSError):  # the instance has gone, or there is no standard input
-            while data := self._read():
-                while data and self._is_ready(self._target.fileno(), select.POLLOUT):
-                    data = data[self._target.send(data) :]
-
-    def _read(self) -> bytes:
-        """What has come; nothing at the end.
-
-        While others have the terminal, a read fails instead of stopping poprun, since SIGTTIN is blocked: read(2).
-        """
-        while self._is_ready(self._source, select.POLLIN):
-            try:
-                return os.read(self._source, _READ_BYTES)
-            except OSError as error:
-                is_in_background = error.errno == errno.EIO and os.isatty(self._source)
-                if not is_in_background or not self._is_ready(None, 0, _BACKGROUND_MILLISECONDS):
-                    break
-        return b""
-
-    def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait for a descriptor, or as long as is said; False when the feed is to end, or nobody reads."""
-        target = self._target.fileno()
-        poll = select.poll()
-        poll.register(self._stop_reader, 0)
-        poll.register(target, select.POLLRDHUP)
-        if descriptor is not None:
-            poll.register(descriptor, event | (select.POLLRDHUP if descriptor == target else 0))
-        found = dict(poll.poll(patience_milliseconds))
-        return self._stop_reader not in found and not found.get(target, 0) & ~select.POLLOUT
-
-
-class Traffic:
-    """What goes between poprun's own streams and those of the programs of one attempt.
+    Attributes:
+        is_inherited: Whether the one program has poprun's own streams.
 
     Raises:
-        PlanError: If there are to be logs and they cannot be made.
+        PlanError: If there are to be logs and they cannot be made; a job that is started again goes on without.
         LaunchError: If poprun may not open as many files.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity) -> None:
-        self._streams = StreamPlan(plan, environ, identity)
+        self._plan = plan
+        self._has_colours = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self._null = os.open(os.devnull, os.O_RDWR)
+        self._pipes: list[tuple[int, int, int]] = []
+        self._fed: int | None = None
+        self._logs = _open_logs(plan, identity)
         self._relay: Relay | None = None
         self._feed: InputFeed | None = None
-
-    @property
-    def is_inherited(self) -> bool:
-        """Whether the one program has poprun's own streams."""
-        return self._streams.is_inherited
+        is_alone = plan.num_instances == 1 and not plan.is_tagged
+        self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
-        """The descriptors for ``instance``, which :meth:`close` closes here: see :meth:`StreamPlan.open`."""
-        return self._streams.open(instance, sockets)
+        """The three descriptors for ``instance``; :meth:`close` them once they have been passed on.
+
+        An instance of a job of several hosts has connected ``sockets``, by the streams' numbers, and needs none.
+        """
+        if sockets:
+            self._fed = sockets.get(_STDIN, self._fed)
+            self._pipes += [(sockets[stream], instance, stream) for stream in sockets.keys() - {_STDIN}]
+            return []
+        stdin = _STDIN if instance == 0 else self._null
+        if self.is_inherited:
+            return [stdin, _STDOUT, _STDERR]
+        return [stdin, self._open_pipe(instance, _STDOUT), self._open_pipe(instance, _STDERR)]
 
     def close(self, streams: list[int]) -> None:
-        """Close what was passed on."""
-        self._streams.close(streams)
+        """Close what :meth:`open` opened."""
+        for descriptor in streams:
+            if descriptor > _STDERR and descriptor != self._null:
+                os.close(descriptor)
 
     def start(self, on_closed: Callable[[], None]) -> None:
         """Begin to read and to feed; ``on_closed`` is called when nobody reads poprun's output any more."""
-        if self._streams.sources:
-            from poprun.job.output.relay import Relay  # noqa: PLC0415 - was loaded while the shims started
+        if self._pipes:
+            from poprun.job.output.relay import Relay, make_displays  # noqa: PLC0415 - loaded while shims started
 
-            self._relay = Relay(self._streams.sources, self._streams.displays(on_closed), self._streams.logs)
+            displays = make_displays(self._plan, on_closed, has_colours=self._has_colours)
+            self._relay = Relay(self._plan, self._pipes, displays, self._logs)
             self._relay.start()
-        if self._streams.fed is not None:
-            self._feed = InputFeed(0, self._streams.fed)
+        if self._fed is not None:
+            from poprun.job.output.input_feed import InputFeed  # noqa: PLC0415 - jobs of one host go without
+
+            self._feed = InputFeed(_STDIN, self._fed)
             self._feed.start()
 
     def finish(self, timeout_seconds: float) -> None:
@@ -134,7 +93,7 @@ class Traffic:
         return tail[-1] if tail else ""
 
     def tails(self, instances: Iterable[int]) -> dict[int, list[str]]:
-        """What each of ``instances`` wrote last to its standard error."""
+        """The last lines that each of ``instances`` wrote to its standard error."""
         relay = self._relay
         return {} if relay is None else {index: relay.tail(index) for index in instances}
 
@@ -147,3 +106,29 @@ class Traffic:
     def interrupted(self) -> tuple[int, ...]:
         """The instances whose tracebacks of KeyboardInterrupt were not shown, ascending."""
         return () if self._relay is None else self._relay.interrupted
+
+    def _open_pipe(self, instance: int, stream: int) -> int:
+        try:
+            reader, writer = os.pipe()
+        except OSError as error:
+            raise LaunchError(
+                f"cannot open the output of instance {instance}: {error.strerror}; "
+                "raise the limit with `ulimit -n`"
+            ) from None
+        self._pipes.append((reader, instance, stream))
+        return writer
+
+
+def _open_logs(plan: LaunchPlan, identity: JobIdentity) -> "LogFiles | None":
+    if plan.output.log_dir is None:
+        return None
+    from poprun.job.output.log_files import LogFiles  # noqa: PLC0415 - few jobs keep logs
+
+    log_dir = os.path.join(plan.working_directory, plan.output.log_dir)
+    try:
+        return LogFiles(log_dir, identity.job_id, identity.restart_count, plan.num_instances, say)
+    except PlanError as error:
+        if identity.restart_count == 0:
+            raise
+        say(f"warning: {error}; the job goes on without logs")
+        return None
