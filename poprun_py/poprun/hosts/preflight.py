@@ -1,7 +1,8 @@
-"""The look at every host of a job before it starts.
+"""The look at every host before a job starts: whether the job can run there, and how the hosts reach each other.
 
-Addresses and not names go to the programs: what a name means may differ from host to host. All hosts have one of
-the same family, because a connection has one.
+A host that lacks poprun's virtual environment gets a copy of it at the same place, if the plan says so. Addresses
+and not names go to the programs: what a name means may differ from host to host. All hosts have one of the same
+family, because a connection has one.
 """
 
 import asyncio
@@ -27,132 +28,17 @@ from poprun.hosts.problems import (
     program_files,
     render_problems,
 )
-from poprun.hosts.questions import Answer, Rounds, python_file
+from poprun.hosts.questions import Answer, HostConnections
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, Places, ssh_options
 from poprun.messages.control import new_key
 from poprun.plan.plan import LaunchPlan
 from poprun.text.host_names import fold_hosts
 
 _SILENCE_SECONDS: Final = 60
-_MOST_AT_ONCE: Final = 8
+"""After which rsync gives a host up."""
 
-
-def environment_folder() -> str:
-    """The folder of the virtual environment that poprun runs in.
-
-    Raises:
-        HostsError: If it runs in none.
-    """
-    if sys.prefix == sys.base_prefix:
-        raise HostsError(
-            f"--synchronise-python-venv: poprun runs under {sys.executable}, which is in no virtual environment "
-            "that could be copied: install it in one (python -m venv), or install it on each host"
-        )
-    return os.path.abspath(sys.prefix)
-
-
-async def copy_environment(folder: str, hosts: Sequence[str], ssh_config: str | None) -> list[Problem]:
-    """Make ``folder`` on each of ``hosts`` what it is here; the hosts on which that failed.
-
-    A host that says nothing for a minute is given up.
-    """
-    turns = asyncio.Semaphore(_MOST_AT_ONCE)
-    found = await asyncio.gather(*(_copy(folder, host, ssh_config, turns) for host in hosts))
-    return [problem for problem in found if problem is not None]
-
-
-async def _copy(folder: str, host: str, ssh_config: str | None, turns: asyncio.Semaphore) -> Problem | None:
-    ssh = " ".join(("ssh", *ssh_options(ssh_config)))
-    target = f"[{host}]" if ":" in host else host
-    words = ("--archive", "--delete", "--mkpath", f"--timeout={_SILENCE_SECONDS}", f"--rsh={ssh}")
-    async with turns:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                "rsync",
-                *words,
-                "--",
-                f"{folder}/",
-                f"{target}:{folder}/",
-                stdin=DEVNULL,
-                stdout=DEVNULL,
-                stderr=PIPE,
-            )
-        except FileNotFoundError:
-            raise HostsError(
-                f"--synchronise-python-venv: there is no rsync here to copy {folder} to {host}: install it"
-            ) from None
-        _, said = await process.communicate()
-    if process.returncode == 0:
-        return None
-    words_of_it = said.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-    return Problem(
-        host=host,
-        cause=f"rsync could not copy {folder} to it: {words_of_it[0]}",
-        remedy="see that rsync is installed there and the folder may be written",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """What was chosen.
-
-    Attributes:
-        routes: A route for each host that has one.
-        problems: The hosts that have none.
-        reason: Why these, for the user.
-    """
-
-    routes: Mapping[str, HostRoute]
-    problems: tuple[Problem, ...]
-    reason: str
-
-
-def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], subnet: str | None) -> Choice:
-    """The route to each host.
-
-    Args:
-        places: The addresses of each host, by its name.
-        reached: The address at which ssh reached it, where that is known.
-        subnet: The subnet that the user wants, or None.
-    """
-    if subnet is not None:
-        network = ipaddress.ip_network(subnet)
-        found = {host: [p for p in own if ipaddress.ip_address(p[1]) in network] for host, own in places.items()}
-        return _chosen(found, f"no address in --host-subnet {subnet}", f"--host-subnet {subnet}")
-    version = _family(places, reached)
-    usable = {host: _usable(own, reached.get(host), version) for host, own in places.items()}
-    return _chosen(
-        usable, f"no IPv{version} address", "the way that ssh takes" if reached else "the first address"
-    )
-
-
-def _chosen(found: Mapping[str, Places], lack: str, reason: str) -> Choice:
-    routes = {
-        host: HostRoute(name=host, interface=own[0][0], address=own[0][1]) for host, own in found.items() if own
-    }
-    problems = tuple(
-        Problem(host=host, cause=f"it has {lack}", remedy="give --host-subnet a subnet that all hosts are in")
-        for host, own in found.items()
-        if not own
-    )
-    return Choice(routes=routes, problems=problems, reason=reason)
-
-
-def _usable(own: Places, reached: str | None, version: int) -> Places:
-    """The addresses of a family, best first: where ssh came in, then others of that interface, then the rest."""
-    family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
-    interface = next((name for name, address in own if address == reached), None)
-    outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
-    return sorted(outside, key=lambda place: (place[1] != reached, place[0] != interface))
-
-
-def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
-    """The IP version that ssh used everywhere; else 4 if every host has it, else 6."""
-    versions = {ipaddress.ip_address(address).version for address in reached.values()}
-    if len(versions) == 1:
-        return versions.pop()
-    return 4 if all(_usable(own, None, 4) for own in places.values()) else 6
-
+_MAX_COPIES: Final = 8
+"""Hosts that are copied to at once."""
 
 _FACTS_SECONDS: Final = 9.0
 _ROUTE_SECONDS: Final = 3.0
@@ -166,6 +52,68 @@ _FOLDERS: Final = (
 )
 _HERE: Final = "this machine"
 _MOST_NAMES: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteChoice:
+    """The routes that were chosen.
+
+    Attributes:
+        routes: A route for each host that has one.
+        problems: The hosts that have none.
+        reason: Why these, for the user.
+    """
+
+    routes: Mapping[str, HostRoute]
+    problems: tuple[Problem, ...]
+    reason: str
+
+
+def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], subnet: str | None) -> RouteChoice:
+    """The route to each host.
+
+    Args:
+        places: The addresses of each host, by its name.
+        reached: The address at which ssh reached it, where that is known.
+        subnet: The subnet that the user wants, or None.
+    """
+    if subnet is not None:
+        network = ipaddress.ip_network(subnet)
+        found = {
+            host: [place for place in own if ipaddress.ip_address(place[1]) in network]
+            for host, own in places.items()
+        }
+        lack, reason = f"no address in --host-subnet {subnet}", f"--host-subnet {subnet}"
+    else:
+        version = _family(places, reached)
+        found = {host: _usable(own, reached.get(host), version) for host, own in places.items()}
+        lack, reason = f"no IPv{version} address", "the way that ssh takes" if reached else "the first address"
+    remedy = "give --host-subnet a subnet that all hosts are in"
+    return RouteChoice(
+        routes={
+            host: HostRoute(name=host, interface=own[0][0], address=own[0][1])
+            for host, own in found.items()
+            if own
+        },
+        problems=tuple(Problem(host, f"it has {lack}", remedy) for host, own in found.items() if not own),
+        reason=reason,
+    )
+
+
+def _usable(own: Places, reached: str | None, version: int) -> list[tuple[str, str]]:
+    """The addresses of a family, best first: where ssh came in, then others of that interface, then the rest."""
+    family = [place for place in own if ipaddress.ip_address(place[1]).version == version]
+    interface = next((name for name, address in own if address == reached), None)
+    outside = [place for place in family if place[1] == reached or not ipaddress.ip_address(place[1]).is_loopback]
+    return sorted(outside, key=lambda place: (place[1] != reached, place[0] != interface))
+
+
+def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
+    """The IP version that ssh used everywhere; else 4 if every host has it, else 6."""
+    versions = {ipaddress.ip_address(address).version for address in reached.values()}
+    if len(versions) == 1:
+        return versions.pop()
+    return 4 if all(_usable(own, None, 4) for own in places.values()) else 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +147,9 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
     found, problems = await _Examiner(plan, here).examine()
     lacking = list(dict.fromkeys(problem.host for problem in problems if problem.lacks_environment))
     if lacking and plan.remote.synchronises_venv:
-        folder = environment_folder()
+        folder = _environment_folder()
         tell(f"copying {folder} to {fold_hosts(lacking)}")
-        problems = await copy_environment(folder, lacking, plan.remote.ssh_config)
+        problems = await _copy_environment(folder, lacking, plan.remote.ssh_config)
         if not problems:
             found, problems = await _Examiner(plan, here).examine()
     if found is None:
@@ -222,7 +170,7 @@ class _Examiner:
     def __init__(self, plan: LaunchPlan, here: str) -> None:
         self._plan = plan
         self._here = here
-        self._rounds = Rounds(dict.fromkeys((here, *plan.hosts)), here, plan.remote)
+        self._connections = HostConnections(dict.fromkeys((here, *plan.hosts)), here, plan.remote)
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[Examination | None, list[Problem]]:
@@ -239,7 +187,7 @@ class _Examiner:
             if not self._problems:
                 await self._hand_over(key)
         finally:
-            await self._rounds.end()
+            await self._connections.close()
         if self._problems:
             return None, self._problems
         routes = tuple(choice.routes[host] for host in self._plan.hosts)
@@ -248,11 +196,11 @@ class _Examiner:
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
         """The answer of every host that gives one in time; it is a problem of the others that they do not."""
-        found = await self._rounds.ask(questions, seconds)
+        replies = await self._connections.ask(questions, seconds)
         in_slurm = self._plan.remote.slurm_job is not None
-        for name, error in found.silent.items():
-            self._problems.append(no_answer(name, error.code, error.words, python_file(), in_slurm=in_slurm))
-        return found.answers
+        for name, error in replies.failures.items():
+            self._problems.append(no_answer(name, error.code, error.words, sys.executable, in_slurm=in_slurm))
+        return replies.answers
 
     async def _ask_for_facts(self) -> dict[str, Answer]:
         plan = self._plan
@@ -290,9 +238,9 @@ class _Examiner:
         for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
             if answer["problem"]:
                 cause = f"it cannot hold the job's key in {os.path.dirname(key.file)}: {answer['problem']}"
-                self._problems.append(Problem(host=name, cause=cause, remedy="make room there, or mount it"))
+                self._problems.append(Problem(name, cause, "make room there, or mount it"))
 
-    def _choose(self, answers: Mapping[str, Answer]) -> Choice:
+    def _choose(self, answers: Mapping[str, Answer]) -> RouteChoice:
         """The addresses of the hosts that answered, and of this machine."""
         places = {
             name: [(place[0], place[1]) for place in answer["addresses"]] for name, answer in answers.items()
@@ -328,3 +276,46 @@ class _Examiner:
             }
             for name, answer in (await self._ask(questions, _ROUTE_SECONDS)).items():
                 self._problems += judge_routes(routes[name], targets, answer["problems"])
+
+
+def _environment_folder() -> str:
+    """The folder of the virtual environment that poprun runs in."""
+    if sys.prefix == sys.base_prefix:
+        raise HostsError(
+            f"--synchronise-python-venv: poprun runs under {sys.executable}, which is in no virtual environment "
+            "that could be copied: install it in one (python -m venv), or install it on each host"
+        )
+    return os.path.abspath(sys.prefix)
+
+
+async def _copy_environment(folder: str, hosts: Sequence[str], ssh_config: str | None) -> list[Problem]:
+    """Make ``folder`` on each of ``hosts`` what it is here, with rsync over ssh; the hosts where that failed."""
+    turns = asyncio.Semaphore(_MAX_COPIES)
+
+    async def copy(host: str) -> Problem | None:
+        async with turns:
+            words = await _rsync(folder, host, ssh_config)
+        if not words:
+            return None
+        remedy = "see that rsync is installed there and the folder may be written"
+        return Problem(host, f"rsync could not copy {folder} to it: {words}", remedy)
+
+    return [problem for problem in await asyncio.gather(*map(copy, hosts)) if problem is not None]
+
+
+async def _rsync(folder: str, host: str, ssh_config: str | None) -> str:
+    """Copy ``folder`` to the same place on ``host``; what rsync says when it fails, else nothing."""
+    ssh = " ".join(("ssh", *ssh_options(ssh_config)))
+    options = ("--archive", "--delete", "--mkpath", f"--timeout={_SILENCE_SECONDS}", f"--rsh={ssh}")
+    target = f"[{host}]" if ":" in host else host
+    words = ("rsync", *options, "--", f"{folder}/", f"{target}:{folder}/")
+    try:
+        process = await asyncio.create_subprocess_exec(*words, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE)
+    except FileNotFoundError:
+        raise HostsError(
+            f"--synchronise-python-venv: there is no rsync here to copy {folder} to {host}: install it"
+        ) from None
+    _, complaint = await process.communicate()
+    if process.returncode == 0:
+        return ""
+    return (complaint.decode(errors="replace").strip() or f"exit code {process.returncode}").splitlines()[0]

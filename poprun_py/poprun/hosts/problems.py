@@ -1,4 +1,4 @@
-"""What keeps hosts out of a job: cause and remedy of each problem in words, and the table of all. Pure."""
+"""What keeps hosts out of a job: cause and remedy of each problem in words, and one table of all. Pure."""
 
 import os
 import re
@@ -18,8 +18,41 @@ HOST: Final = "{host}"
 
 _HEADINGS: Final = ("host", "cause", "remedy")
 
+_SSH_FAILED: Final = 255
+_NO_COMMAND: Final = (126, 127)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_SSH_CAUSES: Final = (
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
+        "its host key is not the one that ssh knows",
+        "set up anew? then ssh-keygen -R {host}; if not, ask who answers there",
+    ),
+    (
+        r"Host key verification failed|No .* host key is known",
+        "ssh does not know its host key",
+        "compare and accept the key once: ssh {host} true",
+    ),
+    (r"Permission denied", "ssh refuses the login", "let this user in without a password: ssh-copy-id {host}"),
+    (
+        r"Could not resolve hostname|Name or service not known",
+        "nobody knows this name",
+        "check the spelling, or give the host in ~/.ssh/config or /etc/hosts",
+    ),
+    (r"Connection refused", "no sshd listens there", "start sshd on the host, or name its port in ~/.ssh/config"),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        "it does not answer",
+        "see that the host is up and lets ssh in: ssh {host} true",
+    ),
+    (
+        r"Can't open user config file (.*)",
+        r"ssh cannot read its configuration file: \1",
+        "name one that is there: --ssh-config FILE, or POPRUN_SSH_CONFIG",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """What keeps a host out of a job.
 
@@ -70,34 +103,25 @@ def judge(
         environment: The folder of the Python environment that poprun runs in.
     """
     if answer["python"] != here["python"]:
-        yield Problem(
-            host=host,
-            cause=f"{answer['python_file']} is Python {answer['python']} there, {here['python']} here",
-            remedy="install the same Python on both",
-        )
+        cause = f"{answer['python_file']} is Python {answer['python']} there, {here['python']} here"
+        yield Problem(host, cause, "install the same Python on both")
     if answer["sources"] != here["sources"]:
         yield _other_popdist(host, answer, here, environment)
     if plan.mpi is not None:
         yield from _judge_mpi(host, plan.mpi, answer)
         if plan.mpi.kind is MpiKind.OPEN_MPI and answer["temporary"]:
-            yield Problem(
-                host=host,
-                cause=f"Open MPI cannot write to {answer['temporary']}",
-                remedy="make room there, or set TMPDIR to another folder for logins on the host",
-            )
+            cause = f"Open MPI cannot write to {answer['temporary']}"
+            yield Problem(host, cause, "make room there, or set TMPDIR to another folder for logins on the host")
     if not answer["has_directory"]:
-        yield Problem(
-            host=host,
-            cause=f"there is no directory {plan.working_directory}",
-            remedy="make it there, or start the job in one that every host has",
-        )
+        cause = f"there is no directory {plan.working_directory}"
+        yield Problem(host, cause, "make it there, or start the job in one that every host has")
     for file, problem in answer["files"].items():
         if here["files"][file]:
             continue  # a word that names no file here needs to name none there
         if problem == "missing":
-            yield Problem(host=host, cause=f"there is no {file}", remedy="copy the program to it")
+            yield Problem(host, f"there is no {file}", "copy the program to it")
         if problem and problem != "missing":
-            yield Problem(host=host, cause=f"{file} is {problem}", remedy="let this user read it: chmod a+r")
+            yield Problem(host, f"{file} is {problem}", "let this user read it: chmod a+r")
 
 
 def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any], environment: str) -> Problem:
@@ -109,28 +133,24 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
     else:
         cause = f"{os.path.basename(folder)} is not the same there as here, in {folder}"
     is_copied = folder.startswith(os.path.join(environment, ""))
-    return Problem(
-        host=host,
-        cause=cause,
-        remedy=f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}",
-        lacks_environment=is_copied,
-    )
+    remedy = f"install the same as here{', or have poprun do so: --synchronise-python-venv yes' * is_copied}"
+    return Problem(host, cause, remedy, lacks_environment=is_copied)
 
 
 def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:
     found = read_version(wanted.path, answer["mpi"])
     if ":" in host:
         cause = "the MPI launchers do not take an IPv6 address in place of a name"
-        yield Problem(host=host, cause=cause, remedy="name it in /etc/hosts or ~/.ssh/config, and use that name")
+        yield Problem(host, cause, "name it in /etc/hosts or ~/.ssh/config, and use that name")
     elif wanted.kind is MpiKind.MPICH and not any(_is_outer_ipv4(address) for _, address in answer["addresses"]):
         cause = "it has no IPv4 address, and MPICH's launcher knows no IPv6"
-        yield Problem(host=host, cause=cause, remedy="give it one, or use Open MPI")
+        yield Problem(host, cause, "give it one, or use Open MPI")
     if found is None:
         cause = f"there is no MPI at {wanted.path}"
-        yield Problem(host=host, cause=cause, remedy=f"install {wanted.name} there", lacks_environment=True)
+        yield Problem(host, cause, f"install {wanted.name} there", lacks_environment=True)
     elif found.name != wanted.name:
         cause = f"{wanted.path} is {found.name} there, {wanted.name} here"
-        yield Problem(host=host, cause=cause, remedy="install the same on both", lacks_environment=True)
+        yield Problem(host, cause, "install the same on both", lacks_environment=True)
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
@@ -138,11 +158,8 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
     if missing:
         there = fold_numbers(slots["cores"])
-        yield Problem(
-            host=host,
-            cause=f"the job may use its cores {there}, not {fold_numbers(sorted(missing))}",
-            remedy="place nothing there: --process-placement disabled; or leave the host out",
-        )
+        cause = f"the job may use its cores {there}, not {fold_numbers(sorted(missing))}"
+        yield Problem(host, cause, "place nothing there: --process-placement disabled; or leave the host out")
 
 
 def judge_names(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
@@ -153,7 +170,18 @@ def judge_names(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) 
         hosts: Those that the job is to run on.
     """
     for name in hosts:
-        yield from _judge_name(name, answers)
+        # A host's own view of its own name is no matter: it is often a loopback address there.
+        views = {
+            host: found
+            for host, answer in answers.items()
+            if host != name
+            and (found := {text for text in answer["names"].get(name, ()) if not _is_loopback(text)})
+        }
+        other, first = next(iter(views.items()), ("", set()))
+        for host, found in views.items():
+            if not found & first:
+                cause = f"{name} is {min(found)} there and {min(first)} on {other}"
+                yield Problem(host, cause, f"give {name} the same address in the /etc/hosts or DNS of both")
 
 
 def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
@@ -168,9 +196,7 @@ def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) 
     for host, route in routes.items():
         first = owners.get(route.address, host)
         if first != host and routes[first].address in own[host]:
-            yield Problem(
-                host=host, cause=f"it is the same host as {first}", remedy="name each host once in --host"
-            )
+            yield Problem(host, f"it is the same host as {first}", "name each host once in --host")
         for address in own[host]:
             owners.setdefault(address, host)
 
@@ -187,29 +213,9 @@ def judge_routes(
     """
     for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
         if problem:
-            yield Problem(
-                host=route.name,
-                cause=f"it does not reach {name} from {route.address} at {address}: {problem}",
-                remedy="open the network between them to all ports, or choose another with --host-subnet",
-            )
-
-
-def _judge_name(name: str, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Problem]:
-    """A host's own view of its own name is no matter: it is often a loopback address there."""
-    views = {
-        host: found
-        for host, answer in answers.items()
-        if host != name and (found := {text for text in answer["names"].get(name, ()) if not _is_loopback(text)})
-    }
-    first = next(iter(views.values()), set())
-    for host, found in views.items():
-        if not found & first:
-            other = next(iter(views))
-            yield Problem(
-                host=host,
-                cause=f"{name} is {_first(found)} there and {_first(first)} on {other}",
-                remedy=f"give {name} the same address in the /etc/hosts or DNS of both",
-            )
+            cause = f"it does not reach {name} from {route.address} at {address}: {problem}"
+            remedy = "open the network between them to all ports, or choose another with --host-subnet"
+            yield Problem(route.name, cause, remedy)
 
 
 def _is_outer_ipv4(address: str) -> bool:
@@ -218,44 +224,6 @@ def _is_outer_ipv4(address: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
-
-
-def _first(addresses: set[str]) -> str:
-    return min(addresses)
-
-
-SSH_FAILED: Final = 255
-_NO_COMMAND: Final = (126, 127)
-
-_SSH_CAUSES: Final = (
-    (
-        r"REMOTE HOST IDENTIFICATION HAS CHANGED|host key .*has changed",
-        "its host key is not the one that ssh knows",
-        "set up anew? then ssh-keygen -R {host}; if not, ask who answers there",
-    ),
-    (
-        r"Host key verification failed|No .* host key is known",
-        "ssh does not know its host key",
-        "compare and accept the key once: ssh {host} true",
-    ),
-    (r"Permission denied", "ssh refuses the login", "let this user in without a password: ssh-copy-id {host}"),
-    (
-        r"Could not resolve hostname|Name or service not known",
-        "nobody knows this name",
-        "check the spelling, or give the host in ~/.ssh/config or /etc/hosts",
-    ),
-    (r"Connection refused", "no sshd listens there", "start sshd on the host, or name its port in ~/.ssh/config"),
-    (
-        r"timed out|No route to host|Network is unreachable|Host is down",
-        "it does not answer",
-        "see that the host is up and lets ssh in: ssh {host} true",
-    ),
-    (
-        r"Can't open user config file (.*)",
-        r"ssh cannot read its configuration file: \1",
-        "name one that is there: --ssh-config FILE, or POPRUN_SSH_CONFIG",
-    ),
-)
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
@@ -271,39 +239,22 @@ def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_s
     said = words.splitlines()[-1] if words else ""
     if in_slurm:
         ended = "no answer in time" if code is None else f"exit code {code}"
-        return Problem(
-            host=host,
-            cause=f"srun could not ask it: {said or ended}",
-            remedy=f"see that this works: srun --overlap --nodelist={{host}} {python_file} --version",
-        )
+        cause = f"srun could not ask it: {said or ended}"
+        remedy = f"see that this works: srun --overlap --nodelist={{host}} {python_file} --version"
+        return Problem(host, cause, remedy)
     if code is None:
-        return Problem(
-            host=host, cause="it does not answer in time", remedy="see that this is quick: ssh {host} true"
-        )
+        return Problem(host, "it does not answer in time", "see that this is quick: ssh {host} true")
     if code in _NO_COMMAND and words.startswith("ssh:"):
-        return Problem(host=host, cause="there is no ssh here", remedy="install an ssh client on this machine")
+        return Problem(host, "there is no ssh here", "install an ssh client on this machine")
     if code in _NO_COMMAND:
-        return _no_python(host, python_file)
-    if code != SSH_FAILED:
-        return Problem(
-            host=host,
-            cause=f"{python_file} ended there with exit code {code}{said and f': {said}'}",
-            remedy=f"see that this works: ssh {{host}} {python_file} --version",
-        )
+        cause = f"there is no Python at {python_file}"
+        remedy = "make the same environment there, or have poprun do so: --synchronise-python-venv yes"
+        return Problem(host, cause, remedy, lacks_environment=True)
+    if code != _SSH_FAILED:
+        cause = f"{python_file} ended there with exit code {code}{said and f': {said}'}"
+        return Problem(host, cause, f"see that this works: ssh {{host}} {python_file} --version")
     for pattern, cause, remedy in _SSH_CAUSES:
         if match := re.search(pattern, words, re.IGNORECASE):
-            return Problem(host=host, cause=match.expand(cause), remedy=remedy)
-    return Problem(
-        host=host,
-        cause=f"ssh failed: {said or f'exit code {code}'}",
-        remedy="see that this works: ssh {host} true",
-    )
-
-
-def _no_python(host: str, python_file: str) -> Problem:
-    return Problem(
-        host=host,
-        cause=f"there is no Python at {python_file}",
-        remedy="make the same environment there, or have poprun do so: --synchronise-python-venv yes",
-        lacks_environment=True,
-    )
+            return Problem(host, match.expand(cause), remedy)
+    cause = f"ssh failed: {said or f'exit code {code}'}"
+    return Problem(host, cause, "see that this works: ssh {host} true")

@@ -1,27 +1,32 @@
-"""Questions to the hosts of a job, and their answers: all at once, each round in a bounded time."""
+"""Questions to the hosts of a job, and their answers: all hosts at once, each question in a bounded time.
+
+On each host a Python reads the text of `remote_side` from its standard input and then answers, a line for a line.
+"""
 
 import asyncio
 import json
 import os
 import sys
 import time
+from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, cast
 
 from poprun.hosts import remote_side
 from poprun.hosts.routes import srun_words, ssh_words
 from poprun.plan.settings import RemoteSettings
 
 Answer = dict[str, Any]
-Part = TypeVar("Part")
 
 _MAX_LINE_BYTES: Final = 16 * 1024 * 1024
-_MOST_WORDS: Final = 2000
+_MAX_COMPLAINT_BYTES: Final = 2000
 _BOOT: Final = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
 _COMMAND: Final = (sys.executable, "-I", "-S", "-c", _BOOT)
+_USUAL_SECONDS: Final = 0.4
+"""How long this machine takes for its own first answer when it has nothing else to do."""
 
 
 class NoAnswerError(Exception):
@@ -38,111 +43,21 @@ class NoAnswerError(Exception):
         self.words = words
 
 
-class Conversation:
-    """One host, asked.
-
-    Args:
-        host: Its name.
-        remote: How it is reached; None for the machine that poprun runs on.
-    """
-
-    def __init__(self, host: str, remote: RemoteSettings | None) -> None:
-        self.host = host
-        self._words = _COMMAND if remote is None else _words(host, remote)
-        self._process: Process | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether there is somebody to be asked."""
-        return self._process is not None
-
-    async def begin(self) -> None:
-        """Send the text that answers.
-
-        Raises:
-            NoAnswerError: If there is no ssh here.
-        """
-        text = _source()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._words, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_MAX_LINE_BYTES, start_new_session=True
-            )
-        except OSError as error:
-            raise NoAnswerError(127, f"{self._words[0]}: {error.strerror}") from None
-        self._write(f"{len(text)}\n".encode() + text)
-
-    async def ask(self, question: Answer) -> Answer:
-        """The host's answer.
-
-        Raises:
-            NoAnswerError: If it gives none.
-        """
-        process = _there(self._process)
-        self._write(json.dumps(question).encode() + b"\n")
-        with suppress(ConnectionError, ValueError):  # also of who says what is no answer
-            while line := await _there(process.stdout).readline():
-                _, mark, text = line.decode(errors="replace").partition(remote_side.MARK)
-                if mark:
-                    return dict(json.loads(text))
-        complaint = await _there(process.stderr).read(_MOST_WORDS)
-        raise NoAnswerError(await process.wait(), complaint.decode(errors="replace").strip())
-
-    async def end(self) -> None:
-        """Hang up, at once: the other side ends with its standard input."""
-        process = self._process
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-    def _write(self, data: bytes) -> None:
-        with suppress(ConnectionError):
-            _there(_there(self._process).stdin).write(data)
-
-
-def _words(host: str, remote: RemoteSettings) -> tuple[str, ...]:
-    if remote.slurm_job is not None:
-        return (*srun_words(remote.slurm_job, (host,), 1), *_COMMAND)
-    return ssh_words(remote.ssh_config, host, _COMMAND)
-
-
-def _there(part: Part | None) -> Part:
-    """A part of a process that was started with pipes."""
-    if part is None:
-        raise NoAnswerError(None, "it was not asked yet")
-    return part
-
-
-def python_file() -> str:
-    """The interpreter that answers on every host."""
-    return sys.executable
-
-
-def _source() -> bytes:
-    with open(os.path.abspath(remote_side.__file__), "rb") as file:
-        return file.read()
-
-
-_USUAL_SECONDS: Final = 0.4
-"""How long this machine takes for its own first answer when it has nothing else to do."""
-
-
 @dataclass(frozen=True, slots=True)
-class Round:
+class Replies:
     """What came of one question to several hosts.
 
     Attributes:
-        answers: What each said that answered, by its name.
-        silent: Why each of the others did not.
+        answers: The answer of each host that gave one, by its name.
+        failures: Why each of the others did not answer.
     """
 
     answers: dict[str, Answer] = field(default_factory=dict)
-    silent: dict[str, NoAnswerError] = field(default_factory=dict)
+    failures: dict[str, NoAnswerError] = field(default_factory=dict)
 
 
-class Rounds:
-    """The lines to all hosts. Who does not answer once is asked no more.
+class HostConnections:
+    """The connections to all hosts. One that does not answer once is closed, and asked no more.
 
     Args:
         names: The hosts.
@@ -151,50 +66,120 @@ class Rounds:
     """
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
-        self._here = here
-        self._lines = {name: Conversation(name, None if name == here else remote) for name in names}
-        self._slowness = 1.0
+        self._connections = {
+            name: _HostConnection(_words(name, None if name == here else remote)) for name in names
+        }
+        self._own = self._connections[here]
 
-    async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Round:
-        """Ask each host its question; hosts that are no more asked are left out.
+    async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
+        """Ask each host its question; hosts that are asked no more are left out.
 
         It may take longer on a machine that is so busy that its own first answer took longer than usual.
         """
         asked = {
-            name: asyncio.create_task(self._ask(name, questions[name]))
-            for name in questions
-            if name in self._lines
+            name: asyncio.create_task(self._connections[name].ask(question))
+            for name, question in questions.items()
+            if name in self._connections
         }
         if asked:
             _, pending = await asyncio.wait(asked.values(), timeout=seconds)
-            if pending and self._slowness > 1:
-                await asyncio.wait(pending, timeout=seconds * (self._slowness - 1))
-        found = Round()
+            slowness = self._own.first_answer_seconds / _USUAL_SECONDS
+            if pending and slowness > 1:
+                await asyncio.wait(pending, timeout=seconds * (slowness - 1))
+        replies = Replies()
         for name, task in asked.items():
             if not task.done():
                 task.cancel()
-                found.silent[name] = NoAnswerError(None, "")
+                replies.failures[name] = NoAnswerError(None, "")
             elif isinstance(error := task.exception(), NoAnswerError):
-                found.silent[name] = error
+                replies.failures[name] = error
             else:
-                found.answers[name] = task.result()
-        await self._hang_up(found.silent)
-        return found
+                replies.answers[name] = task.result()
+        await self._close(replies.failures)
+        return replies
 
-    async def end(self) -> None:
-        """Hang up on all."""
-        await self._hang_up(tuple(self._lines))
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._close(tuple(self._connections))
 
-    async def _ask(self, name: str, question: Answer) -> Answer:
-        line = self._lines[name]
-        if line.has_begun:
-            return await line.ask(question)
+    async def _close(self, names: Iterable[str]) -> None:
+        await asyncio.gather(*(self._connections.pop(name).close() for name in names))
+
+
+class _HostConnection:
+    """A process on one host that answers, started with the first question.
+
+    Attributes:
+        first_answer_seconds: How long the first answer took; 0 before it.
+
+    Args:
+        words: The argv that starts Python there.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.first_answer_seconds = 0.0
+        self._words = words
+        self._process: Process | None = None
+
+    async def ask(self, question: Answer) -> Answer:
+        """The host's answer.
+
+        Raises:
+            NoAnswerError: If it gives none, or there is no ssh here.
+        """
         began_at_seconds = time.monotonic()
-        await line.begin()
-        answer = await line.ask(question)
-        if name == self._here:
-            self._slowness = max(1.0, (time.monotonic() - began_at_seconds) / _USUAL_SECONDS)
-        return answer
+        process = self._process or await self._start()
+        _, output, complaints = _streams(process)
+        _send(process, json.dumps(question).encode() + b"\n")
+        with suppress(ConnectionError, ValueError):  # also of who says what is no answer
+            while line := await output.readline():
+                _, mark, text = line.decode(errors="replace").partition(remote_side.MARK)
+                if mark:
+                    answer = dict(json.loads(text))
+                    self.first_answer_seconds = self.first_answer_seconds or time.monotonic() - began_at_seconds
+                    return answer
+        complaint = await complaints.read(_MAX_COMPLAINT_BYTES)
+        raise NoAnswerError(await process.wait(), complaint.decode(errors="replace").strip())
 
-    async def _hang_up(self, names: Iterable[str]) -> None:
-        await asyncio.gather(*(self._lines.pop(name).end() for name in names))
+    async def close(self) -> None:
+        """End at once: the other side ends with its standard input."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+
+    async def _start(self) -> Process:
+        text = _source()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._words, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=_MAX_LINE_BYTES, start_new_session=True
+            )
+        except OSError as error:
+            raise NoAnswerError(127, f"{self._words[0]}: {error.strerror}") from None
+        self._process = process
+        _send(process, f"{len(text)}\n".encode() + text)
+        return process
+
+
+def _source() -> bytes:
+    with open(os.path.abspath(remote_side.__file__), "rb") as file:
+        return file.read()
+
+
+def _send(process: Process, data: bytes) -> None:
+    with suppress(ConnectionError):
+        _streams(process)[0].write(data)
+
+
+def _streams(process: Process) -> tuple[StreamWriter, StreamReader, StreamReader]:
+    """Input, output and errors of a process that was started with pipes."""
+    return cast("tuple[StreamWriter, StreamReader, StreamReader]", (process.stdin, process.stdout, process.stderr))
+
+
+def _words(host: str, remote: RemoteSettings | None) -> tuple[str, ...]:
+    """The argv that starts Python on ``host``; None for ``remote`` is this machine."""
+    if remote is None:
+        return _COMMAND
+    if remote.slurm_job is not None:
+        return (*srun_words(remote.slurm_job, (host,), 1), *_COMMAND)
+    return ssh_words(remote.ssh_config, host, _COMMAND)
