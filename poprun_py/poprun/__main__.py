@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from poprun.errors import PoprunError
-from poprun.text.screen import own_line
+from poprun.text.screen import abandon_stdout, own_line, show
 
 BROKEN_PIPE = 141
 
@@ -35,13 +35,9 @@ def run_command(words: Sequence[str]) -> int:
     except PoprunError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
-        from poprun.text.screen import abandon_stdout  # noqa: PLC0415 - needed here only
-
         abandon_stdout()
         return BROKEN_PIPE
     except OSError as error:
-        from poprun.text.screen import abandon_stdout  # noqa: PLC0415 - needed here only
-
         abandon_stdout()
         return _fail(str(error), PoprunError.exit_code)
 
@@ -72,23 +68,17 @@ def _run(words: Sequence[str]) -> int:
     from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see above
 
     if (instruction := asked_completion()) is not None:
-        return _complete(instruction)
+        from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
 
+        show(answer(instruction))
+        return 0
     try:
         line = read_command_line(words)
     except Exit as end:
         return end.exit_code
-    from poprun.command import run  # noqa: PLC0415 - --help and --version do without it
+    from poprun.command import run  # noqa: PLC0415 - the help pages do without it
 
     return run(line)
-
-
-def _complete(instruction: str) -> int:
-    from poprun.cli.completion import answer, names_of_this_machine  # noqa: PLC0415 - see above
-    from poprun.text.screen import show  # noqa: PLC0415 - see above
-
-    show(answer(instruction, names_of_this_machine()))
-    return 0
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -1,7 +1,4 @@
-"""What the command line, the variables and a file of options ask for, as values of poprun's own.
-
-Only :func:`read_config_file` touches the machine.
-"""
+"""What the command line, the variables and a file of options ask for, as values of poprun's own."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,97 +14,21 @@ from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings,
 from poprun.text.formats import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 from poprun.text.host_names import read_host_file
 
-
-def asked_completion(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What a shell asks poprun to complete, or None in every other call."""
-    return environ.get(COMPLETION)
-
-
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
 """What variables and files may hold, by name."""
 
-
-def from_words(texts: Mapping[str, tuple[str, ...]]) -> Iterator[Given]:
-    """The options that the command line gives ``texts``."""
-    return (Given(option=option, texts=texts[option.name]) for option in OPTIONS if option.name in texts)
-
-
-def from_variables(environ: Mapping[str, str]) -> Iterator[Given]:
-    """The options that variables of ``environ`` give; an empty variable gives nothing."""
-    for option in NOT_LOCAL.values():
-        text = environ.get(option.variable)
-        if text:
-            yield Given(option=option, texts=(text,), place=option.variable)
-
-
-def read_config_file(path: str) -> tuple[Given, ...]:
-    """The options that the file at ``path`` gives.
-
-    Raises:
-        UsageError: If it cannot be read, or is no file of options; the message names the line.
-    """
-    from poprun.cli.config_file import read_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
-
-    try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"--import-config {path}: {getattr(error, 'strerror', None) or error}") from None
-    return read_config(text, path, NOT_LOCAL)
-
-
-def layered(*layers: Iterable[Given]) -> tuple[Given, ...]:
-    """What holds when each of ``layers`` overrides those before it, in the order of the table.
-
-    Of two options for one field the stronger layer's counts, and within a layer the one further down in the table.
-    """
-    found = {
-        one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
-    }
-    return tuple(sorted(found.values(), key=_place_in_table))
-
-
-def _place_in_table(one: Given) -> int:
-    return OPTIONS.index(one.option)
-
-
-def origins(given: Iterable[Given], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
-    """Name, value and origin of every option in ``given``, or of every option that there is."""
-    by_name = {one.option.name: one for one in given}
-    rows = []
-    for option in OPTIONS:
-        if one := by_name.get(option.name):
-            rows.append((option.name, one.shown(), one.place or "command line"))
-        elif with_defaults and (default := default_of(option)) is not None:
-            rows.append((option.name, default, "default"))
-    return tuple(rows)
-
-
-def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
-    """A warning for each variable that is almost an option's."""
-    known = {option.variable for option in OPTIONS}
-    unknown = [name for name in environ if name.startswith(VARIABLE_PREFIX) and name not in known]
-    if not unknown:
-        return
-    from difflib import get_close_matches  # noqa: PLC0415 - hardly anybody has such a variable
-
-    for name in unknown:
-        for nearest in get_close_matches(name, known, n=1, cutoff=0.9):
-            yield f"{name} sets no option: did you mean {nearest}?"
-
-
 _PLAN: Final = "plan"
 _IMPORT: Final = "import-config"
-_FORMAT: Final = "topology-format"
-_EVERYTHING: Final = 2
+_TOPOLOGY_FORMAT: Final = "topology-format"
 _REPORT_FORMAT: Final = "format"
+_DEBUG_VERBOSITY: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """One poprun command line.
+    """A command line of poprun, read and checked.
 
-    The fields below ``program`` and ``given`` are the section ``line`` of the table of options.
+    The fields below ``values`` are the section ``line`` of the table of options.
 
     Attributes:
         program: The program and its arguments, as written; may be empty.
@@ -120,11 +41,11 @@ class CommandLine:
         is_dry_run: Whether to print the plan and start nothing.
         prints_topology: Whether to print the plan before it is started.
         prints_version: Whether to print the version and do nothing else.
-        version_format: How to print it; not None prints it, too.
+        version_format: How to print the version; not None prints it, too.
         host_file: A file of hosts, or None.
-        topology_format: How to print it.
+        topology_format: How to print the plan.
         asks_doctor: Whether to tell what poprun would use on this machine, and do nothing else.
-        report_format: How to tell it.
+        report_format: How to tell that.
         emitted: The kind of job to write for a cluster in place of starting one, or None.
         image: The container image of such a job, or None.
         verbosity: How often ``-v`` was given.
@@ -176,27 +97,55 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
         click.exceptions.Exit: After a help page was printed.
     """
     texts, program = PoprunCommand(OPTIONS, COMMON, intro=INTRO, examples=EXAMPLES).texts(words)
-    flags = tuple(from_words(texts))
+    flags = [Given(option=option, texts=texts[option.name]) for option in OPTIONS if option.name in texts]
     if _PLAN in texts:
         _refuse_beside_plan(flags)
-        given = layered((one for one in from_variables(environ) if one.option.goes_with_plan), flags)
+        given = _layered((one for one in _from_variables(environ) if one.option.goes_with_plan), flags)
     else:
-        file = read_config_file(texts[_IMPORT][-1]) if _IMPORT in texts else ()
-        given = layered(file, from_variables(environ), flags)
+        file = _read_config_file(texts[_IMPORT][-1]) if _IMPORT in texts else ()
+        given = _layered(file, _from_variables(environ), flags)
     values = values_by_section(given)
     line = CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
     if line.host_file is not None:
         _take_hosts(values.setdefault(REQUEST, {}), line.host_file)
-    if _FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
-        raise UsageError(
-            f"--{_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
-            "or --print-topology to print it and start"
-        )
     if values.get(REQUEST, {}).get("is_debugged"):
-        line = replace(line, verbosity=max(line.verbosity, _EVERYTHING))
-    if _REPORT_FORMAT in texts and not line.asks_doctor:
-        raise UsageError(f"--{_REPORT_FORMAT} says how --doctor prints: for that of a plan, use --{_FORMAT}")
+        line = replace(line, verbosity=max(line.verbosity, _DEBUG_VERBOSITY))
+    _check_formats(line, texts)
     return line
+
+
+def _from_variables(environ: Mapping[str, str]) -> Iterator[Given]:
+    """The options that variables of ``environ`` give; an empty variable gives nothing."""
+    for option in NOT_LOCAL.values():
+        if text := environ.get(option.variable):
+            yield Given(option=option, texts=(text,), place=option.variable)
+
+
+def _read_config_file(path: str) -> tuple[Given, ...]:
+    """The options that the file at ``path`` gives; what is wrong with it is an error that names the line."""
+    from poprun.cli.config_file import read_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
+
+    try:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"--import-config {path}: {getattr(error, 'strerror', None) or error}") from None
+    return read_config(text, path, NOT_LOCAL)
+
+
+def _layered(*layers: Iterable[Given]) -> tuple[Given, ...]:
+    """What holds when each of ``layers`` overrides those before it, in the order of the table.
+
+    Of two options for one field the stronger layer's counts, and within a layer the one further down in the table.
+    """
+    found = {
+        one.option.field or one.option.name: one for layer in layers for one in sorted(layer, key=_place_in_table)
+    }
+    return tuple(sorted(found.values(), key=_place_in_table))
+
+
+def _place_in_table(one: Given) -> int:
+    return OPTIONS.index(one.option)
 
 
 def _take_hosts(request: dict[str, Any], host_file: str) -> None:
@@ -209,3 +158,46 @@ def _refuse_beside_plan(given: Sequence[Given]) -> None:
     others = [f"--{one.option.name}" for one in given if not one.option.goes_with_plan]
     if others:
         raise UsageError(f"--plan says it all: leave out {', '.join(others)}, or make a new plan with --dry-run")
+
+
+def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
+    """Refuse the format of what is not printed."""
+    if _TOPOLOGY_FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
+        raise UsageError(
+            f"--{_TOPOLOGY_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "
+            "or --print-topology to print it and start"
+        )
+    if _REPORT_FORMAT in texts and not line.asks_doctor:
+        raise UsageError(
+            f"--{_REPORT_FORMAT} says how --doctor prints: for that of a plan, use --{_TOPOLOGY_FORMAT}"
+        )
+
+
+def origins(given: Iterable[Given], *, with_defaults: bool) -> tuple[tuple[str, str, str], ...]:
+    """Name, value and origin of every option in ``given``, or of every option that there is."""
+    by_name = {one.option.name: one for one in given}
+    rows = []
+    for option in OPTIONS:
+        if one := by_name.get(option.name):
+            rows.append((option.name, one.shown(), one.place or "command line"))
+        elif with_defaults and (default := default_of(option)) is not None:
+            rows.append((option.name, default, "default"))
+    return tuple(rows)
+
+
+def misspelled_variables(environ: Mapping[str, str]) -> Iterator[str]:
+    """A warning for each variable that is almost an option's."""
+    known = {option.variable for option in OPTIONS}
+    unknown = [name for name in environ if name.startswith(VARIABLE_PREFIX) and name not in known]
+    if not unknown:
+        return
+    from difflib import get_close_matches  # noqa: PLC0415 - hardly anybody has such a variable
+
+    for name in unknown:
+        for nearest in get_close_matches(name, known, n=1, cutoff=0.9):
+            yield f"{name} sets no option: did you mean {nearest}?"
+
+
+def asked_completion(environ: Mapping[str, str] = os.environ) -> str | None:
+    """What a shell asks poprun to complete, or None in every other call."""
+    return environ.get(COMPLETION)

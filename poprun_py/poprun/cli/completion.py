@@ -13,8 +13,10 @@ from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
 from poprun.cli.option import COMPLETION, FILE, FOLDER, HELP, HELP_ALL, HOSTS, Option
-from poprun.cli.options import BY_NAME, OPTIONS
+from poprun.cli.options import OPTIONS
 from poprun.errors import PoprunError, UsageError
+
+Item = CompletionItem[str]
 
 _FILES: Final = ("~/.ssh/config", "~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts", "/etc/hosts")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -51,24 +53,34 @@ def names_in(kind: str, text: str) -> Iterator[str]:
         yield from (name for name in found if _NAME.fullmatch(name) and not name.replace(".", "").isdigit())
 
 
-Item = CompletionItem[str]
+def _partitions() -> Sequence[str]:
+    from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE  # noqa: PLC0415 - few complete a partition
+    from poprun.pool.pool import Pool  # noqa: PLC0415 - see above
+
+    try:
+        state = Pool(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL, busy_seconds=1.0).state()
+    except (PoprunError, OSError):  # there is nobody to tell: the shell shows no messages
+        return ()
+    return sorted(partition.name for partition in state.partitions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Where names are looked for that only the machine knows.
+    """Where names are looked for that only the machine knows; nothing is looked for before it is needed.
 
     Attributes:
         hosts: Gives the hosts.
         partitions: Gives the partitions of virtual IPUs.
     """
 
-    hosts: Callable[[], Sequence[str]]
-    partitions: Callable[[], Sequence[str]]
+    hosts: Callable[[], Sequence[str]] = known_hosts
+    partitions: Callable[[], Sequence[str]] = _partitions
 
 
-def answer(instruction: str, names: Names) -> str:
+def answer(instruction: str, names: Names | None = None) -> str:
     """The script for a shell, or what its script is to offer, as ``instruction`` says: ``bash_source``.
+
+    Without ``names`` this machine is asked for hosts and partitions.
 
     Raises:
         UsageError: If it names another shell, or asks for something else.
@@ -81,7 +93,8 @@ def answer(instruction: str, names: Names) -> str:
     if what == "source":
         return asked.source() + "\n"
     args, incomplete = asked.get_completion_args()
-    return "".join(asked.format_completion(item) + "\n" for item in completions(args, incomplete, names))
+    items = completions(args, incomplete, names or Names())
+    return "".join(asked.format_completion(item) + "\n" for item in items)
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> list[Item]:
@@ -97,7 +110,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> list[Item
     if equals:
         items = [] if option is None else _values(option, value, names)
         return [CompletionItem(f"{name}={item.value}", type=item.type) for item in items]
-    return [CompletionItem(it) for it in _option_names(word) if it.startswith(word)]
+    return [CompletionItem(found) for found in _option_names(word) if found.startswith(word)]
 
 
 def _walk(args: Sequence[str]) -> tuple[Option | None, bool]:
@@ -120,17 +133,18 @@ def _walk(args: Sequence[str]) -> tuple[Option | None, bool]:
 def _option(word: str) -> Option | None:
     """The option that ``word`` is, or begins; None where there is none, or several."""
     if not word.startswith("--"):
-        return next((it for it in OPTIONS if it.short and word == f"-{it.short}"), None)
+        return next((option for option in OPTIONS if option.short and word == f"-{option.short}"), None)
     written = word.removeprefix("--")
-    found = [BY_NAME[written]] if written in BY_NAME else [it for it in OPTIONS if it.name.startswith(written)]
+    exact = [option for option in OPTIONS if option.name == written]
+    found = exact or [option for option in OPTIONS if option.name.startswith(written)]
     return found[0] if len(found) == 1 else None
 
 
 def _option_names(word: str) -> list[str]:
-    names = [HELP, HELP_ALL, *(f"--{it.name}" for it in OPTIONS), *(f"-{it.short}" for it in OPTIONS if it.short)]
-    if word.startswith("--no-"):
-        names += [f"--no-{it.name}" for it in OPTIONS if it.kind.is_switch]
-    return sorted(names)
+    long = [f"--{option.name}" for option in OPTIONS]
+    short = [f"-{option.short}" for option in OPTIONS if option.short]
+    negated = [f"--no-{option.name}" for option in OPTIONS if option.kind.is_switch]
+    return sorted([HELP, HELP_ALL, *long, *short, *(negated if word.startswith("--no-") else [])])
 
 
 def _values(option: Option, begun: str, names: Names) -> list[Item]:
@@ -142,20 +156,4 @@ def _values(option: Option, begun: str, names: Names) -> list[Item]:
         found = names.hosts()
     else:
         found = names.partitions() if option.name == "vipu-partition" else option.kind.choices
-    return [CompletionItem(f"{before}{comma}{it}") for it in found if it.startswith(last)]
-
-
-def names_of_this_machine() -> "Names":
-    """Where completion looks for names; nothing is looked for before it is needed."""
-    return Names(hosts=known_hosts, partitions=_partitions)
-
-
-def _partitions() -> Sequence[str]:
-    from poprun.pool.place import DEFAULT_POOL, POOL_VARIABLE  # noqa: PLC0415 - few complete a partition
-    from poprun.pool.pool import Pool  # noqa: PLC0415 - see above
-
-    try:
-        state = Pool(os.environ.get(POOL_VARIABLE) or DEFAULT_POOL, busy_seconds=1.0).state()
-    except (PoprunError, OSError):  # there is nobody to tell: the shell shows no messages
-        return ()
-    return sorted(partition.name for partition in state.partitions)
+    return [CompletionItem(f"{before}{comma}{value}") for value in found if value.startswith(last)]

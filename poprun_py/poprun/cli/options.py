@@ -211,8 +211,6 @@ OPTIONS: Final[tuple[Option, ...]] = (
 # fmt: on
 """Every option but ``--help`` and ``--help-all``, in the order of the help page."""
 
-BY_NAME: Final = {option.name: option for option in OPTIONS}
-
 COMMON: Final = {
     "num-instances": "Processes in all; auto: one per free GPU.",
     "num-replicas": "Model replicas in all, shared out evenly.",
