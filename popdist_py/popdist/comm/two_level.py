@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from popdist.host_memory.addition import HALVES, Op, combiner, node_additions
+from popdist.host_memory.addition import HALVES, Op, combine_in_place, combiner, node_additions
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.tree import Node
 
@@ -189,11 +189,9 @@ class TwoLevelReduction:
 
     def _combine(self, received: Tensor, step: Op) -> Tensor:
         """The peers' rows in the order of the tree, in their memory."""
-        combine = combiner(step, received.dtype)
         rows = [received[place] for place in self._places]
-        for left, right in self._pairs:
-            combine(rows[left], rows[right], out=rows[left])
-        return rows[0]
+        total: Tensor = combine_in_place(combiner(step, received.dtype), rows, self._pairs)
+        return total
 
     def _divided(self, total: Tensor, op: Op) -> Tensor:
         return total.div_(self._size) if op == "mean" else total

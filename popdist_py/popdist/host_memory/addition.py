@@ -1,22 +1,108 @@
-"""Adding rows of numbers, one from each rank, in the fixed order: by numpy, by torch, or in C.
+"""Adding rows of numbers, one from each rank, in the fixed order: in C, by numpy or by torch, as one table says.
 
 The order is the binary tree of `popdist.tree` over the rank. An element's sum depends on nothing but that tree, so
-its bits are the same for every length, for every share and block that it may fall into, and for every number of
-threads. Pure.
+its bits are the same for every length, for every share and block that it may fall into, for every number of
+threads, and for every path of `PATHS`. Pure.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from popdist.host_memory.flags import kind
 from popdist.tree import Node, finish
+
+Op = Literal["sum", "mean", "min", "max", "product"]
+OPS: Final[tuple[Op, ...]] = get_args(Op)
+
+HALVES: Final = (torch.float16, torch.bfloat16)
+"""Dtypes that are combined in float32."""
+
+ARRAY_DTYPES: Final = (
+    torch.float64,
+    torch.float32,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+"""Dtypes that numpy has, and adds as torch does."""
+
+DTYPES: Final = (*ARRAY_DTYPES[:2], *HALVES, *ARRAY_DTYPES[2:], torch.bool)
+"""Dtypes that can be combined."""
+
+KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
+
+SLOT_DTYPES: Final = (torch.float32, torch.float64, torch.int32, torch.int64)
+"""What the extension adds in slots, in its order."""
+
+Place = Literal["slot", "pieces", "rows", "outputs", "cast outputs"]
+"""Where rows are added, which also tells how large they are.
+
+``slot``: a tensor that fits the slots of its group, at one meeting. ``pieces``: a larger one, piece by piece in
+the slots. ``rows``: rows of shared memory of any size, in the usual order, into each of them. ``outputs``: such
+rows in any order into any others; ``cast outputs``: into others of another dtype.
+"""
+
+Path = Literal["C", "numpy", "torch"]
+
+
+class _Rule(NamedTuple):
+    """Which additions take a path."""
+
+    place: Place
+    path: Path
+    ops: Collection[Op]
+    dtypes: Collection[torch.dtype]
+    nums_rows: Collection[int]
+
+
+_SUM: Final[tuple[Op, ...]] = ("sum",)
+_SUM_OR_MEAN: Final[tuple[Op, ...]] = ("sum", "mean")
+_ANY_NUMBER: Final = range(1 << 32)
+
+PATHS: Final = (
+    _Rule("slot", "C", _SUM, SLOT_DTYPES, range(2, 65)),
+    _Rule("pieces", "numpy", _SUM, ARRAY_DTYPES, (2,)),
+    _Rule("rows", "C", _SUM_OR_MEAN, (torch.float32, torch.float64), (2, 4)),
+    _Rule("rows", "numpy", _SUM_OR_MEAN, ARRAY_DTYPES, _ANY_NUMBER),
+    _Rule("outputs", "numpy", _SUM_OR_MEAN, ARRAY_DTYPES, _ANY_NUMBER),
+)
+"""The first rule that fits is taken; all else is done by torch.
+
+C adds all rows in one pass, and needs no call of Python's for a tensor that fits a slot. numpy's functions are
+called faster than torch's; torch knows all dtypes and operations.
+"""
+
+
+def path_of(place: Place, op: Op, dtype: torch.dtype, num_rows: int) -> Path:
+    """How such rows are added here: what would be done in C takes the next path where there is no extension."""
+    for rule in PATHS:
+        is_meant = rule.place == place and op in rule.ops and dtype in rule.dtypes and num_rows in rule.nums_rows
+        if is_meant and (rule.path != "C" or extension() is not None):
+            return rule.path
+    return "torch"
+
+
+def extension() -> ModuleType | None:
+    """Popdist's extension; None where it was not built, for want of a compiler or for another interpreter."""
+    try:
+        return import_module("popdist.host_memory._quick")
+    except ImportError:
+        return None
+
+
+def as_numbers(numbers: Iterable[int]) -> bytes:
+    """Numbers from 0 to 2**64 - 1, such as addresses, as the extension reads them."""
+    return array("Q", numbers).tobytes()
+
 
 CACHED_BYTES: Final = 1 << 19
 """Length of the blocks of all rows together: they fit a usual second-level cache of 1 MiB."""
@@ -72,42 +158,6 @@ def blocks(elements: range, element_bytes: int, num_rows: int) -> Iterator[slice
         yield slice(start, min(start + width, elements.stop))
 
 
-def extension() -> ModuleType | None:
-    """The module; None where it was not built, for want of a compiler or for another interpreter."""
-    try:
-        return import_module("popdist.host_memory._quick")
-    except ImportError:
-        return None
-
-
-def as_numbers(numbers: Iterable[int]) -> bytes:
-    """Numbers from 0 to 2**64 - 1, such as addresses, as the extension reads them."""
-    return array("Q", numbers).tobytes()
-
-
-Op = Literal["sum", "mean", "min", "max", "product"]
-
-HALVES: Final = (torch.float16, torch.bfloat16)
-"""Dtypes that are combined in float32."""
-
-NO_ARRAYS: Final = (*HALVES, torch.bool)
-"""Dtypes that numpy lacks, or adds otherwise than torch."""
-
-DTYPES: Final = (
-    torch.float64,
-    torch.float32,
-    *HALVES,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
-"""Dtypes that can be combined."""
-
-KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
-
 Combine = Callable[..., Any]
 
 _COMBINERS: Final[dict[Op, Combine]] = {
@@ -130,6 +180,13 @@ def combiner(op: Op, dtype: torch.dtype) -> Combine:
     if dtype == torch.bool:
         return torch.logical_and if op in ("min", "product") else torch.logical_or
     return _COMBINERS[op]
+
+
+def combine_in_place(combine: Combine, rows: Sequence[Any], pairs: Iterable[tuple[int, int]]) -> Any:  # noqa: ANN401 - tensors or arrays
+    """Combine rows in the order of ``pairs``, in their own memory; the row that ends as the result."""
+    for left, right in pairs:
+        combine(rows[left], rows[right], out=rows[left])
+    return rows[0]
 
 
 class Combiner:
@@ -163,11 +220,10 @@ class Combiner:
         combine, values = self.plain, list(rows)
         if self._is_half:
             values = [held.copy_(row) for held, row in zip(memory, rows, strict=True)]
-            for left, right in self._pairs:
-                combine(values[left], values[right], out=values[left])
+            total = combine_in_place(combine, values, self._pairs)
             if self._divisor is not None:
-                values[0].div_(self._divisor)
-            out.copy_(values[0])
+                total.div_(self._divisor)
+            out.copy_(total)
             return
         *inner, (first, last) = self._pairs
         for (left, right), held in zip(inner, memory, strict=True):
@@ -175,33 +231,3 @@ class Combiner:
         combine(values[first], values[last], out=out)
         if self._divisor is not None:
             out.div_(self._divisor)
-
-
-NUMS_ROWS: Final = (2, 4)
-FUSED_DTYPES: Final = (torch.float32, torch.float64)
-
-
-def fused_sum(
-    rows: Sequence[Tensor], outputs: Sequence[Tensor], pairs: Sequence[tuple[int, int]], elements: range
-) -> Callable[[float], None] | None:
-    """What adds ``elements`` of flat rows of one dtype and length, into all of them, divided by what it is given.
-
-    Args:
-        rows: Which must outlive what is returned.
-        outputs: Where the sum is wanted.
-        pairs: In which order the rows are added.
-        elements: A part of each row.
-
-    Returns:
-        None where the extension is missing, or makes no such sum.
-    """
-    dtype, found = rows[0].dtype, extension()
-    is_usual = tuple(pairs) == additions(len(rows)) and _places(outputs) == _places(rows)
-    if found is None or dtype not in FUSED_DTYPES or len(rows) not in NUMS_ROWS or not is_usual:
-        return None
-    starts = as_numbers(row.data_ptr() + elements.start * dtype.itemsize for row in rows)
-    return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
-
-
-def _places(rows: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-    return [(row.data_ptr(), row.dtype) for row in rows]

@@ -1,26 +1,36 @@
-"""The collectives of a host group over tensors that live anywhere.
+"""The collectives of a host group over tensors that live anywhere, through slots of shared memory.
 
-What is said for meeting n stands in the slot of n's parity (see `popdist.host_memory.flags`), so one meeting for
-each piece of data is enough: while a slow rank still reads one slot, a fast one fills the other.
+Each rank has two slots, used in turn: what it lays down for meeting n stands in the slot of n's parity (see
+`popdist.host_memory.flags`). So one meeting for each piece of data is enough: while a slow rank still reads one
+slot, a fast one fills the other. A slot is cut into as many parts as there are receivers of different data, and a
+piece is what fits such a part.
 
-What fits a slot takes one meeting: every rank lays its tensor down and adds all of them itself. So it does with a
-larger one piece by piece between two ranks. Among more, each rank adds a share of every piece, lays the sum down,
-and takes the others' sums: two meetings for each piece, and the work of adding is divided.
-
-All tensors are flat and contiguous. A slot is cut into as many parts as there are receivers of different data, and
-a piece is what fits such a part; each piece takes one meeting.
+An all-reduce of what fits a slot takes one meeting: every rank lays its tensor down and adds all of them itself,
+in C where that is possible. So it does with a larger one piece by piece between two ranks. Among more, each rank
+adds a share of every piece, lays the sum down, and takes the others' sums: two meetings for each piece, and the
+work of adding is divided.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Size, Tensor
 
 from popdist.host_memory import addition
-from popdist.host_memory.addition import KINDS, NO_ARRAYS, Combiner, Op, additions, as_numbers, share
+from popdist.host_memory.addition import (
+    KINDS,
+    OPS,
+    SLOT_DTYPES,
+    Combiner,
+    Op,
+    additions,
+    as_numbers,
+    path_of,
+    share,
+)
 from popdist.host_memory.flags import operation, purpose
 from popdist.host_memory.host_group import HostGroup
 
@@ -50,10 +60,10 @@ class Slots:
         self._listeners: list[SlotsListener] = []
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
 
-    def tell(self, hear: SlotsListener) -> None:
-        """Tell ``hear`` every rank's memory, :attr:`num_bytes` and :attr:`whole_bytes`, now and when they grow."""
-        self._listeners.append(hear)
-        hear(self._block.rows, self.num_bytes, self.whole_bytes)
+    def tell(self, listener: SlotsListener) -> None:
+        """Tell ``listener`` each rank's memory, :attr:`num_bytes` and :attr:`whole_bytes`, now and later."""
+        self._listeners.append(listener)
+        listener(self._block.rows, self.num_bytes, self.whole_bytes)
 
     def fit(self, num_bytes: int) -> None:
         """Make the slots larger if ``num_bytes`` do not fit; what does not fit the largest goes in pieces.
@@ -66,30 +76,25 @@ class Slots:
             self._block.release()
             self._block, self.num_bytes = block, LARGEST_BYTES
             self._views.clear()
-            for hear in self._listeners:
-                hear(block.rows, self.num_bytes, self.whole_bytes)
+            for listener in self._listeners:
+                listener(block.rows, self.num_bytes, self.whole_bytes)
 
     @property
     def whole_bytes(self) -> int:
         """Up to this size each rank adds all by itself, in one meeting: of three and more not what is large."""
         return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
 
-    def at(self, number: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's slot for meeting ``number``, in rank order: flat tensors of ``dtype``."""
-        key = (number & 1, dtype)
+    def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's slot for meetings of this parity, in rank order: flat tensors of ``dtype``."""
+        key = (parity, dtype)
         if key not in self._views:
-            start = key[0] * self.num_bytes
+            start = parity * self.num_bytes
             self._views[key] = [row[start : start + self.num_bytes].view(dtype) for row in self._block.rows]
         return self._views[key]
 
-
-QUICK_DTYPES: Final = (torch.float32, torch.float64, torch.int32, torch.int64)
-"""What the extension adds, in its order."""
-
-MOST_RANKS: Final = 64
-
-_NUM_LOOKS: Final = 400
-"""At the others' counters, before Python waits for them."""
+    def next(self, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's slot for the next meeting."""
+        return self.of_parity(self._group.flags.next_number() & 1, dtype)
 
 
 QuickSum = Callable[[list[torch.Tensor]], bool]
@@ -97,6 +102,9 @@ QuickSum = Callable[[list[torch.Tensor]], bool]
 
 Raises as all collectives do.
 """
+
+_NUM_LOOKS: Final = 400
+"""How often C looks at the others' counters before Python waits for them."""
 
 
 def never(_tensors: Any) -> bool:  # noqa: ANN401 - whatever it is
@@ -109,19 +117,14 @@ def alone(_tensors: Any) -> bool:  # noqa: ANN401 - as above
     return True
 
 
-def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
-    """What adds small tensors of a group of at least two ranks.
-
-    Args:
-        group: The ranks.
-        slots: Theirs.
-        operation: The sum's number.
-    """
-    found, flags = addition.extension(), group.flags
-    if found is None or group.size > MOST_RANKS:
+def make_quick_sum(group: HostGroup, slots: Slots) -> QuickSum:
+    """What adds tensors that fit a slot in C, in a group of at least two ranks; else :func:`never`."""
+    if {path_of("slot", "sum", dtype, group.size) for dtype in SLOT_DTYPES} != {"C"}:
         return never
+    found: Any = addition.extension()
+    flags = group.flags
     pairs = chain.from_iterable(additions(group.size))
-    purposes = [purpose(operation, kind=KINDS[dtype]) for dtype in QUICK_DTYPES]
+    purposes = [purpose(_ALL_REDUCE["sum"], kind=KINDS[dtype]) for dtype in SLOT_DTYPES]
     num_looks = 1 if flags.is_crowded else _NUM_LOOKS
     numbers = map(as_numbers, (flags.addresses, pairs, purposes))
     try:
@@ -137,12 +140,17 @@ def make_quick_sum(group: HostGroup, slots: Slots, operation: int) -> QuickSum:
     return reduce
 
 
-_ALL_REDUCE: Final[dict[Op, int]] = {op: operation(f"all_reduce ({op})") for op in get_args(Op)}
+_ALL_REDUCE: Final = {op: operation(f"all_reduce ({op})") for op in OPS}
+_REDUCE_SCATTER: Final = {op: operation(f"reduce_scatter ({op})") for op in OPS}
+_REDUCE: Final = {op: operation(f"reduce ({op})") for op in OPS}
+_ALL_GATHER: Final = operation("all_gather of bytes")
+_BROADCAST: Final = operation("broadcast of bytes")
+_ALL_TO_ALL: Final = operation("all_to_all")
 
 ARRAY_BYTES: Final = 1 << 19
 """Size of the pieces that two ranks add with numpy, whose calls cost less: two of them fit a usual cache."""
 
-_MOST_PLANS: Final = 512
+_MOST_PREPARED: Final = 512
 
 
 class _PreparedSum(NamedTuple):
@@ -167,54 +175,54 @@ class AllReduce:
         self._flags = group.flags
         self._rank, self._size = group.rank, group.size
         self._slots = slots
-        self._plans: dict[tuple[Op, torch.dtype, Size], _PreparedSum] = {}
+        self._prepared: dict[tuple[Op, torch.dtype, Size], _PreparedSum] = {}
         self._num_bytes = slots.num_bytes
-        """Size of the slots that the plans are of."""
-        self.quickly = make_quick_sum(group, slots, _ALL_REDUCE["sum"])
+        """Size of the slots that the prepared sums are of."""
+        self.quick_sum = make_quick_sum(group, slots)
 
     def __call__(self, tensor: Tensor, op: Op) -> None:
         """Combine in place; see `HostCollectives.all_reduce`."""
-        plan = self._plans.get((op, tensor.dtype, tensor.shape))
-        if plan is None or self._num_bytes != self._slots.num_bytes:
-            plan = self._prepare(tensor, op)
-            if plan is None:
+        prepared = self._prepared.get((op, tensor.dtype, tensor.shape))
+        if prepared is None or self._num_bytes != self._slots.num_bytes:
+            prepared = self._prepare(tensor, op)
+            if prepared is None:
                 self._reduce_in_pieces(tensor, op)
                 return
         flags = self._flags
         parity = flags.next_number() & 1
-        plan.mine[parity].copy_(tensor)
-        flags.meet(plan.purpose)
-        combine, rows = plan.combine, plan.rows[parity]
+        prepared.mine[parity].copy_(tensor)
+        flags.meet(prepared.purpose)
+        combine, rows = prepared.combine, prepared.rows[parity]
         if combine.is_plain:
             combine.plain(rows[0], rows[1], out=tensor)
         else:
-            combine(rows, tensor, plan.memory)
+            combine(rows, tensor, prepared.memory)
 
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
-        """The plan for what needs one meeting only; None for what needs more."""
+        """Prepare what needs one meeting only; None for what needs more."""
         num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
         combine = Combiner(op, dtype, self._size)
         self._slots.fit(num_bytes)
-        if self._num_bytes != self._slots.num_bytes or len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
+        if self._num_bytes != self._slots.num_bytes or len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
             self._num_bytes = self._slots.num_bytes
         if num_bytes > self._slots.whole_bytes:
             return None
-        even, odd = ([it[: tensor.numel()].view(shape) for it in self._slots.at(i, dtype)] for i in (0, 1))
-        plan = self._plans[op, dtype, shape] = _PreparedSum(
+        even, odd = ([it[: tensor.numel()].view(shape) for it in self._slots.of_parity(i, dtype)] for i in (0, 1))
+        prepared = self._prepared[op, dtype, shape] = _PreparedSum(
             purpose=purpose(_ALL_REDUCE[op], kind=KINDS[dtype], count=tensor.numel()),
             mine=(even[self._rank], odd[self._rank]),
             rows=(even, odd),
             combine=combine,
             memory=combine.memory(shape),
         )
-        return plan
+        return prepared
 
     def _reduce_in_pieces(self, tensor: Tensor, op: Op) -> None:
         flat = tensor.contiguous().view(-1)
         combine = Combiner(op, tensor.dtype, self._size)
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=len(flat))
-        if op == "sum" and combine.is_plain and tensor.dtype not in NO_ARRAYS:
+        if path_of("pieces", op, tensor.dtype, self._size) == "numpy":
             self._add_arrays(flat, reason)
         else:
             width = self._num_bytes // tensor.element_size()
@@ -231,7 +239,7 @@ class AllReduce:
         with np.errstate(all="ignore"):  # infinity and NaN are for those who look at the sum
             for start in range(0, len(array), width):
                 piece = array[start : start + width]
-                slots = self._slots.at(self._flags.next_number(), flat.dtype)
+                slots = self._slots.next(flat.dtype)
                 rows = [slot[: len(piece)].numpy() for slot in slots]
                 np.copyto(rows[self._rank], piece)
                 self._flags.meet(reason)
@@ -241,7 +249,7 @@ class AllReduce:
     def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
         """Each rank adds all of the piece."""
         length = len(piece)
-        rows = [slot[:length] for slot in self._slots.at(self._flags.next_number(), piece.dtype)]
+        rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
         self._flags.meet(reason)
         rows[self._rank] = piece
@@ -252,11 +260,11 @@ class AllReduce:
         flags, rank, slots = self._flags, self._rank, self._slots
         shares = [share(len(piece), it, self._size, piece.element_size()) for it in range(self._size)]
         mine = shares[rank]
-        rows = slots.at(flags.next_number(), piece.dtype)
+        rows = slots.next(piece.dtype)
         for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
             rows[rank][part].copy_(piece[part])
         flags.meet(reason)
-        results = slots.at(flags.next_number(), piece.dtype)
+        results = slots.next(piece.dtype)
         if mine:
             part = slice(mine.start, mine.stop)
             own, total = piece[part], results[rank][part]
@@ -270,119 +278,9 @@ class AllReduce:
                 piece[part].copy_(results[other][part])
 
 
-_REDUCE_SCATTER: Final[dict[Op, int]] = {op: operation(f"reduce_scatter ({op})") for op in get_args(Op)}
-_REDUCE: Final[dict[Op, int]] = {op: operation(f"reduce ({op})") for op in get_args(Op)}
-_ALL_GATHER: Final = operation("all_gather of bytes")
-_BROADCAST: Final = operation("broadcast of bytes")
-_ALL_TO_ALL: Final = operation("all_to_all")
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a flat contiguous tensor: every dtype travels the same way."""
     return tensor.view(torch.uint8)
-
-
-class Moving:
-    """What a group of at least two ranks hands round.
-
-    Args:
-        group: The ranks.
-        slots: Theirs; they may be shared with other collectives.
-    """
-
-    def __init__(self, group: HostGroup, slots: Slots) -> None:
-        self._flags = group.flags
-        self._rank, self._size = group.rank, group.size
-        self._slots = slots
-
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite with the root's."""
-        data = as_bytes(tensor)
-        self._slots.fit(len(data))
-        reason = purpose(_BROADCAST, root=root + 1, count=len(data))
-        for piece in _cut(data, self._slots.num_bytes):
-            slot = self._slots.at(self._flags.next_number(), torch.uint8)[root][: len(piece)]
-            if self._rank == root:
-                slot.copy_(piece)
-            self._flags.meet(reason)
-            if self._rank != root:
-                piece.copy_(slot)
-
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """``outputs[rank]`` becomes the tensor of ``rank``."""
-        data, into = as_bytes(tensor), [as_bytes(it) for it in outputs]
-        self._slots.fit(len(data))
-        reason = purpose(_ALL_GATHER, count=len(data))
-        pieces = [_cut(it, self._slots.num_bytes) for it in into]
-        for index, piece in enumerate(_cut(data, self._slots.num_bytes)):
-            slots = [it[: len(piece)] for it in self._slots.at(self._flags.next_number(), torch.uint8)]
-            slots[self._rank].copy_(piece)
-            self._flags.meet(reason)
-            slots[self._rank] = piece
-            for row, slot in zip(pieces, slots, strict=True):
-                row[index].copy_(slot)
-
-    def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
-        """The root's becomes the combination of all; the others' stay."""
-        combine = Combiner(op, tensor.dtype, self._size)
-        self._slots.fit(tensor.nbytes)
-        width = self._slots.num_bytes // tensor.element_size()
-        memory = combine.memory((width,)) if self._rank == root else []
-        reason = purpose(_REDUCE[op], kind=KINDS[tensor.dtype], root=root + 1, count=len(tensor))
-        for piece in _cut(tensor, width):
-            length = len(piece)
-            rows = [it[:length] for it in self._slots.at(self._flags.next_number(), tensor.dtype)]
-            if self._rank != root:
-                rows[self._rank].copy_(piece)
-            self._flags.meet(reason)
-            if self._rank == root:
-                rows[root] = piece
-                combine(rows, piece, [held[:length] for held in memory])
-
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
-        """``output`` becomes the combination of all ranks' ``tensors[rank]`` of this rank."""
-        combine = Combiner(op, output.dtype, self._size)
-        self._slots.fit(output.nbytes * self._size)
-        width = self._slots.num_bytes // (self._size * output.element_size())
-        memory = combine.memory((width,))
-        reason = purpose(_REDUCE_SCATTER[op], kind=KINDS[output.dtype], count=len(output))
-        pieces = [_cut(it, width) for it in tensors]
-        for index, out in enumerate(_cut(output, width)):
-            length = len(out)
-            slots = self._slots.at(self._flags.next_number(), output.dtype)
-            for other in range(self._size):
-                if other != self._rank:
-                    slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
-            self._flags.meet(reason)
-            first = self._rank * width
-            rows = [it[first : first + length] for it in slots]
-            rows[self._rank] = pieces[self._rank][index]
-            combine(rows, out, [held[:length] for held in memory])
-
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """``outputs[rank]`` becomes the ``tensors[self]`` of ``rank``; the lengths may all differ."""
-        flags, mine = self._flags, self._rank
-        sent, received = [as_bytes(it) for it in tensors], [as_bytes(it) for it in outputs]
-        flags.say(max(map(len, [*sent, *received])))
-        flags.meet(purpose(_ALL_TO_ALL))
-        most = max(flags.said())
-        self._slots.fit(most * self._size)
-        width = self._slots.num_bytes // self._size // 8 * 8
-        received[mine].copy_(sent[mine])
-        for start in range(0, most, width):
-            slots = self._slots.at(flags.next_number(), torch.uint8)
-            for other, data in enumerate(sent):
-                if other != mine and (piece := data[start : start + width]).numel():
-                    slots[mine][other * width : other * width + len(piece)].copy_(piece)
-            flags.meet(purpose(_ALL_TO_ALL, count=most))
-            for other, data in enumerate(received):
-                if other != mine and (piece := data[start : start + width]).numel():
-                    piece.copy_(slots[other][mine * width : mine * width + len(piece)])
-
-
-def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:
-    """In pieces of ``width`` elements; one, which is empty, of an empty tensor."""
-    return tensor.split(width) if len(tensor) > width else (tensor,)
 
 
 class HostCollectives:
@@ -406,49 +304,116 @@ class HostCollectives:
     def __init__(self, group: HostGroup) -> None:
         self.group = group
         self.size = group.size
-        self._is_alone = group.size == 1
         self.quick_sum: QuickSum = alone
+        self._rank = group.rank
+        self._flags = group.flags
+        self._is_alone = group.size == 1
         if not self._is_alone:
-            slots = Slots(group)
-            self._moving = Moving(group, slots)
-            self.all_reduce_together = AllReduce(group, slots)
-            self.quick_sum = self.all_reduce_together.quickly
+            self._slots = Slots(group)
+            self._all_reduce = AllReduce(group, self._slots)
+            self.quick_sum = self._all_reduce.quick_sum
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them."""
         if not self._is_alone:
-            self.all_reduce_together(tensor, op)
+            self._all_reduce(tensor, op)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite the tensor of every rank with that of rank ``root``."""
-        if not self._is_alone:
-            self._moving.broadcast(tensor, root)
-
-    def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
-        """Combine the tensors of all ranks into that of rank ``root``; the others stay as they are."""
-        if not self._is_alone:
-            self._moving.reduce(tensor, op, root)
+        if self._is_alone:
+            return
+        data = as_bytes(tensor)
+        self._slots.fit(len(data))
+        reason = purpose(_BROADCAST, root=root + 1, count=len(data))
+        for piece in _cut(data, self._slots.num_bytes):
+            slot = self._slots.next(torch.uint8)[root][: len(piece)]
+            if self._rank == root:
+                slot.copy_(piece)
+            self._flags.meet(reason)
+            if self._rank != root:
+                piece.copy_(slot)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
         if self._is_alone:
             outputs[0].copy_(tensor)
-        else:
-            self._moving.all_gather(outputs, tensor)
+            return
+        data, into = as_bytes(tensor), [as_bytes(it) for it in outputs]
+        self._slots.fit(len(data))
+        reason = purpose(_ALL_GATHER, count=len(data))
+        pieces = [_cut(it, self._slots.num_bytes) for it in into]
+        for index, piece in enumerate(_cut(data, self._slots.num_bytes)):
+            slots = [it[: len(piece)] for it in self._slots.next(torch.uint8)]
+            slots[self._rank].copy_(piece)
+            self._flags.meet(reason)
+            slots[self._rank] = piece
+            for row, slot in zip(pieces, slots, strict=True):
+                row[index].copy_(slot)
+
+    def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
+        """Combine the tensors of all ranks into that of rank ``root``; the others stay as they are."""
+        if self._is_alone:
+            return
+        combine = Combiner(op, tensor.dtype, self.size)
+        self._slots.fit(tensor.nbytes)
+        width = self._slots.num_bytes // tensor.element_size()
+        memory = combine.memory((width,)) if self._rank == root else []
+        reason = purpose(_REDUCE[op], kind=KINDS[tensor.dtype], root=root + 1, count=len(tensor))
+        for piece in _cut(tensor, width):
+            length = len(piece)
+            rows = [it[:length] for it in self._slots.next(tensor.dtype)]
+            if self._rank != root:
+                rows[self._rank].copy_(piece)
+            self._flags.meet(reason)
+            if self._rank == root:
+                rows[root] = piece
+                combine(rows, piece, [held[:length] for held in memory])
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
         """``output`` becomes the combination of what all ranks have at this rank's place in ``tensors``."""
         if self._is_alone:
             output.copy_(tensors[0])
-        else:
-            self._moving.reduce_scatter(output, tensors, op)
+            return
+        combine = Combiner(op, output.dtype, self.size)
+        self._slots.fit(output.nbytes * self.size)
+        width = self._slots.num_bytes // (self.size * output.element_size())
+        memory = combine.memory((width,))
+        reason = purpose(_REDUCE_SCATTER[op], kind=KINDS[output.dtype], count=len(output))
+        pieces = [_cut(it, width) for it in tensors]
+        for index, out in enumerate(_cut(output, width)):
+            length = len(out)
+            slots = self._slots.next(output.dtype)
+            for other in range(self.size):
+                if other != self._rank:
+                    slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
+            self._flags.meet(reason)
+            first = self._rank * width
+            rows = [it[first : first + length] for it in slots]
+            rows[self._rank] = pieces[self._rank][index]
+            combine(rows, out, [held[:length] for held in memory])
 
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """``outputs[rank]`` becomes what ``rank`` has at this rank's place in ``tensors``; lengths may differ."""
         if self._is_alone:
             outputs[0].copy_(tensors[0])
-        else:
-            self._moving.all_to_all(outputs, tensors)
+            return
+        flags, mine = self._flags, self._rank
+        sent, received = [as_bytes(it) for it in tensors], [as_bytes(it) for it in outputs]
+        flags.say(max(map(len, [*sent, *received])))
+        flags.meet(purpose(_ALL_TO_ALL))
+        most = max(flags.said())
+        self._slots.fit(most * self.size)
+        width = self._slots.num_bytes // self.size // 8 * 8
+        received[mine].copy_(sent[mine])
+        for start in range(0, most, width):
+            slots = self._slots.next(torch.uint8)
+            for other, data in enumerate(sent):
+                if other != mine and (piece := data[start : start + width]).numel():
+                    slots[mine][other * width : other * width + len(piece)].copy_(piece)
+            flags.meet(purpose(_ALL_TO_ALL, count=most))
+            for other, data in enumerate(received):
+                if other != mine and (piece := data[start : start + width]).numel():
+                    piece.copy_(slots[other][mine * width : mine * width + len(piece)])
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait for all ranks; see :meth:`HostGroup.barrier`."""
@@ -465,3 +430,8 @@ class HostCollectives:
     def break_off(self) -> None:
         """End a call that is going on in another thread, with an error."""
         self.group.flags.break_off()
+
+
+def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:
+    """In pieces of ``width`` elements; one, which is empty, of an empty tensor."""
+    return tensor.split(width) if len(tensor) > width else (tensor,)

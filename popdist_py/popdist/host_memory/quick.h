@@ -47,7 +47,7 @@ enum { BLOCK = 512 }; /* numbers of each rank that are added at once */
 /* Words of a rank's page; see popdist.host_memory.flags and waiting. */
 enum { COUNTER = 0, PURPOSES = 1, SLEEPS = 10 };
 
-/* The dtypes that are added here, in the order of popdist.host_memory.host_collectives.QUICK_DTYPES. */
+/* The dtypes that are added here, in the order of popdist.host_memory.addition.SLOT_DTYPES. */
 enum { FLOAT32, FLOAT64, INT32, INT64, NUM_DTYPES };
 
 typedef struct {

@@ -1,44 +1,39 @@
-"""Combining rows of shared memory in place: each rank a share of the elements, in blocks that fit its cache.
-
-Sums are made by numpy, which adds the same bits as torch and whose functions are called faster; those of two or
-four rows by popdist's extension, in one pass.
-"""
+"""Combining rows of shared memory in place: each rank a share of the elements, in blocks that fit its cache."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from popdist.host_memory import addition
 from popdist.host_memory.addition import (
     HALVES,
     KINDS,
-    NO_ARRAYS,
+    OPS,
+    Combine,
     Op,
+    Place,
     additions,
+    as_numbers,
     blocks,
+    combine_in_place,
     combiner,
-    fused_sum,
+    path_of,
     share,
 )
 from popdist.host_memory.flags import Flags, operation, purpose
 
-_REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in get_args(Op)}
+_REDUCE: Final = {op: operation(f"reduction in place ({op})") for op in OPS}
 
 _POWER_OF_TWO: Final = 0.5
 """The mantissa of one."""
 
 _MODERATE: Final = 2.0**100
 """Below it a power of two has an inverse that no processor takes for 0."""
-
-
-class _Piece(NamedTuple):
-    """A block of this rank's share, in torch's terms or numpy's."""
-
-    rows: list[Any]
-    outputs: list[Any]
 
 
 class Reduction:
@@ -58,25 +53,19 @@ class Reduction:
             raise ValueError("the rows of a reduction must be flat, and of one length and dtype")
         if any(row.shape != rows[0].shape for row in outputs):
             raise ValueError("the outputs of a reduction must be as long as its rows")
+        combine = combiner(op, dtype)
+        order = additions(len(rows)) if pairs is None else tuple(pairs)
+        elements = share(num_elements, flags.rank, flags.size, dtype.itemsize)
+        path = path_of(_place_of(rows, outputs, order), op, dtype, len(rows))
         self._flags = flags
+        self._rows = tuple(rows)
         self._purpose = purpose(_REDUCE[op], kind=KINDS[dtype], count=num_elements)
-        self._combine = combiner(op, dtype)
-        self._pairs = additions(len(rows)) if pairs is None else tuple(pairs)
         self._divisor = len(rows) if op == "mean" else None
-        elements = share(num_elements, flags.rank, flags.size, rows[0].element_size())
-        pieces = list(blocks(elements, rows[0].element_size(), len(rows)))
-        is_half = dtype in HALVES
-        targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
-        self._pieces = [_Piece([row[it] for row in rows], [out[it] for out in targets]) for it in pieces]
-        self._fused = fused_sum(rows, outputs, self._pairs, elements) if op in ("sum", "mean") else None
-        self._arrays: list[_Piece] | None = None
-        if op in ("sum", "mean") and dtype not in NO_ARRAYS and _all_of(outputs, dtype):
-            self._arrays = [
-                _Piece([it.numpy() for it in piece.rows], [it.numpy() for it in piece.outputs])
-                for piece in self._pieces
-            ]
-        longest = max((piece.stop - piece.start for piece in pieces), default=0)
-        self._wide = [torch.empty(longest, dtype=torch.float32) for _ in rows] if is_half else None
+        self._combine_share: Callable[[float], None]
+        if path == "C":
+            self._combine_share = _sum_in_one_pass(rows, elements)
+        else:
+            self._combine_share = _BlockByBlock(path, combine, rows, outputs, order, elements)
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
         """Combine: a collective of the group.
@@ -89,45 +78,74 @@ class Reduction:
             BackendError: If a rank was lost or did not come in time; the message names it.
             CollectiveError: If a rank is in another operation of this group.
         """
-        divisor = over if self._divisor is None else self._divisor
         self._flags.meet(self._purpose, timeout_seconds)
-        if self._fused is not None:
-            self._fused(divisor)
-        elif self._arrays is None:
-            self._combine_tensors(divisor)
-        else:
-            self._add_arrays(self._arrays, divisor)
+        self._combine_share(over if self._divisor is None else self._divisor)
         self._flags.meet(self._purpose, timeout_seconds)
 
-    def _combine_tensors(self, divisor: float) -> None:
-        for rows, outputs in self._pieces:
-            if self._wide is None:
-                total = self._combine_rows(rows, divisor)
-            else:
-                wide = [held[: len(row)].copy_(row) for held, row in zip(self._wide, rows, strict=True)]
-                total = self._combine_rows(wide, divisor)
-            for out in outputs:
-                out.copy_(total)
 
-    def _add_arrays(self, pieces: Sequence[_Piece], divisor: float) -> None:
+def _place_of(rows: Sequence[Tensor], outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]) -> Place:
+    if any(out.dtype != rows[0].dtype for out in outputs):
+        return "cast outputs"
+    is_into_rows = [it.data_ptr() for it in outputs] == [it.data_ptr() for it in rows]
+    return "rows" if is_into_rows and order == additions(len(rows)) else "outputs"
+
+
+def _sum_in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
+    """The extension's sum into all rows, divided by what it is given; the rows must outlive it."""
+    found: Any = addition.extension()
+    dtype = rows[0].dtype
+    starts = as_numbers(row.data_ptr() + elements.start * dtype.itemsize for row in rows)
+    return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
+
+
+class _Block(NamedTuple):
+    """A block of this rank's share, in torch's terms or numpy's."""
+
+    rows: list[Any]
+    outputs: list[Any]
+
+
+class _BlockByBlock:
+    """A reduction of a share by numpy or torch, one block of elements after the other."""
+
+    def __init__(
+        self,
+        path: addition.Path,
+        combine: Combine,
+        rows: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        order: Sequence[tuple[int, int]],
+        elements: range,
+    ) -> None:
+        dtype = rows[0].dtype
+        is_half = dtype in HALVES
+        pieces = list(blocks(elements, dtype.itemsize, len(rows)))
+        targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
+        self._blocks = [_Block([row[it] for row in rows], [out[it] for out in targets]) for it in pieces]
+        self._order = order
+        self._combine = combine
+        self._divide: Callable[[Any, float], object] = Tensor.div_
+        self._copy: Callable[[Any, Any], object] = Tensor.copy_
+        if path == "numpy":
+            self._combine, self._divide, self._copy = np.add, divide, np.copyto
+            self._blocks = [_Block(*([it.numpy() for it in part] for part in block)) for block in self._blocks]
+        longest = max((piece.stop - piece.start for piece in pieces), default=0)
+        self._wide = [torch.empty(longest, dtype=torch.float32) for _ in rows] if is_half else None
+
+    def __call__(self, divisor: float) -> None:
+        """Combine all blocks; divide each result."""
         with np.errstate(all="ignore"):  # infinity and NaN are for those who look at the sum
-            for rows, outputs in pieces:
-                for left, right in self._pairs:
-                    np.add(rows[left], rows[right], out=rows[left])
-                total = rows[0]
+            for rows, outputs in self._blocks:
+                total = combine_in_place(self._combine, self._widened(rows), self._order)
                 if divisor != 1:
-                    divide(total, divisor)
+                    self._divide(total, divisor)
                 for out in outputs:
-                    np.copyto(out, total)
+                    self._copy(out, total)
 
-    def _combine_rows(self, rows: Sequence[Tensor], divisor: float) -> Tensor:
-        combine = self._combine
-        for left, right in self._pairs:
-            combine(rows[left], rows[right], out=rows[left])
-        total = rows[0]
-        if divisor != 1:
-            total.div_(divisor)
-        return total
+    def _widened(self, rows: list[Any]) -> list[Any]:
+        if self._wide is None:
+            return rows
+        return [held[: len(row)].copy_(row) for held, row in zip(self._wide, rows, strict=True)]
 
 
 def divide(array: Any, divisor: float) -> None:  # noqa: ANN401 - numpy's stubs would want its dtype
@@ -137,10 +155,6 @@ def divide(array: Any, divisor: float) -> None:  # noqa: ANN401 - numpy's stubs 
         np.multiply(array, 1 / number, out=array)
     else:
         np.divide(array, number, out=array)
-
-
-def _all_of(outputs: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    return all(out.dtype == dtype for out in outputs)
 
 
 def _is_same(left: Tensor, right: Tensor) -> bool:
