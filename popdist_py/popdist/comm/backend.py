@@ -1,8 +1,8 @@
-"""What popdist asks of a way to connect instances, and the backend of a single instance.
+"""The protocol of a backend, which connects the instances of a job, and the backend of a single instance.
 
-A backend moves bytes and knows nothing of operations: adding, comparing and checking are done once, above it, so
-that every backend has the same bits and the same errors. Where the instances share memory they add in it, in the
-very order of `popdist.tree` that is used above.
+A backend moves bytes and knows nothing of operations: adding, comparing and checking are done once, above the
+backend, so that every backend has the same bits and the same errors. Instances that share memory add in that
+memory, in the same order of `popdist.tree`.
 """
 
 from typing import TYPE_CHECKING, Protocol, Self
@@ -72,7 +72,7 @@ class Backend(Protocol):
         """
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
-        """A way to send tensors on ``devices`` while the program sends others; None where there is none.
+        """A channel for tensors on ``devices`` while the program sends others; None where there is none.
 
         All instances of the job are together in this call, with devices of the same types.
 
@@ -147,34 +147,34 @@ class SerialBackend:
         self.device_types = device_types
 
     def share_memory(self) -> None:
-        """There is nobody to share it with."""
+        """None: there is nobody to share memory with."""
 
     def channel(self, devices: "Collection[torch.device]") -> None:
-        """There is nobody to send anything to."""
+        """None: there is nobody to send anything to."""
         del devices
 
     def start_exchange(self, header: list[int]) -> SerialHeaderExchange:
-        """Complete at once."""
+        """An exchange that is complete at once."""
         return SerialHeaderExchange(header)
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """A copy with a first dimension of 1."""
+        """A copy of ``tensor`` with a first dimension of 1."""
         return tensor.clone().unsqueeze(0)
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
-        """A copy: the one row stays here."""
+        """A copy of ``tensor``: the one row stays here."""
         return tensor.clone()
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
-        """The tensor is the root's already."""
+        """Nothing to do: the tensor is the root's already."""
 
     def subgroup(self, instances: tuple[int, ...]) -> Self:
-        """Itself: there is no smaller set with this instance in it."""
+        """This backend: there is no smaller set with this instance in it."""
         del instances
         return self
 
     def settle(self) -> None:
-        """There is no thread to end."""
+        """Nothing to do: there is no thread to end."""
 
     def close(self) -> None:
-        """There is no connection to drop."""
+        """Nothing to do: there is no connection to drop."""

@@ -1,10 +1,9 @@
-"""Collectives beside those of the program: a thread does them, one after the other, while the program goes on.
+"""A channel: a thread that does collectives one after the other while the program goes on.
 
-Every way between two instances is used in both directions at once. gloo's own all-to-all and all-gather use one
+A channel has connections of its own, because nothing says in which order its collectives come between those of the
+program. All instances of the job issue as many, in the same order and with tensors that fit; nothing proves that
+here. Two instances send to each other at the same time; gloo's own all-to-all and all-gather use one direction
 after the other, and take up to twice as long over a network.
-
-They have connections of their own, because nothing says in which order they meet the program's. All instances of
-the job issue as many, in the same order and with tensors that fit; nothing proves that here.
 
 A collective of CUDA tensors runs in a stream of the channel and waits there for what was computed before it was
 issued; the host waits for neither. Memory that it uses is not given to others before it is done with it.
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from popdist.errors import BackendError
 from popdist.headers import name_instances
+from popdist.host_memory.host_collectives import as_bytes
 from popdist.host_memory.waiting import wait_until
 from popdist.progress import progress_page
 
 
 @contextmanager
 def as_backend_error(what: str) -> Iterator[None]:
-    """Wait for the other instances in the block.
+    """Wait for other instances in the block: an error of torch's becomes a BackendError that begins with ``what``.
 
     Torch raises RuntimeError and subclasses of it for everything that goes wrong on the way.
     """
@@ -73,11 +73,6 @@ def swap(
         work.wait()
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, as a flat tensor of bytes: every dtype travels the same way."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the channel was closed."""
 
@@ -86,12 +81,12 @@ _LOOK_SECONDS: Final = 0.2
 
 
 class ChannelWork(NamedTuple):
-    """What the thread is asked to do.
+    """Collectives that the thread is asked to do.
 
     Attributes:
-        do: One or more collectives.
-        tensors: All on one device; what ``do`` reads and writes.
-        is_ready: On CUDA, when they may be read and written; None on the CPU, where they may.
+        do: Does one or more collectives.
+        tensors: What ``do`` reads and writes, all on one device.
+        is_ready: On CUDA, the event after which the tensors may be read and written; None on the CPU.
     """
 
     do: Callable[[], None]
@@ -100,17 +95,17 @@ class ChannelWork(NamedTuple):
 
 
 class Channel:
-    """One more way between all instances of the job.
+    """A thread with connections to all instances of the job, which does collectives as they were issued.
 
     Args:
-        process_group: torch's own, for this channel only.
-        num_instances: In the job.
-        instance_index: This one.
+        process_group: A process group of torch's own that nobody else uses.
+        num_instances: Instances in the job.
+        instance_index: This instance.
         break_off: Ends the waits of that process group with errors, here and on the other instances.
         find_lost: Asks which instances are known to be lost.
 
     Attributes:
-        num_issued: What was issued so far; the same on all instances when they agree to issue more.
+        num_issued: How often something was issued; the same on all instances when they agree to issue more.
         is_taken: Whether somebody still has something to issue; nobody else may begin then.
     """
 
@@ -143,7 +138,7 @@ class Channel:
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """As that of a backend; for what is issued."""
+        """Every instance's ``tensor``, stacked; called by what is issued."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
         mine, rows = as_bytes(tensor), [as_bytes(row) for row in gathered]
         if tensor.is_cuda:
@@ -153,7 +148,7 @@ class Channel:
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """As that of a backend; for what is issued."""
+        """Row *j* goes to instance *j*; row *i* of the result came from instance *i*; called by what is issued."""
         received = torch.empty_like(tensor)
         if tensor.is_cuda:
             self._process_group.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
@@ -200,7 +195,7 @@ class Channel:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _loss(self) -> BackendError | None:
-        """Who was lost; the connections of a process that ends are closed one after the other."""
+        """An error that names the lost instances; the connections of a process are closed one after the other."""
         for _ in range(_NUM_LOOKS):
             if lost := self._find_lost():
                 return BackendError(f"the connection to {name_instances(lost)} was closed: it ended or was lost")

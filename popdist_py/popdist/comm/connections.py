@@ -1,4 +1,4 @@
-"""The connections between the instances of a job, by torch.distributed: gloo, and NCCL when it is needed.
+"""The connections between the instances of a job: gloo, NCCL when it is needed, and the memory of a host.
 
 The process groups are made directly, never through ``init_process_group``, so a program may have a default group
 of its own, made before or after. All connections are made at the start: afterwards only NCCL needs the store,
@@ -43,7 +43,7 @@ class Connections:
     Args:
         store: Where the instances find each other; used by nobody else under its prefix.
         num_instances: Instances in the job. At least 2.
-        instance_index: This one.
+        instance_index: This instance.
         address: Address of this host at which the others reach it, of loopback when all share it; None lets gloo
             choose.
         num_local_instances: Instances that are said to share this host. If these are all, CPU tensors go through
@@ -92,7 +92,7 @@ class Connections:
             return gloo(store, self.instance_index, self.num_instances, options)
 
     def _share_memory(self, instances: range) -> HostCollectives | None:
-        """The memory of a host that ``instances`` share, of which this is one."""
+        """Collectives in the memory that ``instances`` share, this instance among them; None where they do not."""
         group = HostGroup.connect(
             PrefixStore(f"host/{instances.start}", self._store),
             self.instance_index - instances.start,
@@ -103,7 +103,7 @@ class Connections:
         return None if group is None else HostCollectives(group)
 
     def _share_with_neighbours(self, num_local: int) -> HostCollectives | None:
-        """The memory of this one of several hosts; None on all unless each has as many instances in a row."""
+        """Collectives in this host's memory; None on all instances unless each host has as many in a row."""
         if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
             return None
         first = self.instance_index - self.instance_index % num_local
@@ -115,7 +115,7 @@ class Connections:
         return None
 
     def _tell_all(self, number: int) -> list[int]:
-        """What every instance tells."""
+        """The number of every instance, in their order."""
         told = torch.empty(self.num_instances, 1, dtype=torch.int64)
         with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
             self.gloo.allgather([list(told.unbind())], [torch.tensor([int(number)])]).wait()
@@ -136,7 +136,7 @@ class Connections:
             return dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """A way beside all others for tensors on ``devices``, all of one type.
+        """The channel for tensors on ``devices``, all of one type.
 
         All instances are together in the first call for CUDA, and NCCL connects them then: later it might wait for
         what the program computes meanwhile.
@@ -172,10 +172,10 @@ class Connections:
         return False
 
     def check_open(self) -> None:
-        """See that this instance still takes part.
+        """Refuse to go on when this instance has left.
 
         Raises:
-            BackendError: If it has left the job, or is about to: a thread that starts then may never begin to run.
+            BackendError: If it has left the job, or is about to: a thread that starts then may never run.
         """
         if self._is_settled:
             raise BackendError(f"instance {self.instance_index} has left the job")

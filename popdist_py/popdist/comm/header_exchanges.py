@@ -1,11 +1,11 @@
-"""Headers on their way, over gloo or through the memory of a host, between all instances or some of them.
+"""The exchange of headers between instances, over gloo or through the memory of a host.
 
-They go from each instance to each other one directly: a lost or late instance is known by its number, and a subset
-of the instances needs no connections of its own.
+Headers go from each instance to each other one directly: a lost or late instance is known by its number, and a
+subset of the instances needs no connections of its own.
 
-They begin to share it when they first have data for each other: before, nobody knows that they will. All of them
-come to that place together, as their headers prove, and they tell each other where their pages are as they tell
-headers. No store is asked: the instance that keeps it may have left.
+A subset begins to share memory when its instances first have data for each other: before, nobody knows that they
+will. All of them come to that place together, as their headers prove, and they tell each other where their pages
+are as they tell headers. No store is asked: the instance that keeps the store may have left.
 """
 
 import time
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class GlooHeaderExchange:
-    """Headers on their way between the instances of a group.
+    """An exchange of headers between instances over gloo.
 
     Args:
         connections: The connections of the job.
-        instances: Members of the group, this instance among them.
+        instances: Who takes part, this instance among them.
         header: What this instance sends.
 
     Raises:
@@ -109,12 +109,12 @@ class GlooHeaderExchange:
 
 
 class MemoryHeaderExchange:
-    """Headers on their way between instances that share memory.
+    """An exchange of headers between instances that share memory.
 
     Args:
         connections: The connections of the job.
-        short_messages: Theirs in memory.
-        instances: Members of the group, this instance among them.
+        short_messages: Messages in the memory of the job's instances.
+        instances: Who takes part, this instance among them.
         header: What this instance sends.
     """
 
@@ -147,7 +147,7 @@ class MemoryHeaderExchange:
         return None
 
     def _receive(self, deadline: float) -> list[int]:
-        """Take the headers that come until then; who is late."""
+        """Take the headers that come until ``deadline``; the instances that are late."""
         late = [instance for instance in self._instances if instance not in self._received]
         for instance in tuple(late):
             seconds_left = max(deadline - time.monotonic(), 0.0)
@@ -159,7 +159,7 @@ class MemoryHeaderExchange:
 
 
 def peers_of(connections: Connections, instances: tuple[int, ...]) -> list[int]:
-    """The instances but this one."""
+    """All of ``instances`` but this one."""
     return [instance for instance in instances if instance != connections.instance_index]
 
 
@@ -167,7 +167,7 @@ _NO_ROOM = -1
 
 
 class MemoryOfSubsets:
-    """The sets of instances that this one is in.
+    """The memory that subsets of the instances share: those subsets that this instance is in.
 
     Args:
         connections: The connections of the job.
@@ -179,7 +179,7 @@ class MemoryOfSubsets:
         self._failures: dict[tuple[int, ...], str] = {}
 
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
-        """The collectives of some instances, which all ask for them at the same time.
+        """The collectives of ``instances``, which all ask for them at the same time.
 
         Returns:
             None on all of them where the job does not share a host's memory, or one of them has no room.
@@ -198,7 +198,7 @@ class MemoryOfSubsets:
         return self._made[instances]
 
     def close(self) -> None:
-        """Leave all of them: the others see it."""
+        """Leave all subsets: the other instances see it."""
         for made in self._made.values():
             if made is not None:
                 made.close()
@@ -216,7 +216,7 @@ class MemoryOfSubsets:
         return _collectives_of(part) if part is not None and have_all else None
 
     def _tell(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
-        """What each of them tells."""
+        """The number of each of ``instances``."""
         words = [number] + [0] * (NUM_WORDS - 1)
         return [
             first for first, *_ in MemoryHeaderExchange(self._connections, short_messages, instances, words).wait()

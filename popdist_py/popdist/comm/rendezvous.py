@@ -1,12 +1,10 @@
-"""Where the instances of a job meet first: a key-value store that every one of them can reach.
-
-Instance 0 serves the store at the first that is free, on the address of its node, and says there which step it is
-of; the others ask at each until one answers with their own step's name.
+"""The store in which the instances of a job find each other: a key-value store that every one of them can reach.
 
 Under poprun instance 0 serves it on a socket that its agent passed on, so the port was never free for others.
 Under torchrun, and wherever torch's own variables are set, it is torch's ``env://`` store under a name of our
-own. Under ``mpiexec`` instance 0 opens a socket and tells the others its address through MPI; under ``srun`` they
-try the same few ports.
+own. Under ``mpiexec`` instance 0 opens a socket and tells the others its address through MPI. Under ``srun``
+instance 0 serves the store at the first free one of a few ports of its node, and writes there which step it is of;
+the others try the same ports until one answers with their own step's name.
 """
 
 import os
@@ -27,106 +25,16 @@ from popdist.environments import Environment, Launcher
 from popdist.environments.slurm import meeting_ports
 from popdist.errors import BackendError
 
-_LOOPBACK: Final = "127.0.0.1"
-_BACKLOG: Final = 1024
+LOOPBACK: Final = "127.0.0.1"
+
+BACKLOG: Final = 1024
+"""Instances that may connect at the same moment."""
+
 _STEP: Final = "popdist/step"
 _ANSWER: Final = timedelta(seconds=5)
 _PAUSE_SECONDS: Final = 0.05
 _SCONTROL_SECONDS: Final = 10.0
 _CURE: Final = "set MASTER_ADDR and MASTER_PORT before srun to an address of the first node that all can reach"
-
-
-def meet(contract: Contract, node: str | None, timeout_seconds: float) -> TCPStore:
-    """The store of a step of at least two tasks.
-
-    Args:
-        contract: The job.
-        node: Name of the node of instance 0; None when all tasks are on this one.
-        timeout_seconds: How long instance 0 is looked for.
-
-    Raises:
-        BackendError: If the first node has no address, none of its ports is free, or it does not answer in time.
-    """
-    host = _LOOPBACK if node is None else address_of(node)
-    if contract.instance_index == 0:
-        return _serve(contract, host, timeout_seconds)
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline:
-        for store in _answers(contract, host):
-            store.set_timeout(timedelta(seconds=timeout_seconds))
-            return store
-        time.sleep(_PAUSE_SECONDS)
-    raise BackendError(
-        f"instance {contract.instance_index} found no instance 0 of step {contract.job_id} at {host}, ports "
-        f"{', '.join(map(str, meeting_ports(contract.job_id)))}, within {timeout_seconds:g} seconds: {_CURE}"
-    )
-
-
-def _serve(contract: Contract, host: str, timeout_seconds: float) -> TCPStore:
-    if contract.host_index != 0:
-        raise BackendError(f"task 0 is not on the first node of the step, where the others look for it: {_CURE}")
-    for port in meeting_ports(contract.job_id):
-        with suppress(OSError):
-            listener = socket.create_server((host, port), family=_family(host), backlog=_BACKLOG)
-            store = _store(contract, host, port, listener.detach())
-            store.set(_STEP, contract.job_id)
-            store.set_timeout(timedelta(seconds=timeout_seconds))
-            return store
-    raise BackendError(f"none of the ports at which the tasks of step {contract.job_id} meet is free: {_CURE}")
-
-
-def _answers(contract: Contract, host: str) -> Iterator[TCPStore]:
-    for port in meeting_ports(contract.job_id):
-        with suppress(OSError, RuntimeError):
-            socket.create_connection((host, port), timeout=_ANSWER.total_seconds()).close()
-            store = _store(contract, host, port)
-            if store.get(_STEP) == contract.job_id.encode():
-                yield store
-
-
-def _store(contract: Contract, host: str, port: int, descriptor: int | None = None) -> TCPStore:
-    return TCPStore(
-        host,
-        port,
-        contract.num_instances,
-        is_master=descriptor is not None,
-        timeout=_ANSWER,
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-    )
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def address_of(node: str) -> str:
-    """An address of ``node``: as names are resolved here, else as Slurm itself knows it.
-
-    Raises:
-        BackendError: If neither has one.
-    """
-    for name in (node, *_told_by_slurm(node)):
-        with suppress(OSError):
-            return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    raise BackendError(f"the first node of the step, {node!r}, has no address that this node knows: {_CURE}")
-
-
-def _told_by_slurm(node: str) -> Iterator[str]:
-    with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
-            ["scontrol", "show", "node", node],
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_SECONDS,
-            check=False,
-        )
-        yield from (word.removeprefix("NodeAddr=") for word in told.stdout.split() if word.startswith("NodeAddr="))
-
-
-LOOPBACK = "127.0.0.1"
-BACKLOG = 1024
-"""Instances that may knock at the same moment."""
 
 
 def is_one_host(contract: Contract) -> bool:
@@ -144,7 +52,7 @@ def own_address(contract: Contract) -> str | None:
         return LOOPBACK
     if contract.store is None:
         return None
-    family = socket.AF_INET6 if ":" in contract.store.host else socket.AF_INET
+    family = _family(contract.store.host)
     with socket.socket(family, socket.SOCK_DGRAM) as asked:  # nothing is sent: connect(2) only looks up the way
         asked.connect((contract.store.host, contract.store.port))
         return str(asked.getsockname()[0])
@@ -159,11 +67,12 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
     contract, timeout = environment.contract, timedelta(seconds=timeout_seconds)
     try:
         if contract.store is not None:
-            return _join(contract, contract.store, _passed_descriptor(contract), timeout)
+            return _tcp_store(contract, contract.store, _passed_descriptor(contract), timeout)
         if environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
             return _join_through_mpi(environment, timeout)
         if environment.launcher is Launcher.SLURM and contract.master is None:
-            return meet(contract, None if is_one_host(contract) else environment.first_node, timeout_seconds)
+            node = None if is_one_host(contract) else environment.first_node
+            return _open_slurm_store(contract, node, timeout_seconds)
         rank, size = contract.instance_index, contract.num_instances
         store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError, OSError) as error:
@@ -175,7 +84,7 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
     return store
 
 
-def _join(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> Store:
+def _tcp_store(contract: Contract, address: Endpoint, descriptor: int | None, timeout: timedelta) -> TCPStore:
     return TCPStore(
         address.host,
         address.port,
@@ -241,4 +150,67 @@ def _join_through_mpi(environment: Environment, timeout: timedelta) -> Store:
         address[:] = str(Endpoint(host=host, port=listener.getsockname()[1])).encode().ljust(256)
         descriptor = listener.detach()
     world.Bcast(address)
-    return _join(contract, Endpoint.parse(address.decode().strip()), descriptor, timeout)
+    return _tcp_store(contract, Endpoint.parse(address.decode().strip()), descriptor, timeout)
+
+
+def _open_slurm_store(contract: Contract, node: str | None, timeout_seconds: float) -> TCPStore:
+    """The store of a Slurm step; ``node`` is the one of instance 0, None when all tasks are on this one."""
+    host = LOOPBACK if node is None else _address_of(node)
+    if contract.instance_index == 0:
+        return _serve(contract, host, timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline:
+        for store in _answers(contract, host):
+            store.set_timeout(timedelta(seconds=timeout_seconds))
+            return store
+        time.sleep(_PAUSE_SECONDS)
+    raise BackendError(
+        f"instance {contract.instance_index} found no instance 0 of step {contract.job_id} at {host}, ports "
+        f"{', '.join(map(str, meeting_ports(contract.job_id)))}, within {timeout_seconds:g} seconds: {_CURE}"
+    )
+
+
+def _serve(contract: Contract, host: str, timeout_seconds: float) -> TCPStore:
+    if contract.host_index != 0:
+        raise BackendError(f"task 0 is not on the first node of the step, where the others look for it: {_CURE}")
+    for port in meeting_ports(contract.job_id):
+        with suppress(OSError):
+            listener = socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
+            store = _tcp_store(contract, Endpoint(host=host, port=port), listener.detach(), _ANSWER)
+            store.set(_STEP, contract.job_id)
+            store.set_timeout(timedelta(seconds=timeout_seconds))
+            return store
+    raise BackendError(f"none of the ports at which the tasks of step {contract.job_id} meet is free: {_CURE}")
+
+
+def _answers(contract: Contract, host: str) -> Iterator[TCPStore]:
+    for port in meeting_ports(contract.job_id):
+        with suppress(OSError, RuntimeError):
+            socket.create_connection((host, port), timeout=_ANSWER.total_seconds()).close()
+            store = _tcp_store(contract, Endpoint(host=host, port=port), None, _ANSWER)
+            if store.get(_STEP) == contract.job_id.encode():
+                yield store
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _address_of(node: str) -> str:
+    """An address of ``node``: as names are resolved here, else as Slurm itself knows it."""
+    for name in (node, *_told_by_slurm(node)):
+        with suppress(OSError):
+            return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    raise BackendError(f"the first node of the step, {node!r}, has no address that this node knows: {_CURE}")
+
+
+def _told_by_slurm(node: str) -> Iterator[str]:
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(
+            ["scontrol", "show", "node", node],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_SECONDS,
+            check=False,
+        )
+        yield from (word.removeprefix("NodeAddr=") for word in told.stdout.split() if word.startswith("NodeAddr="))

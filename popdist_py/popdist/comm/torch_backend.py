@@ -10,21 +10,21 @@ from torch import Tensor
 from torch import distributed as dist
 
 from popdist.comm.backend import SerialBackend
-from popdist.comm.channel import Channel, as_backend_error, as_bytes, swap
+from popdist.comm.channel import Channel, as_backend_error, swap
 from popdist.comm.connections import Connections
 from popdist.comm.header_exchanges import GlooHeaderExchange, MemoryHeaderExchange, MemoryOfSubsets, peers_of
-from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 
 
 class TorchBackend:
-    """Some or all instances of a job, over the connections of its connections.
+    """A backend of some or all instances of a job, over the connections of the job.
 
     Args:
         connections: The connections of the job.
         instances: Members, ascending, this instance among them. At least 2.
         device_types: Types of the devices whose tensors are accepted.
-        parts: The sets of instances that share memory; None for new ones, of the whole job.
+        parts: The memory that subsets share; None for the backend of the whole job.
     """
 
     def __init__(
@@ -46,23 +46,23 @@ class TorchBackend:
 
     @property
     def host_group(self) -> HostGroup | None:
-        """The memory of the host, for the whole job."""
+        """The group that shares this host's memory, for the whole job."""
         is_used = self._is_whole_job and "cpu" in self.device_types
         return self._connections.host.group if is_used and self._connections.host is not None else None
 
     @property
     def neighbours(self) -> HostCollectives | None:
-        """The memory of this host, for a whole job of several hosts."""
+        """Collectives in the memory of this host, for a whole job of several hosts."""
         return self._connections.neighbours if self._is_whole_job and "cpu" in self.device_types else None
 
     def share_memory(self) -> HostCollectives | None:
-        """The memory of the host; a part of the job begins to share it when it first asks."""
+        """Collectives in the memory of the host; a part of the job begins to share it when it first asks."""
         if "cpu" not in self.device_types:
             return None
         return self._connections.host if self._is_whole_job else self._parts.of(self.instances)
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """A way beside all others, for the whole job."""
+        """The channel for tensors on ``devices``, for the whole job."""
         is_possible = self._is_whole_job and self.device_types.issuperset(device.type for device in devices)
         return self._connections.channel(devices) if is_possible else None
 

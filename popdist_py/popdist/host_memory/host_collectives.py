@@ -279,8 +279,8 @@ class AllReduce:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a flat contiguous tensor: every dtype travels the same way."""
-    return tensor.view(torch.uint8)
+    """The memory of a contiguous tensor as a flat tensor of bytes: every dtype travels the same way."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class HostCollectives:

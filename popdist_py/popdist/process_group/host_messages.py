@@ -11,12 +11,12 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError, PopdistError
 from popdist.host_memory.flags import Names
+from popdist.host_memory.host_collectives import as_bytes
 
 _FAILURE: Final = "failure"
 _SHORTEST_SECONDS: Final = 0.001
@@ -102,11 +102,11 @@ class HostMessages:
 
     def _receive(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - a work of torch's
         with self._blaming(rank):
-            return self._gloo.recv([_as_bytes(tensor)], rank, 0)
+            return self._gloo.recv([as_bytes(tensor)], rank, 0)
 
     def _send(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - as above
         with self._blaming(rank):
-            return self._gloo.send([_as_bytes(tensor)], rank, 0)
+            return self._gloo.send([as_bytes(tensor)], rank, 0)
 
     @contextmanager
     def _blaming(self, rank: int) -> Iterator[None]:
@@ -125,7 +125,3 @@ class HostMessages:
                 return str(self._store.get(_FAILURE), "utf-8")
             self._store.set(_FAILURE, reason)
         return reason
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -162,11 +162,7 @@ class PopdistProcessGroup(TorchGroups):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Options = None) -> Work:  # noqa: A002 - torch's name
         """Take every rank's tensor, one after the other in ``output``."""
-        opts = opts or AllgatherOptions()
-        if self._takes(output, input):
-            check_parts([output], [input], self.size())
-            return self._do(operations.all_gather_single, opts, [output], bare([output]), bare([input]))
-        return self.one_by_one("_allgather_base", [output], [input], opts)
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
         """As :meth:`all_gather_single`, of several tensors."""
@@ -196,11 +192,7 @@ class PopdistProcessGroup(TorchGroups):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options = None) -> Work:  # noqa: A002 - torch's name
         """Take this rank's part of a combination; the parts stand one after the other in ``input``."""
-        opts = opts or ReduceScatterOptions()
-        if self._takes(output, input) and (op := op_of(opts.reduceOp, [output])):
-            check_parts([input], [output], self.size())
-            return self._do(operations.reduce_scatter_single, opts, [output], bare([output]), bare([input]), op)
-        return self.one_by_one("_reduce_scatter_base", [output], [input], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
         """As :meth:`reduce_scatter_single`, of several tensors."""
