@@ -21,6 +21,9 @@ STAND_INS = ROOT / "tests" / "docs" / "stand_ins"
 SCRIPTS = ("plain", "DDP", "accelerate", "Fabric", "Horovod", "PopDist")
 """In their order on the page; the others' names are those of its last table."""
 
+PORTED = ("by hand", "helpers")
+"""The scripts after those: what real programs are when they have been ported."""
+
 ON_THE_CPU = (('"cuda"', '"cpu"'), ("Accelerator()", "Accelerator(cpu=True)"))
 """What is written otherwise on a machine without a GPU."""
 
@@ -85,7 +88,7 @@ def test_the_other_scripts_run_under_poprun(poprun: Poprun, folder: Path) -> Non
     """
     with ExitStack() as held:
         words = []
-        for name, text in zip(SCRIPTS, scripts()[1:], strict=True):
+        for name, text in zip(SCRIPTS, scripts()[1 : -len(PORTED)], strict=True):
             (folder / f"{name}.py").write_text(text + COUNT.format(name), encoding="utf-8")
             port = held.enter_context(socket.socket())
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -104,3 +107,19 @@ def test_the_other_scripts_run_under_poprun(poprun: Poprun, folder: Path) -> Non
     assert seen.pop("plain") == 2 * told()["popdist"]
     assert seen.pop("PopDist") < told()["popdist"]
     assert {**seen, "popdist": 1001} == told()
+
+
+@pytest.mark.parametrize("name", PORTED)
+def test_a_ported_program_has_the_same_bits_in_any_split(poprun: Poprun, folder: Path, name: str) -> None:
+    """Four replicas in two instances and in one; alone it runs, too."""
+    script = folder / "train.py"
+    text = scripts()[PORTED.index(name) - len(PORTED)]
+    script.write_text(f"{text}\nprint('bits', popdist.checksum(model))\n", encoding="utf-8")
+    run([sys.executable, str(script)]).succeeded()
+    bits = set()
+    for num_instances in ("1", "2"):
+        options = ("--launcher", "local", "--tag-output=no", "-n", num_instances, "--num-replicas", "4")
+        finished = poprun(*options, sys.executable, str(script))
+        bits |= {line for line in finished.succeeded().lines if line.startswith("bits ")}
+
+    assert len(bits) == 1
