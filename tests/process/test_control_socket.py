@@ -1,6 +1,6 @@
 """Strangers at the control socket of a running job, and agents that come over the network.
 
-Holds poprun.job.listeners.
+Holds poprun.job.agents, poprun.job.key_proofs and poprun.job.output.input_feed.
 """
 
 import json
@@ -84,13 +84,13 @@ from poprun.messages.control import new_key
 from poprun.plan.plan_file import read_plan
 from poprun.hosts.remote_side import hold
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.attempts import run_attempts
+from poprun.job.attempts import run_job
 plan, host = read_plan(open(sys.argv[1]).read(), "plan"), sys.argv[2]
 key = JobKey(text=new_key(), file=sys.argv[1] + "-key")
 assert hold({"file": key.file, "key": key.text}) == {"problem": ""}
 here = HostRoute(name="localhost", address=host, interface="lo")
 network = JobNetwork(control_host=host, hosts=(here,), key=key)
-sys.exit(run_attempts(plan, os.environ, 2, network))
+sys.exit(run_job(plan, environ=os.environ, verbosity=2, network=network))
 """
 
 
@@ -166,7 +166,7 @@ def test_who_does_not_know_the_key_is_refused_at_the_network(poprun: Poprun, tmp
 
 STRANGERS = f"""
 import os, socket, sys, threading
-from poprun.job import listeners
+from poprun.job import agents
 created = socket.create_server
 def create_server(*args, **kwargs):
     listener = created(*args, **kwargs)

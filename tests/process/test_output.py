@@ -1,6 +1,6 @@
 """What a user sees of the programs' output, on every launcher.
 
-Holds poprun.job.output.descriptors, poprun.job.output.display and poprun.job.output.streams.
+Holds poprun.job.output.relay and poprun.job.output.streams.
 """
 
 import ast

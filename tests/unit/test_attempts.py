@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from poprun.job.attempts import restart_pause_seconds
-from poprun.job.report.outcome import JobEnd
+from poprun.job.outcome import JobEnd
 from poprun.job.report.report import render_attempts
 from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from popdist.headers import name_instances
 from popdist.progress import Progress
-from poprun.job.hangs import Hang, HangWatch, describe_hang, find_hang
+from poprun.job.hangs import Hang, describe_hang, find_hang
+from poprun.job.record import HangWatch
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 
 NOW = 1000.0

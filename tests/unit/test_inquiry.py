@@ -3,10 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from poprun.job.hangs import Hang
-from poprun.job.stacks import Inquiry
+from poprun.job.stacks import StackInquiry
 from poprun.job.state import InstanceState, InstanceStatus
 
 RUNNING = [InstanceStatus(index=index, state=InstanceState.RUNNING) for index in range(3)]
@@ -18,61 +16,51 @@ def answer(*processes: str) -> dict[str, Any]:
     return {"event": "stacks", "text": "", "processes": processes}
 
 
-@pytest.fixture
-def asked() -> list[int]:
-    """The instances that were asked, in order."""
-    return []
+def ask(statuses: list[InstanceStatus], asked: list[int] | None = None, hang: Hang | None = None) -> StackInquiry:
+    """An inquiry at time 0; whom it asks is noted in ``asked``."""
+    noted = [] if asked is None else asked
+    return StackInquiry(statuses, 0.0, lambda instance, _order: noted.append(instance), hang)
 
 
-@pytest.fixture
-def inquiry(asked: list[int]) -> Inquiry:
-    """One that notes whom it asks."""
-    return Inquiry(lambda instance, _order: asked.append(instance), None)
-
-
-def test_it_is_said_once_when_all_have_answered(inquiry: Inquiry, asked: list[int]) -> None:
+def test_it_is_said_when_all_have_answered() -> None:
     """Only those that run are asked."""
+    asked: list[int] = []
     statuses = [*RUNNING[:2], ENDED[2]]
-    inquiry.begin(statuses, 0.0)
+    inquiry = ask(statuses, asked)
     inquiry.take(0, answer("a"))
-    assert list(inquiry.answers(statuses, 1.0)) == []
+    assert inquiry.text(statuses, 1.0) is None
 
     inquiry.take(1, answer("b"))
-    said = list(inquiry.answers(statuses, 1.0))
 
     assert asked == [0, 1]
-    assert said == [
+    assert inquiry.text(statuses, 1.0) == (
         "where the instances stand, the latest call last\n  instance 0:\n    | a\n  instance 1:\n    | b"
-    ]
-    assert not inquiry.is_open
-    assert list(inquiry.answers(statuses, 2.0)) == []
+    )
 
 
-def test_nobody_is_waited_for_too_long(inquiry: Inquiry) -> None:
+def test_nobody_is_waited_for_too_long() -> None:
     """One that does not answer in time, and one that ends meanwhile, are told as such."""
-    inquiry.begin(RUNNING, 0.0)
+    inquiry = ask(RUNNING)
     inquiry.take(0, answer("a"))
     statuses = [*RUNNING[:2], ENDED[2]]
 
-    assert list(inquiry.answers(statuses, 3.9)) == []
-    (said,) = inquiry.answers(statuses, 4.0)
+    assert inquiry.text(statuses, 3.9) is None
+    said = inquiry.text(statuses, 4.0) or ""
     assert "instance 1:\n    | no answer" in said
     assert "instance 2:\n    | it has ended" in said
 
 
-def test_nobody_is_asked_when_nobody_runs(inquiry: Inquiry) -> None:
+def test_nobody_is_asked_when_nobody_runs() -> None:
     """It is said at once."""
-    inquiry.begin(ENDED, 0.0)
-
-    assert list(inquiry.answers(ENDED, 0.0)) == ["no program runs"]
+    assert ask(ENDED).text(ENDED, 0.0) == "no program runs"
 
 
-def test_whoever_did_not_arrive_is_shown_first(inquiry: Inquiry) -> None:
+def test_whoever_did_not_arrive_is_shown_first() -> None:
     """Of a hang."""
-    inquiry.begin(RUNNING, 0.0, Hang(idle_seconds=5, waiting={"barrier()": (0, 1)}, absent=(2,)))
+    inquiry = ask(RUNNING, hang=Hang(idle_seconds=5, waiting={"barrier()": (0, 1)}, absent=(2,)))
     for index in range(3):
         inquiry.take(index, answer(f"process {index}"))
-    (said,) = inquiry.answers(RUNNING, 1.0)
+    said = inquiry.text(RUNNING, 1.0) or ""
 
     assert said.splitlines()[0] == "no progress for 5 s: instances 0-1 wait in barrier()"
     assert said.index("process 2") < said.index("process 0") < said.index("process 1")

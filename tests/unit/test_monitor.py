@@ -7,7 +7,9 @@ import pytest
 from rich.console import Console
 
 from popdist.progress import Progress
-from poprun.job.record import instance_views
+from poprun.job.monitors import job_view
+from poprun.job.orders import JobIdentity
+from poprun.job.record import Record
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 from poprun.messages.control import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
@@ -117,8 +119,14 @@ def test_what_the_supervisor_knows_is_what_is_seen() -> None:
     )
     ended = InstanceStatus(index=1, state=InstanceState.ENDED, exit_code=0)
 
-    first, second = instance_views(planned(num_instances=2), [waiting, ended], lambda index: f"line {index}")
+    identity = JobIdentity(job_id="5f", restart_count=2, began_at_seconds=1.0)
+    record = Record(planned(num_instances=2), identity, now_seconds=4.0)
+    record.statuses = [waiting, ended]
 
+    view = job_view(record, lambda index: f"line {index}", now_seconds=11.0)
+    first, second = view.instances
+
+    assert (view.job_id, view.restart_count, view.phase, view.seconds) == ("5f", 2, "starting", 10.0)
     assert (first.waits_in, first.num_steps, first.memory_bytes, first.last_line) == ("barrier()", 3, 5, "line 0")
     assert (second.state, second.exit_code, second.memory_bytes) == ("ended", 0, None)
 

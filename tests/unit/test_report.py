@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from poprun.job.outcome import JobEnd, exit_code, first_failure
 from poprun.job.report.endings import describe_code
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.report.outcome import JobEnd, exit_code, first_failure
 from poprun.job.report.report import render_attempts, render_end
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
 from tests.planning import planned

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
-from poprun.job.stacks import Frame, Standing, read_standing, render_standings
+from poprun.job.stacks import StackFrame, Standing, read_standing, render_standings
 from poprun.launch.program_watch import describe_process, name_system_call
 
 TEXT = """\
@@ -45,7 +45,7 @@ def test_the_main_thread_comes_first_and_the_latest_call_last() -> None:
 
 def test_instances_that_stand_alike_are_shown_once() -> None:
     """In the order in which they are given, and of many groups the first ones."""
-    waiting = Standing(threads=((Frame("train.py", 14, "<module>"),),))
+    waiting = Standing(threads=((StackFrame("train.py", 14, "<module>"),),))
     sleeping = Standing(processes=("process 7: sleeping (sleep 600)",))
     standings = {2: sleeping, 0: waiting, 1: waiting, 3: Standing()}
 
@@ -62,8 +62,8 @@ def test_instances_that_stand_alike_are_shown_once() -> None:
 
 def test_the_way_inside_popdist_is_left_out() -> None:
     """It is the same wherever popdist waits; the program's own calls within it are shown."""
-    inside = [Frame(f"{LIBRARY}/groups.py", line, "wait") for line in range(5)]
-    own = Frame("train.py", 8, "load")
+    inside = [StackFrame(f"{LIBRARY}/groups.py", line, "wait") for line in range(5)]
+    own = StackFrame("train.py", 8, "load")
 
     waiting = render_standings({0: Standing(threads=((own, *inside),))}, read_line)
     called = render_standings({0: Standing(threads=((*inside, own),))}, read_line)
@@ -75,7 +75,7 @@ def test_the_way_inside_popdist_is_left_out() -> None:
 @given(st.integers(1, 300), st.integers(0, 20))
 def test_a_deep_stack_and_many_threads_keep_within_bounds(depth: int, num_helpers: int) -> None:
     """Both ends of the main thread are kept."""
-    frames = tuple(Frame("train.py", line, "f") for line in range(1000, 1000 + depth))
+    frames = tuple(StackFrame("train.py", line, "f") for line in range(1000, 1000 + depth))
     lines = render_standings({0: Standing(threads=(frames, *[frames] * num_helpers))}, read_line)
 
     assert len(lines) <= 1 + 25 + 4 * 6 + 1

@@ -1,8 +1,8 @@
-"""The agents of a job and the monitors that look at it: who is connected, and what each is told.
+"""The control sockets of a job: who is connected, and what each agent is told and says.
 
-A monitor that does not read is let go: looking at a job never holds it up.
-
-Only one agent for each instance may speak, and what is no message is refused, told of, and changes nothing.
+Only one agent for each instance may speak; what is no message is refused, told of, and changes nothing. On one
+machine it is a unix socket without a file, and the kernel says whose process is at the other end. Agents of other
+hosts come over TCP and prove first that they know the job's key (`key_proofs`).
 """
 
 import os
@@ -12,55 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.hosts.routes import JobNetwork
-from poprun.job.listeners import Door, LocalDoor
-from poprun.messages.control import VIEW_EVENT, Link, Message, check_event, encode
+from poprun.errors import LaunchError
+from poprun.job.events import LOST
+from poprun.messages.control import (
+    VIEW_EVENT,
+    Link,
+    Message,
+    abstract_address,
+    check_event,
+    notice_death,
+    peer_user,
+    tcp_address,
+)
 
 if TYPE_CHECKING:
-    from poprun.messages.view import JobView
+    from poprun.hosts.routes import JobNetwork
+    from poprun.job.key_proofs import KeyProofs
+    from poprun.job.monitors import Viewers
 
-_INTERVAL_SECONDS: Final = 0.5
-
-
-class Viewers:
-    """The monitors of a job."""
-
-    def __init__(self) -> None:
-        self._links: list[Link] = []
-        self._next_seconds = 0.0
-
-    def add(self, link: "Link") -> None:
-        """Let a monitor look from now on."""
-        link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
-        self._links.append(link)
-        self._next_seconds = 0.0
-
-    def close(self) -> None:
-        """Hang up: there is nothing more to see."""
-        for link in self._links:
-            link.close()
-        self._links = []
-
-    def are_due(self, now_seconds: float) -> bool:
-        """Whether there are any, and it is time for a view."""
-        return bool(self._links) and now_seconds >= self._next_seconds
-
-    def show(self, view: "JobView", now_seconds: float) -> None:
-        """Send all monitors a view."""
-        self._next_seconds = now_seconds + _INTERVAL_SECONDS
-        data = encode(view.to_message())
-        for link in tuple(self._links):
-            try:
-                is_whole = link.connection.send(data, socket.MSG_NOSIGNAL) == len(data)
-            except OSError:
-                is_whole = False
-            if not is_whole:
-                self._links.remove(link)
-                link.close()
-
-
-LOST: Final = "lost"
-"""The event that this side makes up when an agent's connection closes."""
+_TALK_SECONDS: Final = 5.0
+"""How long an agent may take to read a message."""
 
 _MOST_WARNINGS: Final = 10
 
@@ -74,10 +45,11 @@ class AgentLinks:
         num_instances: As many agents there are.
         selector: Calls back when somebody speaks: what it calls gives pairs of instance and event.
         warn: Tells the user of what was refused.
-        network: Where agents of other hosts knock, and with which key; None when all are on this machine.
+        network: At which address of this host other hosts are heard, and with which key; None without any.
 
     Attributes:
-        viewers: The monitors that came to look.
+        address: The address of the control socket, as the shims are told it.
+        viewers: The monitors that look at the job; None until the first one comes.
     """
 
     def __init__(
@@ -85,7 +57,7 @@ class AgentLinks:
         num_instances: int,
         selector: selectors.BaseSelector,
         warn: Callable[[str], None],
-        network: JobNetwork | None = None,
+        network: "JobNetwork | None" = None,
     ) -> None:
         self._num_instances = num_instances
         self._selector = selector
@@ -95,31 +67,27 @@ class AgentLinks:
         self._agents: dict[int, Link] = {}
         self._hellos: dict[int, dict[str, Any]] = {}
         self._streams: dict[int, dict[int, socket.socket]] = {}
-        self._is_remote = network is not None
-        self.viewers = Viewers()
-        self._doors: list[Door] = [LocalDoor(selector, self._admit, self._refuse)]
+        self._listeners: list[socket.socket] = []
+        self._proofs: KeyProofs | None = None
+        self.viewers: Viewers | None = None
+        self.address = self._listen_here()
         if network is not None:
-            from poprun.job.listeners import RemoteDoor  # noqa: PLC0415 - jobs of one host need no cryptography
-
-            self._doors.append(
-                RemoteDoor(network.control_host, network.key.text, selector, self._admit, self._refuse)
-            )
+            self.address = self._listen_to_hosts(network)
 
     def close(self) -> None:
         """Hang up; an agent that still lives then ends its tree."""
-        self.viewers.close()
-        for door in self._doors:
-            door.close()
+        if self.viewers is not None:
+            self.viewers.close()
+        if self._proofs is not None:
+            self._proofs.close()
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+            listener.close()
         for link in tuple(self._instance_of):
             self._drop(link)
         for streams in self._streams.values():
             for stream in streams.values():
                 stream.close()
-
-    @property
-    def door(self) -> Door:
-        """Where the agents knock. Monitors knock at that for processes of this machine."""
-        return self._doors[-1]
 
     def tell(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
         """Send an order, and descriptors with it. An agent that has gone is passed over: its loss is an event."""
@@ -137,7 +105,51 @@ class AgentLinks:
         """Descriptors of the sockets that are the streams of an instance of a job of several hosts."""
         return {number: stream.detach() for number, stream in self._streams.pop(instance, {}).items()}
 
+    def _listen_here(self) -> str:
+        """Listen for the processes of this machine; the socket's name."""
+        name = f"poprun-{os.getpid()}-{os.urandom(16).hex()}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(abstract_address(name))
+        listener.listen(socket.SOMAXCONN)
+        self._listen(listener, self._meet_process)
+        return name
+
+    def _listen_to_hosts(self, network: "JobNetwork") -> str:
+        """Listen for the agents of other hosts; the socket's address."""
+        from poprun.job.key_proofs import KeyProofs  # noqa: PLC0415 - jobs of one host need no cryptography
+
+        self._proofs = KeyProofs(network.key.text, self._selector, self._admit, self._refuse)
+        host = network.control_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        self._listen(listener, self._proofs.begin)
+        return tcp_address(host, listener.getsockname()[1])
+
+    def _listen(self, listener: socket.socket, meet: Callable[[socket.socket], None]) -> None:
+        def accept() -> tuple[()]:
+            try:
+                connection = listener.accept()[0]
+            except OSError as error:
+                raise LaunchError(
+                    f"cannot hear an agent: {error.strerror}; raise the limit with `ulimit -n`"
+                ) from None
+            meet(connection)
+            return ()
+
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ, accept)
+
+    def _meet_process(self, connection: socket.socket) -> None:
+        if peer_user(connection) == os.getuid():
+            self._admit(Link(connection))
+        else:
+            connection.close()
+            self._refuse("a process of another user knocked at the control socket")
+
     def _admit(self, link: Link) -> None:
+        link.connection.settimeout(_TALK_SECONDS)
+        if link.is_sealed:
+            notice_death(link.connection)
         self._instance_of[link] = -1
         self._selector.register(link, selectors.EVENT_READ, lambda: self._receive(link))
 
@@ -165,21 +177,18 @@ class AgentLinks:
 
     def _take(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
         """Know a new link by its first message; pass on the others."""
-        instance = self._instance_of[link]
-        if message["event"] == VIEW_EVENT and instance < 0:
-            self._selector.unregister(link)
-            del self._instance_of[link]
-            self.viewers.add(link)
-        elif message["event"] == "stillborn" and message["instance"] in range(self._num_instances):
+        instance, kind = self._instance_of[link], message["event"]
+        if kind == VIEW_EVENT and instance < 0:
+            self._let_go(link)
+            self._show_to(link)
+        elif kind == "stillborn" and message["instance"] in range(self._num_instances):
             self._drop(link)
             if message["instance"] not in self._agents:
                 yield message["instance"], {"event": LOST, "is_silent": False}
-        elif instance >= 0 and message["event"] not in ("hello", "stream"):
+        elif instance >= 0 and kind not in ("hello", "stream"):
             yield instance, message
         elif instance >= 0 or not self._introduce(link, message):
-            self._refuse(
-                f"the event {message['event']} of {message.get('instance')!r:.20} at a time that is not its"
-            )
+            self._refuse(f"the event {kind} of {message.get('instance')!r:.20} at a time that is not its")
             if instance < 0:
                 self._drop(link)
         else:
@@ -196,13 +205,8 @@ class AgentLinks:
             self._agents[instance] = link
             self._hellos[instance] = message
             return True
-        if (
-            message["event"] == "stream"
-            and self._is_remote
-            and message["stream"] in _streams(instance) - set(streams)
-        ):
-            self._selector.unregister(link)
-            del self._instance_of[link]
+        if message["event"] == "stream" and message["stream"] in self._wanted_streams(instance) - set(streams):
+            self._let_go(link)
             link.connection.settimeout(None)
             streams[message["stream"]] = link.connection
             return True
@@ -210,9 +214,25 @@ class AgentLinks:
 
     def _welcome(self, instance: int) -> Iterator[Event]:
         """Pass on the hello of an instance, once its streams are there, too."""
-        has_streams = not self._is_remote or _streams(instance) == set(self._streams[instance])
-        if has_streams and instance in self._hellos:
+        if self._wanted_streams(instance) == set(self._streams[instance]) and instance in self._hellos:
             yield instance, self._hellos.pop(instance)
+
+    def _wanted_streams(self, instance: int) -> set[int]:
+        """The numbers of the streams that an instance connects: none on one machine."""
+        if self._proofs is None:
+            return set()
+        return {0, 1, 2} if instance == 0 else {1, 2}
+
+    def _show_to(self, link: Link) -> None:
+        from poprun.job.monitors import Viewers  # noqa: PLC0415 - nobody looks at most jobs
+
+        self.viewers = self.viewers or Viewers()
+        self.viewers.add(link)
+
+    def _let_go(self, link: Link) -> None:
+        """Hear a link no more, whose connection another takes."""
+        self._selector.unregister(link)
+        del self._instance_of[link]
 
     def _drop(self, link: Link) -> int:
         """Hang up; the instance that the link was of, or -1."""
@@ -221,8 +241,3 @@ class AgentLinks:
             self._selector.unregister(link)
             link.close()
         return instance
-
-
-def _streams(instance: int) -> set[int]:
-    """The numbers of the streams that an instance of a job of several hosts connects."""
-    return {0, 1, 2} if instance == 0 else {1, 2}

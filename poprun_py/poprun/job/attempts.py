@@ -1,15 +1,9 @@
 """A job and its restarts: attempt after attempt, until one ends well or there are no more.
 
-The pure part says whether and when a failed job is started again; the rest does it.
-
-Pure: `state` holds the values, `events` changes them, `hangs` finds who waits for whom, `policy` decides,
-`orders`, `lines`, `tags`, `bars`, `folding`, `interrupts`, `hang_words` and `stacks` word. `outcome` is how a job
-ended, `aborts` who aborted it; `report` and `report_file` tell it, with `roll_call`, `hints`, `codes`, `excerpt`
-and `tracebacks`.
-`attempts` runs one `loop` after the other until the job has ended; a loop asks and acts. Its hands are `agents`
-(the control socket), `start_watch` and `children` (the launcher's processes), `signals`, `streams`, `relay`,
-`log_files` and `display` (the programs' output), `inquiry` and `sources` (where they stand), `voice` (poprun's
-own), `whole_file`, and `sweep` (what is left).
+The way of a job: `attempts` runs one `loop` after the other. The loop hears the agents (`agents`), the launcher
+(`launcher_processes`) and the user (`signals`); `record` takes note of what `events` make of it; `policy` decides
+from a snapshot; the loop acts through `orders` and `output`. `outcome` is the exit code. What only some jobs need
+is loaded when they do: `hangs` and `stacks`, `monitors`, `key_proofs`, and `report` after a failure.
 """
 
 import os
@@ -21,10 +15,10 @@ from dataclasses import replace
 
 from poprun.errors import HostsError, UsageError
 from poprun.hosts.routes import JobNetwork
-from poprun.job.loop import Job
+from poprun.job.loop import Attempt
 from poprun.job.orders import JobIdentity
-from poprun.job.report.outcome import JobEnd, exit_code, first_failure, has_left
-from poprun.job.signals import SignalBox
+from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
+from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import wished_job_id
 from poprun.pool.records import HeldLease
@@ -56,28 +50,35 @@ def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) ->
     return min(2.0**restart_count, _LONGEST_PAUSE_SECONDS)
 
 
-def run_attempts(
+def run_job(
     plan: LaunchPlan,
+    *,
     environ: Mapping[str, str],
-    verbosity: int,
-    network: JobNetwork | None = None,
+    verbosity: int = 0,
     leases: Sequence[HeldLease] = (),
+    network: JobNetwork | None = None,
     look: Look = lambda: None,
 ) -> int:
-    """Run the job, and again as often as the plan lets it; poprun's exit code is that of the last attempt.
+    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
+
+    A job that fails is started again as often as the plan says.
+
+    0 when all instances ended with 0, else the code of the first that failed (128 + n for signal n); 130 after
+    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
 
     Args:
-        plan: The job.
-        environ: The environment that poprun was called in.
+        plan: What to start.
+        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        network: How the hosts of the job reach each other; None when there is only this machine.
-        leases: What the job holds; the agents of this host keep the descriptors open until their programs end.
+        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
+            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
+        network: How the hosts of the plan reach each other; None when there is only this machine.
         look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
             raises HostsError when some can take part no more.
 
     Raises:
         HostsError: If hosts are missing and there are no more restarts.
-        LaunchError: If the launcher cannot be executed.
+        LaunchError: If the MPI runtime or an agent could not be started.
         UsageError: If the report that the plan asks for could not be written.
     """
     file = _checked_report_file(plan)
@@ -91,7 +92,7 @@ def run_attempts(
     )
     ends: list[JobEnd] = []
     error = ""
-    with SignalBox() as signals:
+    with ReceivedSignals() as signals:
         try:
             for end in _attempts(plan, environ, identity, verbosity, signals, look):
                 ends.append(end)  # noqa: PERF402 - those that have ended stay when the next one raises
@@ -110,19 +111,19 @@ def _attempts(
     environ: Mapping[str, str],
     identity: JobIdentity,
     verbosity: int,
-    signals: SignalBox,
+    signals: ReceivedSignals,
     look: Look,
 ) -> Iterator[JobEnd]:
     """Run one attempt after the other; how each ended."""
     following: JobIdentity | None = identity
     while following is not None:
-        end = Job(plan, environ, following, verbosity).run(signals)
+        end = Attempt(plan, environ, following, signals, verbosity).run()
         yield end
         following = _next_attempt(plan, following, end, signals, look)
 
 
 def _next_attempt(
-    plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: SignalBox, look: Look
+    plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals, look: Look
 ) -> JobIdentity | None:
     """What the next attempt is called, when it is time for it; None when there is none.
 
@@ -172,7 +173,7 @@ def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequ
         say(f"warning: --report {file} cannot be written: {problem.strerror}")
 
 
-def _pause(seconds: float, signals: SignalBox) -> bool:
+def _pause(seconds: float, signals: ReceivedSignals) -> bool:
     """Wait; False when somebody asked for the end of the job meanwhile."""
     deadline = time.monotonic() + seconds
     while True:
@@ -195,40 +196,3 @@ def _tell(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
         say(line)
     if exit_code(ends[-1]) == 0 and (line := unused_replicas(ends[-1], plan)):
         say(line)
-
-
-__all__ = ["run_job"]
-
-
-def run_job(
-    plan: LaunchPlan,
-    *,
-    environ: Mapping[str, str],
-    verbosity: int = 0,
-    leases: Sequence[HeldLease] = (),
-    network: JobNetwork | None = None,
-    look: Callable[[], JobNetwork | None] = lambda: None,
-) -> int:
-    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
-
-    A job that fails is started again as often as the plan says.
-
-    0 when all instances ended with 0, else the code of the first that failed (128 + n for signal n); 130 after
-    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
-
-    Args:
-        plan: What to start.
-        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
-        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
-            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
-        network: How the hosts of the plan reach each other; None when there is only this machine.
-        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
-            raises HostsError when some can take part no more.
-
-    Raises:
-        HostsError: If hosts are missing and there are no more restarts.
-        LaunchError: If the MPI runtime or an agent could not be started.
-        UsageError: If the report that the plan asks for could not be written.
-    """
-    return run_attempts(plan, environ, verbosity, network, leases, look)

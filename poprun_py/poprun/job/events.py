@@ -1,4 +1,4 @@
-"""What an agent's event makes of its instance's status. Pure."""
+"""The status of an instance after an event of its agent. Pure."""
 
 import errno
 import os
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, Final
 
 from popdist.progress import Progress
-from poprun.job.agents import LOST
 from poprun.job.state import (
     AGENT_KILLED,
     HOST_LOST,
@@ -20,6 +19,9 @@ from poprun.job.state import (
     Usage,
 )
 from poprun.text.ranges import fold_numbers
+
+LOST: Final = "lost"
+"""The event that poprun makes up when an agent's connection closes."""
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
 

@@ -16,7 +16,6 @@ from poprun.job.state import InstanceState, InstanceStatus
 
 _MEMBERS: Final = r" among instances? ([0-9, andto]+)$"
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
-_LOOK_SECONDS: Final = 0.5
 _RUN: Final = r"(\d+)(?: to (\d+))?"
 
 
@@ -49,7 +48,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     for status in running:
         if status.usage is None or status.progress is None or status.progressed_at_seconds is None:
             return None  # it was not looked at yet
-        if status.progress.waiting_since_seconds is not None:
+        if status.is_waiting:
             waiting.setdefault(status.progress.collective, []).append(status.index)
     if not waiting:
         return None
@@ -77,36 +76,6 @@ def _members(collective: str) -> frozenset[int] | None:
         return None
     runs = ((int(first), int(last or first)) for first, last in re.findall(_RUN, found[1]))
     return frozenset(index for first, last in runs for index in range(first, last + 1))
-
-
-class HangWatch:
-    """The looks at a job: its hang, and whether that was told of."""
-
-    def __init__(self) -> None:
-        self.hang: Hang | None = None
-        """Instances that wait while nobody gets on, or None."""
-        self.is_told = False
-        """Whether this hang was told of; one that comes after somebody got on is another one."""
-        self._since_seconds = 0.0
-        self._next_seconds = 0.0
-
-    @property
-    def idle_seconds(self) -> float:
-        """For how long nobody has got on while instances wait; 0 when none does."""
-        return 0.0 if self.hang is None else self.hang.idle_seconds
-
-    def look(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Look at the instances, if the last look was a while ago: it costs more the more there are."""
-        if now_seconds < self._next_seconds:
-            return
-        self._next_seconds = now_seconds + _LOOK_SECONDS
-        before, self.hang = self.idle_seconds, find_hang(statuses, self._since_seconds)
-        if self.idle_seconds < before:
-            self.is_told = False
-
-    def begin_anew(self, now_seconds: float) -> None:
-        """The job was suspended until now."""
-        self.hang, self.is_told, self._since_seconds = None, False, now_seconds
 
 
 _MOST_LETTERS: Final = 80

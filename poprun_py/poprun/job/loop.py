@@ -1,4 +1,4 @@
-"""The supervisor's loop: listen, take a snapshot, decide, act, until nothing is left.
+"""The supervisor's loop over one attempt of a job: listen, take a snapshot, decide, act, until nothing is left.
 
 poprun is a subreaper, so what a killed agent left behind has become its child.
 """
@@ -6,20 +6,18 @@ poprun is a subreaper, so what a killed agent left behind has become its child.
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks
 from poprun.job.launcher_processes import LauncherProcesses, StartWatch
 from poprun.job.orders import JobIdentity, start_order
+from poprun.job.outcome import JobEnd, exit_code
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import Record
-from poprun.job.report.outcome import JobEnd, exit_code
-from poprun.job.signals import SignalBox
-from poprun.job.stacks import Inquiry
+from poprun.job.signals import ReceivedSignals
 from poprun.job.state import Limits, Phase
 from poprun.launch.launchers import launch_commands
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
@@ -27,47 +25,302 @@ from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
-from poprun.process.spawn import ProcessStart, start_process
-from poprun.process.tree import ProcessKey, key_of, own_tree, reap, send, terminate
+from poprun.process.tree import ProcessKey, own_tree, reap, send, terminate
 from poprun.text.screen import Level, say
 
+if TYPE_CHECKING:
+    from poprun.job.hangs import Hang
+    from poprun.job.monitors import MonitorProcess
+    from poprun.job.stacks import StackInquiry
 
-class Courier:
-    """Carries signals from poprun to the programs.
+_TICK_SECONDS: Final = 0.05
+_LOOK_SECONDS: Final = 1.0
+_LAUNCHER_SECONDS: Final = 0.3
+_LEFTOVER_SECONDS: Final = 1.0
+_DRAIN_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.02
+
+
+class Attempt:
+    """One attempt of a job.
 
     Args:
-        links: The agents.
-        is_on_terminal: Whether a program writes to poprun's own terminal, whose size it wants to know.
+        plan: The job.
+        environ: The environment that poprun was called in.
+        identity: Which job this is, and which attempt of it.
+        signals: The signals that poprun receives.
+        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
     """
 
-    def __init__(self, links: AgentLinks, *, is_on_terminal: bool) -> None:
-        self._links = links
-        self._is_on_terminal = is_on_terminal
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        identity: JobIdentity,
+        signals: ReceivedSignals,
+        verbosity: int,
+    ) -> None:
+        self._plan = plan
+        self._environ = environ
+        self._identity = identity
+        self._signals = signals
+        self._verbosity = verbosity
+        self._limits = Limits(
+            start_seconds=plan.ending.start_timeout_seconds,
+            job_seconds=plan.ending.timeout_seconds,
+            hang_report_seconds=plan.ending.hang_report_seconds,
+            hang_timeout_seconds=plan.ending.hang_timeout_seconds,
+            grace_seconds=plan.ending.stop_timeout_seconds,
+        )
+        self._record = Record(plan, identity, time.monotonic())
+        self._began_at_epoch_seconds = time.time()
+        self._kills_before = kill_counts()
+        has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
+        self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
+        self._launcher_ended_early = False
+        self._selector = selectors.DefaultSelector()
+        self._links = AgentLinks(plan.num_instances, self._selector, say, identity.network)
+        self._launcher = LauncherProcesses(self._selector)
+        self._streams = ProgramStreams(plan, environ, identity)
+        self._inquiry: StackInquiry | None = None
+        self._monitor: MonitorProcess | None = None
+        self._survivors: list[ProcessKey] = []
 
-    def carry(self, signals: SignalBox) -> bool:
-        """Pass on what came since the last call; whether the job was suspended meanwhile."""
+    def run(self) -> JobEnd:
+        """Start the job, see it to its end, and report a failure; how it ended.
+
+        Raises:
+            LaunchError: If the launcher cannot be executed.
+        """
+        self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
+        try:
+            self._launch()
+            self._supervise()
+        finally:
+            self._bury()
+            self._selector.close()
+        return self._report()
+
+    def _launch(self) -> None:
+        if self._plan.output.has_monitor:
+            from poprun.job.monitors import MonitorProcess  # noqa: PLC0415 - most jobs draw nothing
+
+            self._monitor = MonitorProcess(self._environ)
+        self._remove_sessions()
+        network = self._identity.network
+        control = {
+            CONTROL_ADDRESS: self._links.address,
+            CONTROL_KEY_FILE: "" if network is None else network.key.file,
+        }
+        self._launcher.start(
+            launch_commands(self._plan, network),
+            {**self._identity.launcher_environment(self._environ), **control},
+            self._plan.working_directory,
+        )
+        if not self._streams.is_inherited:
+            import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
+
+    def _supervise(self) -> None:
+        while True:
+            is_calm = (
+                self._record.phase is Phase.RUNNING and not self._launcher.has_ended and self._inquiry is None
+            )
+            self._listen(_LOOK_SECONDS if is_calm else _TICK_SECONDS)
+            now = time.monotonic()
+            if self._record.phase is Phase.STARTING:
+                self._start_watch.look(self._launcher.running, self._record.reported, now)
+            if self._links.viewers is not None:
+                self._links.viewers.show(self._record, self._streams.last_line, now)
+            self._record.hang_watch.look(self._record.statuses, now)
+            self._tell_of_stacks(now)
+            snapshot = self._record.snapshot(
+                self._signals,
+                self._start_watch,
+                awaits_stacks=self._inquiry is not None,
+                has_launcher_ended=self._launcher.has_ended or self._launcher.has_failed,
+                now_seconds=now,
+            )
+            decision = decide(snapshot, self._limits)
+            if decision.action is Action.FINISH:
+                return
+            self._act(decision)
+
+    def _listen(self, timeout_seconds: float) -> None:
+        """Wait for something to happen, and take note of all that has.
+
+        Children are buried before the agents are heard: an agent's last word comes before its launcher's end.
+        """
+        self._launcher.reap()
+        for key, _ in self._selector.select(timeout_seconds):
+            if key.data is self._signals:
+                self._signals.drain()
+                continue
+            for instance, event in key.data():
+                self._hear(instance, event)
+        self._pass_signals_on()
+
+    def _hear(self, instance: int, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind not in ("stats", "stacks"):
+            self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
+        self._record.note(instance, event, time.monotonic())
+        if kind == "hello":
+            self._welcome(instance, event)
+        elif kind == "stacks" and self._inquiry is not None:
+            self._inquiry.take(instance, event)
+        elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
+            self._signals.is_terminated = True
+
+    def _welcome(self, instance: int, hello: dict[str, Any]) -> None:
+        if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:  # it died before the shim could look
+            self._record.note(instance, {"event": "shim_lost"}, time.monotonic())
+        if self._record.phase >= Phase.STOPPING:
+            self._links.tell(instance, {"order": "kill"})
+
+    def _pass_signals_on(self) -> None:
+        """Pass on to the programs what came since the last call."""
+        signals = self._signals
         while signals.passed_on:
             self._links.tell_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
-        if signals.has_resized and self._is_on_terminal:
+        if signals.has_resized and self._streams.is_inherited:  # the program has poprun's own terminal
             signals.has_resized = False
             self._links.tell(0, {"order": "signal", "signal": int(signal.SIGWINCH)})
         if signals.is_suspended:
-            self._suspend(signals)
-            return True
-        return False
+            self._suspend()
 
-    def _suspend(self, signals: SignalBox) -> None:
-        """Ctrl-Z: stop the programs, then poprun; whoever continues poprun continues them."""
+    def _suspend(self) -> None:
+        """Stop the programs, then poprun, for Ctrl-Z; whoever continues poprun continues them."""
         self._links.tell_all({"order": "signal", "signal": int(signal.SIGSTOP)})
         os.kill(os.getpid(), signal.SIGSTOP)
-        signals.is_suspended = False
+        self._signals.is_suspended = False
         self._links.tell_all({"order": "signal", "signal": int(signal.SIGCONT)})
+        self._record.hang_watch.begin_anew(time.monotonic())
+
+    def _tell_of_stacks(self, now_seconds: float) -> None:
+        """Say where the programs stand when they have answered; ask them when the user wants to know."""
+        if self._inquiry is not None:
+            text = self._inquiry.text(self._record.statuses, now_seconds)
+            if text is not None:
+                self._inquiry = None
+                say(text)
+        if self._signals.wants_stacks and self._inquiry is None:
+            self._signals.wants_stacks = False
+            self._ask_for_stacks()
+
+    def _ask_for_stacks(self, hang: "Hang | None" = None) -> None:
+        from poprun.job.stacks import StackInquiry  # noqa: PLC0415 - most jobs are never asked
+
+        timeout_seconds = self._plan.ending.hang_timeout_seconds
+        self._inquiry = StackInquiry(
+            self._record.statuses, time.monotonic(), self._links.tell, hang, timeout_seconds
+        )
+
+    def _act(self, decision: Decision) -> None:
+        if decision.action is Action.WAIT:
+            return
+        self._log(1, f"{decision.action}: {decision.reason}")
+        if decision.action is Action.START:
+            self._enter(Phase.RUNNING)
+            self._start_programs()
+        elif decision.action is Action.INTERRUPT:
+            self._enter(Phase.INTERRUPTED)
+            self._streams.leave_out_interrupts()
+            self._links.tell_all({"order": "signal", "signal": int(signal.SIGINT)})
+        elif decision.action is Action.REPORT_HANG:
+            self._record.hang_watch.is_told = True
+            self._ask_for_stacks(self._record.hang_watch.hang)
+        elif decision.action in (Action.STOP, Action.TIME_OUT, Action.STOP_HUNG):
+            self._record.is_timed_out = decision.action is Action.TIME_OUT
+            self._record.is_hung = decision.action is Action.STOP_HUNG
+            self._stop(decision.reason)
+        elif decision.action is Action.KILL:
+            self._enter(Phase.KILLING)
+            self._links.tell_all({"order": "kill"})
+
+    def _enter(self, phase: Phase) -> None:
+        self._record.enter(phase, time.monotonic())
+
+    def _start_programs(self) -> None:
+        for index in range(self._plan.num_instances):
+            streams = self._streams.open(index, self._links.take_streams(index))
+            order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
+            self._links.tell(index, order, self._identity.with_leases(streams))
+            self._streams.close(streams)
+        self._record.has_started = True
+        self._streams.start(self._signals.note_closed_output)
+
+    def _stop(self, reason: str) -> None:
+        if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
+            self._launcher_ended_early = self._launcher.has_ended or self._launcher.has_failed
+        self._record.stop_reason = reason
+        if self._record.phase is Phase.STARTING:
+            self._launcher.end(signal.SIGTERM)
+            self._record.give_up_awaited()
+        self._enter(Phase.STOPPING)
+        self._links.tell_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
+
+    def _bury(self) -> None:
+        """Leave nothing of the job behind, and lose none of its output.
+
+        Also when poprun itself fails: an agent whose connection is closed ends its tree.
+        """
+        self._links.close()
+        if self._plan.mpi is None or not self._plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
+            self._await_launcher()
+            self._launcher.end(signal.SIGTERM)
+            self._await_launcher()
+        self._launcher.end(signal.SIGKILL)
+        self._await_launcher()
+        if self._monitor is not None:
+            self._monitor.wait()
+        self._survivors = end_descendants(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
+        remove_abandoned(time.monotonic() - self._record.began_at_seconds)
+        self._remove_sessions()
+        self._streams.finish(_DRAIN_SECONDS)
+
+    def _remove_sessions(self) -> None:
+        if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
+            remove_abandoned_sessions(session_parent(self._environ))
+
+    def _await_launcher(self) -> None:
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
+        while not self._launcher.has_ended and time.monotonic() < deadline:
+            self._listen(_TICK_SECONDS)
+            self._launcher.reap()
+
+    def _report(self) -> JobEnd:
+        """How the job ended; the user is told of a failure."""
+        record, signals = self._record, self._signals
+        end = JobEnd(
+            statuses=record.statuses,
+            num_interrupts=signals.num_interrupts,
+            is_terminated=signals.is_terminated,
+            is_output_closed=signals.is_output_closed,
+            is_timed_out=record.is_timed_out,
+            is_hung=record.is_hung,
+            started_at_epoch_seconds=self._began_at_epoch_seconds,
+            seconds=time.monotonic() - record.began_at_seconds,
+            launcher_code=self._launcher.exit_code,
+            has_started=record.has_started,
+            launcher_ended_early=self._launcher_ended_early,
+            stop_reason=record.stop_reason,
+            survivors=tuple(key.pid for key in self._survivors),
+            interrupted=self._streams.interrupted,
+        )
+        if exit_code(end) == 0 and not end.survivors:
+            return end
+        from poprun.job.report.report import explain  # noqa: PLC0415 - jobs that end well need none
+
+        kills_before = self._kills_before if self._identity.network is None else None
+        failed = (status.index for status in end.statuses if status.has_failed or status.exit_code)
+        return explain(end, self._plan, self._streams.tails(failed), self._launcher.output, kills_before)
+
+    def _log(self, level: int, text: str) -> None:
+        if self._verbosity >= level:
+            say(text, Level.DEBUG if level > 1 else Level.INFO)
 
 
-_SWEEP_POLL_SECONDS = 0.02
-
-
-def sweep(grace_seconds: float, kill_seconds: float, spared: Collection[int] = ()) -> list[ProcessKey]:
+def end_descendants(grace_seconds: float, kill_seconds: float, spared: Collection[int]) -> list[ProcessKey]:
     """End all descendants: SIGTERM, SIGKILL after the grace, and a bounded wait for the kernel to bury them.
 
     Those that are ``spared`` stay, with all below them: who keeps a lease is there for the next attempt, too.
@@ -92,276 +345,4 @@ def _living(spared: Collection[int]) -> list[ProcessKey]:
 def _wait_until_none(timeout_seconds: float, spared: Collection[int]) -> None:
     deadline = time.monotonic() + timeout_seconds
     while _living(spared) and time.monotonic() < deadline:
-        time.sleep(_SWEEP_POLL_SECONDS)
-
-
-_STDERR: Final = 2
-_LEAVE_SECONDS: Final = 2.0
-_MONITOR_POLL_SECONDS: Final = 0.01
-
-
-class MonitorProcess:
-    """The process that draws this poprun's job on the terminal until the job hangs up."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        null = os.open(os.devnull, os.O_RDWR)
-        words = (sys.executable, "-m", "poprun.monitor.top", str(os.getpid()))
-        streams = (null, _STDERR, _STDERR)
-        pid = start_process(ProcessStart(words, os.getcwd(), environ, streams, signal.SIGTERM))
-        os.close(null)
-        self._key = key_of(pid)
-
-    def wait(self) -> None:
-        """Give it the time to wipe its drawing off the terminal; call this when the job has hung up."""
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
-            for _ in reap():
-                pass
-            time.sleep(_MONITOR_POLL_SECONDS)
-
-
-_TICK_SECONDS = 0.05
-_LOOK_SECONDS = 1.0
-_LAUNCHER_SECONDS = 0.3
-_LEFTOVER_SECONDS = 1.0
-_DRAIN_SECONDS = 5.0
-
-
-class Job:
-    """One attempt of a job: its state, and the hands that change it.
-
-    Args:
-        plan: The job.
-        environ: The environment that poprun was called in.
-        identity: Which job this is, and which attempt of it.
-        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-    """
-
-    def __init__(
-        self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity, verbosity: int
-    ) -> None:
-        self._plan = plan
-        self._environ = environ
-        self._identity = identity
-        self._verbosity = verbosity
-        self._limits = Limits(
-            start_seconds=plan.ending.start_timeout_seconds,
-            job_seconds=plan.ending.timeout_seconds,
-            hang_report_seconds=plan.ending.hang_report_seconds,
-            hang_timeout_seconds=plan.ending.hang_timeout_seconds,
-            grace_seconds=plan.ending.stop_timeout_seconds,
-        )
-        self._record = Record(plan, identity, time.monotonic())
-        self._began_at_epoch_seconds = time.time()
-        self._kills_before = kill_counts()
-        has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
-        self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
-        self._launcher_ended_early = False
-        self._selector = selectors.DefaultSelector()
-        self._links = AgentLinks(plan.num_instances, self._selector, say, identity.network)
-        self._inquiry = Inquiry(self._links.tell, plan.ending.hang_timeout_seconds)
-        self._launcher = LauncherProcesses(self._selector)
-        self._streams = ProgramStreams(plan, environ, identity)
-        self._courier = Courier(self._links, is_on_terminal=self._streams.is_inherited)
-        self._monitor: MonitorProcess | None = None
-        self._survivors: list[ProcessKey] = []
-
-    def run(self, signals: SignalBox) -> JobEnd:
-        """Start the job, see it to its end, and report a failure; how it ended.
-
-        Raises:
-            LaunchError: If the launcher cannot be executed.
-        """
-        self._selector.register(signals.descriptor, selectors.EVENT_READ, signals)
-        try:
-            self._launch()
-            self._supervise(signals)
-        finally:
-            self._bury(signals)
-            self._selector.close()
-        return self._tell_the_end(signals)
-
-    def _launch(self) -> None:
-        if self._plan.output.has_monitor:
-            self._monitor = MonitorProcess(self._environ)
-        self._remove_sessions()
-        network = self._identity.network
-        door = {
-            CONTROL_ADDRESS: self._links.door.address,
-            CONTROL_KEY_FILE: "" if network is None else network.key.file,
-        }
-        self._launcher.start(
-            launch_commands(self._plan, network),
-            {**self._identity.launcher_environment(self._environ), **door},
-            self._plan.working_directory,
-        )
-        import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
-
-    def _supervise(self, signals: SignalBox) -> None:
-        while True:
-            is_calm = self._record.phase is Phase.RUNNING and not self._launcher.has_ended
-            self._listen(signals, _LOOK_SECONDS if is_calm and not self._inquiry.is_open else _TICK_SECONDS)
-            now = time.monotonic()
-            if self._record.phase is Phase.STARTING:
-                self._start_watch.look(self._launcher.running, self._record.reported, now)
-            if self._links.viewers.are_due(now):
-                self._links.viewers.show(self._record.view(self._streams.last_line, now), now)
-            self._record.hang_watch.look(self._record.statuses, now)
-            self._inquire(signals, now)
-            snapshot = self._record.snapshot(
-                signals,
-                self._start_watch,
-                awaits_stacks=self._inquiry.is_open,
-                has_launcher_ended=self._launcher.has_ended or self._launcher.has_failed,
-                now_seconds=now,
-            )
-            decision = decide(snapshot, self._limits)
-            if decision.action is Action.FINISH:
-                return
-            self._act(decision, signals)
-
-    def _listen(self, signals: SignalBox, timeout_seconds: float | None) -> None:
-        """Wait for something to happen, and take note of all that has.
-
-        Children are buried before the agents are heard: an agent's last word comes before its launcher's end.
-        """
-        self._launcher.reap()
-        for key, _ in self._selector.select(timeout_seconds):
-            if key.data is signals:
-                signals.drain()
-                continue
-            for instance, event in key.data():
-                self._hear(instance, event, signals)
-        if self._courier.carry(signals):
-            self._record.hang_watch.begin_anew(time.monotonic())
-
-    def _hear(self, instance: int, event: dict[str, Any], signals: SignalBox) -> None:
-        if event["event"] not in ("stats", "stacks"):
-            self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
-        self._note(instance, event)
-        if event["event"] == "hello":
-            self._welcome(instance, event)
-        elif event["event"] == "stacks":
-            self._inquiry.take(instance, event)
-        elif event["event"] == "signal_unhandled" and event["signal"] == signal.SIGHUP:
-            signals.is_terminated = True
-
-    def _inquire(self, signals: SignalBox, now_seconds: float) -> None:
-        """Ask the programs where they stand when the user wants to know, and tell what is known."""
-        for text in self._inquiry.answers(self._record.statuses, now_seconds):
-            say(text)
-        if signals.wants_stacks and not self._inquiry.is_open:
-            signals.wants_stacks = False
-            self._inquiry.begin(self._record.statuses, now_seconds)
-
-    def _note(self, instance: int, event: dict[str, Any]) -> None:
-        self._record.note(instance, event, time.monotonic())
-
-    def _welcome(self, instance: int, hello: dict[str, Any]) -> None:
-        if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:
-            self._note(instance, {"event": "shim_lost"})  # the runtime died before the shim could look
-        if self._record.phase >= Phase.STOPPING:
-            self._links.tell(instance, {"order": "kill"})
-
-    def _act(self, decision: Decision, signals: SignalBox) -> None:
-        if decision.action is Action.WAIT:
-            return
-        self._log(1, f"{decision.action}: {decision.reason}")
-        if decision.action is Action.START:
-            self._enter(Phase.RUNNING)
-            self._start_programs(signals)
-        elif decision.action is Action.INTERRUPT:
-            self._enter(Phase.INTERRUPTED)
-            self._streams.leave_out_interrupts()
-            self._links.tell_all({"order": "signal", "signal": int(signal.SIGINT)})
-        elif decision.action is Action.REPORT_HANG and self._record.hang_watch.hang is not None:
-            self._record.hang_watch.is_told = True
-            self._inquiry.begin(self._record.statuses, time.monotonic(), self._record.hang_watch.hang)
-        elif decision.action in (Action.STOP, Action.TIME_OUT, Action.STOP_HUNG):
-            self._record.is_timed_out = decision.action is Action.TIME_OUT
-            self._record.is_hung = decision.action is Action.STOP_HUNG
-            self._stop(decision.reason)
-        elif decision.action is Action.KILL:
-            self._enter(Phase.KILLING)
-            self._links.tell_all({"order": "kill"})
-
-    def _enter(self, phase: Phase) -> None:
-        self._record.enter(phase, time.monotonic())
-
-    def _start_programs(self, signals: SignalBox) -> None:
-        for index in range(self._plan.num_instances):
-            streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
-            self._links.tell(index, order, self._identity.with_leases(streams))
-            self._streams.close(streams)
-        self._record.has_started = True
-        self._streams.start(signals.note_closed_output)
-
-    def _stop(self, reason: str) -> None:
-        if self._record.phase is not Phase.INTERRUPTED:  # a runtime may end the others when Ctrl-C has ended one
-            self._launcher_ended_early = self._launcher.has_ended or self._launcher.has_failed
-        self._record.stop_reason = reason
-        if self._record.phase is Phase.STARTING:
-            self._launcher.end(signal.SIGTERM)
-            self._record.give_up_awaited()
-        self._enter(Phase.STOPPING)
-        self._links.tell_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
-
-    def _bury(self, signals: SignalBox) -> None:
-        """Nothing of the job shall be left, and none of its output lost.
-
-        Also when poprun itself fails: an agent whose connection is closed ends its tree.
-        """
-        self._links.close()
-        if self._plan.mpi is None or not self._plan.mpi.forker:  # it may wait for seconds, and has nothing to tidy
-            self._await_launcher(signals)
-            self._launcher.end(signal.SIGTERM)
-            self._await_launcher(signals)
-        self._launcher.end(signal.SIGKILL)
-        self._await_launcher(signals)
-        if self._monitor is not None:
-            self._monitor.wait()
-        self._survivors = sweep(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
-        remove_abandoned(time.monotonic() - self._record.began_at_seconds)
-        self._remove_sessions()
-        self._streams.finish(_DRAIN_SECONDS)
-
-    def _remove_sessions(self) -> None:
-        if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
-            remove_abandoned_sessions(session_parent(self._environ))
-
-    def _await_launcher(self, signals: SignalBox) -> None:
-        deadline = time.monotonic() + _LAUNCHER_SECONDS
-        while not self._launcher.has_ended and time.monotonic() < deadline:
-            self._listen(signals, _TICK_SECONDS)
-            self._launcher.reap()
-
-    def _tell_the_end(self, signals: SignalBox) -> JobEnd:
-        """Report a failure; how the job ended."""
-        end = JobEnd(
-            statuses=self._record.statuses,
-            num_interrupts=signals.num_interrupts,
-            is_terminated=signals.is_terminated,
-            is_output_closed=signals.is_output_closed,
-            is_timed_out=self._record.is_timed_out,
-            is_hung=self._record.is_hung,
-            started_at_epoch_seconds=self._began_at_epoch_seconds,
-            seconds=time.monotonic() - self._record.began_at_seconds,
-            launcher_code=self._launcher.exit_code,
-            has_started=self._record.has_started,
-            launcher_ended_early=self._launcher_ended_early,
-            stop_reason=self._record.stop_reason,
-            survivors=tuple(key.pid for key in self._survivors),
-            interrupted=self._streams.interrupted,
-        )
-        if exit_code(end) == 0 and not self._survivors:
-            return end
-        from poprun.job.report.report import explain  # noqa: PLC0415 - jobs that end well need none
-
-        kills_before = self._kills_before if self._identity.network is None else None
-        tails = self._streams.tails(it.index for it in end.statuses if it.has_failed or it.exit_code)
-        return explain(end, self._plan, tails, self._launcher.output, kills_before)
-
-    def _log(self, level: int, text: str) -> None:
-        if self._verbosity >= level:
-            say(text, Level.DEBUG if level > 1 else Level.INFO)
+        time.sleep(_POLL_SECONDS)

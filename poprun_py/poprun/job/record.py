@@ -1,65 +1,70 @@
-"""What is known of one attempt of a job: it takes note of what happens and tells how things stand.
+"""The record of one attempt of a job: what has happened so far, and the snapshot of it that the policy sees.
 
-It touches nothing: whoever keeps the record passes the clock's readings in.
+It starts, reads and writes nothing; the loop passes the clock's readings in.
 """
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
 from poprun.job.events import after_event
-from poprun.job.hangs import HangWatch
-from poprun.job.launcher_processes import StartWatch
 from poprun.job.orders import JobIdentity
-from poprun.job.report.outcome import first_failure
-from poprun.job.signals import SignalBox
+from poprun.job.outcome import first_failure
 from poprun.job.state import InstanceState, InstanceStatus, JobSnapshot, Phase
-from poprun.messages.view import InstanceView
 from poprun.plan.plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from poprun.messages.view import JobView
+    from poprun.job.hangs import Hang
+    from poprun.job.launcher_processes import StartWatch
+    from poprun.job.signals import ReceivedSignals
 
-_MAX_LINE: Final = 200
-
-
-def instance_views(
-    plan: LaunchPlan, statuses: Sequence[InstanceStatus], last_line: Callable[[int], str]
-) -> tuple[InstanceView, ...]:
-    """The instances of a job as a monitor sees them; ``last_line`` tells what one printed last."""
-    return tuple(_instance_view(status, plan, last_line(status.index)) for status in statuses)
+_LOOK_SECONDS: Final = 0.5
 
 
-def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> InstanceView:
-    usage, progress = status.usage, status.progress
-    is_waiting = progress is not None and progress.waiting_since_seconds is not None
-    return InstanceView(
-        index=status.index,
-        host=plan.instance(status.index).host,
-        state=status.state,
-        exit_code=status.exit_code,
-        looked_at_seconds=None if usage is None else usage.at_seconds,
-        num_steps=0 if progress is None else progress.num_steps,
-        step=None if progress is None else progress.step,
-        loss=None if progress is None else progress.loss,
-        waits_in=progress.collective if progress is not None and is_waiting else "",
-        cpu_seconds=None if usage is None else usage.cpu_seconds,
-        memory_bytes=None if usage is None else usage.memory_bytes,
-        last_line=last_line[:_MAX_LINE],
-    )
+class HangWatch:
+    """Whether the instances of a job wait while nobody gets on, and whether the user was told."""
+
+    def __init__(self) -> None:
+        self.hang: Hang | None = None
+        """Instances that wait while nobody gets on, or None."""
+        self.is_told = False
+        """Whether this hang was told of; one that comes after somebody got on is another one."""
+        self._since_seconds = 0.0
+        self._next_seconds = 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long nobody has got on while instances wait; 0 when none does."""
+        return 0.0 if self.hang is None else self.hang.idle_seconds
+
+    def look(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Look at the instances, if the last look was a while ago: it costs more the more there are."""
+        if now_seconds < self._next_seconds:
+            return
+        self._next_seconds = now_seconds + _LOOK_SECONDS
+        before, self.hang = self.idle_seconds, self._find(statuses)
+        if self.idle_seconds < before:
+            self.is_told = False
+
+    def begin_anew(self, now_seconds: float) -> None:
+        """Forget what was seen: the job was suspended until now."""
+        self.hang, self.is_told, self._since_seconds = None, False, now_seconds
+
+    def _find(self, statuses: Sequence[InstanceStatus]) -> "Hang | None":
+        if not any(status.is_waiting for status in statuses):
+            return None
+        from poprun.job.hangs import find_hang  # noqa: PLC0415 - only programs that use popdist say that they wait
+
+        return find_hang(statuses, self._since_seconds)
 
 
 class Record:
     """One attempt, so far.
 
-    Args:
+    Attributes:
         plan: The job.
         identity: Which job this is, and which attempt of it.
-        now_seconds: Monotonic time at which the attempt began.
-
-    Attributes:
         statuses: Every instance, by index.
         phase: How far the attempt has come.
         meeting: Where torch's own store and popdist's will listen, once instance 0's agent has reported.
@@ -73,8 +78,8 @@ class Record:
     """
 
     def __init__(self, plan: LaunchPlan, identity: JobIdentity, now_seconds: float) -> None:
-        self._plan = plan
-        self._identity = identity
+        self.plan = plan
+        self.identity = identity
         self._phase_since_seconds = now_seconds
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
         self.phase = Phase.STARTING
@@ -89,7 +94,7 @@ class Record:
 
     def note(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
         """Take note of what an agent said; the clocks of other hosts show other times."""
-        if event["event"] == "exited" and self._identity.network is not None:
+        if event["event"] == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
         if event["event"] == "hello":
@@ -110,8 +115,8 @@ class Record:
 
     def snapshot(
         self,
-        signals: SignalBox,
-        start_watch: StartWatch,
+        signals: "ReceivedSignals",
+        start_watch: "StartWatch",
         *,
         awaits_stacks: bool,
         has_launcher_ended: bool,
@@ -122,7 +127,7 @@ class Record:
         return JobSnapshot(
             phase=self.phase,
             in_phase_seconds=now_seconds - self._phase_since_seconds,
-            in_job_seconds=now_seconds - self._identity.began_at_seconds,
+            in_job_seconds=now_seconds - self.identity.began_at_seconds,
             num_instances=len(self.statuses),
             num_ready=sum(status.state is InstanceState.READY for status in self.statuses),
             num_ended=sum(status.state is InstanceState.ENDED for status in self.statuses),
@@ -136,19 +141,4 @@ class Record:
             has_lost_shim=start_watch.has_lost_one,
             no_shim_seconds=start_watch.idle_seconds,
             has_launcher_ended=has_launcher_ended,
-        )
-
-    def view(self, last_line: Callable[[int], str], now_seconds: float) -> "JobView":
-        """What a monitor is shown; ``last_line`` tells what an instance printed last."""
-        from poprun.messages.view import JobView  # noqa: PLC0415 - as above
-
-        return JobView(
-            pid=os.getpid(),
-            job_id=self._identity.job_id,
-            restart_count=self._identity.restart_count,
-            phase=self.phase.name.lower(),
-            seconds=now_seconds - self._identity.began_at_seconds,
-            program=self._plan.program,
-            num_replicas=self._plan.num_replicas,
-            instances=instance_views(self._plan, self.statuses, last_line),
         )

@@ -1,6 +1,6 @@
-"""What Ctrl-C, SIGQUIT, SIGTERM, a change of the terminal's size and the user's signals mean to a job.
+"""The signals that poprun has received while a job runs, and what each means to the job.
 
-Each is only noted here. SIGHUP, SIGUSR1 and SIGUSR2 are for programs that handle them; when no program handles
+They are only noted here. SIGHUP, SIGUSR1 and SIGUSR2 are for programs that handle them; when no program handles
 SIGHUP it means the end of the terminal, and of the job.
 """
 
@@ -15,8 +15,19 @@ if TYPE_CHECKING:
 _READ_BYTES = 4096
 
 
-class SignalBox:
-    """Counts signals while it is open, and makes a descriptor readable at each one."""
+class ReceivedSignals:
+    """The signals since it was entered; at each one a descriptor becomes readable.
+
+    Attributes:
+        num_interrupts: Times that Ctrl-C was pressed.
+        wants_stacks: Whether the user asked where the programs stand (SIGQUIT).
+        is_terminated: Whether poprun was asked to end.
+        is_output_closed: Whether nobody reads poprun's output any more.
+        passed_on: Signals for the programs, in the order in which they came.
+        has_resized: Whether the terminal has another size.
+        is_suspended: Whether Ctrl-Z was pressed.
+        descriptor: Readable when there is something new.
+    """
 
     def __init__(self) -> None:
         self.num_interrupts = 0

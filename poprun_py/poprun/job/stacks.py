@@ -9,13 +9,13 @@ import linecache
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
 
 from popdist import contract
-from poprun.job.hangs import Hang
+from poprun.job.hangs import Hang, describe_hang
 from poprun.job.report.endings import name_instances
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.messages.control import Message
@@ -67,7 +67,7 @@ ReadLine = Callable[[str, int], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StackFrame:
     """One call: where it stands."""
 
     file: str
@@ -84,19 +84,19 @@ class Standing:
         processes: What /proc tells of its processes, in words, when there are no stacks.
     """
 
-    threads: tuple[tuple[Frame, ...], ...] = ()
+    threads: tuple[tuple[StackFrame, ...], ...] = ()
     processes: tuple[str, ...] = ()
 
 
 def read_standing(text: str, processes: Sequence[object]) -> Standing:
     """What an agent's event says; anything in it that is no stack is passed over."""
-    threads: list[list[Frame]] = []
+    threads: list[list[StackFrame]] = []
     for line in text.splitlines():
         frame = _FRAME.fullmatch(line)
         if _THREAD.fullmatch(line):
             threads.append([])
         elif frame is not None and threads:
-            threads[-1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
+            threads[-1].append(StackFrame(frame["file"], int(frame["line"]), frame["function"]))
     stacks = tuple(tuple(reversed(thread)) for thread in reversed(threads))  # the first thread is written last
     return Standing(threads=stacks, processes=tuple(map(str, processes)))
 
@@ -135,7 +135,7 @@ def _render(standing: Standing, read_line: ReadLine) -> list[str]:
     return [*lines, f"… {num_left} more threads …"] if num_left > 0 else lines
 
 
-def _render_thread(frames: Sequence[Frame], most: int, num_first: int, read_line: ReadLine) -> list[str]:
+def _render_thread(frames: Sequence[StackFrame], most: int, num_first: int, read_line: ReadLine) -> list[str]:
     if not frames:
         return ["no Python code: it starts, or it is about to end"]
     num_inside = len(list(takewhile(lambda frame: frame.file.startswith(_LIBRARY), reversed(frames))))
@@ -151,7 +151,7 @@ def _render_thread(frames: Sequence[Frame], most: int, num_first: int, read_line
     return [line for lines in rendered for line in lines]
 
 
-def _render_frame(frame: Frame, read_line: ReadLine) -> list[str]:
+def _render_frame(frame: StackFrame, read_line: ReadLine) -> list[str]:
     source = read_line(frame.file, frame.line).strip()
     where = f'File "{frame.file}", line {frame.line}, in {frame.function}'
     return [where, f"  {source}"] if source else [where]
@@ -163,60 +163,53 @@ _MOST_ANSWER_SECONDS = 4.0
 _MAX_GROUPS_OF_HANG = 6
 
 
-class Inquiry:
-    """The question that is open, if one is.
+class StackInquiry:
+    """The question to all programs where they stand, because of a hang or because the user wants to know.
 
     Args:
+        statuses: Every instance; those that run are asked.
+        now_seconds: Monotonic time at which they are asked.
         tell: Sends an order to the agent of an instance.
+        hang: The hang that is to be told of, or None.
         hang_timeout_seconds: When a job that hangs is ended, for the words of its report; None when it is not.
     """
 
-    def __init__(self, tell: Callable[[int, Message], None], hang_timeout_seconds: float | None) -> None:
-        self._tell = tell
-        self._hang_timeout_seconds = hang_timeout_seconds
-        self._hang: Hang | None = None
-        self._answers: dict[int, dict[str, Any] | None] = {}
-        self._deadline_seconds: float | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether not all have answered yet."""
-        return self._deadline_seconds is not None
-
-    def begin(self, statuses: Sequence[InstanceStatus], now_seconds: float, hang: Hang | None = None) -> None:
-        """Ask every program that runs, about a hang or because the user wants to know."""
+    def __init__(
+        self,
+        statuses: Sequence[InstanceStatus],
+        now_seconds: float,
+        tell: Callable[[int, Message], None],
+        hang: Hang | None = None,
+        hang_timeout_seconds: float | None = None,
+    ) -> None:
         running = [status.index for status in statuses if status.state is InstanceState.RUNNING]
         first = hang.absent if hang is not None else ()
         self._hang = hang
-        self._answers = dict.fromkeys((*first, *running))
+        self._hang_timeout_seconds = hang_timeout_seconds
+        self._answers: dict[int, dict[str, Any] | None] = dict.fromkeys((*first, *running))
         self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
         for index in running:
-            self._tell(index, {"order": "stacks"})
+            tell(index, {"order": "stacks"})
 
     def take(self, instance: int, event: dict[str, Any]) -> None:
         """Take note of an answer."""
         if instance in self._answers:
             self._answers[instance] = event
 
-    def answers(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> Iterator[str]:
-        """What there is to say, once: when all that still run have answered, or when they have had their time."""
-        if self._deadline_seconds is None:
-            return
+    def text(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> str | None:
+        """What there is to say; None while programs that run have not answered and may still do."""
         is_awaited = any(
             answer is None and statuses[index].state is InstanceState.RUNNING
             for index, answer in self._answers.items()
         )
         if is_awaited and now_seconds < self._deadline_seconds:
-            return
-        self._deadline_seconds = None
-        yield "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._closing()])
+            return None
+        return "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._closing()])
 
     def _heading(self, statuses: Sequence[InstanceStatus]) -> list[str]:
-        if self._hang is None:
-            return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
-        from poprun.job.hangs import describe_hang  # noqa: PLC0415 - most jobs never hang
-
-        return describe_hang(self._hang, statuses)
+        if self._hang is not None:
+            return describe_hang(self._hang, statuses)
+        return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
 
     def _closing(self) -> list[str]:
         if self._hang is None:
@@ -226,15 +219,10 @@ class Inquiry:
         return [f"the job is ended when this has lasted {self._hang_timeout_seconds:g} s (--hang-timeout)"]
 
     def _lines(self, statuses: Sequence[InstanceStatus]) -> list[str]:
-
-        silent = {
-            index: "no answer" if statuses[index].state is InstanceState.RUNNING else "it has ended"
-            for index in self._answers
-        }
         standings = {
-            index: read_standing("", [silent[index]])
-            if answer is None
-            else read_standing(answer["text"], answer["processes"])
+            index: read_standing(answer["text"], answer["processes"])
+            if answer is not None
+            else Standing(processes=(_silence(statuses[index]),))
             for index, answer in self._answers.items()
         }
         threads = [stack for standing in standings.values() for stack in standing.threads]
@@ -244,3 +232,7 @@ class Inquiry:
             lambda file, line: sources.get((file, line), ""),
             None if self._hang is None else _MAX_GROUPS_OF_HANG,
         )
+
+
+def _silence(status: InstanceStatus) -> str:
+    return "no answer" if status.state is InstanceState.RUNNING else "it has ended"

@@ -55,6 +55,9 @@ NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 """What a shell says of a program that it cannot execute, and of one that is not there."""
 
+EXIT_OF_SIGNAL: Final = 128
+"""What a shell adds to the number of the signal that ended a program."""
+
 NOT_BOUND: Final = 70
 """EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life."""
 
@@ -132,6 +135,11 @@ class InstanceStatus:
     def cannot_run(self) -> bool:
         """Whether the program could not even be executed."""
         return bool(self.problem) and self.exit_code in (NOT_BOUND, NOT_EXECUTABLE, NOT_FOUND)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the program said that it waits for others."""
+        return self.progress is not None and self.progress.waiting_since_seconds is not None
 
     @property
     def has_failed(self) -> bool:

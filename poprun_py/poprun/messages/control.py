@@ -290,6 +290,7 @@ class Link:
         seal: What seals the lines of a TCP socket; None for a unix socket.
 
     Attributes:
+        is_sealed: Whether its lines are sealed: the other end may be on another host.
         is_silent: Whether the other end is gone without a word, with its host or the way to it.
     """
 
@@ -297,6 +298,7 @@ class Link:
         self.connection = connection
         self._seal = seal
         self._lines = LineReader()
+        self.is_sealed = seal is not None
         self.is_silent = False
 
     def fileno(self) -> int:

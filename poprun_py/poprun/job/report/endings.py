@@ -3,13 +3,14 @@
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from poprun.job.report.last_words import LastWords
-from poprun.job.state import InstanceStatus
+from poprun.job.state import EXIT_OF_SIGNAL, InstanceStatus
 from poprun.text.ranges import fold_numbers
 
-_EXIT_OF_SIGNAL: Final = 128
+if TYPE_CHECKING:
+    from poprun.job.report.last_words import LastWords
+
 _TOLD_BY_SHELLS: Final = frozenset(
     {
         signal.SIGILL,
@@ -24,16 +25,11 @@ _TOLD_BY_SHELLS: Final = frozenset(
 )
 
 
-def shell_code(code: int) -> int:
-    """The code that a shell shows: 128 + n for signal n, given as -n."""
-    return _EXIT_OF_SIGNAL - code if code < 0 else code
-
-
 def signal_of(code: int) -> int | None:
     """The signal that ended a program, also one that a shell passed on as 128 + n; else None."""
     if code < 0:
         return -code
-    return code - _EXIT_OF_SIGNAL if code - _EXIT_OF_SIGNAL in _TOLD_BY_SHELLS else None
+    return code - EXIT_OF_SIGNAL if code - EXIT_OF_SIGNAL in _TOLD_BY_SHELLS else None
 
 
 def name_code(code: int) -> str:
@@ -57,16 +53,16 @@ def describe_code(code: int) -> str:
     return f"{name_code(code)}, {meaning.lower()}" if meaning else name_code(code)
 
 
-MAX_ROLL_LINES: Final = 3
+MAX_OTHER_LINES: Final = 3
 _MAX_RANGES: Final = 6
 _MAX_SUMMARY: Final = 120
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-def roll_call(
-    failed: InstanceStatus, statuses: Sequence[InstanceStatus], words: Mapping[int, LastWords]
+def describe_others(
+    failed: InstanceStatus, statuses: Sequence[InstanceStatus], words: Mapping[int, "LastWords"]
 ) -> list[str]:
-    """At most ``MAX_ROLL_LINES`` lines on every instance but ``failed``: those that failed come first.
+    """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first.
 
     Two failures are alike when they have the same exit code and their programs' last words differ in numbers only:
     an instance names itself in its message, or an address, and has failed for the same reason.
@@ -92,28 +88,28 @@ def roll_call(
         (name_instances(indices), texts[key])
         for key, indices in sorted(groups.items(), key=lambda item: item[0][0])
     ]
-    if len(rows) > MAX_ROLL_LINES:
-        num_told = MAX_ROLL_LINES - 1
+    if len(rows) > MAX_OTHER_LINES:
+        num_told = MAX_OTHER_LINES - 1
         num_left = len(rows) - num_told
         rows = [*rows[:num_told], ("the others", f"ended in {num_left} further ways")]
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:{width}}   {text}" for name, text in rows]
 
 
-def _kind(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
+def _kind(status: InstanceStatus, words: Mapping[int, "LastWords"]) -> tuple[int | None, str, str]:
     return status.exit_code, status.problem, _NUMBER.sub("#", _summary(status, words))
 
 
-def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, LastWords]) -> bool:
+def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, "LastWords"]) -> bool:
     """Also when poprun's request to end came while it was failing: then it ended with words and an exit code."""
     return status.has_failed or ((status.exit_code or 0) > 0 and bool(_summary(status, words)))
 
 
-def _summary(status: InstanceStatus, words: Mapping[int, LastWords]) -> str:
+def _summary(status: InstanceStatus, words: Mapping[int, "LastWords"]) -> str:
     return words[status.index].summary if status.index in words else ""
 
 
-def _describe_end(status: InstanceStatus, words: Mapping[int, LastWords]) -> str:
+def _describe_end(status: InstanceStatus, words: Mapping[int, "LastWords"]) -> str:
     if status.problem:
         return status.problem
     if status.exit_code is None:

@@ -1,18 +1,41 @@
 """What poprun says at the end of a job: a failure in at most fifteen lines."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from poprun.job.report.endings import describe_code, name_code, name_instances, roll_call
+from poprun.job.outcome import JobEnd, first_failure, has_left
+from poprun.job.report.endings import describe_code, describe_others, name_code, name_instances
 from poprun.job.report.findings import Findings, gather_findings, hint
-from poprun.job.report.outcome import JobEnd, blame_aborter, first_failure, has_left
 from poprun.job.state import SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import KillCounts
 from poprun.text.screen import Level, say
 
 _MAX_SURVIVORS: Final = 10
+_ABORT: Final = re.compile(r"Abort\(-?\d+\) on node \d+ ")
+"""What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
+
+
+def blame_aborter(
+    statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
+) -> list[InstanceStatus]:
+    """The statuses, in which the instance that aborted the job has failed with the launcher's exit code.
+
+    Args:
+        statuses: Every instance, by index.
+        tails: The last lines of each instance's standard error.
+        launcher_code: How the MPI launcher ended; what a job was aborted with, if it was.
+    """
+    aborters = [
+        status for status in statuses if status.was_stopped and any(map(_ABORT.match, tails.get(status.index, ())))
+    ]
+    if not aborters or launcher_code is None or launcher_code <= 0:
+        return list(statuses)
+    first = min(aborters, key=lambda status: status.exited_at_seconds or 0.0)
+    blamed = replace(first, exit_code=launcher_code, was_stopped=False, problem="")
+    return [blamed if status is first else status for status in statuses]
 
 
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
@@ -70,7 +93,7 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
         f"{which}: {failed.problem or describe_code(failed.exit_code or 0)} ({_place(failed, plan)})",
         *([f"  {why}"] if why else []),
         *(f"  | {line}" for line in said.lines),
-        *(f"  {line}" for line in roll_call(failed, end.statuses, findings.words)),
+        *(f"  {line}" for line in describe_others(failed, end.statuses, findings.words)),
     ]
 
 

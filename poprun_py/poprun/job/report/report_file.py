@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from popdist import contract
-from poprun.job.report.endings import name_code, shell_code, signal_of
+from poprun.job.outcome import JobEnd, exit_code, first_failure, shell_code
+from poprun.job.report.endings import name_code, signal_of
 from poprun.job.report.findings import Findings, hint
-from poprun.job.report.outcome import JobEnd, exit_code, first_failure
 from poprun.job.state import InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict

@@ -1,39 +1,19 @@
-"""What was: how a job ended, which failure was the first, and the exit code that follows. Pure."""
+"""How an attempt of a job ended: the first failure, and the exit code that follows. Pure."""
 
-import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from poprun.job.report.endings import shell_code
-from poprun.job.state import AGENT_KILLED, HOST_LOST, SHIM_KILLED, InstanceStatus
+from poprun.job.state import AGENT_KILLED, EXIT_OF_SIGNAL, HOST_LOST, SHIM_KILLED, InstanceStatus
 
 if TYPE_CHECKING:
     from poprun.job.report.findings import Findings
 
-_WORDS: Final = re.compile(r"Abort\(-?\d+\) on node \d+ ")
-"""What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
 
-
-def blame_aborter(
-    statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
-) -> list[InstanceStatus]:
-    """The statuses, in which the instance that aborted the job has failed with the launcher's exit code.
-
-    Args:
-        statuses: Every instance, by index.
-        tails: The last lines of each instance's standard error.
-        launcher_code: How the MPI launcher ended; what a job was aborted with, if it was.
-    """
-    aborters = [
-        status for status in statuses if status.was_stopped and any(map(_WORDS.match, tails.get(status.index, ())))
-    ]
-    if not aborters or launcher_code is None or launcher_code <= 0:
-        return list(statuses)
-    first = min(aborters, key=lambda status: status.exited_at_seconds or 0.0)
-    blamed = replace(first, exit_code=launcher_code, was_stopped=False, problem="")
-    return [blamed if status is first else status for status in statuses]
+def shell_code(code: int) -> int:
+    """The code that a shell shows: 128 + n for signal n, given as -n."""
+    return EXIT_OF_SIGNAL - code if code < 0 else code
 
 
 _LAUNCH_FAILED: Final = 70

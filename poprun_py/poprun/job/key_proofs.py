@@ -1,0 +1,104 @@
+"""Connections from other hosts that have not yet proved to know the job's key.
+
+A proof is taken byte by byte as it comes, so that nobody who connects and says nothing keeps poprun from its work;
+before it is there, not a word of what else is said is read.
+"""
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from poprun.messages.control import NONCE_BYTES, PROOF_BYTES, Handshake, Link, ProtocolError
+
+_PROOF_SECONDS: Final = 30.0
+_MAX_CONNECTIONS: Final = 256
+_WENT_AWAY: Final = "who knocked at the control socket went away"
+
+
+class KeyProofs:
+    """The connections that are to prove that they know the key.
+
+    Args:
+        key: The job's key.
+        selector: Calls back when somebody speaks.
+        admit: Called with the link to whoever has proved it.
+        refuse: Called with the reason for each connection that is closed.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        selector: selectors.BaseSelector,
+        admit: Callable[[Link], None],
+        refuse: Callable[[str], None],
+    ) -> None:
+        self._key = key
+        self._selector = selector
+        self._admit = admit
+        self._refuse = refuse
+        self._began_at_seconds: dict[socket.socket, float] = {}
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for connection in tuple(self._began_at_seconds):
+            self._hang_up(connection)
+
+    def begin(self, connection: socket.socket) -> None:
+        """Ask for the proof, which is then awaited; who has taken too long, or is one too many, is let go."""
+        now = time.monotonic()
+        for other, since in tuple(self._began_at_seconds.items()):
+            if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:
+                self._hang_up(other, "who knocked at the control socket did not prove to know the key of this job")
+        connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
+        handshake = Handshake(self._key, is_agent=False)
+        self._began_at_seconds[connection] = now
+        answer = bytearray()
+        self._selector.register(
+            connection, selectors.EVENT_READ, lambda: self._receive(connection, handshake, answer)
+        )
+        self._send(connection, handshake.nonce)
+
+    def _receive(self, connection: socket.socket, handshake: Handshake, answer: bytearray) -> tuple[()]:
+        """Take the next bytes of a proof, and look at it when it is whole."""
+        try:
+            data = connection.recv(NONCE_BYTES + PROOF_BYTES - len(answer))
+        except BlockingIOError:
+            return ()
+        except OSError:
+            data = b""
+        answer += data
+        if not data:
+            self._hang_up(connection, _WENT_AWAY)
+        elif len(answer) == NONCE_BYTES + PROOF_BYTES:
+            self._check(connection, handshake, bytes(answer))
+        return ()
+
+    def _check(self, connection: socket.socket, handshake: Handshake, answer: bytes) -> None:
+        nonce, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        try:
+            seal = handshake.check(nonce, proof)
+        except ProtocolError as error:
+            self._hang_up(connection, str(error))
+            return
+        if self._send(connection, handshake.proof(nonce)):
+            del self._began_at_seconds[connection]
+            self._selector.unregister(connection)
+            self._admit(Link(connection, seal))
+
+    def _send(self, connection: socket.socket, data: bytes) -> bool:
+        """Send a few bytes, which a new connection has room for; False when the other side has gone."""
+        try:
+            connection.sendall(data)
+        except OSError:
+            self._hang_up(connection, _WENT_AWAY)
+            return False
+        return True
+
+    def _hang_up(self, connection: socket.socket, reason: str = "") -> None:
+        del self._began_at_seconds[connection]
+        self._selector.unregister(connection)
+        connection.close()
+        if reason:
+            self._refuse(reason)

@@ -1,0 +1,114 @@
+"""The monitors of a job: the process that draws it for `--monitor`, those that are connected, and what they see.
+
+A monitor that does not read is let go: looking at a job never holds it up.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from poprun.job.record import Record
+from poprun.job.state import InstanceStatus
+from poprun.messages.control import Link, encode
+from poprun.messages.view import InstanceView, JobView
+from poprun.plan.plan import LaunchPlan
+from poprun.process.spawn import ProcessStart, start_process
+from poprun.process.tree import key_of, reap
+
+_VIEW_SECONDS: Final = 0.5
+_MAX_LINE: Final = 200
+_STDERR: Final = 2
+_LEAVE_SECONDS: Final = 2.0
+_POLL_SECONDS: Final = 0.01
+
+
+def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float) -> JobView:
+    """A job as a monitor is shown it; ``last_line`` tells what an instance printed last."""
+    plan, identity = record.plan, record.identity
+    return JobView(
+        pid=os.getpid(),
+        job_id=identity.job_id,
+        restart_count=identity.restart_count,
+        phase=record.phase.name.lower(),
+        seconds=now_seconds - identity.began_at_seconds,
+        program=plan.program,
+        num_replicas=plan.num_replicas,
+        instances=tuple(_instance_view(status, plan, last_line(status.index)) for status in record.statuses),
+    )
+
+
+def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> InstanceView:
+    usage, progress = status.usage, status.progress
+    return InstanceView(
+        index=status.index,
+        host=plan.instance(status.index).host,
+        state=status.state,
+        exit_code=status.exit_code,
+        looked_at_seconds=None if usage is None else usage.at_seconds,
+        num_steps=0 if progress is None else progress.num_steps,
+        step=None if progress is None else progress.step,
+        loss=None if progress is None else progress.loss,
+        waits_in=progress.collective if progress is not None and status.is_waiting else "",
+        cpu_seconds=None if usage is None else usage.cpu_seconds,
+        memory_bytes=None if usage is None else usage.memory_bytes,
+        last_line=last_line[:_MAX_LINE],
+    )
+
+
+class Viewers:
+    """The monitors of a job."""
+
+    def __init__(self) -> None:
+        self._links: list[Link] = []
+        self._next_seconds = 0.0
+
+    def add(self, link: Link) -> None:
+        """Let a monitor look from now on."""
+        link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
+        self._links.append(link)
+        self._next_seconds = 0.0
+
+    def close(self) -> None:
+        """Hang up: there is nothing more to see."""
+        for link in self._links:
+            link.close()
+        self._links = []
+
+    def show(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
+        """Send all monitors a view of the job, if it is time for one."""
+        if not self._links or now_seconds < self._next_seconds:
+            return
+        self._next_seconds = now_seconds + _VIEW_SECONDS
+        data = encode(job_view(record, last_line, now_seconds).to_message())
+        for link in tuple(self._links):
+            try:
+                is_whole = link.connection.send(data, socket.MSG_NOSIGNAL) == len(data)
+            except OSError:
+                is_whole = False
+            if not is_whole:
+                self._links.remove(link)
+                link.close()
+
+
+class MonitorProcess:
+    """The process that draws this poprun's job on the terminal until the job hangs up."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        null = os.open(os.devnull, os.O_RDWR)
+        words = (sys.executable, "-m", "poprun.monitor.top", str(os.getpid()))
+        streams = (null, _STDERR, _STDERR)
+        pid = start_process(ProcessStart(words, os.getcwd(), environ, streams, signal.SIGTERM))
+        os.close(null)
+        self._key = key_of(pid)
+
+    def wait(self) -> None:
+        """Give it the time to wipe its drawing off the terminal; call this when the job has hung up."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
+            for _ in reap():
+                pass
+            time.sleep(_POLL_SECONDS)
