@@ -29,7 +29,7 @@ from poprun.errors import PartitionError, ServerError, ServerLostError
 from poprun.lease.server_client import RemotePool, make_token, read_token
 from poprun.lease.server_connection import ServerAddress
 from poprun.pool.pool import Pool
-from poprun.pool.requests import PlainPartition, PlainWish, Wish
+from poprun.pool.requests import IpuWish, PartitionWish, Wish
 from poprun.pool.server_messages import LeaseRequest
 from poprun.vipu.vipu_command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
@@ -124,12 +124,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def request_for(wish: PlainWish, key: str = "0" * 32) -> LeaseRequest:
+def request_for(wish: IpuWish, key: str = "0" * 32) -> LeaseRequest:
     """What a client says."""
     return LeaseRequest(key=key, pid=1, start_ticks=1, user="ann", host="n2", words="train.py", wish=wish)
 
 
-VALID = asdict(request_for(PlainWish(num_ipus=2)))
+VALID = asdict(request_for(IpuWish(num_ipus=2)))
 WISH: dict[str, Any] = {"num_ipus": 2, "hosts": [], "allocation": None, "shares_devices": False, "partition": None}
 
 
@@ -291,7 +291,7 @@ def test_a_token_is_a_secret(tmp_path: Path) -> None:
 def test_a_queue_over_the_network(server: Server) -> None:
     """First come, first served, clients and jobs of the server's machine alike; who cannot be served goes."""
     pool, here = server.pool, Pool(str(server.folder / "pool.sqlite"))
-    large, small = (request_for(PlainWish(num_ipus=num), key) for num, key in ((10, "a" * 32), (2, "b" * 32)))
+    large, small = (request_for(IpuWish(num_ipus=num), key) for num, key in ((10, "a" * 32), (2, "b" * 32)))
     pod = pool.cluster()
     ticket = here.ask("local", Wish(num_ipus=8, choose=pod.pick(8)))
 
@@ -306,9 +306,9 @@ def test_a_queue_over_the_network(server: Server) -> None:
     (holder, _) = (lease.holder for lease in here.state().leases)
     assert str(holder) == "process 1 of ann@n2 (train.py)"
     pool.create_partition("p", 2, allocation=None, cluster=None)
-    unfit = PlainPartition(name="p", least=4, most=4, is_temporary=True, may_change=False, resets=None)
+    unfit = PartitionWish(name="p", least=4, most=4, is_temporary=True, may_change=False, resets=None)
     with pytest.raises(PartitionError, match="has 2 IPUs, and the job fits one of 4"):
-        pool.take_lease(request_for(PlainWish(num_ipus=4, partition=unfit), "c" * 32))
+        pool.take_lease(request_for(IpuWish(num_ipus=4, partition=unfit), "c" * 32))
     for key in ("a", "b", "c"):
         pool.end_lease(key * 32)
     pool.remove_partition("p")
@@ -323,7 +323,7 @@ def test_contenders_over_the_network_never_overlap(server: Server) -> None:
 
     def contend(number: int) -> None:
         for turn in range(2):
-            request = request_for(PlainWish(num_ipus=3), f"{number:016x}{turn:016x}")
+            request = request_for(IpuWish(num_ipus=3), f"{number:016x}{turn:016x}")
             while not (answer := server.pool.take_lease(request)).ipus:
                 time.sleep(answer.pause_seconds)
             faults.extend(f"{ipu}: {holders[ipu]} and {number}" for ipu in answer.ipus if ipu in holders)
@@ -379,7 +379,7 @@ def test_a_server_hands_out_the_gpus_of_its_machine(poprun: Poprun, tmp_path: Pa
     words = ("-n2", "--no-tag-output", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     with serving(tmp_path, **path, POPRUN_POD="") as server:
         job = Poprun(options=server.options)
-        held = server.pool.take_lease(request_for(PlainWish(num_ipus=1)))
+        held = server.pool.take_lease(request_for(IpuWish(num_ipus=1)))
         shown = job(*words, env={**server.env, **path, "CUDA_VISIBLE_DEVICES": "3,GPU-2,0"})
         elsewhere = job(*words, env=server.env)
 
@@ -448,7 +448,7 @@ def keepers() -> list[psutil.Process]:
 def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Path) -> None:
     """Jobs go on and keep what they have: nobody gets it while they renew, and who does not renew loses it."""
     words = (f"--lease-seconds={LEASE_SECONDS}",)
-    dead = request_for(PlainWish(num_ipus=2))
+    dead = request_for(IpuWish(num_ipus=2))
     with serving(tmp_path, *words) as first:
         port = first.port
         job = Poprun(options=first.options)

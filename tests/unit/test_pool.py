@@ -42,8 +42,8 @@ def wish(num_ipus: int) -> Wish:
 
 def in_partition(name: str, size: int, most: int | None = None, **more: bool | None) -> Wish:
     """A partition that holds ``size`` IPUs, or up to ``most``."""
-    wanted = PartitionWish(name=name, fitting=range(size, (most or size) + 1), cluster="box", **more)  # type: ignore[arg-type]
-    return Wish(num_ipus=size, choose=CLUSTER.pick(size), partition=wanted)
+    wanted = PartitionWish(name=name, least=size, most=most or size, **more)  # type: ignore[arg-type]
+    return Wish(num_ipus=size, choose=CLUSTER.pick(size), partition=wanted, cluster="box")
 
 
 @contextmanager
@@ -160,10 +160,10 @@ def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:
     """Its IPUs are chosen anew, unless that is refused."""
     pool.create_partition("p", CLUSTER.pick(2), cluster="box")
     with pytest.raises(PartitionError, match="partition p has lost cpu/0"):
-        pool.ask("job", in_partition("p", 2, resets=False, is_known="cpu/0".__ne__))  # type: ignore[arg-type]
+        pool.ask("job", replace(in_partition("p", 2, resets=False), is_known="cpu/0".__ne__))
     there = lambda taken: CLUSTER.pick(2)({*taken, "cpu/0"})  # noqa: E731 - what is left of the cluster
-    wanted = in_partition("p", 2, is_known="cpu/0".__ne__)  # type: ignore[arg-type]
-    with holding(pool, replace(wanted, choose=there)) as lease:
+    wanted = replace(in_partition("p", 2), is_known="cpu/0".__ne__, choose=there)
+    with holding(pool, wanted) as lease:
         assert lease.ipus == ("cpu/2", "cpu/3")
 
 

@@ -15,7 +15,7 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.topology import Gpu, Occupant
 from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PlainPartition, PlainWish
+from poprun.pool.requests import IpuWish, PartitionWish
 from poprun.pool.server_messages import (
     LeaseRequest,
     ServedPool,
@@ -133,12 +133,12 @@ def test_counted_slots_of_a_cpu_are_a_share_of_its_cores() -> None:
 
 def test_a_wish_takes_equally_many_ipus_of_each_host() -> None:
     """Each time in one IPU-Link domain; none at all when one of the hosts has too few."""
-    choose = PlainWish(num_ipus=4, hosts=("n4", "n2")).of(LAB).choose
+    choose = IpuWish(num_ipus=4, hosts=("n4", "n2")).of(LAB).choose
 
     assert [ipu.name for ipu in choose({"lab/12"})] == ["lab/14", "lab/15", "lab/4", "lab/5"]
     assert choose({"lab/4", "lab/5", "lab/6"}) == ()
     with pytest.raises(PartitionError, match="a partition of 4 IPUs does not divide over 3 hosts"):
-        PlainWish(num_ipus=4, hosts=("n1", "n2", "n3")).of(LAB)
+        IpuWish(num_ipus=4, hosts=("n1", "n2", "n3")).of(LAB)
 
 
 names = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20)
@@ -150,7 +150,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
     """What clients may say."""
     num_ipus = draw(counts)
     least = num_ipus + draw(counts)
-    partition = PlainPartition(
+    partition = PartitionWish(
         name=draw(names),
         least=least,
         most=least + draw(counts),
@@ -158,7 +158,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
         may_change=draw(st.booleans()),
         resets=draw(st.none() | st.booleans()),
     )
-    wish = PlainWish(
+    wish = IpuWish(
         num_ipus=num_ipus,
         hosts=tuple(draw(st.lists(names, max_size=3))),
         allocation=draw(st.none() | names),

@@ -16,7 +16,7 @@ from poprun.plan.inventory import Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import VipuSettings
 from poprun.pool.records import HeldLease, PoolState
-from poprun.pool.requests import PlainPartition, PlainWish
+from poprun.pool.requests import IpuWish, PartitionWish
 from poprun.text.host_names import fold_hosts
 
 Tell = Callable[[str], None]
@@ -51,59 +51,48 @@ class Claim(ABC):
     """A job's place in the queue of a pool, and its lease when the pool has granted it."""
 
     @abstractmethod
-    def ask(self) -> tuple[str, ...]:
+    def _ask(self) -> tuple[str, ...]:
         """Take a place in the queue, or ask again from there; names of what is granted, none while it waits."""
 
     @abstractmethod
-    def wait(self, timeout_seconds: float | None) -> None:
+    def _wait(self, timeout_seconds: float | None) -> None:
         """Return when it may be worth while to ask again, after ``timeout_seconds`` at most if it is given."""
 
     @abstractmethod
-    def refusal(self, *, advises: bool) -> str:
+    def _refusal(self, *, advises: bool) -> str:
         """Who has what is wanted, and what can be done about it if ``advises``."""
 
     def wait_until_granted(self, vipu: VipuSettings, tell: Tell) -> tuple[str, ...]:
-        """Ask until the pool grants the claim; names of what is granted.
-
-        Args:
-            vipu: Whether and how often the job asks again.
-            tell: Called once when the job has to wait.
+        """Ask as often as ``vipu`` says, until the pool grants the claim; names of what is granted.
 
         Raises:
             IpusTakenError: If others have it, and the job does not wait, or not any longer.
         """
         attempts_left = vipu.partition_attempts - 1 if vipu.partition else 0
         is_told = False
-        while not (names := self.ask()):
+        while not (names := self._ask()):
             gives_up = not vipu.waits_for_devices and not attempts_left
             if gives_up or not is_told:
-                words = self.refusal(advises=gives_up)
+                words = self._refusal(advises=gives_up)
                 if gives_up:
                     raise IpusTakenError(words)
                 tell(f"waiting: {words}")
             is_told = True
             attempts_left -= not vipu.waits_for_devices
-            self.wait(None if vipu.waits_for_devices else ATTEMPT_SECONDS)
+            self._wait(None if vipu.waits_for_devices else ATTEMPT_SECONDS)
         return names
 
 
 def wished_ipus(
-    plan: LaunchPlan, allocation: str | None, *, num_hosts: int = 1, hosts: tuple[str, ...] = ()
-) -> PlainWish:
-    """The virtual IPUs that a job wants of one pool.
-
-    Args:
-        plan: The job.
-        allocation: The part of the cluster to take them from, or None.
-        num_hosts: How many hosts of the job the pool serves.
-        hosts: Those hosts, where it matters to the pool.
-    """
+    plan: LaunchPlan, allocation: str | None, num_hosts: int = 1, hosts: tuple[str, ...] = ()
+) -> IpuWish:
+    """The virtual IPUs that a job wants for ``num_hosts`` of its hosts; ``hosts`` where it matters which."""
     vipu = plan.vipu
     num_ipus = plan.num_slots_per_host * num_hosts
     num_without_turns = plan.num_replicas // len(plan.hosts) * plan.ipus_per_replica * num_hosts
     partition = None
     if vipu.partition is not None:
-        partition = PlainPartition(
+        partition = PartitionWish(
             name=vipu.partition,
             least=size_of_partition(num_ipus),
             most=size_of_partition(num_without_turns),
@@ -111,7 +100,7 @@ def wished_ipus(
             may_change=vipu.updates_partition,
             resets=vipu.resets_partition,
         )
-    return PlainWish(
+    return IpuWish(
         num_ipus=num_ipus,
         hosts=hosts,
         allocation=allocation,
@@ -123,15 +112,7 @@ def wished_ipus(
 def in_only_partition(
     plan: LaunchPlan, state: PoolState, num_ipus: int, is_own: Callable[[str], bool], tell: Tell
 ) -> LaunchPlan:
-    """``plan`` in the only partition that there is, if it names none, that one is its user's own, and it fits.
-
-    Args:
-        plan: The job.
-        state: What stands in the pool.
-        num_ipus: How many virtual IPUs the job uses.
-        is_own: Whether this is the user of a partition.
-        tell: Called when the partition is used.
-    """
+    """``plan`` in the only partition that there is, if it names none, that one is its user's own, and it fits."""
     if plan.vipu.partition is not None or plan.vipu.pod is not None or len(state.partitions) != 1:
         return plan
     (only,) = state.partitions
@@ -153,11 +134,7 @@ def held_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str], pool: st
 
 
 def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
-    """``plan`` on the virtual IPUs called ``names``: its GPUs, or the cores that its slots are a share of.
-
-    Raises:
-        PartitionError: If the instances are fewer than the IPU-Link domains of the virtual IPUs.
-    """
+    """``plan`` on the virtual IPUs called ``names``: its GPUs, or the cores that its slots are a share of."""
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
     used = names[: plan.num_slots_per_host]
     num_domains = len({by_name[name].domain for name in names if name in by_name})
@@ -171,11 +148,9 @@ def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> Launc
     if plan.vipu.ipus_per_host is None:
         return plan
     num_slots, num_cores = len(cluster.ipus), len(plan.cores)
-    slots = [by_name[name].index for name in used]
-    ours = {plan.cores[min(slot * num_cores // num_slots, num_cores - 1)] for slot in slots}
-    ours.update(
-        plan.cores[core]
-        for slot in slots
-        for core in range(slot * num_cores // num_slots, (slot + 1) * num_cores // num_slots)
-    )
+    ours: set[int] = set()
+    for slot in (by_name[name].index for name in used):
+        first = min(slot * num_cores // num_slots, num_cores - 1)
+        last = max(first + 1, (slot + 1) * num_cores // num_slots)
+        ours.update(plan.cores[first:last])
     return replace(plan, cores=tuple(sorted(ours)))

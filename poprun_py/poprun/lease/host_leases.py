@@ -49,14 +49,7 @@ Message = dict[str, Any]
 def leased_on_hosts(job: HeldJob, network: JobNetwork, *, is_fixed: bool) -> Iterator[HeldJob]:
     """Hold what a job needs of each of its hosts for the length of a block; the job with it.
 
-    Args:
-        job: The job, with what it holds elsewhere.
-        network: How its hosts reach each other.
-        is_fixed: Whether the job needs just those devices that its plan names.
-
-    Raises:
-        PoprunError: What a host's pool answers, with the host's name: see `poprun.lease.local_lease.leased_here`.
-        HostsError: If a host does not answer, or two are one machine.
+    What a host's pool answers is raised with the host's name; see `poprun.lease.local_lease.leased_here`.
     """
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job
@@ -81,7 +74,7 @@ class _HostLeases:
         self._granted: dict[str, Message] = {}
 
     def take(self) -> None:
-        """Take everything; see :func:`leased_on_hosts` for what it raises."""
+        """Take everything."""
         for host in self._plan.hosts:
             self._start_keeper(host, self._plan)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -146,13 +139,10 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """See that each host has a pool of its own.
+    """See that each host has a pool of its own, or the job would wait for itself.
 
     Args:
         machines: What tells the pools of the hosts from each other, by host.
-
-    Raises:
-        HostsError: If two hosts share one: a job would wait for itself.
     """
     first: dict[str, str] = {}
     for host, machine in machines.items():

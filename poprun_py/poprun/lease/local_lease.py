@@ -50,12 +50,6 @@ def leased_here(
         facts: What the plan was made from; None for a plan that was read.
         is_fixed: Whether the job needs just those devices that its plan names.
         tell: Tells the user of what is decided here.
-
-    Raises:
-        IpusTakenError: If others hold them, and the job does not wait.
-        PartitionError: If the partition does not fit the job.
-        PlanError: If there can never be as many.
-        PoolError: If the pool cannot be used.
     """
     with ExitStack() as stack:
         if job.plan.takes_lease:
@@ -83,10 +77,7 @@ def _ipus_leased(job: HeldJob, facts: MachineFacts | None, *, is_fixed: bool, te
 def ipu_claim(
     plan: LaunchPlan, facts: MachineFacts | None, *, is_fixed: bool, tell: Tell
 ) -> tuple["IpuClaim", PoolState]:
-    """The claim of a job on virtual IPUs of this machine, and what stands in the pool.
-
-    The arguments, and what it raises, are those of :func:`leased_here`.
-    """
+    """The claim of a job on virtual IPUs of this machine, and what stands in the pool; see :func:`leased_here`."""
     state, user = _pool_of(plan).state(), user_name(os.getuid())
     plan = in_only_partition(plan, state, plan.num_slots_per_host, lambda owner: owner == user, tell)
     is_of_pod = plan.vipu.pod is not None  # then the plan was made from some of the GPUs only
@@ -127,34 +118,31 @@ class LocalClaim(Claim):
     def plan_on(self, names: Sequence[str]) -> LaunchPlan:
         """The plan on what was granted."""
 
-    def look_again(self) -> None:
+    def _look_again(self) -> None:
         """Look at what there is to choose from, which may have changed."""
 
     @property
-    def waits_for_others(self) -> bool:
+    def _waits_for_others(self) -> bool:
         """Whether processes outside the pool may have to end first."""
         return False
 
-    def ask(self) -> tuple[str, ...]:
-        """Take a place in the pool's queue, or ask again from there."""
+    def _ask(self) -> tuple[str, ...]:
         if self._ticket is None:
             self._wish = self.wish()
             self._ticket = self.pool.ask(shlex.join(self.plan.program), self._wish)
         else:
-            self.look_again()
+            self._look_again()
             self._wish = self.wish()
             self._ticket = self.pool.try_again(self._ticket, self._wish)
         return self._ticket.ipus
 
-    def wait(self, timeout_seconds: float | None) -> None:
-        """Wait until nobody stands before the job any more and what it wants is free."""
+    def _wait(self, timeout_seconds: float | None) -> None:
         if timeout_seconds is None:
-            timeout_seconds = _OCCUPANTS_SECONDS if self.waits_for_others else float("inf")
+            timeout_seconds = _OCCUPANTS_SECONDS if self._waits_for_others else float("inf")
         if self._ticket is not None:
             wait_for_turn(self.pool, self._ticket, self._wish, timeout_seconds)
 
-    def refusal(self, *, advises: bool) -> str:
-        """Who has what is wanted; also that nobody knows whether jobs of other hosts still run."""
+    def _refusal(self, *, advises: bool) -> str:
         state = self.pool.state()
         shares, own = self.plan.vipu.shares_devices, 0 if self._ticket is None else self._ticket.id
         words = refusal(self._wish, self.cluster, state, own=own, shares=shares, advises=advises)
@@ -186,10 +174,6 @@ class IpuClaim(LocalClaim):
         plan: The job.
         gpus: The GPUs of this machine.
         is_fixed: Whether the job needs just those devices that its plan names.
-
-    Raises:
-        PartitionError: If there is no such allocation.
-        PlanError: If there can never be as many.
     """
 
     def __init__(self, plan: LaunchPlan, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
@@ -200,12 +184,10 @@ class IpuClaim(LocalClaim):
         self._plain_wish.check(self.cluster, " of them here")
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether processes outside the pool hold memory on GPUs that the job might use."""
+    def _waits_for_others(self) -> bool:
         return not self.plan.vipu.shares_devices and any(ipu.occupants for ipu in self.cluster.ipus)
 
-    def look_again(self) -> None:
-        """Look at the GPUs again, for processes outside the pool."""
+    def _look_again(self) -> None:
         if self.plan.devices:
             self.cluster = _cluster_for(self.plan, find_gpus(os.environ))
 

@@ -21,7 +21,7 @@ from poprun.pool.clusters import allocation_of, gpus_within, pod_of
 from poprun.pool.place import pool_file
 from poprun.pool.pool import Pool
 from poprun.pool.records import PoolState, fold_names
-from poprun.pool.requests import Wish, must_change, refusal
+from poprun.pool.requests import Wish, refusal
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 
@@ -124,6 +124,6 @@ def _chosen(wish: Wish, state: PoolState) -> Sequence[str]:
         return [ipu.name for ipu in wish.choose(state.taken)]
     if found.lease is not None:
         return ()
-    if must_change(wanted, found):
+    if wanted.must_change(found, wish.is_known):
         return [ipu.name for ipu in wish.choose(state.taken - set(found.ipus))]
     return found.ipus

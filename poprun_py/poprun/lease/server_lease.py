@@ -40,7 +40,7 @@ from poprun.plan.topology import Gpu, MachineFacts
 from poprun.pool.clusters import allocation_of, check_hosts_of
 from poprun.pool.holders import boot_id
 from poprun.pool.records import PoolState
-from poprun.pool.requests import PlainWish, refusal
+from poprun.pool.requests import IpuWish, refusal
 from poprun.pool.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.probe.hardware import find_gpus
 from poprun.probe.machine import names_of_this_machine
@@ -77,12 +77,6 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
     """Hold the virtual IPUs of a job for the length of a block; the job with them.
 
     A job that a program of another job starts runs on that one's virtual IPUs, and needs no lease of its own.
-
-    Raises:
-        IpusTakenError: If others hold them, and the job does not wait.
-        PartitionError: If the partition does not fit the job.
-        PlanError: If there can never be as many, or they are those of another machine.
-        ServerError: If the server cannot be used.
     """
     pool = _pool_of(job.plan.vipu)
     served = pool.served()
@@ -104,7 +98,7 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
     if num_ipus <= len(above):
         yield held(above)
         return
-    wish = wished_ipus(plan, allocation_of(cluster, plan.vipu), num_hosts=len(plan.hosts), hosts=hosts)
+    wish = wished_ipus(plan, allocation_of(cluster, plan.vipu), len(plan.hosts), hosts)
     claim = ServerClaim(pool, wish, shlex.join(plan.program))
     try:
         names = claim.wait_until_granted(plan.vipu, screen.tell)
@@ -125,7 +119,7 @@ class ServerClaim(Claim):
         words: What it runs.
     """
 
-    def __init__(self, pool: RemotePool, wish: PlainWish, words: str) -> None:
+    def __init__(self, pool: RemotePool, wish: IpuWish, words: str) -> None:
         key = key_of(os.getpid())
         self.request = LeaseRequest(
             key=secrets.token_hex(16),
@@ -139,18 +133,15 @@ class ServerClaim(Claim):
         self._pool = pool
         self._answer: LeaseAnswer | None = None
 
-    def ask(self) -> tuple[str, ...]:
-        """Take a place in the server's queue, or ask again from there: what is asked for is the same lease."""
+    def _ask(self) -> tuple[str, ...]:
         self._answer = self._pool.take_lease(self.request) if self._answer is None else self._ask_again()
         return self._answer.ipus
 
-    def wait(self, timeout_seconds: float | None) -> None:
-        """Wait as long as the server said."""
+    def _wait(self, timeout_seconds: float | None) -> None:
         pause_seconds = 0.0 if self._answer is None else self._answer.pause_seconds
         time.sleep(pause_seconds if timeout_seconds is None else timeout_seconds)
 
-    def refusal(self, *, advises: bool) -> str:
-        """Who has what is wanted, as the server tells it."""
+    def _refusal(self, *, advises: bool) -> str:
         served, wish = self._pool.served(), self.request.wish
         return refusal(
             wish.of(served.cluster),
@@ -186,7 +177,7 @@ class ServerClaim(Claim):
 
 @contextmanager
 def renewed(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """Renew a lease as long as this block runs and, if this process is killed, as long as the job's agents live.
+    """Renew a lease (`renewal`) for the length of a block and, if this process is killed, as long as agents live.
 
     Args:
         server: The server that gave it.
@@ -197,16 +188,9 @@ def renewed(server: ServerAddress, key: str, lease_seconds: float, linger_second
 
     Yields:
         The descriptor that the agents keep open.
-
-    Raises:
-        LaunchError: If the process that renews the lease cannot be started.
     """
-    told = {
-        "server": asdict(server),
-        "key": key,
-        "lease_seconds": lease_seconds,
-        "linger_seconds": linger_seconds,
-    }
+    seconds = {"lease_seconds": lease_seconds, "linger_seconds": linger_seconds}
+    told = {"server": asdict(server), "key": key, **seconds}
     life_reader, life_writer = os.pipe()
     end_reader, end_writer = os.pipe()
     try:
@@ -233,11 +217,7 @@ def renewed(server: ServerAddress, key: str, lease_seconds: float, linger_second
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """``facts`` with the GPUs that the server hands out, those that others hold marked; none where it has none.
-
-    Raises:
-        PlanError: If it hands out GPUs of its own machine, and none of them is here.
-    """
+    """``facts`` with the GPUs that the server hands out, those that others hold marked; none where it has none."""
     cluster, taken = as_here(served.cluster, facts.gpus, facts.host_aliases), served.state.taken
     is_taken = {ipu.device: ipu.name in taken for ipu in cluster.ipus}
     gpus = tuple(
@@ -270,26 +250,16 @@ def as_here(cluster: Cluster, gpus: Sequence[Gpu], aliases: Collection[str]) -> 
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
-    """See that what the server hands out can be used where the job runs: a machine's own only there.
+    """See that the job runs where it can use what the server hands out: a machine's own only on that machine.
 
-    Args:
-        plan: The job.
-        served: What the server tells.
-        boot_id: The run of the kernel here, which is the server's on its own machine.
-
-    Raises:
-        PlanError: If it cannot.
+    ``boot_id`` is the run of the kernel here, which is the server's on its own machine.
     """
     if served.cluster.kind != POD and (len(plan.hosts) > 1 or served.boot_id != boot_id):
         raise _elsewhere(served.cluster, "cores" if served.cluster.kind == CPU else "GPUs")
 
 
 def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -> tuple[str, ...]:
-    """The hosts of a job as the cluster calls them, where it names hosts: this machine may have several names.
-
-    Raises:
-        PlanError: If one is none of its hosts.
-    """
+    """The hosts of a job as the cluster calls them, where it names hosts: this machine may have several names."""
     here = [host for host in cluster.hosts if host in aliases]
     found = tuple(here[0] if host in aliases and here else host for host in hosts)
     check_hosts_of(cluster, found)
@@ -307,10 +277,6 @@ def on_ipus(
         hosts: The hosts of the job as the cluster calls them; none where it names no hosts.
         names: Names of the IPUs that the job was given.
         network: How the hosts reach each other, or None.
-
-    Raises:
-        PartitionError: If a host has too few of them, or the instances are fewer than their IPU-Link domains.
-        PlanError: If one is a GPU that the job may not use.
     """
     of_hosts = [_slots_on(plan, cluster, host, names) for host in hosts]
     if cluster.kind == CPU and not cluster.is_open:

@@ -158,6 +158,9 @@ _SELECT_LEASES: Final = (
 )
 
 
+_SELECT_HOLDING: Final = "SELECT lease FROM ipu WHERE lease IS NOT NULL"
+
+
 def read_state(connection: sqlite3.Connection) -> PoolState:
     """All that stands in the pool, with the leases of processes that have ended."""
     ipus = connection.execute("SELECT name, partition, lease FROM ipu ORDER BY position, name").fetchall()
@@ -208,20 +211,13 @@ def taken_names(connection: sqlite3.Connection) -> frozenset[str]:
     return frozenset(name for (name,) in connection.execute("SELECT name FROM ipu"))
 
 
-def predecessors(connection: sqlite3.Connection, number: int, queue: str) -> list[int]:
-    """Numbers of the leases that wait in a queue before the lease ``number``, first come first."""
+def predecessors(connection: sqlite3.Connection, number: int, queue: str) -> list[Lease]:
+    """The leases that wait in a queue before the lease ``number``, first come first."""
     rows = connection.execute(
-        "SELECT id FROM lease WHERE id < ? AND queue = ? "
-        "AND NOT EXISTS (SELECT 1 FROM ipu WHERE ipu.lease = lease.id) ORDER BY id",
+        f"{_SELECT_LEASES} WHERE id < ? AND queue = ? AND id NOT IN ({_SELECT_HOLDING}) ORDER BY id",
         (number, queue),
     )
-    return [found for (found,) in rows]
-
-
-def read_lease(connection: sqlite3.Connection, number: int) -> Lease | None:
-    """A lease that waits, or None when there is none of that number any more."""
-    row = connection.execute(f"{_SELECT_LEASES} WHERE id = ?", (number,)).fetchone()
-    return None if row is None else _lease(row, ())
+    return [_lease(row, ()) for row in rows]
 
 
 def user_of_lease(connection: sqlite3.Connection, number: int) -> str:

@@ -20,11 +20,10 @@ from typing import Final
 from poprun.errors import PoolError
 from poprun.pool.database import mode_of
 from poprun.pool.place import prepare_folder
-from poprun.pool.records import REMOTE, Holder
-from poprun.process.tree import ProcessKey, key_of, user_name
+from poprun.pool.records import Holder, short_words
+from poprun.process.tree import key_of, user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
-_LONGEST_WORDS = 60
 
 
 def this_process(words: str) -> Holder:
@@ -36,33 +35,8 @@ def this_process(words: str) -> Holder:
         boot_id=boot_id(),
         pid_namespace=pid_namespace(),
         user=user_name(os.getuid()),
-        words=shortened(words),
+        words=short_words(words),
     )
-
-
-def remote_process(*, key: str, process: ProcessKey, user: str, host: str, words: str) -> Holder:
-    """A process of another machine as the holder of a lease that a server keeps for it.
-
-    Args:
-        key: What the process names the lease by: 32 hexadecimal digits that it made up.
-        process: Its id and start time there.
-        user: Whose it is.
-        host: Where it runs.
-        words: What it runs, for people.
-    """
-    return Holder(
-        pid=process.pid,
-        start_ticks=process.start_ticks,
-        boot_id=REMOTE,
-        pid_namespace=key,
-        user=f"{user}@{host}",
-        words=shortened(words),
-    )
-
-
-def shortened(words: str) -> str:
-    """The beginning of what a process runs."""
-    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
 
 
 @cache

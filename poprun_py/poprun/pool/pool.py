@@ -21,14 +21,13 @@ from poprun.pool.database import (
     mode_of,
     opened,
     predecessors,
-    read_lease,
     read_state,
     taken_names,
     user_of_lease,
 )
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import Choose, PartitionWish, Wish, must_change
+from poprun.pool.requests import Choose, PartitionWish, Wish
 from poprun.process.tree import user_name
 
 _LOCK_BITS = 0o666
@@ -247,7 +246,7 @@ def _take_partition(
     if found is not None and found.lease is not None:
         return ()
     ipus = () if found is None else found.ipus
-    if found is None or must_change(wanted, found):
+    if found is None or wanted.must_change(found, wish.is_known):
         chosen = wish.choose(state.taken - set(ipus))
         if not chosen:
             return ()
@@ -256,8 +255,8 @@ def _take_partition(
                 connection,
                 name=wanted.name,
                 ipus=chosen,
-                cluster=wanted.cluster,
-                allocation=wanted.allocation,
+                cluster=wish.cluster,
+                allocation=wish.allocation,
                 user=user_of_lease(connection, number),
                 made_for=number if wanted.is_temporary else None,
             )
@@ -304,24 +303,16 @@ def wait_for_turn(pool: Pool, ticket: Ticket, wish: Wish, timeout_seconds: float
     began = time.monotonic()
     with opened(pool.file, pool.busy_seconds) as connection:
         while (waited := time.monotonic() - began) < timeout_seconds:
-            before = _living_predecessors(pool, connection, ticket, wish.queue)
+            waiting = predecessors(connection, ticket.id, wish.queue)
+            while waiting and not pool.lives(waiting[-1]):
+                waiting.pop()
+            before = len(waiting)
             if not before:
                 state = read_state(connection)
                 ended = [lease.id for lease in state.leases if not pool.lives(lease)]
                 if wish.can_be_met(state.without(ended)):
                     return
             time.sleep(min(_pause(before, waited), timeout_seconds - waited))
-
-
-def _living_predecessors(pool: Pool, connection: sqlite3.Connection, ticket: Ticket, queue: str) -> int:
-    """How many leases stand before that of this process, up to the nearest one whose process lives."""
-    numbers = predecessors(connection, ticket.id, queue)
-    while numbers:
-        lease = read_lease(connection, numbers[-1])
-        if lease is not None and pool.lives(lease):
-            break
-        numbers.pop()
-    return len(numbers)
 
 
 def _pause(num_before: int, waited_seconds: float) -> float:

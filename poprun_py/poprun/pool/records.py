@@ -40,6 +40,8 @@ def fold_names(names: Sequence[str]) -> str:
     return f"{stems.pop()}{fold_numbers(sorted(map(int, numbers)))}"
 
 
+_LONGEST_WORDS: Final = 60
+
 REMOTE: Final = "remote"
 """In the place of a boot's id: the process runs wherever it runs, and a server keeps its lease."""
 
@@ -71,6 +73,11 @@ class Holder:
 
     def __str__(self) -> str:
         return f"process {self.pid} of {self.user}" + (f" ({self.words})" if self.words else "")
+
+
+def short_words(words: str) -> str:
+    """The beginning of what a process runs."""
+    return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,40 +20,69 @@ class PartitionWish:
 
     Attributes:
         name: Its name.
-        fitting: The sizes that fit the job, the one that a new partition gets first.
-        cluster: The cluster that a new one is made in.
-        allocation: The part of the cluster that its IPUs are taken from; empty for all of it.
+        least: The smallest size that fits the job, which a new partition gets.
+        most: The largest size that fits.
         is_temporary: Whether one that is made ends with the job.
         may_change: Whether one of another size may be changed.
         resets: Whether its IPUs are chosen anew: True always, None when some are not there any more, False never.
-        is_known: Whether there is an IPU of that name.
     """
 
     name: str
-    fitting: range
-    cluster: str
-    allocation: str = ""
+    least: int
+    most: int
     is_temporary: bool = True
     may_change: bool = False
     resets: bool | None = None
-    is_known: Callable[[str], bool] = bool
+
+    def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
+        """Whether the partition that is there gets other IPUs before the job runs in it.
+
+        Args:
+            found: That partition.
+            is_known: Whether there is an IPU of that name.
+
+        Raises:
+            PartitionError: If it does not fit, and the job may not change it.
+        """
+        if not self.least <= found.size <= self.most:
+            if self.may_change:
+                return True
+            fitting = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+            raise PartitionError(
+                f"partition {found.name} has {found.size} IPUs, and the job fits one of {fitting}: change the "
+                "job, change the partition with --update-partition=yes, or make another with vipu create "
+                f"partition NAME --size {self.least}"
+            )
+        lost = [name for name in found.ipus if not is_known(name)]
+        if lost and self.resets is False:
+            raise PartitionError(
+                f"partition {found.name} has lost {', '.join(lost)}, which is not on this machine now: choose its "
+                "IPUs anew with --reset-partition=yes"
+            )
+        return bool(lost) or self.resets is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """IPUs that a job wants: so many that are in no partition, or a partition.
+    """What a job wants of a cluster: so many IPUs that are in no partition, or a partition.
 
     Attributes:
         num_ipus: How many it uses; a partition may have more.
         choose: Picks them, given the names of those that are taken; nothing when they do not suffice. For a
             partition it picks those of a new one.
         partition: The partition that it wants, or None.
+        cluster: The cluster that a new partition belongs to.
+        allocation: The part of the cluster that its IPUs are taken from; empty for all of it.
+        is_known: Whether there is an IPU of that name.
         queue_name: Tells what is in no partition and waited for on its own from other things.
     """
 
     num_ipus: int
     choose: Choose
     partition: PartitionWish | None = None
+    cluster: str = ""
+    allocation: str = ""
+    is_known: Callable[[str], bool] = bool
     queue_name: str = ""
 
     @property
@@ -69,55 +98,9 @@ class Wish:
         return bool(self.choose(state.taken))
 
 
-def must_change(wish: PartitionWish, found: Partition) -> bool:
-    """Whether the partition that is there gets other IPUs before the job runs in it.
-
-    Raises:
-        PartitionError: If it does not fit, and the job may not change it.
-    """
-    if not wish.fitting[0] <= found.size <= wish.fitting[-1]:
-        if wish.may_change:
-            return True
-        least, most = wish.fitting[0], wish.fitting[-1]
-        fitting = str(least) if least == most else f"{least} to {most}"
-        raise PartitionError(
-            f"partition {found.name} has {found.size} IPUs, and the job fits one of {fitting}: change the job, "
-            "change the partition with --update-partition=yes, or make another with vipu create partition NAME "
-            f"--size {least}"
-        )
-    lost = [name for name in found.ipus if not wish.is_known(name)]
-    if lost and wish.resets is False:
-        raise PartitionError(
-            f"partition {found.name} has lost {', '.join(lost)}, which is not on this machine now: choose its "
-            "IPUs anew with --reset-partition=yes"
-        )
-    return bool(lost) or wish.resets is True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainPartition:
-    """The partition that a job wants to run in.
-
-    Attributes:
-        name: Its name.
-        least: The smallest size that fits the job, which a new partition gets.
-        most: The largest size that fits.
-        is_temporary: Whether one that is made ends with the job.
-        may_change: Whether one of another size may be changed.
-        resets: Whether its IPUs are chosen anew: True always, None when some are not there any more, False never.
-    """
-
-    name: str
-    least: int
-    most: int
-    is_temporary: bool
-    may_change: bool
-    resets: bool | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainWish:
-    """IPUs that a job wants, of a cluster that somebody else knows.
+class IpuWish:
+    """The virtual IPUs that a job wants, of whatever cluster: a value that can be sent.
 
     Attributes:
         num_ipus: How many it uses. At least 1.
@@ -131,7 +114,7 @@ class PlainWish:
     hosts: tuple[str, ...] = ()
     allocation: str | None = None
     shares_devices: bool = False
-    partition: PlainPartition | None = None
+    partition: PartitionWish | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
         """See that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
@@ -154,35 +137,22 @@ class PlainWish:
             PlanError: If the cluster knows other hosts.
         """
         num_chosen = self.partition.least if self.partition else self.num_ipus
-        return Wish(
-            num_ipus=self.num_ipus,
-            choose=self._choose(cluster, num_chosen),
-            partition=None if self.partition is None else self._partition_of(cluster, self.partition),
-        )
-
-    def _partition_of(self, cluster: Cluster, wanted: PlainPartition) -> PartitionWish:
-        names = {ipu.name for ipu in cluster.ipus}
-        return PartitionWish(
-            name=wanted.name,
-            fitting=range(wanted.least, wanted.most + 1),
-            cluster=cluster.name,
-            allocation=self.allocation or "",
-            is_temporary=wanted.is_temporary,
-            may_change=wanted.may_change,
-            resets=wanted.resets,
-            is_known=bool if cluster.is_open else names.__contains__,
-        )
-
-    def _choose(self, cluster: Cluster, num_chosen: int) -> Choose:
         pick: Choose = cluster.pick(num_chosen, self.allocation)
         if cluster.hosts and self.hosts:
             pick = _on_hosts(cluster, self.hosts, num_chosen, self.allocation)
         occupied = {ipu.name for ipu in cluster.ipus if ipu.occupants and not self.shares_devices}
-        return lambda taken: pick(occupied.union(taken))
+        return Wish(
+            num_ipus=self.num_ipus,
+            choose=lambda taken: pick(occupied.union(taken)),
+            partition=self.partition,
+            cluster=cluster.name,
+            allocation=self.allocation or "",
+            is_known=bool if cluster.is_open else {ipu.name for ipu in cluster.ipus}.__contains__,
+        )
 
 
 def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocation: str | None) -> Choose:
-    """How to take equally many IPUs of each host, each time in one IPU-Link domain."""
+    """What picks equally many IPUs of each host, each time in one IPU-Link domain."""
     check_hosts_of(cluster, hosts)
     if num_ipus % len(hosts):
         raise PartitionError(
@@ -214,7 +184,7 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """Why a job does not get what it wants now.
+    """The words that say why a job does not get what it wants now, and who has it.
 
     Args:
         wish: What it wants.

@@ -12,8 +12,8 @@ from typing import Final
 from poprun.errors import PlanError
 from poprun.plan.inventory import Cluster, VirtualIpu
 from poprun.plan.topology import Occupant
-from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PlainPartition, PlainWish
+from poprun.pool.records import REMOTE, Holder, Lease, Partition, PoolState, short_words
+from poprun.pool.requests import IpuWish, PartitionWish
 from poprun.text.fields import FieldReader
 
 MAX_IPUS: Final = 4096
@@ -45,7 +45,19 @@ class LeaseRequest:
     user: str
     host: str
     words: str
-    wish: PlainWish
+    wish: IpuWish
+
+    @property
+    def holder(self) -> Holder:
+        """The client as the holder of a lease, which the server keeps for it."""
+        return Holder(
+            pid=self.pid,
+            start_ticks=self.start_ticks,
+            boot_id=REMOTE,
+            pid_namespace=self.key,
+            user=f"{self.user}@{self.host}",
+            words=short_words(self.words),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +152,13 @@ def read_request(values: object, source: str) -> LeaseRequest:
     )
 
 
-def _read_wish(read: FieldReader) -> PlainWish:
+def _read_wish(read: FieldReader) -> IpuWish:
     read.expect_keys(("num_ipus", "hosts", "allocation", "shares_devices", "partition"))
     hosts = read.texts("hosts")
     if len(hosts) > _MAX_HOSTS or not all(0 < len(host) <= _MAX_TEXT and host.isprintable() for host in hosts):
         raise PlanError(f"{read.source}: {read.path}hosts must be {_MAX_HOSTS} names at most")
     num_ipus = number_of(read, "num_ipus")
-    return PlainWish(
+    return IpuWish(
         num_ipus=num_ipus,
         hosts=hosts,
         allocation=optional_text_of(read, "allocation"),
@@ -155,12 +167,12 @@ def _read_wish(read: FieldReader) -> PlainWish:
     )
 
 
-def _read_partition_wish(read: FieldReader, num_ipus: int) -> PlainPartition:
+def _read_partition_wish(read: FieldReader, num_ipus: int) -> PartitionWish:
     read.expect_keys(("name", "least", "most", "is_temporary", "may_change", "resets"))
     least, most = number_of(read, "least"), number_of(read, "most")
     if not num_ipus <= least <= most:
         raise PlanError(f"{read.source}: {read.path}least must be from num_ipus to most")
-    return PlainPartition(
+    return PartitionWish(
         name=text_of(read, "name"),
         least=least,
         most=most,

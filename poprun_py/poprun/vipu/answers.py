@@ -42,7 +42,8 @@ from poprun.pool.server_messages import (
     reader,
     text_of,
 )
-from poprun.vipu.served_leases import LOOK_SECONDS, LeaseDesk
+from poprun.text.fields import FieldReader
+from poprun.vipu.served_leases import LOOK_SECONDS, ClientLeases
 from poprun.vipu.target_pool import LocalPool
 
 MAX_BODY_BYTES: Final = 64 * 1024
@@ -60,6 +61,9 @@ _STATUS: Final[Mapping[type[PoprunError], int]] = {
 }
 
 
+Command = Callable[[object], object]
+
+
 class RefusalError(Exception):
     """A request that is not carried out, with the status of its answer."""
 
@@ -68,51 +72,22 @@ class RefusalError(Exception):
         self.status = status
 
 
-class Commands:
-    """What clients may ask for; each method is one command, and takes what JSON was sent.
+def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Command]:
+    """What clients may ask for, by name: each takes what JSON was sent, and returns what is answered."""
 
-    Args:
-        local: The pool.
-        desk: The leases of the clients.
-    """
-
-    def __init__(self, local: LocalPool, desk: LeaseDesk) -> None:
-        self._local = local
-        self._desk = desk
-
-    def named(self, name: str) -> Callable[[object], object]:
-        """The command of that name.
-
-        Raises:
-            RefusalError: If there is none.
-        """
-        known: dict[str, Callable[[object], object]] = {
-            "pool": self._pool,
-            "create-partition": self._create,
-            "reset-partition": self._reset,
-            "remove-partition": self._remove,
-            "take-lease": self._take,
-            "renew-lease": self._renew,
-            "end-lease": self._end,
-        }
-        if name not in known:
-            raise RefusalError(404, f"there is no command {name[:40]!r}")
-        return known[name]
-
-    def _pool(self, values: object) -> object:
-        reader(values, _SOURCE).expect_keys(())
+    def pool(values: object) -> object:
+        _fields(values)
         served = ServedPool(
             boot_id=boot_id(),
-            lease_seconds=self._desk.lease_seconds,
-            cluster=self._local.cluster(),
-            state=self._local.state(),
+            lease_seconds=leases.lease_seconds,
+            cluster=local.cluster(),
+            state=local.state(),
         )
         return pool_to_dict(served)
 
-    def _create(self, values: object) -> object:
-        read = reader(values, _SOURCE)
-        read.expect_keys(("name", "size", "allocation", "cluster", "user"))
-        made = self._local.create_partition(
+    def create(values: object) -> object:
+        read = _fields(values, "name", "size", "allocation", "cluster", "user")
+        made = local.create_partition(
             text_of(read, "name"),
             number_of(read, "size"),
             allocation=optional_text_of(read, "allocation"),
@@ -121,36 +96,28 @@ class Commands:
         )
         return asdict(made)
 
-    def _reset(self, values: object) -> object:
-        return asdict(self._local.reset_partition(_name(values)))
-
-    def _remove(self, values: object) -> object:
-        self._local.remove_partition(_name(values))
-        return {}
-
-    def _take(self, values: object) -> object:
-        return asdict(self._desk.take(read_request(values, _SOURCE)))
-
-    def _renew(self, values: object) -> object:
-        self._desk.renew(_key(values))
-        return {}
-
-    def _end(self, values: object) -> object:
-        self._desk.end(_key(values))
-        return {}
+    return {
+        "pool": pool,
+        "create-partition": create,
+        "reset-partition": lambda values: asdict(local.reset_partition(_name(values))),
+        "remove-partition": lambda values: local.remove_partition(_name(values)),
+        "take-lease": lambda values: asdict(leases.take(read_request(values, _SOURCE))),
+        "renew-lease": lambda values: leases.renew(_key(values)),
+        "end-lease": lambda values: leases.end(_key(values)),
+    }
 
 
-def make_app(local: LocalPool, desk: LeaseDesk, token: str) -> Starlette:
+def make_app(local: LocalPool, leases: ClientLeases, token: str) -> Starlette:
     """The application that answers the clients who know ``token``, and ends leases that are not renewed."""
-    commands = Commands(local, desk)
+    commands = commands_of(local, leases)
     threads: list[anyio.CapacityLimiter] = []
 
     async def answer(request: Request) -> Response:
         try:
             _admit(request, token)
-            command = commands.named(request.path_params["command"])
+            command = _named(commands, request.path_params["command"])
             values = _json(await _body(request))
-            return JSONResponse(await to_thread.run_sync(command, values, limiter=threads[0]))
+            return JSONResponse(await to_thread.run_sync(command, values, limiter=threads[0]) or {})
         except RefusalError as error:
             return JSONResponse({"error": str(error)}, error.status)
         except PoprunError as error:
@@ -164,18 +131,18 @@ def make_app(local: LocalPool, desk: LeaseDesk, token: str) -> Starlette:
     async def life(_: Starlette) -> AsyncIterator[None]:
         threads.append(anyio.CapacityLimiter(_NUM_THREADS))
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_look_after, desk)
+            tasks.start_soon(_end_expired, leases)
             yield
             tasks.cancel_scope.cancel()
 
     return Starlette(routes=[Route(f"{PATH}{{command}}", answer, methods=["POST"])], lifespan=life)
 
 
-async def _look_after(desk: LeaseDesk) -> None:
+async def _end_expired(leases: ClientLeases) -> None:
     """End leases that are not renewed any more, also after the pool could not be used for a while."""
     while True:
         with suppress(PoprunError):
-            await to_thread.run_sync(desk.end_expired)
+            await to_thread.run_sync(leases.end_expired)
         await anyio.sleep(LOOK_SECONDS)
 
 
@@ -186,6 +153,12 @@ def _admit(request: Request, token: str) -> None:
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), token.encode()):
         raise RefusalError(401, "this is not its token: copy the file that vipu serve named when it started")
+
+
+def _named(commands: Mapping[str, Command], name: str) -> Command:
+    if name not in commands:
+        raise RefusalError(404, f"there is no command {name[:40]!r}")
+    return commands[name]
 
 
 async def _body(request: Request) -> bytes:
@@ -205,13 +178,15 @@ def _json(body: bytes) -> object:
     return values
 
 
-def _name(values: object) -> str:
+def _fields(values: object, *keys: str) -> FieldReader:
     read = reader(values, _SOURCE)
-    read.expect_keys(("name",))
-    return text_of(read, "name")
+    read.expect_keys(keys)
+    return read
+
+
+def _name(values: object) -> str:
+    return text_of(_fields(values, "name"), "name")
 
 
 def _key(values: object) -> str:
-    read = reader(values, _SOURCE)
-    read.expect_keys(("key",))
-    return key_of_lease(read)
+    return key_of_lease(_fields(values, "key"))

@@ -14,7 +14,7 @@ from poprun.plan.inventory import Cluster
 from poprun.plan.settings import DEFAULT_PORT
 from poprun.pool.holders import sole_server
 from poprun.pool.server_messages import MAX_IPUS
-from poprun.vipu.served_leases import LeaseDesk
+from poprun.vipu.served_leases import ClientLeases
 from poprun.vipu.target_pool import LocalPool, served_pool
 
 _LOOK_SECONDS: Final = 5.0
@@ -88,16 +88,16 @@ def serve_pool(host: str, port: int, token: str | None, lease_seconds: float) ->
     is_new = make_token(file)
     secret = read_token(file)
     with sole_server(local.pool.file), server.listen(host, port) as listener:
-        desk = LeaseDesk(local, lease_seconds, _log)
+        leases = ClientLeases(local, lease_seconds, _log)
         lines = [_where(listener, cluster, local), f"clients need the token in {file}"]
         lines[-1] += ", which was made now" if is_new else ""
-        if (num_known := desk.know_again()) > 0:
+        if (num_known := leases.know_again()) > 0:
             lines.append(
                 f"leases of an earlier server: {num_known}; they end in {lease_seconds:g} s unless renewed"
             )
         if not server.is_loopback(listener):
             lines.append(_IN_CLEAR)
-        server.serve(answers.make_app(local, desk, secret), listener, lambda: _log(*lines))
+        server.serve(answers.make_app(local, leases, secret), listener, lambda: _log(*lines))
         _log("stopped; the leases of jobs stay, and a server that starts again knows them")
 
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
-from poprun.pool.holders import remote_process
 from poprun.pool.records import Lease, PoolState, fold_names
 from poprun.pool.requests import Wish
 from poprun.pool.server_messages import LeaseAnswer, LeaseRequest
-from poprun.process.tree import ProcessKey
 from poprun.vipu.target_pool import LocalPool
 
 
@@ -76,7 +74,7 @@ _FEWEST_LOOKS: Final = 4
 """A client that waits asks at least so often in the time that its lease lasts."""
 
 
-class LeaseDesk:
+class ClientLeases:
     """The leases of the clients of one server. Methods may be called from any thread; they come one by one.
 
     Args:
@@ -152,10 +150,7 @@ class LeaseDesk:
                 self._end(key, f"ended: nothing was heard of its job for {self.lease_seconds:g} s")
 
     def _enqueue(self, request: LeaseRequest, wish: Wish) -> Lease:
-        process = ProcessKey(request.pid, request.start_ticks)
-        client = remote_process(
-            key=request.key, process=process, user=request.user, host=request.host, words=request.words
-        )
+        client = request.holder
         number = self._pool.enqueue(client, wish)
         return Lease(id=number, holder=client, since_epoch_seconds=0, num_ipus=wish.num_ipus, queue=wish.queue)
 
