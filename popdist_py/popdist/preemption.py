@@ -127,7 +127,7 @@ def check_preemption() -> None:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    if optimizers.is_stepping():
+    if optimizers.is_in_step():
         raise MicroBatchError("check_preemption() in the middle of a step: call it before or after one")
     context.current_group().agree("check_preemption()")
     training_loop.end_step()

@@ -192,7 +192,7 @@ def _uncover(parameter: Parameter, gradient: PartialGradient) -> None:
 def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
     """Make ``gradients``, the same on all instances, whole; all call it, after they have agreed to."""
     for kind in group_by_kind([it for it in gradients if not it.is_whole]):
-        ShardExchange(kind, group.backend).exchange()
+        ShardExchange(kind, group.backend).run()
     for it in gradients:
         it.is_whole = True
 

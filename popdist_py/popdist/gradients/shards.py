@@ -165,7 +165,7 @@ class ShardExchange:
                     self._rounds.append([[] for _ in backend.instances])
                 self._rounds[number][member] = views
 
-    def exchange(self) -> None:
+    def run(self) -> None:
         """Overwrite the pieces of all other members with what these have.
 
         Raises:

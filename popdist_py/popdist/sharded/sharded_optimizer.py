@@ -194,7 +194,7 @@ class ShardedOptimizer(Optimizer):
         self._begin(group, text)
         trouble = self._update()
         with group.doing(f"{text}, the update"):
-            self._copies.publish(group, self._sharded)
+            self._copies.update(group, self._sharded)
         report(group, f"{text}, the update", trouble)
         return loss
 

@@ -1,26 +1,36 @@
 """The copies that a job has of a sharded optimizer's parameters, and how an update reaches all of them.
 
-Instances that share the memory of a host have one copy together, others have one each. An instance sends its
-updated pieces to those that have its place on the other hosts, and these write them into the copies there: every
-host gets each element once. Without shared memory everybody sends to everybody.
+Instances that share the memory of a host have one copy together, in memory that each of them maps; others have
+one each. An instance sends what it has updated to those that have its place on the other hosts, and these write
+it into the copies there: every host gets each element once. Without shared memory everybody sends to everybody.
+The instances of a host meet before and after, so nobody reads meanwhile.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Parameter
 
 from popdist.comm.backend import Backend
-from popdist.gradients.shards import ShardExchange, group_by_kind
+from popdist.errors import BackendError
+from popdist.gradients.shards import ShardExchange, flat_view, group_by_kind
 from popdist.groups import Group
 from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.segments import SharedBlock
 from popdist.sharded.parameters import Named, ShardedParameter
-from popdist.training.shared_weights import share_weights
+from popdist.training import optimizers
 
 
 class WeightCopies:
-    """Those of one optimizer's parameters."""
+    """The copies of one optimizer's parameters."""
 
     def __init__(self) -> None:
         self._shared: set[int] = set()
-        self._pieces: list[ShardExchange] | None = None
+        self._exchanges: list[ShardExchange] | None = None
 
     def share(self, group: Group, named: Sequence[Named], owner: object) -> None:
         """Make parameters one copy on each host, where its instances share memory.
@@ -35,10 +45,12 @@ class WeightCopies:
         """
         host = _host_of(group.backend)
         if host is not None:
-            self._shared |= share_weights(group, host, named, owner)
-        self._pieces = None
+            shared = share_weights(group, host, named)
+            optimizers.reserve(shared, owner)
+            self._shared |= set(map(id, shared))
+        self._exchanges = None
 
-    def publish(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
+    def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         """Write what each instance has updated into all copies; does not wait for what others of the host write.
 
         Args:
@@ -48,15 +60,15 @@ class WeightCopies:
         Raises:
             BackendError: If an instance was lost or did not come in time.
         """
-        if self._pieces is None:
+        if self._exchanges is None:
             inside = [it for it in sharded if id(it.whole) in self._shared]
             apart = [it for it in sharded if id(it.whole) not in self._shared]
-            self._pieces = [*_pieces(apart, group.backend), *_pieces(inside, _peers(group.backend))]
-        for pieces in self._pieces:
-            pieces.exchange()
+            self._exchanges = [*_exchanges(apart, group.backend), *_exchanges(inside, _peers(group.backend))]
+        for exchange in self._exchanges:
+            exchange.run()
 
 
-def _pieces(sharded: Sequence[ShardedParameter], backend: Backend) -> list[ShardExchange]:
+def _exchanges(sharded: Sequence[ShardedParameter], backend: Backend) -> list[ShardExchange]:
     if len(backend.instances) == 1:
         return []
     return [ShardExchange(it, backend) for it in group_by_kind(sharded)]
@@ -73,3 +85,92 @@ def _peers(backend: Backend) -> Backend:
     if host is None:
         return backend
     return backend.subgroup(backend.instances[host.rank :: host.size])
+
+
+_LINE_BYTES: Final = 64
+
+
+@torch.no_grad()
+def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list[Parameter]:
+    """Make parameters views of one copy on each host, with the values of its first instance.
+
+    Args:
+        group: All instances of the job, which all call this, with the same parameters.
+        host: Those of this host.
+        named: Parameters that are dense in memory; those that are not on the CPU stay where they are.
+
+    Returns:
+        Those that are shared, the same on all instances: none where a host is short of memory.
+
+    Raises:
+        BackendError, CollectiveError: If an instance was lost, or does something else.
+    """
+    flats = [(it, flat_view(it.detach(), name)) for name, it in named if it.device.type == "cpu" and it.numel()]
+    if not flats:
+        return []
+    sizes = [-(-flat.nbytes // _LINE_BYTES) * _LINE_BYTES for _, flat in flats]
+    block = _room_on_all_hosts(group, host, sum(sizes))
+    if block is None:
+        return []
+    if host.rank:
+        block.release()
+    storage = StorageWeakRef(block.of(0).untyped_storage())
+    _copies.setdefault(host, []).append(_Copy(storage=storage, release=block.releaser))
+    places = block.of(0).split(sizes)
+    views = [place[: flat.nbytes].view(flat.dtype) for place, (_, flat) in zip(places, flats, strict=True)]
+    if host.rank == 0:
+        for view, (_, flat) in zip(views, flats, strict=True):
+            view.copy_(flat)
+    host.barrier()
+    for view, (parameter, _) in zip(views, flats, strict=True):
+        parameter.data = view.as_strided(parameter.shape, parameter.stride())
+    return [parameter for parameter, _ in flats]
+
+
+def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedBlock | None:
+    """Memory of this host; None on all instances of the job if one host has none."""
+    _release_unused(group, host)
+    block = None
+    try:
+        block = host.allocate(num_bytes)
+    except BackendError:
+        host.flags.raise_failure()
+    has_room = group.start(f"ShardedOptimizer, one copy of {num_bytes} bytes on each host", [block is not None])
+    if all(said for (said,) in has_room.wait()):
+        return block
+    if block is not None:
+        block.release()
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    """Memory of weights.
+
+    Attributes:
+        storage: Tells whether anything in this process still reads it.
+        release: Gives this instance's part of it back.
+    """
+
+    storage: StorageWeakRef
+    release: Callable[[], None]
+
+
+_copies: Final[weakref.WeakKeyDictionary[HostGroup, list[_Copy]]] = weakref.WeakKeyDictionary()
+"""The copies of each group, in the same order on all its instances."""
+
+_MOST_LOOKED_AT: Final = 48
+"""How many of them fit a number."""
+
+
+def _release_unused(group: Group, host: HostGroup) -> None:
+    """Give back the copies of optimizers before this one that no instance of the host reads any more."""
+    copies = _copies.get(host, [])
+    unused = sum(1 << i for i, it in enumerate(copies[:_MOST_LOOKED_AT]) if it.storage.expired())
+    told = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
+    first = group.instances.index(group.backend.instance_index) - host.rank
+    for (other,) in told[first : first + host.size]:
+        unused &= other
+    for i in reversed(range(min(len(copies), _MOST_LOOKED_AT))):
+        if unused >> i & 1:
+            copies.pop(i).release()

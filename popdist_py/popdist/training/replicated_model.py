@@ -73,7 +73,7 @@ class ModelSteps:
         training_loop.begin_step(self)
         self._step = self._make_step(accumulation)
         self.automatic.step = self._step
-        optimizers.begin(self)
+        optimizers.begin_step(self, self._module)
         return self._step
 
     def _make_step(self, accumulation: int) -> Step | PlainStep:
@@ -142,10 +142,6 @@ class ModelSteps:
             raise
         self._close()
 
-    def trains(self, parameters: set[int]) -> bool:
-        """Whether a parameter of the module is among ``parameters``, which are identities."""
-        return any(id(parameter) in parameters for parameter in self._module.parameters())
-
     def is_in(self, step: Step | PlainStep) -> bool:
         """Whether ``step`` is the one that is being made."""
         return self._step is step
@@ -159,7 +155,7 @@ class ModelSteps:
     def _close(self) -> None:
         self._step = self.automatic.step = None
         self.automatic.is_computing = False
-        optimizers.end(self)
+        optimizers.end_step(self)
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
             self._buffers.begin_step()  # the next pass may be one outside the loop, which nothing announces
 
