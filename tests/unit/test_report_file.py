@@ -112,7 +112,7 @@ def test_a_job_that_could_not_be_started_has_a_report() -> None:
 
 def test_the_documents_name_every_key() -> None:
     """The table of the report's keys is complete."""
-    table = (Path(__file__).parents[2] / "docs" / "poprun.md").read_text(encoding="utf-8")
+    table = (Path(__file__).parents[2] / "docs" / "poprun-options.md").read_text(encoding="utf-8")
     keys = {*JOB, *END_KEYS, *INSTANCE_KEYS}
 
     assert {key for key in keys if f"`{key}`" not in table} == set()
