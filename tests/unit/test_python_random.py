@@ -41,10 +41,10 @@ def test_a_state_goes_on_where_it_was_taken(number_of_draws: int) -> None:
     """All functions of ``random`` repeat what they gave, the second of a pair of normal numbers included."""
     random.seed(7)
     drawn = [DRAWS[i % 2]() for i in range(number_of_draws)]
-    state, expected = process_generators.current(), random.getstate()
+    state, expected = process_generators.python_state(), random.getstate()
     first = [draw() for draw in DRAWS]
 
-    process_generators.put_in_place(state)
+    process_generators.set_python_state(state)
 
     assert len(drawn) == number_of_draws
     assert random.getstate() == expected
@@ -56,28 +56,28 @@ def test_a_state_goes_on_where_it_was_taken(number_of_draws: int) -> None:
 def test_a_draw_makes_another_state(draw: Callable[[], object]) -> None:
     """Also the one that only takes the second number of a pair."""
     random.gauss(0, 1)
-    before = process_generators.current()
+    before = process_generators.python_state()
     draw()
 
-    assert process_generators.current() != before
+    assert process_generators.python_state() != before
 
 
 def test_both_ways_give_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a state may be taken by one and put in place by the other."""
-    state = process_generators.current()
+    state = process_generators.python_state()
     monkeypatch.setattr(process_generators, "_row", None)
 
-    assert process_generators.current() == state
+    assert process_generators.python_state() == state
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
 def test_a_seeded_state_is_that_of_random_seed(seed: int) -> None:
     """And it survives being written down as numbers, which are those of ``random.getstate``."""
     random.seed(seed)
-    state = process_generators.seeded(seed)
+    state = process_generators.seeded_python_state(seed)
     numbers, gauss = process_generators.as_numbers(state)
 
-    assert state == process_generators.current()
+    assert state == process_generators.python_state()
     assert (numbers[0], tuple(numbers[1:]), gauss) == random.getstate()
     assert process_generators.from_numbers(numbers, gauss) == state
 

@@ -1,4 +1,4 @@
-"""Where steps end: what a training loop does, in signs, and how many boundaries it had before each of them."""
+"""Where steps end: what a training loop does, in signs, and how many steps had ended after each of them."""
 
 import pytest
 
@@ -15,18 +15,20 @@ def step_ends_of(loop: str) -> list[int]:
     ``a`` and ``b``: the step of a model begins. ``.``: an optimizer steps. ``[`` and ``]``: a loop over a loader
     begins and ends. ``,``: it asks for its next batch.
     """
-    training_loop, models, open_loops, found = TrainingLoop(), {"a": Model(), "b": Model()}, [], []
+    training_loop, models, loaders, asks, found = TrainingLoop(), {"a": Model(), "b": Model()}, [], [], []
     for sign in loop:
         if sign in models:
             training_loop.begin_step(models[sign])
         elif sign == ".":
             training_loop.num_optimizer_steps += 1
         elif sign == "[":
-            open_loops.append(training_loop.read_loader().__enter__())
+            loaders.append(training_loop.read_loader())
+            asks.append(loaders[-1].__enter__())
         elif sign == ",":
-            open_loops[-1].next_batch()
+            asks[-1]()
         else:
-            open_loops.pop().__exit__()
+            asks.pop()
+            loaders.pop().__exit__(None, None, None)
         found.append(training_loop.num_step_ends)
     return found
 
@@ -60,12 +62,12 @@ def step_ends_of(loop: str) -> list[int]:
         "no step of the loader's own",
     ],
 )
-def test_boundaries(loop: str, numbers: str) -> None:
+def test_step_ends(loop: str, numbers: str) -> None:
     """Between two steps of a loop, and nowhere else."""
     assert step_ends_of(loop) == [int(number) for number in numbers]
 
 
-def test_reaching_one_calls_who_waits() -> None:
+def test_the_end_of_a_step_is_told() -> None:
     """If somebody does."""
     training_loop = TrainingLoop()
     training_loop.end_step()

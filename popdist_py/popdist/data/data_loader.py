@@ -9,27 +9,27 @@ from popdist import context
 from popdist.data.batch import Share
 from popdist.data.epoch import EpochPlan, check_sizes, deal_epoch, plan_epochs
 from popdist.data.fetching import Collate, Collation, MapFetcher
-from popdist.data.position import Agreement, EpochPosition
+from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import DatasetError
 
-_OURS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
+_DEALING_OPTIONS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
 
 
 class _Shares(Sampler[Share]):
     """This instance's share of each step of the epoch that is being started."""
 
-    def __init__(self, plan: EpochPlan, replicas: range, progress: EpochPosition) -> None:
+    def __init__(self, plan: EpochPlan, replicas: range, position: EpochPosition) -> None:
         self._plan = plan
         self._replicas = replicas
-        self._progress = progress
+        self._position = position
 
     def __len__(self) -> int:
         return self._plan.num_steps()
 
     def __iter__(self) -> Iterator[Share]:
-        return self._shares(self._progress.epoch, deal_epoch(self._plan, self._replicas, self._progress))
+        return self._shares(self._position.epoch, deal_epoch(self._plan, self._replicas, self._position))
 
     def _shares(self, epoch: int, steps: Iterator[tuple[range, list[int]]]) -> Iterator[Share]:
         for number, (step, indices) in enumerate(steps):
@@ -91,7 +91,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
 
 
 def _refuse_dealing(options: dict[str, Any]) -> None:
-    if refused := sorted(_OURS & options.keys()):
+    if refused := sorted(_DEALING_OPTIONS & options.keys()):
         raise DatasetError(
             f"{' and '.join(refused)}: data_loader deals the samples itself; say micro_batch_size, accumulation, "
             "shuffle, seed and drop_last"
@@ -110,16 +110,14 @@ def _map_loader(
     contract = context.environment().contract
     accumulation, seed = collation.accumulation, collation.seed
     plan = plan_epochs(dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last)
-    progress = EpochPosition(
-        reader="data_loader", identity={"length": plan.length, "shuffle": shuffle, "seed": seed}
-    )
-    agreement = Agreement(
+    position = EpochPosition(
+        "data_loader",
+        {"length": plan.length, "shuffle": shuffle, "seed": seed},
         f"data_loader of {plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
-        f"{drop_last=}"
+        f"{drop_last=}",
     )
-    shares = _Shares(plan, contract.layout.replicas_of(contract.instance_index), progress)
-    options = {"sampler": shares, **options}
-    return ReplicaLoader(MapFetcher(dataset, collation), progress, accumulation, agreement, options)
+    shares = _Shares(plan, contract.layout.replicas_of(contract.instance_index), position)
+    return ReplicaLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
 
 
 def _stream_loader(
@@ -132,9 +130,10 @@ def _stream_loader(
 ) -> ReplicaLoader:
     accumulation = collation.accumulation
     check_sizes(micro_batch_size, accumulation)
-    agreement = Agreement(
-        f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, seed={collation.seed}, {drop_last=}"
+    position = EpochPosition(
+        "data_loader",
+        {"seed": collation.seed},
+        f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, seed={collation.seed}, {drop_last=}",
     )
-    progress = EpochPosition(reader="data_loader", identity={"seed": collation.seed})
     fetcher = StreamFetcher(dataset, collation, micro_batch_size * accumulation, drop_last=drop_last)
-    return StreamLoader(fetcher, progress, accumulation, agreement, options, ends_with_first=drop_last)
+    return StreamLoader(fetcher, position, accumulation, options, ends_with_first=drop_last)

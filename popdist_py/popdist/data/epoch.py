@@ -1,19 +1,16 @@
-"""The steps of one epoch as the dataset's indices: positions dealt to replicas, looked up in the epoch's order.
+"""The steps of one epoch as indices of the dataset: positions, dealt to replicas and looked up in its order.
 
-A list of 10^12 shuffled indices is neither built nor stored here: the index at a position is computed from the
-position alone. A Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) mixes the bits of the position
-under a key made of seed and epoch. It is a bijection on the next power of two; where it leads out of the range it
-is applied again until it leads back in (cycle walking), which keeps it a bijection on the range itself.
+An epoch is the positions 0 to n - 1 of its order, which may be shuffled. A step takes the next block of them, and
+`popdist.layout` deals it to the replicas. So what replica r sees in step s follows from the job's replicas, never
+from the instances they are dealt to, and each position belongs to one replica of one step. A position is also all
+that must be remembered of an unfinished epoch: what comes before it was seen, by however many replicas.
 
-Only integer arithmetic modulo 2^64 is used, so a seed means the same shuffle on every machine and in every version
-of numpy. It is no cryptography: an adversary could predict it.
-
-An epoch is the positions 0 to n - 1 of its (shuffled) order. A step takes the next block of them, and
-`popdist.layout` deals it to the replicas. So what replica r sees in step s follows from the job's replicas and
-never from the instances they are dealt to, and each position belongs to one replica of one step.
-
-A position is also all there is to remember of an unfinished epoch: what comes before it was seen, whatever the
-number of replicas that saw it.
+No list of shuffled indices is built or stored: the index at a position is computed from the position alone. A
+Feistel network (https://en.wikipedia.org/wiki/Feistel_cipher) mixes the bits of the position under a key made of
+seed and epoch. It is a bijection on the next power of two. Where it leads out of the range it is applied again
+until it leads back in (cycle walking), which keeps it a bijection on the range itself. Only integer arithmetic
+modulo 2^64 is used, so a seed means the same shuffle on every machine and in every version of numpy. It is no
+cryptography: an adversary could predict it.
 """
 
 from collections.abc import Iterator, Sized
@@ -32,6 +29,13 @@ from popdist.layout import parts
 MAX_LENGTH: Final = 2**63
 NUM_ROUNDS: Final = 12
 """With fewer, the orders of ranges below 10 are visibly unequal in frequency; 12 pass the test for uniformity."""
+
+LOOKUP_SIZES: Final = (256, 16384)
+"""Samples looked up in the permutation at once: few at first, so that an epoch starts at once, soon so many that
+numpy's cost for each call does not show."""
+
+_GROWTH: Final = 8
+"""How many times more samples each lookup is than the one before it."""
 
 _WORD: Final = 2**64 - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -164,14 +168,6 @@ class EpochPlan:
         return remaining if self.samples_per_replica == 1 else remaining - self.num_replicas
 
 
-LOOKUP_SIZES: Final = (256, 16384)
-"""Samples looked up in the permutation at once: few at first, so that an epoch starts at once, soon so many that
-numpy's cost for each call does not show."""
-
-_GROWTH: Final = 8
-"""How many times more samples each lookup is than the one before it."""
-
-
 def plan_epochs(
     length_or_dataset: int | Sized,
     num_replicas: int,
@@ -212,42 +208,35 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
     whole_number("accumulation", accumulation, DatasetError)
 
 
-def deal_epoch(plan: EpochPlan, replicas: range, progress: EpochPosition) -> Iterator[tuple[range, list[int]]]:
-    """The rest of the epoch in which ``progress`` stands when this is called, step by step.
+def deal_epoch(plan: EpochPlan, replicas: range, position: EpochPosition) -> Iterator[tuple[range, list[int]]]:
+    """The rest of the epoch in which ``position`` stands when this is called, step by step.
 
     Args:
         plan: How the epoch is dealt.
         replicas: Consecutive replicas, by their job-wide numbers.
-        progress: Tells epoch, position and order; what becomes of it later plays no part.
+        position: Tells epoch, place and order; what becomes of it later plays no part.
 
     Returns:
         For each step its positions, over all replicas of the job, and the dataset's indices of the samples that
         ``replicas`` see, first replica first.
     """
     order = None
-    if progress.identity["shuffle"]:
-        order = Permutation(plan.length, seed=progress.identity["seed"], epoch=progress.epoch)
-    return _dealt(plan, replicas, plan.steps(progress.position), order)
+    if position.identity["shuffle"]:
+        order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
+    return _deal(plan, replicas, plan.steps(position.num_read), order)
 
 
-def _dealt(
+def _deal(
     plan: EpochPlan, replicas: range, steps: Iterator[range], order: Permutation | None
 ) -> Iterator[tuple[range, list[int]]]:
     size, largest = (max(1, size // (plan.samples_per_replica * len(replicas))) for size in LOOKUP_SIZES)
     while ahead := list(islice(steps, size)):
         shares = [plan.positions_of(replicas, step) for step in ahead]
-        indices = iter(_look_up(shares, order))
+        positions = np.concatenate([np.arange(share.start, share.stop, dtype=np.int64) for share in shares])
+        indices = iter((positions if order is None else order.indices(positions)).tolist())
         for step, share in zip(ahead, shares, strict=True):
             yield step, list(islice(indices, len(share)))
         size = min(_GROWTH * size, largest)
-
-
-def _look_up(shares: list[range], order: Permutation | None) -> list[int]:
-    """The dataset's indices at the positions of all ``shares``, in one row."""
-    arrays = [np.arange(share.start, share.stop, dtype=np.int64) for share in shares]
-    positions = np.concatenate(arrays)
-    indices: list[int] = (positions if order is None else order.indices(positions)).tolist()
-    return indices
 
 
 def _length(length_or_dataset: Any, num_replicas: int) -> int:  # noqa: ANN401 - what was given, checked here

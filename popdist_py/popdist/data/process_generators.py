@@ -1,12 +1,12 @@
-"""The generators of the process that datasets draw from unasked: Python's, numpy's, and torch's for the CPU.
+"""The random generators of the process that datasets draw from: Python's, numpy's, and torch's for the CPU.
 
-``getstate`` makes 625 Python numbers and ``setstate`` reads them back. Together they take as long as a small layer
-of a network, and a step needs both more than once. CPython keeps these numbers in one row inside of the generator,
-so here they are copied as bytes. That is nowhere promised, so it is tried with two generators when this module is
-loaded; where it fails, ``getstate`` and ``setstate`` do the work.
+Each can be set, and be watched: a look at one costs about a microsecond, and tells whether numbers were drawn
+since an earlier look.
 
-Each can be set, and be watched: a look at it costs about a microsecond, and tells whether numbers were drawn since
-an earlier one.
+Python's ``getstate`` makes 625 numbers and ``setstate`` reads them back. Together they take as long as a small
+layer of a network, and a step needs both more than once. CPython keeps these numbers in one row inside of the
+generator, so here they are copied as bytes. That is nowhere promised, so it is tried with two generators when this
+module is loaded; where it fails, ``getstate`` and ``setstate`` do the work.
 """
 
 import ctypes
@@ -22,37 +22,38 @@ import torch
 from numpy.random import mtrand
 
 PythonState: TypeAlias = tuple[bytes, float | None]
-"""The row, and the second of a pair of normal numbers if it is still to come; equal if nothing was drawn since."""
+"""A state of Python's generator: the row, and the second of a pair of normal numbers if that is still to come. Two
+states are equal if nothing was drawn between them."""
 
 _ROW: Final = struct.Struct("=i624I")
 """Which word is next, and the 624 words of the Mersenne Twister."""
 
 _VERSION: Final = 3
-"""Of the states that ``random.getstate`` gives."""
+"""The version of the states that ``random.getstate`` gives."""
 
 _generator: Final[Any] = random.getstate.__self__  # type: ignore[attr-defined] # behind the functions of the module
 
 
-def current() -> PythonState:
+def python_state() -> PythonState:
     """The state of the generator behind the functions of ``random``."""
     return _read(_generator) if _row is None else (bytes(_row), _generator.gauss_next)
 
 
-def put_in_place(state: PythonState) -> None:
-    """Let that generator go on from ``state``."""
+def set_python_state(state: PythonState) -> None:
+    """Let the generator behind the functions of ``random`` go on from ``state``."""
     if _row is None:
         _generator.setstate(_unpacked(state))
     else:
         _row[:], _generator.gauss_next = state
 
 
-def seeded(seed: int) -> PythonState:
-    """What ``random.seed(seed)`` would make of it."""
+def seeded_python_state(seed: int) -> PythonState:
+    """The state that ``random.seed(seed)`` would give."""
     return _read(random.Random(seed))  # noqa: S311 - for training, not for secrets
 
 
 def as_numbers(state: PythonState) -> tuple[list[int], float | None]:
-    """``state`` as in ``random.getstate``: version, words and which one is next; and the second of a pair."""
+    """``state`` as ``random.getstate`` has it: version, words and which one is next; and the second of a pair."""
     version, internal, gauss = _unpacked(state)
     return [version, *internal], gauss
 
@@ -99,21 +100,20 @@ def _are_rows_in_place() -> bool:
 
 _row: Final = _row_of(_generator) if _are_rows_in_place() else None
 
-
 _NUMPY_SEEDS: Final = 2**32
 _MT19937_BYTES: Final = 625 * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """One of them.
+    """A random generator of the process.
 
     Attributes:
         name: What it is called.
         seed: Sets its state from a 64-bit number.
-        get: Its state.
+        get: Gives its state.
         set: Sets its state.
-        look: Something that is another one when numbers were drawn in between; cheaper than the state.
+        look: Gives something that differs when numbers were drawn in between; cheaper than the state.
         undo: Makes the state what it was at a look.
     """
 
@@ -148,10 +148,10 @@ GENERATORS: Final = (
     Generator(
         name="python",
         seed=random.seed,
-        get=current,
-        set=put_in_place,
-        look=current,
-        undo=put_in_place,
+        get=python_state,
+        set=set_python_state,
+        look=python_state,
+        undo=set_python_state,
     ),
     Generator(
         name="numpy",

@@ -6,7 +6,7 @@ from torch.utils.data import Sampler
 
 from popdist import context
 from popdist.data.epoch import deal_epoch, plan_epochs
-from popdist.data.position import Agreement, EpochPosition, ReaderState
+from popdist.data.position import EpochPosition, ReaderState
 from popdist.training_loop import training_loop
 
 
@@ -54,13 +54,11 @@ class ReplicaSampler(Sampler[list[int]]):
             length_or_dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last
         )
         self._replicas = contract.layout.replicas_of(contract.instance_index)
-        self._progress = EpochPosition(
-            reader="ReplicaSampler", identity={"length": self._plan.length, "shuffle": shuffle, "seed": seed}
-        )
-        self._num_starts = 0
-        self._agreement = Agreement(
+        self._position = EpochPosition(
+            "ReplicaSampler",
+            {"length": self._plan.length, "shuffle": shuffle, "seed": seed},
             f"ReplicaSampler of {self._plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, "
-            f"{seed=}, {drop_last=}"
+            f"{seed=}, {drop_last=}",
         )
 
     def __len__(self) -> int:
@@ -69,18 +67,14 @@ class ReplicaSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Start the next epoch, or the rest of the one that was loaded."""
-        self._agreement.prove()
-        self._progress.start()
-        self._num_starts += 1
-        return self._batches(self._num_starts)
+        return self._batches(self._position.start())
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
 
         So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
         """
-        self._progress.set_epoch(epoch)
-        self._num_starts += 1
+        self._position.set_epoch(epoch)
 
     def state_dict(self) -> ReaderState:
         """Where this iteration stands, in plain numbers: equal on all instances at the same step.
@@ -88,7 +82,7 @@ class ReplicaSampler(Sampler[list[int]]):
         It counts what this sampler has yielded. With ``num_workers=0`` that is what the loop received; the workers
         of a DataLoader run ahead of it.
         """
-        return self._progress.state_dict()
+        return self._position.state_dict()
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
         """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
@@ -100,17 +94,13 @@ class ReplicaSampler(Sampler[list[int]]):
         Raises:
             DatasetError: If ``state`` is no state of a sampler, or one of another dataset length, order or seed.
         """
-        self._progress.load_state_dict(state)
-        self._num_starts += 1
+        self._position.load_state_dict(state)
 
-    def _batches(self, start: int) -> Iterator[list[int]]:
-        """Count what is yielded, as long as no other place was started, set or loaded since."""
-        progress = self._progress
-        with training_loop.read_loader() as loop:
-            for step, indices in deal_epoch(self._plan, self._replicas, progress):
-                if start == self._num_starts:
-                    progress.position = step.stop
+    def _batches(self, number: int) -> Iterator[list[int]]:
+        """Count what is yielded as read."""
+        with training_loop.read_loader() as ask:
+            for step, indices in deal_epoch(self._plan, self._replicas, self._position):
+                self._position.read_to(step.stop, number)
                 yield indices
-                loop.next_batch()
-        if start == self._num_starts:
-            progress.jump(progress.epoch + 1)
+                ask()
+        self._position.end_epoch(number)

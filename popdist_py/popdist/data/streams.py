@@ -17,7 +17,7 @@ from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Collation, Fetched
-from popdist.data.position import Agreement, EpochPosition
+from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
 from popdist.training_loop import training_loop
@@ -162,39 +162,35 @@ class StreamLoader(ReplicaLoader):
     def __init__(
         self,
         fetcher: StreamFetcher,
-        progress: EpochPosition,
+        position: EpochPosition,
         accumulation: int,
-        agreement: Agreement,
         options: dict[str, Any],
         *,
         ends_with_first: bool,
     ) -> None:
         self._fetcher = fetcher
         self._ends_with_first = ends_with_first
-        super().__init__(fetcher, progress, accumulation, agreement, options)
+        super().__init__(fetcher, position, accumulation, options)
 
     def _begin(self) -> None:
-        self._fetcher.begin(self._progress.epoch, self._progress.position)
+        self._fetcher.begin(self._position.epoch, self._position.num_read)
 
-    def _received(self, fetched: Iterator[Fetched], start: int) -> Iterator[Batch]:
+    def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
         """Give an instance whose stream has ended empty batches until all have ended."""
-        progress = self._progress
-        epoch = progress.epoch
-        with training_loop.read_loader() as loop:
-            for number in itertools.count():
+        epoch = self._position.epoch
+        with training_loop.read_loader() as ask:
+            for step in itertools.count():
                 share, contents = next(fetched, (None, []))
                 own = [] if share is None else [len(share.indices), share.stop]
-                told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {number}").wait()
+                told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {step}").wait()
                 if not any(told) or (self._ends_with_first and not all(told)):
                     break
                 stop, total = max(it[1] for it in told if it), sum(it[0] for it in told if it)
                 if share is None:
-                    share = Share(epoch=epoch, step=number, stop=stop, num_samples_job=total, indices=[])
+                    share = Share(epoch=epoch, step=step, stop=stop, num_samples_job=total, indices=[])
                     contents = [None] * (len(self._replicas) * self._accumulation)
-                if start == self._num_starts:
-                    progress.position = stop
+                self._position.read_to(stop, number)
                 share = share._replace(num_samples_job=total)
                 yield Batch.of(share, contents, self._replicas, self._accumulation)
-                loop.next_batch()
-        if start == self._num_starts:
-            progress.jump(epoch + 1)
+                ask()
+        self._position.end_epoch(number)

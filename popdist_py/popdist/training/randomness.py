@@ -122,7 +122,7 @@ class RandomScope:
 def _current(ordinal: int | None, cuda: Tensor | None = None) -> _States:
     """The states of the generators that draw now, with that of CUDA device ``ordinal``; without one ``cuda``."""
     return _States(
-        process_generators.current(),
+        process_generators.python_state(),
         mtrand.get_bit_generator(),
         torch.default_generator.get_state(),
         cuda if ordinal is None else torch.cuda.default_generators[ordinal].get_state(),
@@ -131,7 +131,7 @@ def _current(ordinal: int | None, cuda: Tensor | None = None) -> _States:
 
 def _put_in_place(states: _States, ordinal: int | None) -> None:
     """Let the generators go on from ``states``."""
-    process_generators.put_in_place(states.python)
+    process_generators.set_python_state(states.python)
     mtrand.set_bit_generator(states.numpy)  # a reference: copying this state takes ten times longer
     torch.default_generator.set_state(states.torch)
     if ordinal is not None and states.cuda is not None:
@@ -146,7 +146,7 @@ def _number(seed: int, replica: int, generator: str) -> int:
 
 def _seeded(seed: int, replica: int) -> _States:
     return _States(
-        python=process_generators.seeded(_number(seed, replica, "python")),
+        python=process_generators.seeded_python_state(_number(seed, replica, "python")),
         numpy=np.random.MT19937(_number(seed, replica, "numpy")),
         torch=torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
         cuda=None,
