@@ -1,4 +1,4 @@
-"""A set of instances that do the same things in the same order, and prove it before each thing they do.
+"""A group: instances that do the same collectives in the same order, and prove it before each one.
 
 A :class:`Group` puts a header before every collective. Equal headers on all instances mean that the data which
 follows fits; different ones raise the same error everywhere, and the group can be used further, because every
@@ -17,7 +17,7 @@ from popdist.progress import progress_page
 
 @dataclass(slots=True, kw_only=True)
 class Notice:
-    """That the machine is wanted back; every header of the whole job carries it.
+    """The notice that the machine is wanted back, which every header of the whole job carries.
 
     All members of a group have had the same exchanges when they come to the same place of the program, so there
     ``is_known`` is equal on all of them, however late each was asked.

@@ -1,4 +1,4 @@
-"""What an instance says before a collective: a fixed number of integers that tell what it is about to do.
+"""The header that an instance sends before a collective: a fixed number of integers that tell what it will do.
 
 Every instance sends its header to every other one and compares. The text is what a person would write, such as
 ``all_reduce(float32[3, 4] on cpu, op='sum')``, and equal texts mean equal collectives; so the same words serve the
@@ -32,7 +32,7 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
     Args:
         text: What is about to be done, in words.
         numbers: What the instance adds to that.
-        is_preempted: Whether it was asked to leave.
+        is_preempted: Whether the instance was asked to leave.
 
     Raises:
         ValueError: If there are more than ``MAX_NUMBERS`` numbers, or one does not fit 64 bits.

@@ -1,14 +1,16 @@
-"""The page on which a rank tells the others of its group how far it is: counters that only it writes.
+"""The flags of a group: a page for each rank, which only that rank writes, and the meetings that they count.
 
-A rank writes its data, then its flag; a peer reads the flag, then the data. x86 lets others see stores in program
-order and does loads in program order, so there nothing is needed. Weaker machines, such as those of ARM and POWER,
-may let the flag be seen first. There every rank calls membarrier(2) between the two writes, and between the two
-reads: the kernel promises a full memory barrier on every running thread of the processes that registered for it.
+A *meeting* is the point to which all ranks of a group come before any of them goes on. Meetings are counted from
+1: a rank raises its counter when all that it has to say before the meeting stands in memory, and goes on when
+every other rank's counter is there. What is said for a meeting stands in one of two places, by the meeting's
+parity: a rank that is at meeting n + 1 may already write there while a slow one still reads what was said for
+meeting n, and no rank is at n + 2 before all have read it.
 
-The ranks go through *meetings* that are counted from 1: a rank raises its counter when all it has to say before
-that meeting stands in memory, and goes on when every other rank's counter is there. What is said for a meeting
-stands in one of two places, by the meeting's parity: a rank that is at meeting n + 1 may already write there while
-a slow one still reads what was said for meeting n, and nobody is at n + 2 before all have read it.
+A rank writes its data, then its counter; a peer reads the counter, then the data. x86 lets others see stores in
+program order and does loads in program order, so nothing is needed there. Weaker machines, such as those of ARM
+and POWER, may let the counter be seen first. There every rank calls membarrier(2) between the two writes, and
+between the two reads: the kernel promises a full memory barrier on every running thread of the processes that
+registered.
 """
 
 import ctypes
@@ -34,13 +36,13 @@ Fence = Callable[[], None]
 
 
 def make_fence(machine: str | None = None) -> Fence | None:
-    """What to call between data and flag; None where nothing is needed.
+    """The memory fence to call between data and counter; None where none is needed.
 
     Args:
-        machine: The kind of processor, as `platform.machine` names it; None means this one.
+        machine: The kind of processor, as `platform.machine` names it; None means that of this machine.
 
     Raises:
-        BackendError: If one is needed and the kernel has none.
+        BackendError: If a fence is needed and the kernel has none.
     """
     name = platform.machine() if machine is None else machine
     return None if name in _STORES_IN_ORDER else membarrier()
@@ -69,10 +71,10 @@ def membarrier() -> Fence:
 
 COUNTER: Final = 0
 PURPOSES: Final = 1
-"""And 2: what the rank is about to do at its meeting of even, and of odd number."""
+"""Words 1 and 2: what the rank is about to do at its meeting of even, and of odd number."""
 
 NUMBERS: Final = 4
-"""And 5: a number that it says there."""
+"""Words 4 and 5: a number that the rank says there."""
 
 STATE: Final = 8
 TAKES_PART, HAS_LEFT, GAVE_UP = 0, 1, 2
@@ -86,23 +88,23 @@ class Names:
 
     Attributes:
         members: The number of each, in rank order.
-        noun: What such a number counts: "rank", "instance".
+        noun: What the members are: "rank", "instance".
     """
 
     members: tuple[int, ...]
     noun: str = "rank"
 
     def of(self, ranks: Iterable[int]) -> str:
-        """These ranks in words."""
+        """The members of these ranks in words."""
         return name_instances(self.members[rank] for rank in ranks).replace("instance", self.noun)
 
 
 class Flags:
-    """Meetings of the ranks of a group. One thread at a time; every rank has the same meetings in the same order.
+    """The meetings of the ranks of a group: every rank has the same ones in the same order, one thread at a time.
 
     Args:
         pages: Every rank's page, in order, as 64-bit numbers.
-        rank: This one.
+        rank: This process's rank.
         names: What the ranks are called.
         watch: Of the others' processes.
         fence: What keeps memory in order on this machine; see `popdist.host_memory.flags`.
@@ -173,7 +175,7 @@ class Flags:
         return number
 
     def part(self, ranks: Sequence[int], pages: Sequence[Words], watch: ProcessWatch) -> "Flags":
-        """The meetings of some of the ranks, this one among them, on pages of their own."""
+        """The flags of some of the ranks, this rank among them, on pages of their own."""
         members = tuple(self._names.members[rank] for rank in ranks)
         return Flags(
             pages,
@@ -190,11 +192,11 @@ class Flags:
         return [ctypes.addressof(ctypes.c_char.from_buffer(page)) for page in self._pages]
 
     def say(self, number: int) -> None:
-        """Say a number below 2**64 at the next meeting."""
+        """Tell all ranks a number below 2**64 at the next meeting."""
         self._mine[NUMBERS + (self._mine[COUNTER] + 1 & 1)] = number
 
     def said(self) -> list[int]:
-        """What every rank said at the last meeting."""
+        """The number that every rank told at the last meeting."""
         place = NUMBERS + (self._mine[COUNTER] & 1)
         return [page[place] for page in self._pages]
 
@@ -203,17 +205,17 @@ class Flags:
         return self._mine[COUNTER] + 1
 
     def name(self, ranks: Sequence[int]) -> str:
-        """These ranks in words, by their numbers outside."""
+        """The members of these ranks in words."""
         return self._names.of(ranks)
 
     def fail(self, reason: str) -> None:
-        """Meet nobody any more, and let nobody wait for this rank."""
+        """Come to no further meeting, because of ``reason``, and let no other rank wait for this one."""
         if self.failure is None:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
 
     def leave(self) -> None:
-        """Say that this rank comes to no further meeting."""
+        """Tell the others that this rank comes to no further meeting."""
         if self.failure is None:
             self.failure = f"this {self._names.noun} has left the group"
             self._mine[STATE] = HAS_LEFT
@@ -225,11 +227,11 @@ class Flags:
             self.failure = f"this {self._names.noun} ends"
 
     def forget(self) -> None:
-        """In a forked child: these are the parent's meetings."""
+        """Refuse all meetings in a forked child: they are the parent's."""
         self.failure = f"this process was forked from a {self._names.noun} of the group, and is none itself"
 
     def raise_failure(self) -> None:
-        """Raise if this rank meets nobody any more.
+        """Raise if this rank comes to no further meeting.
 
         Raises:
             BackendError: Says why.
@@ -246,7 +248,7 @@ class Flags:
         """Wait for what one rank does outside of meetings; False if it did not come in time, and still may.
 
         Raises:
-            BackendError: If the rank was lost or has left, or if this one meets nobody any more.
+            BackendError: If the rank was lost or has left, or this one comes to no further meeting.
         """
         return is_done() or self._wait_until(rank, is_done, lambda: [] if is_done() else [rank], timeout_seconds)
 

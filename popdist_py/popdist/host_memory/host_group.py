@@ -1,4 +1,4 @@
-"""The processes of one host as a group that shares memory: what everything fast on a host is built from.
+"""A host group: processes of one host that share memory, on which all collectives of a host are built.
 
 ::
 
@@ -23,7 +23,7 @@ from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
 from popdist.host_memory.flags import Flags, Names, make_fence, operation, purpose
 from popdist.host_memory.row_reduction import Reduction
-from popdist.host_memory.segment_exchange import Found, SegmentExchange
+from popdist.host_memory.segment_exchange import PeerSegment, SegmentExchange
 from popdist.host_memory.segments import (
     PAGE_BYTES,
     Reservation,
@@ -50,11 +50,11 @@ class HostGroup:
     Attributes:
         rank: This process, from 0.
         size: Processes in the group, at least 1.
-        flags: Their meetings, which every operation is made of.
+        flags: The meetings of the processes, which every operation is made of.
     """
 
     def __init__(
-        self, segment: Segment, found: dict[int, Found], flags: Flags, rank: int, *, is_part: bool = False
+        self, segment: Segment, found: dict[int, PeerSegment], flags: Flags, rank: int, *, is_part: bool = False
     ) -> None:
         self.rank = rank
         self.size = len(found) + 1
@@ -76,7 +76,7 @@ class HostGroup:
         """Share memory with the other ranks, which all call this.
 
         Args:
-            store: Where they find each other; used by nobody else under its prefix.
+            store: Where the ranks find each other; used by nobody else under its prefix.
             rank: This process.
             size: Ranks in the group.
             timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
@@ -98,7 +98,7 @@ class HostGroup:
         try:
             segment.grow(PAGE_BYTES)
             window = map_window(segment.descriptor, 0, PAGE_BYTES)
-            found = exchange.hold(segment, memoryview(window))
+            found = exchange.run(segment, memoryview(window))
         except BaseException:
             segment.close()
             raise

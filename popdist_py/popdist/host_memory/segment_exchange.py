@@ -1,9 +1,9 @@
-"""How the processes of a group come to map each other's segments, and prove by it that they share a host.
+"""The exchange of segments: the processes of a group open each other's, which proves that they share a host.
 
-Each tells the others through the group's store where its segment is: a descriptor of its own, which they open
+Each process tells the others through the group's store the number of its segment's descriptor, which they open
 through ``/proc``. Where that is another process's number, or not allowed, as between containers, they ask for the
-descriptor over its abstract unix socket, which serves processes of the same user only. Names prove nothing: what
-counts is to find in the memory the random token that its owner announced.
+descriptor at an abstract unix socket of its owner, which serves processes of the same user only. Names prove
+nothing: what counts is to find in the memory the random token that its owner announced.
 """
 
 import json
@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -28,8 +28,8 @@ TOKEN_BYTES: Final = 32
 TOKEN_OFFSET: Final = PAGE_BYTES - TOKEN_BYTES
 """The token stands at the end of the first page."""
 
-_CONNECTION_SECONDS: Final = 5.0
-"""How long to wait for a call at the listener: those that are served have connected before."""
+_ACCEPT_SECONDS: Final = 5.0
+"""How long to wait for a connection at the socket: the ranks that are served have connected before."""
 
 _WHERE_SEGMENTS_ARE: Final = "/memfd:popdist"
 
@@ -38,11 +38,11 @@ _RANK: Final = struct.Struct("=i")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class PeerSegment:
     """The segment of a peer.
 
     Attributes:
-        descriptor: It, opened by this process.
+        descriptor: The segment, opened by this process.
         pid: The peer's process, as this one numbers it.
     """
 
@@ -51,7 +51,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Hello:
+class _Announcement:
     pid: int
     descriptor: int
     token: str
@@ -60,18 +60,14 @@ class _Hello:
     def socket_name(self) -> str:
         return f"\0popdist-{self.token[:32]}"
 
-    @property
-    def told(self) -> dict[str, Any]:
-        return {"pid": self.pid, "descriptor": self.descriptor, "token": self.token}
-
 
 class SegmentExchange:
-    """One exchange of segments; every rank makes one, and the steps happen on all of them.
+    """One exchange of segments between the ranks of a group; every rank makes one at the same time.
 
     Args:
         store: Used by nobody else under its prefix.
         rank: This process.
-        names: What to call each rank, for errors.
+        names: What each rank is called in errors.
         timeout_seconds: How long a late rank is waited for.
     """
 
@@ -88,11 +84,12 @@ class SegmentExchange:
         Raises:
             BackendError: If a rank did not come in time.
         """
-        self._tell_all("hello", _Hello(pid=os.getpid(), descriptor=-1, token=secrets.token_hex(TOKEN_BYTES)).told)
-        self._tell_all("calls", [])
+        mine = _Announcement(pid=os.getpid(), descriptor=-1, token=secrets.token_hex(TOKEN_BYTES))
+        self._tell_all("segments", asdict(mine))
+        self._tell_all("connections", [])
         self._tell_all("found", mine=False)
 
-    def hold(self, segment: Segment, page: memoryview) -> dict[int, Found] | None:
+    def run(self, segment: Segment, page: memoryview) -> dict[int, PeerSegment] | None:
         """Every other rank's segment.
 
         Args:
@@ -107,29 +104,23 @@ class SegmentExchange:
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
-        mine = _Hello(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
+        mine = _Announcement(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
         with ExitStack() as stack:
             listener = stack.enter_context(_listen(mine))
-            told = self._tell_all("hello", mine.told)
-            hellos = [_Hello(**it) for it in told]
-            found = {
-                rank: opened
-                for rank, hello in enumerate(hellos)
-                if rank != self._rank and (opened := _open_through_proc(hello)) is not None
+            announced = [_Announcement(**it) for it in self._tell_all("segments", asdict(mine))]
+            others = {rank: it for rank, it in enumerate(announced) if rank != self._rank}
+            found = {rank: seen for rank, it in others.items() if (seen := _open_through_proc(it)) is not None}
+            connections = {
+                rank: stack.enter_context(made)
+                for rank, it in others.items()
+                if rank not in found and (made := _connect(it, self._rank)) is not None
             }
-            calls = {
-                rank: call
-                for rank, hello in enumerate(hellos)
-                if rank != self._rank and rank not in found and (call := _connect(hello, self._rank)) is not None
-            }
-            for call in calls.values():
-                stack.enter_context(call)
-            asked = self._tell_all("calls", sorted(calls))
+            asked = self._tell_all("connections", sorted(connections))
             self._serve(listener, segment, sum(self._rank in them for them in asked))
-            for rank, call in calls.items():
-                if (received := self._receive(call, hellos[rank])) is not None:
+            for rank, connection in connections.items():
+                if (received := self._receive(connection, announced[rank])) is not None:
                     found[rank] = received
-        has_all = len(found) == len(hellos) - 1
+        has_all = len(found) == len(others)
         if all(self._tell_all("found", has_all)):
             return found
         for it in found.values():
@@ -137,7 +128,7 @@ class SegmentExchange:
         return None
 
     def _tell_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds
-        """What every rank tells, in their order."""
+        """What every rank tells under ``what``, in their order."""
         self._store.set(f"{what}/{self._rank}", json.dumps(mine))
         told = []
         for rank, name in enumerate(self._names):
@@ -152,72 +143,74 @@ class SegmentExchange:
     def _seconds_left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
 
-    def _serve(self, listener: socket.socket, segment: Segment, num_calls: int) -> None:
-        """Hand the segment to as many ranks as have called; strangers are hung up on."""
+    def _serve(self, listener: socket.socket, segment: Segment, num_connections: int) -> None:
+        """Hand the segment's descriptor to as many ranks as have connected; others get nothing."""
         served: set[int] = set()
         with suppress(OSError):
-            while len(served) < num_calls:
-                listener.settimeout(_CONNECTION_SECONDS)
-                call, _ = listener.accept()
-                with call:
-                    call.settimeout(_CONNECTION_SECONDS)
-                    if _peer(call)[1] == os.geteuid() and len(said := call.recv(_RANK.size)) == _RANK.size:
-                        socket.send_fds(call, [b"."], [segment.descriptor])
+            while len(served) < num_connections:
+                listener.settimeout(_ACCEPT_SECONDS)
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(_ACCEPT_SECONDS)
+                    is_ours = _peer_of(connection)[1] == os.geteuid()
+                    if is_ours and len(said := connection.recv(_RANK.size)) == _RANK.size:
+                        socket.send_fds(connection, [b"."], [segment.descriptor])
                         served.add(_RANK.unpack(said)[0])
 
-    def _receive(self, call: socket.socket, hello: _Hello) -> Found | None:
-        """The segment of the rank that was called, if it is that one's."""
+    def _receive(self, connection: socket.socket, announcement: _Announcement) -> PeerSegment | None:
+        """The segment that comes over ``connection``, if it is the announced one."""
         try:
-            call.settimeout(self._seconds_left())
-            _, descriptors, _, _ = socket.recv_fds(call, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            connection.settimeout(self._seconds_left())
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             return None
-        return _checked(descriptors[0], _peer(call)[0], hello) if descriptors else None
+        return _checked(descriptors[0], _peer_of(connection)[0], announcement) if descriptors else None
 
 
-def _listen(mine: _Hello) -> socket.socket:
+def _listen(mine: _Announcement) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(mine.socket_name)
     listener.listen(socket.SOMAXCONN)
     return listener
 
 
-def _open_through_proc(hello: _Hello) -> Found | None:
-    path = f"/proc/{hello.pid}/fd/{hello.descriptor}"
+def _open_through_proc(announcement: _Announcement) -> PeerSegment | None:
+    path = f"/proc/{announcement.pid}/fd/{announcement.descriptor}"
     try:
         if not str(Path(path).readlink()).startswith(_WHERE_SEGMENTS_ARE):
             return None  # in another namespace this may be any file of any process: it is not opened
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
-    return _checked(descriptor, hello.pid, hello)
+    return _checked(descriptor, announcement.pid, announcement)
 
 
-def _connect(hello: _Hello, rank: int) -> socket.socket | None:
-    call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect(announcement: _Announcement, rank: int) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        call.connect(hello.socket_name)
-        if _peer(call)[1] == os.geteuid():
-            call.sendall(_RANK.pack(rank))
-            return call
+        connection.connect(announcement.socket_name)
+        if _peer_of(connection)[1] == os.geteuid():
+            connection.sendall(_RANK.pack(rank))
+            return connection
     except OSError:
         pass
-    call.close()
+    connection.close()
     return None
 
 
-def _peer(call: socket.socket) -> tuple[int, int]:
+def _peer_of(connection: socket.socket) -> tuple[int, int]:
     """Process and user at the other end."""
-    pid, uid, _ = _CREDENTIALS.unpack(call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
-def _checked(descriptor: int, pid: int, hello: _Hello) -> Found | None:
+def _checked(descriptor: int, pid: int, announcement: _Announcement) -> PeerSegment | None:
     """The segment behind ``descriptor``, if it holds the token."""
     try:
         with map_window(descriptor, 0, PAGE_BYTES) as page:
-            if page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES].hex() == hello.token:
-                return Found(descriptor=descriptor, pid=pid)
+            if page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES].hex() == announcement.token:
+                return PeerSegment(descriptor=descriptor, pid=pid)
     except (OSError, ValueError):
         pass
     os.close(descriptor)

@@ -1,9 +1,9 @@
-"""Memory that several processes map: anonymous files, one for each process and group, and the rows in them.
+"""Segments: memory that several processes map, one for each process and group, and the rows in it.
 
-A segment has no name anywhere: its owner holds a descriptor, the others open that very file, and the kernel frees
-it when the last of them has ended, however it ended. It lives in the kernel's own tmpfs, so the size of
-``/dev/shm`` plays no part. Space is reserved when a segment grows, so that a shortage is an error at once and not
-a SIGBUS later, and a seal keeps everybody from making it smaller.
+A segment is a file in memory without a name: its owner holds a descriptor, the others open that very file, and the
+kernel frees it when the last of them has ended, however it ended. It lies in the kernel's own tmpfs, so the size
+of ``/dev/shm`` plays no part. Space is reserved when a segment grows, so that a shortage is an error at once and
+not a SIGBUS later, and a seal keeps everybody from making it smaller.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
 
 
 def as_tensor(window: mmap.mmap) -> Tensor:
-    """The window as a flat tensor of bytes, which keeps it mapped as long as any view of it lives."""
+    """The window as a flat tensor of bytes; any view of the tensor keeps the window mapped."""
     return torch.frombuffer(window, dtype=torch.uint8)
 
 
@@ -54,7 +54,7 @@ def as_words(row: Tensor) -> memoryview:
 
 
 class Segment:
-    """The memory of this process that others map; it can only grow.
+    """The memory of this process that others map; a segment can only grow.
 
     The descriptor is closed when a program is executed, and a forked child that ends takes nothing with it.
 
@@ -75,7 +75,7 @@ class Segment:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of the machine's memory: what was reserved and not given back."""
+        """How much of the machine's memory is reserved for the segment and was not given back."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def grow(self, num_bytes: int) -> int:
@@ -135,7 +135,7 @@ class SharedBlock:
 
     @property
     def releaser(self) -> Callable[[], None]:
-        """What does that, and does not keep the block mapped."""
+        """A function that does what :meth:`release` does, and does not keep the block mapped."""
         return partial(self._segment.release, self._offset, whole_pages(len(self.mine)))
 
 
@@ -144,8 +144,8 @@ class Reservation:
     """Memory of one rank; made by :meth:`HostGroup.reserve`.
 
     Attributes:
-        offset: Where it is in the rank's segment.
-        row: It: a flat uint8 tensor, all zero.
+        offset: Where the memory begins in the rank's segment.
+        row: The memory: a flat uint8 tensor, all zero.
     """
 
     offset: int

@@ -1,9 +1,9 @@
-"""Short messages of fixed length from each rank to each other one, which any set of ranks may exchange.
+"""Messages of a fixed length from each rank of a host group to each other one, outside of meetings.
 
-Two ranks count the messages that they exchange: the n-th of one is answered by the n-th of the other. Between them
-stand two places and a counter for each direction. A rank sends its next message to another only after it has taken
-that one's answer to the last, even if nobody asked for it yet: so both sides are at most one message apart, and
-what is sent never overwrites what is still to be read.
+Any set of ranks may exchange messages. Two ranks count those that they exchange: the n-th of one is answered by
+the n-th of the other. Between them stand two places and a counter for each direction. A rank sends its next
+message to another only after it has taken that one's answer to the last, even if it was not asked for yet: so both
+sides are at most one message apart, and what is sent never overwrites what is still to be read.
 """
 
 import struct
@@ -23,7 +23,7 @@ _WORD_BYTES: Final = 8
 
 
 class ShortMessages:
-    """The messages of a group; made by every rank at the same time.
+    """The messages between the ranks of a group; made by every rank at the same time.
 
     Args:
         group: The ranks.
@@ -79,7 +79,7 @@ class ShortMessages:
         return self._kept[rank].pop(number) if self._take_until(rank, number, timeout_seconds) else None
 
     def _take_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
-        """Take what ``rank`` has sent up to a message out of its places; False if it did not come in time."""
+        """Take the messages of ``rank`` up to a number out of their places; False if it does not come in time."""
         if self._num_received[rank] >= number:
             return True
         deadline = time.monotonic() + timeout_seconds

@@ -1,12 +1,14 @@
-"""Waiting for other processes politely: a few looks, then the core for somebody else, then sleep.
+"""Waiting for other processes: look a few times, then leave the core to others, then sleep until woken.
 
-Each rank has a bell, which it rings after news if somebody sleeps. Who wants to sleep says so first, then looks
-once more, and then has the kernel put it to sleep unless the bell has been rung since. News and sleep may cross
-unseen on their way through memory; therefore nobody sleeps for long without looking.
+A counter that is raised within microseconds is seen by looking again. Where there are more processes than cores,
+the peer that is waited for needs this very core, so the core is given away at once. A rank that waits longer
+sleeps until it is woken, looks now and then in case it was not, and asks whether the processes that it waits for
+have ended.
 
-A flag that comes within microseconds is met by looking again. Where there are more processes than cores, the peer
-that is waited for needs this very core, so it is given away at once. Who waits longer sleeps until it is woken,
-looks now and then in case it was not, and asks whether those who are missing still live.
+Each rank has a futex, a word in memory on which other processes sleep in the kernel. A rank that wants to sleep
+says so, looks once more, and sleeps unless the futex has changed since. A rank that has raised its counter changes
+its futex and wakes the others if one of them sleeps. The two may cross unseen on their way through memory;
+therefore no rank sleeps for long without looking.
 """
 
 import ctypes
@@ -38,11 +40,11 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The futexes of a group.
+    """The futexes of a group, one for each rank.
 
     Args:
         pages: Every rank's page, in order, as 64-bit numbers.
-        rank: This one.
+        rank: This process's rank.
     """
 
     def __init__(self, pages: Sequence[memoryview], rank: int) -> None:
@@ -54,7 +56,7 @@ class Futexes:
         self._my_address = self._addresses[rank]
 
     def wake(self) -> None:
-        """Wake those who sleep."""
+        """Wake the ranks that sleep on this rank's futex."""
         for words in self._others:
             if words[SLEEPS]:
                 self._mine[FUTEX] = self._mine[FUTEX] + 1 & _WORD_MASK
@@ -63,16 +65,16 @@ class Futexes:
                 return
 
     def sleep(self, rank: int, is_done: Callable[[], bool], most_seconds: float) -> None:
-        """Sleep until ``rank`` rings, unless ``is_done()``; or for a while."""
+        """Sleep until ``rank`` wakes this one, unless ``is_done()``; no longer than ``most_seconds``."""
         if self._number is None:
             time.sleep(most_seconds)
             return
         mine = self._mine
         mine[SLEEPS] = 1
-        heard = self._pages[rank][FUTEX]
+        before = self._pages[rank][FUTEX]
         if not is_done():
             limit = _Timespec(int(most_seconds), int(most_seconds % 1 * 1e9))
-            _syscall(self._number, self._addresses[rank], _WAIT, heard, ctypes.addressof(limit))
+            _syscall(self._number, self._addresses[rank], _WAIT, before, ctypes.addressof(limit))
         mine[SLEEPS] = 0
 
 
@@ -89,7 +91,7 @@ LONGEST_NAP_SECONDS: Final = 0.02
 NAP_GROWTH: Final = 2
 
 LOOK_SECONDS: Final = 0.02
-"""How often to ask whether the processes that are waited for still live."""
+"""How often to ask whether the processes that are waited for have ended."""
 
 Nap = Callable[[float], None]
 
@@ -142,13 +144,13 @@ def is_crowded(pids: Collection[int]) -> bool:
 
 
 class ProcessWatch:
-    """Whether processes still live: known by descriptors of theirs, so a number used again deceives nobody.
+    """A watch over processes: which of them have ended. It holds their descriptors, so no process id is mistaken.
 
     Args:
-        pids: The processes to watch, by any keys. One that the kernel does not let us watch counts as living.
+        pids: The processes to watch, by any keys. One that the kernel does not let us watch never counts as ended.
 
     Attributes:
-        are_crowded: Whether they and this process had fewer cores than they are, in the beginning.
+        are_crowded: Whether these processes and this one had fewer cores than they are, in the beginning.
     """
 
     def __init__(self, pids: Mapping[int, int]) -> None:
@@ -159,7 +161,7 @@ class ProcessWatch:
                 self._descriptors[key] = os.pidfd_open(pid)
 
     def ended(self, keys: Iterable[int]) -> list[int]:
-        """Those of ``keys`` whose processes have ended."""
+        """The keys, among ``keys``, whose processes have ended."""
         by_descriptor = {self._descriptors[key]: key for key in keys if key in self._descriptors}
         poll = select.poll()
         for descriptor in by_descriptor:
@@ -167,6 +169,6 @@ class ProcessWatch:
         return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Watch no process any more."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

@@ -1,7 +1,7 @@
-"""The ways in which torch's collectives may be called: with options, or with what they hold.
+"""The arguments of torch's collectives, which may be called in two ways, and the checks of them.
 
-C++ and ``torch.distributed`` pass lists of tensors and options. The bindings also take a tensor and its root,
-operation or timeout, so a group written in Python has to, too.
+C++ and ``torch.distributed`` pass lists of tensors and an object of options. torch's bindings also take a single
+tensor, and the root, operation or timeout without options; so a group written in Python has to take both.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ SUM: Final = c10d.ReduceOp.SUM
 
 
 def options(make: Callable[[], Any], **values: object) -> Any:  # noqa: ANN401 - torch's many classes
-    """The options that ``make`` makes, with ``values``; None leaves a default."""
+    """Options made by ``make``, with ``values`` set; a value of None leaves the default."""
     made = make()
     for name, value in values.items():
         if value is not None:
@@ -33,17 +33,17 @@ def options(make: Callable[[], Any], **values: object) -> Any:  # noqa: ANN401 -
 
 
 def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """One tensor as a list of it."""
+    """A list of tensors; one tensor becomes a list of one."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def bare(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without their gradients: what is written into them is no business of autograd's."""
+    """The tensors without their gradients: autograd does not follow what is written into them."""
     return [it.data for it in tensors]
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN401 - ReduceOp or its enumeration
-    """What shared memory calls the operation; None if it does not combine such tensors so."""
+    """The name of the operation in popdist; None if popdist does not combine such tensors so."""
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None
@@ -54,16 +54,12 @@ def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN4
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """A timeout as seconds; None for torch's way to say that there is none."""
+    """A timeout in seconds; None where there is none, which torch also says by a negative one."""
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
 
 def check_rows(rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size: int) -> None:
-    """Refuse what is not a list, for each of ``tensors``, of one like it for each rank.
-
-    Raises:
-        ValueError: Says what was found.
-    """
+    """Raise ValueError unless there is a row for each of ``tensors``, with a tensor like it for each rank."""
     for row, tensor in zip(rows, tensors, strict=True):
         if len(row) != size:
             raise ValueError(f"expected a tensor for each of the {size} ranks, got {len(row)}")
@@ -73,11 +69,7 @@ def check_rows(rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size
 
 
 def check_parts(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> None:
-    """Refuse what is not as long as a part for each rank.
-
-    Raises:
-        ValueError: Says what was found.
-    """
+    """Raise ValueError unless each of ``wholes`` is as long as its part for all ranks."""
     for whole, part in zip(wholes, parts, strict=True):
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise ValueError(
@@ -86,11 +78,7 @@ def check_parts(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) ->
 
 
 def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
-    """Refuse what is not a tensor for each rank, and one from each.
-
-    Raises:
-        ValueError: Says what was found.
-    """
+    """Raise ValueError unless there is a tensor to each rank, and one from each."""
     if (len(outputs), len(inputs)) != (size, size):
         raise ValueError(
             f"expected {size} tensors to send and {size} to receive, got {len(inputs)} and {len(outputs)}"
@@ -98,11 +86,7 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: in
 
 
 def check_splits(tensor: Tensor, lengths: Sequence[int], size: int) -> None:
-    """Refuse lengths that do not cut the first dimension of ``tensor`` into a part for each rank.
-
-    Raises:
-        ValueError: Says what was found.
-    """
+    """Raise ValueError unless ``lengths`` cut the first dimension of ``tensor`` into a part for each rank."""
     rows = len(tensor) if tensor.dim() else 0
     if rows % size if not lengths else len(lengths) != size or sum(lengths) != rows or min(lengths) < 0:
         asked = list(lengths) or "equal lengths"

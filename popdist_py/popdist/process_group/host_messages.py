@@ -1,7 +1,8 @@
-"""Messages between the ranks of a group whose hosts do not share memory, over gloo.
+"""Messages between the ranks of a group on several hosts, over gloo.
 
-gloo says of a lost peer only that a connection was closed, and a rank that gives up closes all of its own. So who
-finds a loss writes it down in the group's store first: whoever is cut off by that reads there who was lost.
+gloo says of a lost peer only that a connection was closed, and a rank that gives up closes all of its own
+connections. So a rank that finds a loss writes it into the group's store first: a rank that is cut off by that
+reads there which one was lost.
 """
 
 import time
@@ -23,17 +24,17 @@ _SHORTEST_SECONDS: Final = 0.001
 
 
 class HostMessages:
-    """The connections of a rank with all others of its group. One thread at a time.
+    """The messages of a rank to and from all others of its group. One thread at a time.
 
     Args:
         gloo: A process group of torch's that nobody else uses.
-        store: Of the group; used by nobody else under its prefix.
-        rank: This one.
+        store: The store of the group; used by nobody else under its prefix.
+        rank: This process's rank.
         names: What the ranks are called.
         timeout_seconds: How long a lost or late rank is waited for.
 
     Attributes:
-        timeout_seconds: That; it may be changed between collectives.
+        timeout_seconds: How long a lost or late rank is waited for; may be changed between collectives.
     """
 
     def __init__(
@@ -52,21 +53,21 @@ class HostMessages:
         self._failure: str | None = None
 
     def swap(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """:meth:`start`, and wait for it."""
+        """Send to some ranks and receive from some, as by :meth:`start`, and wait for it."""
         self.start(sent, received)()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
         """Send to some ranks and receive from some, which all make the same calls in the same order.
 
         Args:
-            sent: By rank. Contiguous; one without elements is not sent, and must not be waited for.
+            sent: By rank, contiguous tensors. One without elements is not sent, and must not be waited for.
             received: By rank, where to put what comes from there; as long as what is sent there.
 
         Returns:
-            What waits until all is sent and received.
+            A function that waits until all is sent and received.
 
         Raises:
-            BackendError: If a rank was lost or did not come in time; from what is returned, too.
+            BackendError: If a rank was lost or did not come in time; the function raises it, too.
         """
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
@@ -76,12 +77,12 @@ class HostMessages:
     def _wait(self, works: Sequence[tuple[int, Any]]) -> None:
         deadline = time.monotonic() + self.timeout_seconds
         for rank, work in works:
-            with self._blaming(rank):
+            with self._naming(rank):
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_SECONDS)))
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
-        """A collective: what goes wrong in it ends the group on all hosts, with one reason.
+    def collective(self) -> Iterator[None]:
+        """Do a collective in the block: what goes wrong in it ends the group on all hosts, with one reason.
 
         Raises:
             BackendError: With the first reason that a rank gave; also for every later collective.
@@ -101,15 +102,15 @@ class HostMessages:
         self._failure = self._failure or f"this {self._names.noun} has left the group"
 
     def _receive(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - a work of torch's
-        with self._blaming(rank):
+        with self._naming(rank):
             return self._gloo.recv([as_bytes(tensor)], rank, 0)
 
     def _send(self, rank: int, tensor: Tensor) -> Any:  # noqa: ANN401 - as above
-        with self._blaming(rank):
+        with self._naming(rank):
             return self._gloo.send([as_bytes(tensor)], rank, 0)
 
     @contextmanager
-    def _blaming(self, rank: int) -> Iterator[None]:
+    def _naming(self, rank: int) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -119,7 +120,7 @@ class HostMessages:
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 
     def _agree_on(self, reason: str) -> str:
-        """The first reason that a rank gave; the store may have gone with the rank that kept it."""
+        """The first reason that a rank gave; this rank's where the store has gone with the rank that kept it."""
         with suppress(RuntimeError):
             if self._store.check([_FAILURE]):
                 return str(self._store.get(_FAILURE), "utf-8")

@@ -1,6 +1,6 @@
-"""Which ranks of a group share a host, and the collectives that fit it.
+"""The placement of a group's ranks on hosts, and the collectives that fit it.
 
-One boot and one network namespace let processes share memory at all; that they do is proved by mapping it.
+Processes of one boot and one network namespace may share memory; that they do is proved by mapping it.
 """
 
 from datetime import timedelta
@@ -22,7 +22,7 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def machine() -> str:
-    """What this process and another one must have in common to share memory; empty where that is unknown.
+    """The boot and the network that processes must have in common to share memory; empty where unknown.
 
     Processes of other network namespaces, such as those of another pod, cannot hand descriptors to this one.
     """
@@ -35,7 +35,7 @@ def machine() -> str:
 def connect(
     store: Store, rank: int, size: int, *, timeout_seconds: float, names: Names
 ) -> HostCollectives | SeveralHosts:
-    """The collectives of a group; every rank calls this.
+    """Connect the ranks of a group, which all call this; the collectives that fit their hosts.
 
     Args:
         store: Where the ranks find each other; used by nobody else under its prefix.
@@ -84,7 +84,7 @@ def ranks_of_each(machines: list[str]) -> int:
     """How many ranks each machine has; 1 where they do not make up nodes of the tree.
 
     Args:
-        machines: Of each rank.
+        machines: The :func:`machine` of each rank.
 
     Returns:
         All ranks for one machine. For several: a power of two, which each has in a row.
@@ -98,7 +98,7 @@ def ranks_of_each(machines: list[str]) -> int:
 
 
 def _tell_all(store: Store, rank: int, names: Names, text: str, timeout_seconds: float) -> list[str]:
-    """What every rank tells."""
+    """The text of every rank, in their order."""
     store.set(str(rank), text)
     told = []
     for other in range(len(names.members)):

@@ -1,7 +1,7 @@
-"""torch's collectives in terms of `popdist.host_memory`: any strides, lists of tensors, splits.
+"""torch's collectives in terms of popdist's: for tensors of any strides, lists of tensors, and splits.
 
-Each function is what a group's thread runs. Arguments were checked before, so that a wrong one is an error where
-it was made, and not a missing rank.
+A group calls these functions in the order of its work queue. Arguments were checked before, so that a wrong one is
+an error where the collective was called, and not a missing rank.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Te
 
 
 def all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """As :func:`all_gather`, into one tensor each, one rank's part after the other."""
+    """Gather each of ``tensors`` into one output, one rank's part after the other."""
     for output, tensor in zip(outputs, tensors, strict=True):
         place = _place(output)
         host.all_gather(_parts(place, host), _flat(tensor))
@@ -72,14 +72,14 @@ def all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Seq
 
 
 def reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
-    """As :func:`reduce_scatter`, from one tensor each."""
+    """:func:`reduce_scatter` of inputs that are one tensor each, one rank's part after the other."""
     reduce_scatter(host, outputs, [_parts(_flat(it), host) for it in inputs], op)
 
 
 def all_to_all_single(
     host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> None:
-    """As :func:`all_to_all`, between tensors cut along their first dimension; no lengths mean equal ones."""
+    """:func:`all_to_all` between tensors cut along their first dimension; no lengths mean equal ones."""
     place = _place(output)
     host.all_to_all(_cut(place, output, received, host), _cut(_flat(tensor), tensor, sent, host))
     _give_back([output], [place])

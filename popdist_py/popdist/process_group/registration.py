@@ -1,4 +1,4 @@
-"""How torch comes to know the backend ``popdist``.
+"""The registration of the backend ``popdist`` with torch.
 
 torch calls :func:`register` when it is imported, through the entry point ``torch.backends`` of this distribution.
 An exception there would break ``import torch`` for every program of the environment, and time spent there is spent
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 NAME: Final = "popdist"
 
 DEVICES: Final = ("cpu", "cuda")
-"""Whose tensors a group takes; those on CUDA go on to NCCL."""
+"""Devices whose tensors a group takes; those on CUDA go on to NCCL."""
 
 
 def register() -> None:

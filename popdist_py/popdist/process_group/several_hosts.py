@@ -22,10 +22,10 @@ from popdist.tree import Node
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank is.
+    """The place of a rank among the hosts of its group.
 
     Attributes:
-        rank: Its number.
+        rank: The rank.
         num_hosts: Hosts of the group.
         num_local: Ranks of each host.
     """
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def local(self) -> int:
-        """The rank's number on its host."""
+        """The rank's number among those of its host."""
         return self.rank % self.num_local
 
     @property
@@ -59,8 +59,8 @@ class MessagePeers:
     """The peers of a rank, which send each other messages; see `popdist.comm.two_level.Peers`.
 
     Args:
-        place: Of this rank.
-        messages: To all ranks.
+        place: The place of this rank.
+        messages: Messages to all ranks.
     """
 
     def __init__(self, place: Place, messages: HostMessages) -> None:
@@ -97,8 +97,8 @@ class SeveralHosts:
     first, and every later call does so again.
 
     Args:
-        place: Of this rank.
-        messages: To all ranks.
+        place: The place of this rank.
+        messages: Messages to all ranks.
         neighbours: The collectives of the ranks of this host; None where it has one.
     """
 
@@ -194,7 +194,7 @@ class SeveralHosts:
     @contextmanager
     def _call(self) -> Iterator[None]:
         try:
-            with self._messages.telling():
+            with self._messages.collective():
                 yield
         except BackendError as error:
             if self._neighbours is not None:

@@ -1,7 +1,7 @@
-"""The groups of torch's own that a group of popdist's holds, for what it does not do itself.
+"""The process groups of torch's own, gloo and NCCL, which do what a group of popdist's does not do itself.
 
-torch's own groups are C++, where tracing ends by itself. In a compiled DistributedDataParallel, C++ calls the
-group in the middle of what is being traced; a Python method would be traced as a frame of its own, and that fails.
+A group written in Python must never be traced. In a compiled DistributedDataParallel, C++ calls the group in the
+middle of what is being traced; a Python method would be traced as a frame of its own, and that fails.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ C = TypeVar("C", bound=type)
 
 
 def never_traced(cls: C) -> C:
-    """Run the class's own methods, and what they call, as they are."""
+    """A decorator: the compiler runs the class's own methods, and what they call, as they are."""
     for method in vars(cls).values():
         if isinstance(method, FunctionType):
             eval_frame.set_code_exec_strategy(method.__code__, _SKIP)
@@ -50,7 +50,7 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
         rank: This process.
         size: Ranks in the group.
         timeout: How long a lost or late rank is waited for.
-        tell: Hears of every other timeout, in seconds.
+        tell: Called with every new timeout, in seconds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
         rank: This process in the group.
         size: Ranks in the group.
         timeout: How long a lost or late rank is waited for.
-        tell: Hears of every other timeout, in seconds.
+        tell: Called with every new timeout, in seconds.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
         return self._store
 
     def beneath(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - torch's stubs lack its methods
-        """The group that is for the device of these tensors."""
+        """The group of torch's own for the device of these tensors."""
         return self._get_backend(tensors[0].device if tensors else _CPU)
 
     def one_by_one(self, call: str, outputs: Tensors, inputs: Tensors, opts: object) -> Work:
-        """``call`` of the group beneath for each of ``outputs`` and ``inputs``."""
+        """Make ``call`` of torch's own group for each of ``outputs`` and ``inputs``."""
         do = getattr(self.beneath(*outputs), call)
         works = [do(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
         for work in works[:-1]:

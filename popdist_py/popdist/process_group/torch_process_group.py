@@ -1,4 +1,4 @@
-"""The process group behind ``popdist``: shared memory for what CPUs do often, gloo and NCCL for the rest.
+"""The process group of the backend ``popdist``: shared memory for what CPUs do often, gloo and NCCL for the rest.
 
 DeviceMesh, DTensor, FSDP and the functional collectives ask a group for the backend of a device, so the group
 holds a gloo group for the CPU and, where there is one, an NCCL group for CUDA. Every call that it takes itself
@@ -56,10 +56,10 @@ Options = Any
 
 @never_traced
 class PopdistProcessGroup(TorchGroups):
-    """The ranks of one group; made by torch.
+    """A process group of torch's over popdist's collectives; made by torch.
 
     Args:
-        store: Where they find each other.
+        store: Where the ranks find each other.
         rank: This process in the group.
         size: Ranks in the group.
         timeout: How long a lost or late rank is waited for.

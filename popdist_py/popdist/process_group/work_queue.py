@@ -1,4 +1,4 @@
-"""The order in which a group does its collectives: one after the other, as they were issued.
+"""The queue of a group's collectives, which are done one after the other, as they were issued.
 
 A synchronous call runs in the thread that makes it, unless others are still to be done. An asynchronous one is
 done by the group's own thread, which is started with the first of them; so groups wait for their peers
@@ -37,20 +37,20 @@ class DoneWork(dist.Work):
         self._future.set_result([])
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """There is nothing to wait for."""
+        """True at once: there is nothing to wait for."""
         del timeout
         return True
 
     def is_completed(self) -> bool:
-        """It is."""
+        """True: the collective is done."""
         return True
 
     def is_success(self) -> bool:
-        """It would have raised."""
+        """True: a failed collective has raised."""
         return True
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
-        """A future that is done."""
+        """A future that has its result."""
         return self._future
 
 
@@ -58,7 +58,7 @@ class PendingWork(dist.Work):
     """A collective that the group's thread does.
 
     Args:
-        results: The tensors that it changes.
+        results: The tensors that the collective changes.
     """
 
     def __init__(self, results: Results) -> None:
@@ -67,14 +67,14 @@ class PendingWork(dist.Work):
         self._results = results
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait until it is done.
+        """Wait until the collective is done.
 
         Args:
-            timeout: How long to wait; 0 means as long as the group does. After a timeout it goes on.
+            timeout: How long to wait; 0 means as long as the group does. After a timeout the collective goes on.
 
         Raises:
             RuntimeError: If it is not done in time.
-            PopdistError: What it raised.
+            PopdistError: What the collective raised.
         """
         seconds = timeout.total_seconds()
         if seconds > 0 and not wait_until(self._future.done, seconds):
@@ -83,15 +83,15 @@ class PendingWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it is done, or has failed."""
+        """Whether the collective is done, or has failed."""
         return self._future.done()
 
     def is_success(self) -> bool:
-        """Whether it is done and has not failed."""
+        """Whether the collective is done and has not failed."""
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What it raised."""
+        """What the collective raised, or None."""
         try:
             self._future.value()
         except Exception as error:  # noqa: BLE001 - whatever it was is the answer
@@ -99,15 +99,15 @@ class PendingWork(dist.Work):
         return None
 
     def result(self) -> list[Tensor]:
-        """The tensors that it changes."""
+        """The tensors that the collective changes."""
         return list(self._results)
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
-        """A future of those tensors."""
+        """A future of the tensors that the collective changes."""
         return self._future
 
     def tell(self, error: BaseException | None) -> None:
-        """Let those go on that wait for it."""
+        """Finish the future, with what the collective raised or with its results."""
         if error is None:
             self._future.set_result(self._results)
         else:
@@ -118,10 +118,10 @@ DONE: Final = DoneWork()
 
 
 class WorkQueue:
-    """The collectives of one group.
+    """The collectives of one group, and the thread that does those that are not done at once.
 
     Args:
-        break_off: Ends a wait of the group that is going on in its thread, with an error.
+        break_off: Ends a wait that is going on in the thread, with an error.
     """
 
     def __init__(self, break_off: Callable[[], None]) -> None:
@@ -135,13 +135,9 @@ class WorkQueue:
     def run(
         self, do: Callable[..., None], arguments: Sequence[Any], results: Results, *, is_async: bool
     ) -> dist.Work:
-        """Do ``do(*arguments)`` in its turn: before this returns, or later.
+        """Do the collective ``do(*arguments)``, which changes ``results``, in its turn.
 
-        Args:
-            do: The collective.
-            arguments: Its arguments.
-            results: The tensors that it changes.
-            is_async: Whether this returns at once.
+        A synchronous one is done when this returns; an asynchronous one may be done later.
         """
         if not is_async and self._num_issued == self._num_done:
             with self._turn:
@@ -161,14 +157,14 @@ class WorkQueue:
         return work
 
     def try_now(self, do: Callable[[Any], bool], argument: object) -> bool:
-        """``do(argument)``, which says whether it did anything; False while others are still to be done."""
+        """Call ``do(argument)``, which says whether it did anything; False while others are still to be done."""
         if self._num_issued != self._num_done:
             return False
         with self._turn:
             return do(argument)
 
     def stop(self) -> None:
-        """End the thread: what it has not begun fails, and what it is in the middle of is broken off."""
+        """End the thread: a collective that is not begun fails, and one that is going on is broken off."""
         if self._thread is not None:
             self._break_off()
             self._tasks.put(None)
