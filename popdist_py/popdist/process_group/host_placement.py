@@ -15,7 +15,7 @@ from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.process_group.host_messages import HostMessages
-from popdist.process_group.several_hosts import Place, SeveralHosts
+from popdist.process_group.several_hosts import RankPlace, SeveralHosts
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
@@ -76,7 +76,7 @@ def connect(
         gloo(own, rank, size, timedelta(seconds=timeout_seconds)), own, rank, names, timeout_seconds
     )
     num_local = 1 if neighbours is None else num_local
-    place = Place(rank=rank, num_hosts=size // num_local, num_local=num_local)
+    place = RankPlace(rank=rank, num_hosts=size // num_local, num_local=num_local)
     return SeveralHosts(place, messages, neighbours)
 
 

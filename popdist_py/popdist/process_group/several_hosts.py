@@ -21,7 +21,7 @@ from popdist.tree import Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """The place of a rank among the hosts of its group.
 
     Attributes:
@@ -63,7 +63,7 @@ class MessagePeers:
         messages: Messages to all ranks.
     """
 
-    def __init__(self, place: Place, messages: HostMessages) -> None:
+    def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
         self._messages = messages
 
@@ -102,7 +102,7 @@ class SeveralHosts:
         neighbours: The collectives of the ranks of this host; None where it has one.
     """
 
-    def __init__(self, place: Place, messages: HostMessages, neighbours: HostCollectives | None) -> None:
+    def __init__(self, place: RankPlace, messages: HostMessages, neighbours: HostCollectives | None) -> None:
         self.size = place.size
         self.quick_sum: QuickSum = never
         self._place = place

@@ -1,0 +1,151 @@
+"""A reduction between hosts has the bits of the tree, whatever the hosts, the chunks and the shares."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from popdist.comm import two_level
+from popdist.comm.two_level import TwoLevelReduction, WaitingPeers
+from popdist.host_memory.addition import Combiner, Op
+from popdist.tree import Node, TreeSum, aligned_nodes, tree_sum
+
+DEADLINE_SECONDS = 60.0
+LENGTHS = (0, 1, 7, 64, 150)
+"""Numbers of a row: with the limits that the tests set, one message, several shares, and several chunks."""
+
+
+class Meeting:
+    """A place where as many threads bring a value each and see those of all."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = Barrier(size)
+
+    def bring(self, index: int, value: Any) -> list[Any]:  # noqa: ANN401 - whatever a test brings
+        """The values of all threads, in their order."""
+        self._values[index] = value
+        self._barrier.wait(DEADLINE_SECONDS)
+        values = list(self._values)
+        self._barrier.wait(DEADLINE_SECONDS)
+        return values
+
+
+class Member:
+    """One thread among several that send each other tensors: a transport, and collectives of a host."""
+
+    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
+        self._meeting = meeting
+        self._rank = rank
+        self.size = size
+        self.group = SimpleNamespace(rank=rank)
+
+    def _combined(self, rows: list[Tensor], op: Op) -> Tensor:
+        combine = Combiner(op, rows[0].dtype, self.size)
+        total = torch.empty_like(rows[0])
+        combine(rows, total, combine.memory(total.shape))
+        return total
+
+    def all_gather(self, *tensors: Any) -> Any:  # noqa: ANN401 - of a transport: stacked; of a host: into outputs
+        """Every member's tensor."""
+        gathered = self._meeting.bring(self._rank, tensors[-1].clone())
+        if len(tensors) == 1:
+            return torch.stack(gathered)
+        for output, tensor in zip(tensors[0], gathered, strict=True):
+            output.copy_(tensor)
+        return None
+
+    def all_to_all(self, rows: Tensor) -> Tensor:
+        """What every member has for this one."""
+        return torch.stack([it[self._rank] for it in self._meeting.bring(self._rank, rows.clone())])
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """In the memory of a host."""
+        tensor.copy_(self._combined(self._meeting.bring(self._rank, tensor.clone()), op))
+
+    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
+        """In the memory of a host."""
+        brought = self._meeting.bring(self._rank, [it.clone() for it in tensors])
+        output.copy_(self._combined([it[self._rank] for it in brought], op))
+
+
+def in_threads(size: int, run: Callable[[int], Tensor]) -> list[Tensor]:
+    """What ``run`` gives for each member."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size), timeout=DEADLINE_SECONDS))
+
+
+def numbers(length: int, seed: int) -> Tensor:
+    """Of many magnitudes, so that another order of additions has other bits."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(length, generator=draw) * 10.0 ** torch.randint(-5, 5, (length,), generator=draw)
+
+
+@pytest.fixture(autouse=True)
+def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_level, "FEW", 8)
+    monkeypatch.setattr(two_level, "CHUNK_SIZE", 32)
+
+
+@pytest.mark.parametrize("split", [(8,), (4, 4), (3, 5), (1, 6, 1), (2, 3, 3)])
+def test_any_split_of_the_replicas_has_the_bits_of_one_instance(split: tuple[int, ...]) -> None:
+    """Each member brings the partial sums of its own replicas, as many as they make."""
+    num_items = sum(split)
+    starts = [sum(split[:it]) for it in range(len(split))]
+    nodes = [aligned_nodes(start, start + count, num_items) for start, count in zip(starts, split, strict=True)]
+    for length in LENGTHS:
+        meeting = Meeting(len(split))
+        wanted = tree_sum([numbers(length, seed) for seed in range(num_items)], Tensor.add)
+
+        def add(rank: int, meeting: Meeting = meeting, length: int = length) -> Tensor:
+            mine: TreeSum[Tensor] = TreeSum(num_items, Tensor.add, start=starts[rank])
+            for item in range(starts[rank], starts[rank] + split[rank]):
+                mine.push(numbers(length, item))
+            peers = WaitingPeers(Member(meeting, rank, len(split)))
+            into = torch.empty(length)
+            TwoLevelReduction(peers, nodes, num_items).all_reduce(list(mine.nodes.values()), into=into)
+            return into
+
+        assert all(torch.equal(total, wanted) for total in in_threads(len(split), add))
+
+
+@pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (3, 2), (2, 4), (3, 1)])
+@pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("mean", torch.float16), ("max", torch.int64)])
+def test_members_of_a_host_add_in_its_memory_first(
+    num_hosts: int, num_local: int, op: Op, dtype: torch.dtype
+) -> None:
+    """To the same bits as where all ranks share one memory, by both reductions."""
+    size = num_hosts * num_local
+    hosts, peers = [Meeting(num_local) for _ in range(num_hosts)], [Meeting(num_hosts) for _ in range(num_local)]
+    nodes = [[Node(0, host)] for host in range(num_hosts)]
+
+    def reduction(rank: int) -> TwoLevelReduction:
+        host, local = divmod(rank, num_local)
+        transport = WaitingPeers(Member(peers[local], host, num_hosts))
+        neighbours: Any = Member(hosts[host], local, num_local) if num_local > 1 else None
+        return TwoLevelReduction(transport, nodes, num_hosts, neighbours)
+
+    for length in LENGTHS:
+        rows = [numbers(length, rank).to(dtype) for rank in range(size)]
+        combine, wanted = Combiner(op, dtype, size), torch.empty(length, dtype=dtype)
+        combine(rows, wanted, combine.memory(wanted.shape))
+
+        def reduce(rank: int, rows: list[Tensor] = rows) -> Tensor:
+            mine = rows[rank].clone()
+            reduction(rank).all_reduce([mine], op)
+            return mine
+
+        def scatter(rank: int, rows: list[Tensor] = rows, length: int = length) -> Tensor:
+            made = reduction(rank)
+            shares = made.empty_shares(rows[rank], length)
+            for member in range(size):
+                made.share_of(shares, member).copy_(rows[rank] if member == 1 else torch.zeros_like(rows[rank]))
+            return made.reduce_scatter(shares, op).to(dtype)
+
+        assert all(torch.equal(total, wanted) for total in in_threads(size, reduce))
+        assert torch.equal(in_threads(size, scatter)[1], wanted)
