@@ -10,44 +10,27 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 from poprun.errors import HostsError, UsageError
-from poprun.hosts.routes import JobNetwork
 from poprun.job.loop import Attempt
 from poprun.job.orders import JobIdentity
 from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import wished_job_id
-from poprun.pool.records import HeldLease
 from poprun.process.spawn import become_subreaper
 from poprun.text.screen import say
 
-_LONGEST_PAUSE_SECONDS = 30.0
+if TYPE_CHECKING:
+    from poprun.hosts.routes import JobNetwork
+    from poprun.pool.records import HeldLease
 
-Look = Callable[[], JobNetwork | None]
+_LONGEST_PAUSE_SECONDS: Final = 30.0
 
-
-def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """How long to wait before a job is started again; None when it is not.
-
-    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says
-    with its exit code that it was, nor one whose program cannot be executed: it would not be the next time.
-
-    Args:
-        end: How the last attempt ended.
-        restart_count: Restarts so far.
-        max_restarts: As many as there may be.
-    """
-    was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
-    was_asked = was_asked or has_left(end)
-    failed = first_failure(end.statuses)
-    is_hopeless = failed is not None and failed.cannot_run
-    if restart_count >= max_restarts or exit_code(end) == 0 or was_asked or is_hopeless:
-        return None
-    return min(2.0**restart_count, _LONGEST_PAUSE_SECONDS)
+Look = Callable[[], "JobNetwork | None"]
 
 
 def run_job(
@@ -55,8 +38,8 @@ def run_job(
     *,
     environ: Mapping[str, str],
     verbosity: int = 0,
-    leases: Sequence[HeldLease] = (),
-    network: JobNetwork | None = None,
+    leases: "Sequence[HeldLease]" = (),
+    network: "JobNetwork | None" = None,
     look: Look = lambda: None,
 ) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
@@ -94,38 +77,38 @@ def run_job(
     error = ""
     with ReceivedSignals() as signals:
         try:
-            for end in _attempts(plan, environ, identity, verbosity, signals, look):
-                ends.append(end)  # noqa: PERF402 - those that have ended stay when the next one raises
+            following: JobIdentity | None = identity
+            while following is not None:
+                ends.append(Attempt(plan, environ, following, signals, verbosity).run())
+                following = _next_attempt(plan, following, ends[-1], signals, look)
         except Exception as problem:
             error = str(problem)
             raise
         finally:
             if file is not None:
                 _write_report(file, plan, identity, ends, error)
-    _tell(ends, plan)
+    _tell_of_all(ends, plan)
     return exit_code(ends[-1])
 
 
-def _attempts(
-    plan: LaunchPlan,
-    environ: Mapping[str, str],
-    identity: JobIdentity,
-    verbosity: int,
-    signals: ReceivedSignals,
-    look: Look,
-) -> Iterator[JobEnd]:
-    """Run one attempt after the other; how each ended."""
-    following: JobIdentity | None = identity
-    while following is not None:
-        end = Attempt(plan, environ, following, signals, verbosity).run()
-        yield end
-        following = _next_attempt(plan, following, end, signals, look)
+def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
+    """How long to wait before a job that ended in this way is started again; None when it is not.
+
+    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says
+    with its exit code that it was, nor one whose program cannot be executed: it would not be the next time.
+    """
+    was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
+    failed = first_failure(end.statuses)
+    is_hopeless = failed is not None and failed.cannot_run
+    if restart_count >= max_restarts or exit_code(end) == 0 or was_asked or has_left(end) or is_hopeless:
+        return None
+    return min(2.0**restart_count, _LONGEST_PAUSE_SECONDS)
 
 
 def _next_attempt(
     plan: LaunchPlan, identity: JobIdentity, end: JobEnd, signals: ReceivedSignals, look: Look
 ) -> JobIdentity | None:
-    """What the next attempt is called, when it is time for it; None when there is none.
+    """The identity of the next attempt, when it is time for it; None when there is none.
 
     A restart at which hosts are missing counts as one, and the next may find them again.
     """
@@ -146,6 +129,19 @@ def _next_attempt(
         else:
             found = identity if network is None else replace(identity, network=network)
             return found if _pause(0.0, signals) else None
+
+
+def _pause(seconds: float, signals: ReceivedSignals) -> bool:
+    """Wait; False when somebody asked for the end of the job meanwhile."""
+    deadline = time.monotonic() + seconds
+    while True:
+        signals.drain()
+        if signals.num_interrupts or signals.is_terminated or signal.SIGHUP in signals.passed_on:
+            return False
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return True
+        select.select((signals.descriptor,), (), (), left)
 
 
 def _checked_report_file(plan: LaunchPlan) -> str | None:
@@ -173,21 +169,8 @@ def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequ
         say(f"warning: --report {file} cannot be written: {problem.strerror}")
 
 
-def _pause(seconds: float, signals: ReceivedSignals) -> bool:
-    """Wait; False when somebody asked for the end of the job meanwhile."""
-    deadline = time.monotonic() + seconds
-    while True:
-        signals.drain()
-        if signals.num_interrupts or signals.is_terminated or signal.SIGHUP in signals.passed_on:
-            return False
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return True
-        select.select((signals.descriptor,), (), (), left)
-
-
-def _tell(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
-    """Say what only the whole job shows."""
+def _tell_of_all(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
+    """Say what only all attempts together show."""
     if len(ends) == 1 and plan.num_replicas == plan.num_instances:
         return
     from poprun.job.report.report import render_attempts, unused_replicas  # noqa: PLC0415 - most jobs do without

@@ -27,13 +27,9 @@ _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that
 
 
 def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
-    """The status of an instance after one event of its agent.
+    """The status of an instance after one event of its agent, which is ``LOST`` when its connection closed.
 
-    Args:
-        status: What it was.
-        event: What the agent said, or ``LOST`` when its connection closed.
-        phase: How far the job has come; a death that comes after a stop order is no failure.
-        now_seconds: Monotonic time at which the event was read.
+    A death that comes after a stop order is no failure, so ``phase`` says how far the job has come.
     """
     kind = event["event"]
     is_over = status.state is InstanceState.ENDED
@@ -42,11 +38,13 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     if kind == "started":
         return replace(status, state=InstanceState.RUNNING, started_at_seconds=now_seconds)
     if kind == "stats":
-        return _after_look(status, event, now_seconds)
+        return _after_stats(status, event, now_seconds)
     if kind == "exited":
         return _after_exit(status, event, phase)
     if kind in _FAILURES:
-        return _FAILURES[kind](status, event, now_seconds)
+        exit_code, problem = _FAILURES[kind](event)
+        ended = replace(status, state=InstanceState.EXITED, exit_code=exit_code, problem=problem)
+        return replace(ended, exited_at_seconds=now_seconds)
     if kind == "shim_lost" and phase < Phase.INTERRUPTED and not is_over:
         return _with_problem(status, SHIM_KILLED, now_seconds)
     if kind == "ended":
@@ -58,7 +56,7 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     return status
 
 
-def _after_look(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
+def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
     if "memory_bytes" in event:
         usage = Usage(
             at_seconds=now_seconds,
@@ -84,45 +82,30 @@ def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase) -> 
     )
 
 
-def _after_failed_start(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
+def _failed_start(event: dict[str, Any]) -> tuple[int, str]:
     number = event["errno"]
-    return replace(
-        status,
-        state=InstanceState.EXITED,
-        exit_code=NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE,
-        exited_at_seconds=now_seconds,
-        problem=f"cannot run {event['place']}: {_NO_PROGRAM if number == errno.ENOEXEC else os.strerror(number)}",
+    reason = _NO_PROGRAM if number == errno.ENOEXEC else os.strerror(number)
+    return NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE, f"cannot run {event['place']}: {reason}"
+
+
+def _failed_binding(event: dict[str, Any]) -> tuple[int, str]:
+    return NOT_BOUND, (
+        f"cannot be bound to cores {fold_numbers(sorted(event['cores']))}, not all of which are to be had here "
+        f"({os.strerror(event['errno'])}): make the plan on such a machine, or use --process-placement disabled"
     )
 
 
-def _after_failed_binding(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
-    wanted = fold_numbers(sorted(event["cores"]))
-    return replace(
-        status,
-        state=InstanceState.EXITED,
-        exit_code=NOT_BOUND,
-        exited_at_seconds=now_seconds,
-        problem=f"cannot be bound to cores {wanted}, not all of which are to be had here "
-        f"({os.strerror(event['errno'])}): make the plan on such a machine, or use --process-placement disabled",
-    )
-
-
-def _after_lost_lease(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
-    return replace(
-        status,
-        state=InstanceState.EXITED,
-        exit_code=NOT_BOUND,
-        exited_at_seconds=now_seconds,
-        problem=f"who kept the job's lease on this host has ended ({os.strerror(event['errno'])}): start it again",
-    )
+def _lost_lease(event: dict[str, Any]) -> tuple[int, str]:
+    reason = os.strerror(event["errno"])
+    return NOT_BOUND, f"who kept the job's lease on this host has ended ({reason}): start it again"
 
 
 _FAILURES: Final = {
-    "failed_to_start": _after_failed_start,
-    "failed_to_hold": _after_lost_lease,
-    "failed_to_bind": _after_failed_binding,
+    "failed_to_start": _failed_start,
+    "failed_to_hold": _lost_lease,
+    "failed_to_bind": _failed_binding,
 }
-"""The events of an agent whose program has not come to life."""
+"""The exit code and the problem of an instance whose program has not come to life, by event."""
 
 
 def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> InstanceStatus:

@@ -1,11 +1,11 @@
-"""What an agent is told when its program is to start. Pure."""
+"""The order that starts a program: its words, environment and placement, and the job that it belongs to. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
 from popdist.progress import ANNOUNCEMENT_AT, ANNOUNCEMENT_FORMAT, USED_BYTES
-from poprun.hosts.routes import HostRoute, JobNetwork
 from poprun.messages.control import Message
 from poprun.plan.plan import LaunchPlan, StartFacts
 from poprun.plan.program_environment import (
@@ -14,12 +14,15 @@ from poprun.plan.program_environment import (
     passed_environment,
     program_environment,
 )
-from poprun.pool.records import HeldLease
+
+if TYPE_CHECKING:
+    from poprun.hosts.routes import HostRoute, JobNetwork
+    from poprun.pool.records import HeldLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """Which job an attempt belongs to.
+    """A job, and which attempt of it this is.
 
     Attributes:
         job_id: The same for all instances and all attempts.
@@ -32,8 +35,8 @@ class JobIdentity:
     job_id: str
     restart_count: int
     began_at_seconds: float
-    network: JobNetwork | None = None
-    leases: tuple[HeldLease, ...] = ()
+    network: "JobNetwork | None" = None
+    leases: "tuple[HeldLease, ...]" = ()
 
     def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """What of ``environ`` the launcher gets."""
@@ -49,7 +52,7 @@ class JobIdentity:
         """Children of poprun that keep the leases on other hosts from one attempt to the next."""
         return () if self.network is None else self.network.keepers
 
-    def route(self, plan: LaunchPlan, index: int) -> HostRoute | None:
+    def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
         """The host of instance ``index``; None when there is only this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
@@ -59,12 +62,7 @@ def start_order(
 ) -> Message:
     """The order that starts the program of instance ``index``.
 
-    Args:
-        plan: The job.
-        index: Global index of the instance.
-        environ: The environment that poprun was called in.
-        identity: Which job this is, and which attempt.
-        meeting: Where torch's own store and popdist's will listen, on instance 0's host.
+    ``meeting`` is where torch's own store and popdist's will listen, on instance 0's host.
     """
     master, store = meeting
     binding = plan.instance(index).binding
@@ -74,7 +72,7 @@ def start_order(
         "order": "start",
         "words": plan.program,
         "working_directory": plan.working_directory,
-        "environment": _environment(plan, index, environ, route, start),
+        "environment": _added_environment(plan, index, environ, route, start),
         "keeper": route.keeper if route else "",
         "cores": binding.cores if binding else (),
         "memory_nodes": binding.memory_nodes if binding else (),
@@ -88,17 +86,16 @@ def start_order(
     }
 
 
-def _environment(
-    plan: LaunchPlan, index: int, environ: Mapping[str, str], route: HostRoute | None, start: StartFacts
+def _added_environment(
+    plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
 ) -> dict[str, str]:
     """What an agent adds to its own environment: on one machine that is the user's already."""
     if route is None:
         return program_environment(plan, index, environ, start)
     if route.devices:
         plan = replace(plan, devices=route.devices)
-    told = program_environment(plan, index, environ, start)
     return {
         **passed_environment(environ, plan.passed_names(index)),
         **interface_environment(environ, route.interface),
-        **told,
+        **program_environment(plan, index, environ, start),
     }

@@ -29,7 +29,7 @@ _LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """How a job ended.
+    """How an attempt of a job ended.
 
     Attributes:
         statuses: Every instance, by index.

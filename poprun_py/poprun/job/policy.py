@@ -1,4 +1,4 @@
-"""What to do next: a pure function of a snapshot and the limits."""
+"""The policy: what to do next, a pure function of a snapshot and the limits."""
 
 import math
 from dataclasses import dataclass

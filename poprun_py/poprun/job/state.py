@@ -1,4 +1,4 @@
-"""What is: the state of a job and of its instances, as frozen values."""
+"""The state of a job and of its instances at one moment, as frozen values."""
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
@@ -7,6 +7,7 @@ from typing import Final, Self
 from popdist.progress import Progress
 
 MAX_SAMPLES: Final = 64
+"""Samples of memory that are kept of an instance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
-    """One instance.
+    """The state of one instance.
 
     Attributes:
         index: Global index.

@@ -1,13 +1,9 @@
-"""The launchers: the commands that start one shim for each instance, without MPI, through MPI, or by srun.
+"""The launchers: the commands that start one shim for each instance, directly, through MPI, or by srun. Pure.
 
-The tasks inherit poprun's environment through Slurm, which signs what it sends; no value stands in a command line.
-
-The runtime is told to bind no process to cores (threads and placement are poprun's) and to take more processes
+An MPI runtime is told to bind no process to cores (threads and placement are poprun's) and to take more processes
 than cores without complaint. Flags: MPICH's "Using the Hydra Process Manager" and mpiexec.gforker's usage; Open
-MPI's mpirun(1) and prterun(1).
-
-Pure: a plan in, words out. `mpi` writes one command for an MPI runtime, `slurm` one for srun, `local` one for each
-instance.
+MPI's mpirun(1) and prterun(1). Between hosts no value stands in a command line: the runtime carries the variables
+that are named there, and the tasks of Slurm, which signs what it sends, inherit poprun's environment.
 """
 
 import os
@@ -16,14 +12,16 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
-from poprun.hosts.routes import JobNetwork, srun_words, ssh_options
 from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCE, RANK_VARIABLE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
+
+if TYPE_CHECKING:
+    from poprun.hosts.routes import JobNetwork
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -45,33 +43,7 @@ class LaunchCommand(NamedTuple):
     death_signal: int
 
 
-def local_commands(plan: LaunchPlan) -> tuple[LaunchCommand, ...]:
-    """One command for each instance."""
-    return tuple(
-        LaunchCommand(
-            words=SHIM_WORDS,
-            environment={RANK_VARIABLE: INSTANCE, INSTANCE: str(index)},
-            death_signal=signal.SIGKILL,
-        )
-        for index in range(plan.num_instances)
-    )
-
-
-_RANK = "SLURM_PROCID"
-
-
-def srun_command(plan: LaunchPlan) -> LaunchCommand:
-    """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
-    return LaunchCommand(
-        words=(
-            *srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host),
-            "--input=none",
-            *SHIM_WORDS,
-        ),
-        environment={RANK_VARIABLE: _RANK},
-        death_signal=signal.SIGTERM,
-    )
-
+_SLURM_RANK: Final = "SLURM_PROCID"
 
 SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE)
 """What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
@@ -110,26 +82,23 @@ DIALECTS: Final = {
 }
 
 
-class Reach(NamedTuple):
-    """How a runtime is told of the hosts.
-
-    Attributes:
-        words: Its words.
-        environment: What is added to its environment.
-    """
+class HostWords(NamedTuple):
+    """The words with which a runtime is told of the hosts, and what is added to its environment."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = MappingProxyType({})
 
 
-def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
+def _through_hydra(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
     """Hydra's proxies are told where mpiexec is.
 
     Of what stands in its list, Hydra 5 leaves out the variable that is the last of its environment: it must be
     none of the shims', so the options for ssh come last.
     """
+    from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - jobs of one host go without
+
     in_slurm = plan.remote.slurm_job is not None
-    return Reach(
+    return HostWords(
         words=(
             *("-launcher", "slurm" if in_slurm else "ssh"),
             *(() if _is_ipv6(network.control_host) else ("-localhost", network.control_host)),
@@ -140,10 +109,12 @@ def _through_hydra(plan: LaunchPlan, network: JobNetwork) -> Reach:
     )
 
 
-def _through_prrte(plan: LaunchPlan, network: JobNetwork) -> Reach:
+def _through_prrte(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
+    from poprun.hosts.routes import ssh_options  # noqa: PLC0415 - as above
+
     del network  # PRRTE's daemons find their way back by themselves
     subnet = plan.remote.subnet
-    return Reach(
+    return HostWords(
         words=(
             *("--host", ",".join(_slots(plan))),
             *("--prtemca", "plm_ssh_agent", " ".join(("ssh", *ssh_options(plan.remote.ssh_config)))),
@@ -163,30 +134,25 @@ def _slots(plan: LaunchPlan) -> Iterator[str]:
     return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
 
 
-_REACHES: Final = {MpiKind.MPICH: _through_hydra, MpiKind.OPEN_MPI: _through_prrte}
+_HOST_WORDS: Final = {MpiKind.MPICH: _through_hydra, MpiKind.OPEN_MPI: _through_prrte}
 
 FORKER: Final = Dialect(here=(), fixed=(), num_processes="-n", rank_variable=HYDRA_RANK)
 """MPICH's launcher for one machine: it binds nothing to cores, counts none, and opens no port."""
 
 
-def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: JobNetwork | None) -> LaunchCommand:
+def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | None") -> LaunchCommand:
     """The one command that starts every shim of ``plan``.
 
     Its order is PopRun's: launcher, fixed words, the user's global words, number of processes, the user's local
     words, program.
-
-    Args:
-        plan: The job.
-        runtime: What starts it.
-        network: How its hosts reach each other; None when there is only this machine.
     """
     runtime = runtime if network is None else replace(runtime, forker=None)
     dialect = FORKER if runtime.forker else DIALECTS[runtime.kind]
-    reach = Reach(words=dialect.here) if network is None else _REACHES[runtime.kind](plan, network)
+    hosts = HostWords(dialect.here) if network is None else _HOST_WORDS[runtime.kind](plan, network)
     return LaunchCommand(
         words=(
             runtime.launcher,
-            *reach.words,
+            *hosts.words,
             *dialect.fixed,
             *plan.mpi_global_args,
             dialect.num_processes,
@@ -194,17 +160,13 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: JobNetwork | Non
             *plan.mpi_local_args,
             *SHIM_WORDS,
         ),
-        environment={RANK_VARIABLE: dialect.rank_variable, **reach.environment},
-        death_signal=signal.SIGKILL
-        if runtime.forker
-        else signal.SIGTERM,  # a forker that is asked waits for seconds
+        environment={RANK_VARIABLE: dialect.rank_variable, **hosts.environment},
+        # A forker that is asked to end waits for seconds.
+        death_signal=signal.SIGKILL if runtime.forker else signal.SIGTERM,
     )
 
 
-__all__ = ["SHIM_WORDS", "LaunchCommand", "launch_commands"]
-
-
-def launch_commands(plan: LaunchPlan, network: JobNetwork | None = None) -> tuple[LaunchCommand, ...]:
+def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
     """The commands that start the shims of ``plan``: one with MPI or Slurm, else one for each instance.
 
     Args:
@@ -215,5 +177,23 @@ def launch_commands(plan: LaunchPlan, network: JobNetwork | None = None) -> tupl
         return (mpi_command(plan, plan.mpi, network),)
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
+    return tuple(
+        LaunchCommand(
+            words=SHIM_WORDS,
+            environment={RANK_VARIABLE: INSTANCE, INSTANCE: str(index)},
+            death_signal=signal.SIGKILL,
+        )
+        for index in range(plan.num_instances)
+    )
 
-    return local_commands(plan)
+
+def srun_command(plan: LaunchPlan) -> LaunchCommand:
+    """The one command that starts every shim of ``plan``, which is in an allocation of Slurm."""
+    from poprun.hosts.routes import srun_words  # noqa: PLC0415 - jobs of one host go without
+
+    step = srun_words(plan.remote.slurm_job, plan.hosts, plan.num_instances_per_host)
+    return LaunchCommand(
+        words=(*step, "--input=none", *SHIM_WORDS),
+        environment={RANK_VARIABLE: _SLURM_RANK},
+        death_signal=signal.SIGTERM,
+    )
