@@ -6,7 +6,7 @@ import pytest
 
 from popdist.contract import Endpoint
 from poprun.errors import HostsError
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, kept_words
+from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.orders import JobIdentity, start_order
 from poprun.lease.host_leases import check_machines
 from poprun.plan.program_environment import VISIBLE_DEVICES
@@ -77,8 +77,8 @@ def test_two_hosts_with_one_pool_are_refused() -> None:
 
 def test_the_way_to_a_keeper() -> None:
     """It notices a lost host and shares no connection; in Slurm's job it is a step of its own."""
-    words = kept_words("/c", None, "n1", ("python", "a b"))
-    step = kept_words(None, "7", "n1", ("python", "a b"))
+    words = remote_words("/c", None, "n1", ("python", "a b"), is_kept=True)
+    step = remote_words(None, "7", "n1", ("python", "a b"), is_kept=True)
 
     assert words[:3] == ("ssh", "-F", "/c")
     assert {"BatchMode=yes", "ControlPath=none", "ServerAliveInterval=5"} <= set(words)

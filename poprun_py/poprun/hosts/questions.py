@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from poprun.hosts import remote_side
-from poprun.hosts.routes import srun_words, ssh_words
+from poprun.hosts.routes import remote_words
 from poprun.plan.settings import RemoteSettings
 
 Answer = dict[str, Any]
@@ -66,9 +66,11 @@ class HostConnections:
     """
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
-        self._connections = {
-            name: _HostConnection(_words(name, None if name == here else remote)) for name in names
+        words = {
+            name: _COMMAND if name == here else remote_words(remote.ssh_config, remote.slurm_job, name, _COMMAND)
+            for name in names
         }
+        self._connections = {name: _HostConnection(argv) for name, argv in words.items()}
         self._own = self._connections[here]
 
     async def ask(self, questions: Mapping[str, Answer], seconds: float) -> Replies:
@@ -174,12 +176,3 @@ def _send(process: Process, data: bytes) -> None:
 def _streams(process: Process) -> tuple[StreamWriter, StreamReader, StreamReader]:
     """Input, output and errors of a process that was started with pipes."""
     return cast("tuple[StreamWriter, StreamReader, StreamReader]", (process.stdin, process.stdout, process.stderr))
-
-
-def _words(host: str, remote: RemoteSettings | None) -> tuple[str, ...]:
-    """The argv that starts Python on ``host``; None for ``remote`` is this machine."""
-    if remote is None:
-        return _COMMAND
-    if remote.slurm_job is not None:
-        return (*srun_words(remote.slurm_job, (host,), 1), *_COMMAND)
-    return ssh_words(remote.ssh_config, host, _COMMAND)

@@ -1,8 +1,9 @@
-"""What a host says of itself before a job starts. This text is sent there over ssh and run in a bare interpreter.
+"""The program that answers poprun's questions on each host before a job starts.
 
-Each line that comes is a question as JSON, each line that goes an answer, with a mark in front, because a shell's
-startup files may print lines of their own. Standard library only, and nothing of poprun, until the host has shown
-that its poprun is the same.
+Its text is sent there over ssh and run in a bare interpreter: any Python 3 that the host has, which then says
+which it is. Each line that comes is a question as JSON, each line that goes an answer, with a mark in front, because
+a shell's startup files may print lines of their own. Standard library only, and nothing of poprun, until the host
+has shown that its poprun is the same.
 """
 
 from __future__ import annotations
@@ -36,13 +37,9 @@ _WEEK_SECONDS = 7 * 86_400
 _ROOM_BYTES = 1024 * 1024
 _VERSION = re.compile(r'^VERSION: Final = "(.*)"', re.MULTILINE)
 
-Question = (
-    dict  # the bare type: this text runs under any Python 3 that a host may have, which then says which it is
-)
-
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer each question until standard input ends."""
     for line in sys.stdin:
         question = json.loads(line)
         answer = _ANSWERS[question["ask"]](question)
@@ -51,17 +48,16 @@ def main() -> None:
 
 
 def facts(question: dict[str, Any]) -> dict[str, Any]:
-    """What is here of what a job needs."""
-    sources = {folder: digest(folder) for folder in question["folders"]}
+    """What this host has of all that a job needs."""
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "python_file": sys.executable,
-        "sources": sources,
+        "sources": {folder: digest(folder) for folder in question["folders"]},
         "version": version(question["version_file"]),
         "mpi": mpi_version(question["mpi"]),
         "has_directory": os.path.isdir(question["working_directory"]),
-        "files": {file: look_at(file) for file in question["files"]},
-        "temporary": room(temporary_folder()),
+        "files": {file: file_problem(file) for file in question["files"]},
+        "temporary": write_problem(temporary_folder()),
         "addresses": addresses(),
         "ssh": os.environ.get("SSH_CONNECTION", "").split(),
         "names": resolve(question["names"]),
@@ -108,7 +104,7 @@ def mpi_version(launcher: str) -> str:
     return done.stdout.decode(errors="replace")
 
 
-def look_at(file: str) -> str:
+def file_problem(file: str) -> str:
     """What is wrong with a file of the program; empty when nothing is."""
     if not os.path.exists(file):
         return "missing"
@@ -116,11 +112,11 @@ def look_at(file: str) -> str:
 
 
 def temporary_folder() -> str:
-    """Where Open MPI's daemons keep what a job leaves for its processes."""
+    """The folder in which Open MPI's daemons keep a job's files."""
     return next(filter(None, map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))), "/tmp")  # noqa: S108 - what they take
 
 
-def room(folder: str) -> str:
+def write_problem(folder: str) -> str:
     """Why nothing can be written in ``folder``, which is named in it; empty when there is room."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -184,14 +180,14 @@ def slots(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def listen(question: dict[str, Any]) -> dict[str, Any]:
-    """Let other hosts reach ``host``, an address of this one, until nobody asks any more; the port."""
+    """Listen at ``host``, an address of this host, so that others can try to reach it; the port."""
     family = socket.AF_INET6 if ":" in question["host"] else socket.AF_INET
     _listeners.append(socket.create_server((question["host"], 0), family=family, backlog=socket.SOMAXCONN))
     return {"port": _listeners[-1].getsockname()[1]}
 
 
 def route(question: dict[str, Any]) -> dict[str, Any]:
-    """What keeps this host from each of ``targets``, hosts and ports, when it starts at ``from``; or nothing."""
+    """Why this host does not reach each of ``targets``, hosts and ports, from its address ``from``; or nothing."""
     problems = [""] * len(question["targets"])
 
     def reach(number: int, target: list[Any]) -> None:
@@ -200,7 +196,7 @@ def route(question: dict[str, Any]) -> dict[str, Any]:
         except OSError as error:
             problems[number] = error.strerror or str(error)
 
-    threads = [threading.Thread(target=reach, args=it) for it in enumerate(question["targets"])]
+    threads = [threading.Thread(target=reach, args=pair) for pair in enumerate(question["targets"])]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,7 +205,7 @@ def route(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def hold(question: dict[str, Any]) -> dict[str, Any]:
-    """Write ``key`` to ``file`` for this user alone; what was wrong, or nothing. Old ones are removed."""
+    """Write ``key`` to ``file`` for this user alone, and remove old keys; what was wrong, or nothing."""
     folder, name = os.path.split(question["file"])
     writing = f"{question['file']}.{os.getpid()}"
     try:

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 from popdist import contract
 from poprun import errors
 from poprun.errors import HostsError, PoprunError
-from poprun.hosts.routes import JobNetwork, kept_words
+from poprun.hosts.routes import JobNetwork, remote_words
 from poprun.lease.claims import HeldJob
 from poprun.messages.control import RECEIVE_BYTES, LineReader
 from poprun.plan.plan import LaunchPlan
@@ -174,7 +174,9 @@ class HostKeeper:
         self._lines = LineReader()
         self._heard: list[bytes] = []
         self._holds = False
-        words = _COMMAND if remote is None else kept_words(remote.ssh_config, remote.slurm_job, host, _COMMAND)
+        words: tuple[str, ...] = _COMMAND
+        if remote is not None:
+            words = remote_words(remote.ssh_config, remote.slurm_job, host, _COMMAND, is_kept=True)
         try:
             self._process = subprocess.Popen(
                 words,
