@@ -15,7 +15,7 @@ from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.probe.machine import find_allocation, machine_facts, own_names
-from poprun.probe.program import as_elsewhere, resolve_program
+from poprun.probe.program import program_on_another_machine, resolve_program
 from poprun.text import screen
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _export(line: CommandLine, file: str) -> None:
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     """The words to start; in a dry run the program may be one that only other machines have."""
     if line.emitted is not None:
-        return as_elsewhere(line.program)
+        return program_on_another_machine(line.program)
     try:
         return resolve_program(line.program, working_directory, os.environ.get("PATH", os.defpath))
     except (ProgramNotFoundError, ProgramNotExecutableError) as error:

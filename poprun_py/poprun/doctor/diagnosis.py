@@ -26,7 +26,7 @@ _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted
 
 
 class State(StrEnum):
-    """How something is."""
+    """How well something is that was looked at."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -55,7 +55,7 @@ class Finding:
 
 
 def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
-    """A finding for each thing that jobs of this machine, or of several, need."""
+    """The findings of all that a job on this machine, or on several, needs."""
     return tuple(
         finding
         for judge in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _other_hosts)

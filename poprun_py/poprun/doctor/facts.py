@@ -45,7 +45,7 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """What a program finds when it imports.
+    """The libraries that a program finds when it imports them.
 
     Attributes:
         versions: Of torch, mpi4py and popdist, each only if it can be imported.
@@ -66,7 +66,7 @@ class Libraries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationFacts:
-    """The machine and what is installed on it.
+    """The facts of the machine and of what is installed on it.
 
     Attributes:
         python: Version of the Python that runs poprun.
@@ -94,7 +94,7 @@ class InstallationFacts:
 
 
 def examine(environment: Mapping[str, str]) -> InstallationFacts:
-    """Look at this machine; takes as long as importing torch does."""
+    """The facts of this machine; finding them takes as long as importing torch does."""
     return InstallationFacts(
         python=platform.python_version(),
         interpreter=sys.executable,
@@ -110,7 +110,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
 
 
 def read_libraries(answer: str | None) -> Libraries:
-    """What the other Python has printed in its last line; ``answer`` is None when it failed or took too long."""
+    """The libraries of which the last line of ``answer`` tells; None is a Python that failed or took too long."""
     try:
         return Libraries(**json.loads((answer or "").strip().rpartition("\n")[2]))
     except ValueError:

@@ -19,7 +19,7 @@ _MAX_NAME: Final = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a job of a cluster needs beside its plan.
+    """The facts that a cluster's job needs beside its plan.
 
     Attributes:
         image: The container image that holds the program, or None.

@@ -140,7 +140,7 @@ def _launcher_words(plan: LaunchPlan, kind: MpiKind) -> tuple[str, ...]:
 
 
 def _common_variables(plan: LaunchPlan) -> dict[str, str]:
-    """What all instances of ``plan`` are told alike, the user's own variables among it."""
+    """The variables that all instances of ``plan`` have alike, the user's own among them."""
     if plan.instance_variables:
         raise UsageError(
             "--instance-mpi-local-args: the pods of a job are all alike; let the program choose by its instance"
@@ -195,7 +195,7 @@ def _deadline_seconds(plan: LaunchPlan) -> dict[str, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes scripts as they are, line by line."""
+    """A writer of YAML that leaves scripts as they are, line by line."""
 
 
 _Dumper.add_representer(

@@ -56,7 +56,7 @@ _MOST_NAMES: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """The routes that were chosen.
+    """The routes that were chosen between the hosts.
 
     Attributes:
         routes: A route for each host that has one.
@@ -70,7 +70,7 @@ class RouteChoice:
 
 
 def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], subnet: str | None) -> RouteChoice:
-    """The route to each host.
+    """Choose the address at which each host is reached.
 
     Args:
         places: The addresses of each host, by its name.
@@ -118,7 +118,7 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found, when nothing is wrong.
+    """The result of a look at all hosts with which nothing is wrong.
 
     Attributes:
         network: How the hosts reach each other.
@@ -160,7 +160,7 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
 
 
 class _Examiner:
-    """One look at all hosts.
+    """Examines all hosts of a job once.
 
     Args:
         plan: The job.
@@ -174,7 +174,7 @@ class _Examiner:
         self._problems: list[Problem] = []
 
     async def examine(self) -> tuple[Examination | None, list[Problem]]:
-        """What was found when nothing is wrong, and what is."""
+        """The result, None when something is wrong, and all problems."""
         try:
             answers = await self._ask_for_facts()
             self._judge(answers)
@@ -195,7 +195,7 @@ class _Examiner:
         return Examination(network=network, reason=choice.reason), []
 
     async def _ask(self, questions: Mapping[str, Answer], seconds: float) -> dict[str, Answer]:
-        """The answer of every host that gives one in time; it is a problem of the others that they do not."""
+        """The answers of the hosts that answer in time; that the others do not is a problem of theirs."""
         replies = await self._connections.ask(questions, seconds)
         in_slurm = self._plan.remote.slurm_job is not None
         for name, error in replies.failures.items():
@@ -233,7 +233,7 @@ class _Examiner:
             self._problems += judge_slots(name, slots, self._plan)
 
     async def _hand_over(self, key: JobKey) -> None:
-        """Have each host hold the job's key for its agents: who starts them may send it for anybody to read."""
+        """Have each host hold the job's key for its agents, since what starts them may send it in clear text."""
         question = {"ask": "hold", "file": key.file, "key": key.text}
         for name, answer in (await self._ask(dict.fromkeys(self._plan.hosts, question), _HOLD_SECONDS)).items():
             if answer["problem"]:

@@ -54,7 +54,7 @@ _SSH_CAUSES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What keeps a host out of a job.
+    """One reason that keeps a host out of a job.
 
     Attributes:
         host: The host.
@@ -93,7 +93,7 @@ def program_files(program: Sequence[str]) -> list[str]:
 def judge(
     host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
-    """What is wrong with ``host``: everything that its answer shows.
+    """Every problem of ``host`` that its answer shows.
 
     Args:
         host: The host.
@@ -154,7 +154,7 @@ def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iter
 
 
 def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterator[Problem]:
-    """Whether ``host`` has the cores that the plan binds to; ``slots`` is what it said. GPUs: see its pool."""
+    """Whether ``host``, which answered ``slots``, has the cores that the plan binds to. GPUs: see its pool."""
     missing = {core for binding in plan.bindings for core in binding.cores} - set(slots["cores"])
     if missing:
         there = fold_numbers(slots["cores"])
@@ -227,7 +227,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
-    """Why a host did not answer.
+    """The problem of a host that did not answer.
 
     Args:
         host: The host.

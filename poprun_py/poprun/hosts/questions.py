@@ -1,6 +1,6 @@
 """Questions to the hosts of a job, and their answers: all hosts at once, each question in a bounded time.
 
-On each host a Python reads the text of `remote_side` from its standard input and then answers, a line for a line.
+On each host a Python reads the program `remote_side` from its standard input, and then answers each line with one.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """What came of one question to several hosts.
+    """The answers of several hosts to one question, and the failures to answer.
 
     Attributes:
         answers: The answer of each host that gave one, by its name.

@@ -1,9 +1,9 @@
 """The program that answers poprun's questions on each host before a job starts.
 
 Its text is sent there over ssh and run in a bare interpreter: any Python 3 that the host has, which then says
-which it is. Each line that comes is a question as JSON, each line that goes an answer, with a mark in front, because
-a shell's startup files may print lines of their own. Standard library only, and nothing of poprun, until the host
-has shown that its poprun is the same.
+which it is. Each line that comes is a question as JSON. Each line that goes is an answer with a mark in front,
+because a shell's startup files may print lines of their own. The program uses the standard library only, and
+nothing of poprun until the host has shown that its poprun is the same.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def temporary_folder() -> str:
 
 
 def write_problem(folder: str) -> str:
-    """Why nothing can be written in ``folder``, which is named in it; empty when there is room."""
+    """Why nothing can be written in ``folder``, with its name; empty when there is room."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_ROOM_BYTES))

@@ -51,7 +51,7 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
 
     Args:
         allowed: Numbers of the cores that the process may use.
-        system: Where the kernel tells of the machine.
+        system: Folder in which the kernel describes the machine.
     """
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
@@ -62,11 +62,11 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
 
 
 def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, ...]:
-    """The NUMA nodes that have memory which this process may use, ascending; none where nobody says.
+    """The NUMA nodes that have memory which this process may use, ascending; none where the kernel does not say.
 
     Args:
-        system: Where the kernel tells of the machine.
-        status: Where it tells of the process.
+        system: Folder in which the kernel describes the machine.
+        status: File in which it describes the process.
     """
     having = _numbers(os.path.join(system, "node", "has_memory"))
     with suppress(OSError, ValueError):
@@ -116,14 +116,14 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
-    """The devices that the driver and the user tell of.
+    """The devices that the driver lists and the user leaves visible.
 
     Args:
         inventory: ``index, uuid, address on the PCI bus`` of each device of the machine, one a line.
         processes: ``uuid, pid`` of a device and a process that holds memory on it, one a line.
         visible: ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that is
             no device of the machine, and so does this; an entry may be the beginning of one uuid.
-        pci: Where the kernel tells of the devices on the PCI bus.
+        pci: Folder in which the kernel describes the devices on the PCI bus.
     """
     rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
     uuids = {index: uuid for index, uuid, *_ in rows}
@@ -141,7 +141,7 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
 
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
-    """Who holds memory on each device; a process that cannot be numbered, as in a container, has the number 0."""
+    """The processes that hold memory on each device; one without a number, as in a container, has the number 0."""
     from poprun.process.tree import user_of  # noqa: PLC0415 - few machines have GPUs
 
     found: dict[str, tuple[Occupant, ...]] = {}

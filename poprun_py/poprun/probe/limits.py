@@ -80,7 +80,7 @@ class KillCounts(NamedTuple):
 
 
 def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
-    """What the kernel has counted until now. The arguments are for tests."""
+    """The processes that the kernel has killed until now. The arguments are for tests."""
     files = (
         group.file("memory.events", "memory.oom_control")
         for group in _control_groups("memory", membership, cgroups)
@@ -100,7 +100,7 @@ def _named_count(path: str, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """How much there is; None where there is no limit, or none that can be read.
+    """The memory and processor time that a program may use; None where no limit is set or can be read.
 
     Attributes:
         group_bytes: What the control groups around this process may use.
@@ -121,7 +121,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of the machine when a program has failed.
+    """The facts of the machine that may explain why a program has failed.
 
     Attributes:
         before: How many processes the kernel had killed when the job began.
@@ -145,12 +145,12 @@ class Evidence:
 
 
 def evidence_since(before: KillCounts) -> Evidence:
-    """What there is to know when a job that began with the counts ``before`` has failed."""
+    """The evidence after a failure of a job that began with the counts ``before``."""
     return Evidence(before=before, after=kill_counts(), limits=memory_limits())
 
 
 def memory_limits(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> MemoryLimits:
-    """What a program that is started here may have. The arguments are for tests."""
+    """The limits of a program that is started here. The arguments are for tests."""
     groups = (_group_limit(group) for group in _control_groups("memory", membership, cgroups))
     kibibytes = _named_count(_MEMINFO, "MemTotal:")
     shared = None
@@ -183,6 +183,6 @@ def _difference(before: int | None, after: int | None) -> int | None:
 
 
 def read_text(path: str) -> str:
-    """The whole text of a file of the kernel's."""
+    """The whole text of one of the kernel's files."""
     with open(path, encoding="utf-8") as file:
         return file.read()

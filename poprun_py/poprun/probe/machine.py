@@ -41,7 +41,7 @@ _STEP_TASK: Final = "SLURM_PROCID"
 
 
 def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
-    """Look at this machine; quick, and without the network.
+    """The facts of this machine, found quickly and without the network.
 
     Args:
         environment: The environment that poprun was called in.
@@ -112,7 +112,7 @@ def _is_program(file: str) -> bool:
 
 
 def own_names(hostname: str) -> frozenset[str]:
-    """The names that mean this machine without asking anyone."""
+    """The names that mean this machine whatever the resolver says."""
     return frozenset((*_LOOPBACK, hostname, hostname.partition(".")[0]))
 
 
@@ -146,7 +146,7 @@ def _can_bind(family: int, address: tuple[str, int] | tuple[str, int, int, int] 
 
 
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation that ``environment`` tells of; None outside Slurm.
+    """The allocation that ``environment`` describes; None outside Slurm.
 
     Raises:
         PlanError: If a variable of Slurm's is not of the form that Slurm writes.

@@ -1,4 +1,4 @@
-"""The program's words, made ready to execute.
+"""The words of the user's program, made ready to execute.
 
 A word with a slash is a path. Any other is looked for on PATH, as a shell does, and then in the working directory,
 so that `poprun train.py` works; a Python file that cannot be executed by itself runs under poprun's own Python.
@@ -49,8 +49,8 @@ def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -
     return (file, *arguments)
 
 
-def as_elsewhere(words: tuple[str, ...]) -> tuple[str, ...]:
-    """The argv that runs ``words`` on a machine that is not looked at, a Python file under the Python there."""
+def program_on_another_machine(words: tuple[str, ...]) -> tuple[str, ...]:
+    """The argv that runs ``words`` on a machine that poprun cannot see: a Python file runs under its Python."""
     return ("python", *words) if words and words[0].endswith(".py") else words
 
 
@@ -77,7 +77,7 @@ def _runs_by_itself(file: str) -> bool:
 
 
 def _check_interpreter(program: str, file: str, working_directory: str) -> None:
-    """See that the interpreter in a script's ``#!`` line exists; execve(2) would tell of the script, not of it."""
+    """See that the interpreter in a script's ``#!`` line exists; execve(2) would name the script instead."""
     try:
         with open(file, "rb") as script:
             head = script.read(_HEAD_BYTES)

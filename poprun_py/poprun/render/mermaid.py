@@ -1,6 +1,6 @@
 """A plan as a Mermaid flowchart, for Markdown pages that draw such: https://mermaid.js.org/syntax/flowchart.html.
 
-A box is an instance, a frame a host or an IPU-Link domain; links that are not seen put them into rows. Mermaid
+A box is an instance, a frame a host or an IPU-Link domain; invisible links put them into rows. Mermaid
 draws no text longer than 50,000 characters, so a plan of more than 64 instances is folded.
 """
 
@@ -99,7 +99,7 @@ def _gap(plan: LaunchPlan, gap: Gap, name: str) -> str:
 
 
 def _links(names: list[str], columns: int) -> Iterator[str]:
-    """Links from each to the one below it, which are not seen."""
+    """Invisible links from each box to the one below it."""
     return (f"  {name} ~~~ {below}" for name, below in zip(names, names[columns:], strict=False))
 
 

@@ -23,7 +23,7 @@ from poprun.text.ranges import fold_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """How a plan is going to be carried out.
+    """How a plan is going to be carried out, which ``-v`` adds to the table.
 
     Attributes:
         command: argv of the first command that poprun starts.
@@ -135,7 +135,7 @@ def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
 
 
 def _facts(plan: LaunchPlan, details: Details | None) -> Iterator[tuple[str, str]]:
-    """What holds for every instance, and what ``-v`` adds. The terminal wraps long lines: they copy whole."""
+    """Labels and values of what holds for every instance, and of what ``-v`` adds."""
     yield "launcher", launcher_of(plan)
     yield "threads", threads_of(plan)
     yield from _bindings(plan)

@@ -58,13 +58,13 @@ def domains_of(plan: LaunchPlan, instances: Sequence[int]) -> str:
 
 
 def launcher_of(plan: LaunchPlan) -> str:
-    """What starts the processes."""
+    """The launcher of ``plan``, with its MPI and Slurm job."""
     slurm = "" if plan.remote.slurm_job is None else f", in Slurm's job {plan.remote.slurm_job}"
     return (f"mpi: {plan.mpi}" if plan.mpi else str(plan.launcher)) + slurm
 
 
 def threads_of(plan: LaunchPlan) -> str:
-    """What ``OMP_NUM_THREADS`` will be."""
+    """The threads of a replica, as ``OMP_NUM_THREADS`` will say."""
     if plan.threads_per_replica is None:
         return "as OMP_NUM_THREADS says"
     return f"{plan.threads_per_replica} per replica"
@@ -98,14 +98,14 @@ def describe_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
 
 
 def describe_more_instances(plan: LaunchPlan, instances: range) -> str:
-    """What is left out of a host, in lines."""
+    """The instances that are left out of a host, in lines."""
     return "\n".join(
         [f"{counted(len(instances), 'more instance')}, each like its neighbours", *_ranges(plan, instances)]
     )
 
 
 def describe_more_hosts(plan: LaunchPlan, hosts: range) -> str:
-    """What is left out of a plan, in lines."""
+    """The hosts that are left out of a plan, in lines."""
     names = fold_hosts(plan.hosts[hosts.start : hosts.stop])
     names = names if len(names) <= _MAX_HOSTS_LENGTH else f"{names[: _MAX_HOSTS_LENGTH - 1]}…"
     count = plan.num_instances_per_host

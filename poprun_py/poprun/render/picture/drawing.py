@@ -27,9 +27,10 @@ _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U001
 
 
 def element(name: str, *children: str, **attributes: object) -> str:
-    """``<name attributes>children</name>``, a `_` in whose names is a `-`, and none at their end.
+    """An element: ``<name attributes>children</name>``.
 
-    Attributes are escaped; children are markup already. An attribute that is None is left out.
+    Attributes are escaped; children are markup already. An attribute that is None is left out. A `_` in its name
+    stands for a `-`, and at the end of its name for nothing.
     """
     words = [
         f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
@@ -52,7 +53,7 @@ _LEGEND: Final = 34
 """From the hosts to the base line of the legend."""
 
 Group = Callable[[str, str, tuple[int, int], list[str]], str]
-"""Makes a group of SVG of a class, what is told of it, its place, and its elements."""
+"""Makes a group of SVG from its class, its description, its place, and its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Drawing:
 
 def draw(scene: Scene, group: Group) -> Drawing:
     """``scene`` as elements, whose groups ``group`` makes."""
-    artist = _Artist(scene, measure(scene), group)
+    artist = _SceneDrawer(scene, measure(scene), group)
     width, height = artist.measures.cards.size
     legend_width, legend = _legend(height + _LEGEND, artist.measures.framing)
     return Drawing(
@@ -77,7 +78,7 @@ def draw(scene: Scene, group: Group) -> Drawing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Artist:
+class _SceneDrawer:
     """Draws one scene with its measures."""
 
     scene: Scene
@@ -85,7 +86,7 @@ class _Artist:
     group: Group
 
     def hosts(self) -> Iterator[str]:
-        """Every card."""
+        """The cards of all hosts."""
         cards = self.measures.cards
         for index, host in enumerate(self.scene.hosts):
             if isinstance(host, Gap):
@@ -163,7 +164,7 @@ class _Artist:
         return self.group(hue, describe_instance(self.scene.plan, instance), place, elements)
 
     def machines(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
-        """What stands behind the virtual IPUs of an instance that are an IPU-Machine together: four in a row."""
+        """Bands behind the virtual IPUs of an instance, one for each IPU-Machine: four in a row."""
         chips, space = self.measures.chips, self.measures.sizes.space
         side = space // 2 if chips.columns > IPUS_PER_MACHINE else space - 1
         width = IPUS_PER_MACHINE * (chips.width + chips.gap) - chips.gap + 2 * side
@@ -221,7 +222,7 @@ class _Artist:
 
 
 def _legend(base: int, framed: Framing) -> tuple[int, list[str]]:
-    """What each shape is, in a line that stands on ``base``; its width, and its elements."""
+    """A line on ``base`` that says what each shape is: its width, and its elements."""
     x, elements = 0, []
     shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("s0", "replica")]
     if framed.is_shaded:

@@ -61,7 +61,7 @@ class Grid:
         return column * (self.width + self.gap), row * (self.height + self.gap)
 
     def frames(self) -> Iterator["PlacedFrame"]:
-        """None: these boxes have no frames."""
+        """No frames: these boxes have none."""
         yield from ()
 
 
@@ -122,12 +122,12 @@ class FramedGrid:
 
     @property
     def width(self) -> int:
-        """Of a box."""
+        """Width of a box."""
         return self.inner.width
 
     @property
     def height(self) -> int:
-        """Of a box."""
+        """Height of a box."""
         return self.inner.height
 
     @property
@@ -253,7 +253,7 @@ def measure(scene: Scene) -> Measures:
     has_words = sizes.is_wordy or _widest_label(scene, sizes, has_words=True) <= chips.size[0]
     box = _box(sizes, chips, num_bars, _widest_label(scene, sizes, has_words=has_words))
     framed = framing(scene)
-    boxes, cards = min(_layouts(scene, sizes, framed, box), key=_ugliness)
+    boxes, cards = min(_layouts(scene, sizes, framed, box), key=_penalty)
     return Measures(
         sizes=sizes,
         chips=chips,
@@ -284,7 +284,7 @@ def label(noun: str, numbers: Sequence[int], *, has_words: bool) -> str:
 
 
 def _chip_columns(num_chips: int) -> int:
-    """IPU-Machines have four."""
+    """How many virtual IPUs stand in a row: four, as in an IPU-Machine, or a multiple."""
     if num_chips <= 4:  # noqa: PLR2004 - see above
         return num_chips
     return 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16  # noqa: PLR2004 - see above
@@ -350,8 +350,8 @@ def _styles(
     return in_hosts, around_hosts
 
 
-def _ugliness(nests: tuple[Nest, Nest]) -> float:
-    """How far a layout is from what a picture should be."""
+def _penalty(nests: tuple[Nest, Nest]) -> float:
+    """How far a layout is from what a picture should be; the least is best."""
     boxes, cards = nests
     width, height = cards.size
     excess = max(0, width - MAX_WIDTH) / 10

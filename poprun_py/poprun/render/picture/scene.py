@@ -23,7 +23,7 @@ FOLDED_IPUS: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Things that are left out: their indices."""
+    """Neighbouring things that are left out, by their indices."""
 
     items: range
 
@@ -96,7 +96,7 @@ def _shown(items: range, most: int) -> Sequence[int | Gap]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """How many of each stand in a frame; 1 is no frame.
+    """What the frames of a picture hold: how many of each; 1 is no frame.
 
     Attributes:
         hosts_per_domain: Hosts in the frame of an IPU-Link domain.
