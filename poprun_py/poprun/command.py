@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import advise, idle_options
+from poprun.plan.mpi_options import job_words
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.planner import facts_within, job_words, make_plan, within
+from poprun.plan.planner import facts_within, make_plan, within
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts

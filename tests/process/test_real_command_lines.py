@@ -14,9 +14,10 @@ import pytest
 
 from poprun.__main__ import run_command
 from poprun.cli.command_line import read_command_line
+from poprun.plan.mpi_options import job_words
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import read_plan
-from poprun.plan.planner import job_words, make_plan
+from poprun.plan.planner import make_plan
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH
@@ -69,7 +70,7 @@ def test_only_interfaces_are_left_out(line: str, counts: tuple[int, ...], mpi: M
     assert set(words.left_out) <= {"--mca", "btl_tcp_if_include", "eno1"}
     assert words.subnet == ("10.1.0.0/16" if "if_include 10.1.0.0/16" in line else words.subnet)
     assert len(words.variables) == num_variables
-    assert (words.for_job.launcher_words, words.for_instances.launcher_words) == ((), ())
+    assert (words.global_words, words.local_words) == ((), ())
 
 
 def _variables(request: LaunchRequest) -> list[str]:

@@ -8,8 +8,7 @@ import pytest
 from poprun.errors import PlanError
 from poprun.launch.launchers import launch_commands
 from poprun.plan.advice import advise
-from poprun.plan.mpi_options import MpiWords, Variables, read_mpi_words
-from poprun.plan.planner import job_words
+from poprun.plan.mpi_options import MpiWords, Variables, job_words, read_mpi_words
 from poprun.plan.program_environment import program_environment
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.settings import OutputSettings, RemoteSettings

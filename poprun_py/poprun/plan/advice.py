@@ -120,7 +120,7 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     """Advice on GPUs and cores that are too few, are shared, or have nothing to do."""
-    threads = _num_threads(plan, facts)
+    threads = plan.threads_per_replica or facts.num_user_threads
     if facts.gpus and not plan.devices:
         yield _too_few_gpus(plan, facts)
     busy = [gpu.name for gpu in facts.gpus if gpu.name in plan.devices and gpu.occupants]
@@ -131,12 +131,6 @@ def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     else:
         yield from _too_narrow_bindings(plan, threads)
     yield from _idle_gpus(plan, facts) if plan.devices else _idle_cores(plan, threads)
-
-
-def _num_threads(plan: LaunchPlan, facts: MachineFacts) -> int:
-    """Threads of a replica's arithmetic; 0 when the user set ``OMP_NUM_THREADS`` to no number."""
-    text = facts.user_num_threads or ""
-    return plan.threads_per_replica or (int(text) if text.isdecimal() else 0)
 
 
 def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:

@@ -1,9 +1,8 @@
-"""What words written for Open MPI's launcher ask for, whatever starts the job.
+"""What words written for Open MPI's launcher ask for, whatever starts the job. Pure.
 
-Pure. poprun gives programs their variables, shows their output and chooses their network itself, so `-x`,
+poprun gives programs their variables, shows their output and chooses their network itself, so `-x`,
 `--tag-output`, `--output-filename`, `--allow-run-as-root` and `--mca btl_tcp_if_include SUBNET` are its own to do;
-the rest is for the launcher, if it is Open MPI's.
-The words are those of https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
+the rest is for the launcher, if it is Open MPI's. The words are those of https://docs.open-mpi.org/en/v5.0.x/man-openmpi/man1/mpirun.1.html.
 """
 
 import re
@@ -12,7 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.plan.topology import MpiKind
+from poprun.plan.request import LaunchRequest
+from poprun.plan.topology import MpiKind, MpiRuntime
 
 Variables = tuple[tuple[str, str | None], ...]
 """Names and values; None passes on the value that poprun finds."""
@@ -108,6 +108,60 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWords:
+    """What all words for the launcher of a job ask for.
+
+    Attributes:
+        variables: Those of all programs.
+        instance_variables: Pairs of an instance and variables of its own.
+        is_tagged: Whether lines are to have tags.
+        log_dir: Where the output is to be kept, or None.
+        subnet: The network for the traffic between hosts, or None.
+        global_words: What is left for the launcher before the process count.
+        local_words: What is left for it after the process count.
+        left_out: What the launcher of the job cannot be told, word by word.
+    """
+
+    variables: Variables
+    instance_variables: tuple[tuple[int, Variables], ...]
+    is_tagged: bool
+    log_dir: str | None
+    subnet: str | None
+    global_words: tuple[str, ...]
+    local_words: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
+    """What the words of ``request`` for the MPI launcher ask for in a job that ``mpi`` starts, or no MPI.
+
+    Words for the launcher that are meant for one instance are left out: one launcher starts all of them.
+
+    Raises:
+        PlanError: If a word lacks its value, or a variable has no name.
+    """
+    kind = mpi.kind if mpi else None
+    for_job = read_mpi_words(request.mpi_global_args, "--mpi-global-args", kind)
+    for_all = read_mpi_words(request.mpi_local_args, "--mpi-local-args", kind)
+    own: dict[int, Variables] = {}
+    left_out = [*for_job.left_out, *for_all.left_out]
+    for index, words in request.instance_mpi_local_args:
+        for_one = read_mpi_words(words, f"--instance-mpi-local-args {index}", None)
+        own[index] = merged(own.get(index, ()), for_one.variables)
+        left_out.extend(for_one.left_out)
+    return JobWords(
+        variables=merged(for_job.variables, for_all.variables),
+        instance_variables=tuple((index, variables) for index, variables in own.items() if variables),
+        is_tagged=for_job.is_tagged or for_all.is_tagged,
+        log_dir=for_all.log_dir or for_job.log_dir,
+        subnet=for_all.subnet or for_job.subnet,
+        global_words=for_job.launcher_words,
+        local_words=for_all.launcher_words,
+        left_out=tuple(left_out),
+    )
+
+
 def merged(variables: Variables, stronger: Variables) -> Variables:
     """Both, each name once; what is ``stronger`` wins."""
     return tuple(dict((*variables, *stronger)).items())
@@ -162,85 +216,3 @@ def _variable(text: str, option: str) -> tuple[str, str | None]:
     if not _NAME.fullmatch(name):
         raise PlanError(f"{option}: -x {text!r} names no variable: write -x NAME or -x NAME=value")
     return name, value if equals else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobWords:
-    """What all words for the launcher of a job ask for.
-
-    Attributes:
-        for_job: The words before the process count.
-        for_instances: Those after it.
-        for_one: Pairs of an instance and its own.
-    """
-
-    for_job: MpiWords
-    for_instances: MpiWords
-    for_one: tuple[tuple[int, MpiWords], ...]
-
-    @property
-    def variables(self) -> Variables:
-        """Those of all programs."""
-        return merged(self.for_job.variables, self.for_instances.variables)
-
-    @property
-    def instance_variables(self) -> tuple[tuple[int, Variables], ...]:
-        """Those of single instances."""
-        found: dict[int, Variables] = {}
-        for index, words in self.for_one:
-            found[index] = merged(found.get(index, ()), words.variables)
-        return tuple((index, variables) for index, variables in found.items() if variables)
-
-    @property
-    def is_tagged(self) -> bool:
-        """Whether lines are to have tags."""
-        return self.for_job.is_tagged or self.for_instances.is_tagged
-
-    @property
-    def log_dir(self) -> str | None:
-        """Where the output is to be kept, or None."""
-        return self.for_instances.log_dir or self.for_job.log_dir
-
-    @property
-    def subnet(self) -> str | None:
-        """The network for the traffic between hosts, or None."""
-        return self.for_instances.subnet or self.for_job.subnet
-
-    @property
-    def has_launcher_words(self) -> bool:
-        """Whether any are left for the launcher."""
-        return bool(self.for_job.launcher_words or self.for_instances.launcher_words)
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What the launcher of this job cannot be told, word by word."""
-        own = (word for _, words in self.for_one for word in words.left_out)
-        return (*self.for_job.left_out, *self.for_instances.left_out, *own)
-
-
-def read_job_words(
-    for_job: Sequence[str],
-    for_instances: Sequence[str],
-    for_one: Sequence[tuple[int, Sequence[str]]],
-    kind: MpiKind | None,
-) -> JobWords:
-    """What the words of ``--mpi-global-args``, ``--mpi-local-args`` and ``--instance-mpi-local-args`` ask for.
-
-    Words for the launcher that are meant for one instance are left out: one launcher starts all of them.
-
-    Args:
-        for_job: The words before the process count.
-        for_instances: Those after it.
-        for_one: Pairs of an instance and its own.
-        kind: Whose launcher starts the job, or None.
-
-    Raises:
-        PlanError: If a word lacks its value, or a variable has no name.
-    """
-    return JobWords(
-        for_job=read_mpi_words(for_job, "--mpi-global-args", kind),
-        for_instances=read_mpi_words(for_instances, "--mpi-local-args", kind),
-        for_one=tuple(
-            (index, read_mpi_words(words, f"--instance-mpi-local-args {index}", None)) for index, words in for_one
-        ),
-    )

@@ -1,10 +1,8 @@
-"""What was asked and what the machine or its allocation has → what poprun will do.
+"""The planner: what was asked and what a machine or an allocation of Slurm has → what poprun will do.
 
-Pure: :func:`make_plan` takes the facts as an argument and reads no clock, environment or disk. Every host of a job
-is taken to be like the machine that poprun runs on.
-
-Pure. Slurm has given nodes and tasks before poprun is called; a job that does not fit them would wait for ever, or
-run where nobody asked for it.
+Pure: facts are arguments, and nothing here reads a clock, the environment or a disk. In an allocation of Slurm,
+:func:`within` fits the request to it first; then :func:`make_plan` decides, as if every host were like the machine
+that poprun runs on; :func:`place` binds the instances to cores, once more when a lease gave the job other ones.
 """
 
 import math
@@ -15,12 +13,11 @@ from typing import TYPE_CHECKING, Final
 from popdist.contract import NUM_THREADS
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.counts import check_count, check_counts, legal_instances
-from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, merged, read_job_words
+from poprun.plan.mpi_options import Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.settings import (
-    OutputSettings,
     VipuSettings,
     check_ending,
     check_output,
@@ -42,6 +39,89 @@ THIS_MACHINE: Final = "localhost"
 _DEFAULT_PLACEMENT: Final = LaunchRequest().placement
 _BIND_TO: Final = "bind-to"
 _UNBOUND: Final = "none"
+
+
+def within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
+    """``request`` with the hosts and the number of instances of ``allocation``: one task is one instance.
+
+    An allocation of this one node leaves the hosts as they are: the job is one of this machine, and may have any
+    number of instances in the one task of an interactive shell.
+
+    Args:
+        request: What the user asked for.
+        allocation: What Slurm has given; None outside Slurm.
+        is_counted: Whether the user asked for a number of instances.
+
+    Raises:
+        PlanError: If poprun is itself one of several tasks, a host is not in the allocation, or the tasks are not
+            as many as the instances, or not equally many on each node. The message has the words for Slurm.
+    """
+    if allocation is None:
+        return request
+    if allocation.task is not None:
+        rank, size = allocation.task
+        raise PlanError(
+            f"poprun was started as task {rank} of {size} of a Slurm step, and would start the job {size} times: "
+            "call it once, in the batch script or in salloc's shell, without srun; it starts the tasks itself"
+        )
+    hosts = _hosts(request, allocation)
+    if not is_counted and request.num_instances is not None:
+        request = replace(request, num_instances=sum(_tasks(allocation, hosts)) or len(hosts))
+    is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
+    if not (is_here and allocation.tasks_per_node == (1,)):
+        _check_tasks(request, allocation, hosts)
+    if is_here:
+        return replace(request, hosts=())
+    return replace(request, hosts=hosts, remote=replace(request.remote, slurm_job=allocation.job_id))
+
+
+def facts_within(facts: MachineFacts, allocation: Allocation | None) -> MachineFacts:
+    """What each node of ``allocation`` is taken to have, where poprun runs on none of them and cannot look."""
+    if allocation is None or allocation.node_here is not None or facts.hostname in allocation.nodes:
+        return facts
+    cores = tuple(range(min(allocation.cpus_per_node, default=len(facts.cores))))
+    gpus = tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node))
+    return replace(facts, cores=cores, cpus=(), memory_nodes=(), gpus=gpus)
+
+
+def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
+    """The hosts of the job, all of them in ``allocation``."""
+    foreign = [host for host in request.hosts if host not in allocation.nodes]
+    if foreign:
+        raise PlanError(
+            f"--host {fold_hosts(foreign)} is not in Slurm's job {allocation.job_id}, which has "
+            f"{fold_hosts(allocation.nodes)}: leave out --host to use those, or ask for it: "
+            f"sbatch --nodelist={fold_hosts(request.hosts)}"
+        )
+    return request.hosts or allocation.nodes
+
+
+def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
+    """The tasks of each of ``hosts``; none where nobody asked Slurm for tasks."""
+    by_node = dict(zip(allocation.nodes, allocation.tasks_per_node, strict=False))
+    return [by_node[host] for host in hosts] if by_node else []
+
+
+def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
+    """See that each instance has its task: a job that does not fit would wait for ever."""
+    tasks = _tasks(allocation, hosts)
+    if not tasks:
+        return
+    num_nodes, num_tasks = len(hosts), sum(tasks)
+    wanted = request.num_instances or num_tasks
+    job, per_node = f"Slurm's job {allocation.job_id}", math.ceil(wanted / num_nodes)
+    cure = f"ask for sbatch --nodes={num_nodes} --ntasks-per-node={per_node}"
+    if len(set(tasks)) > 1:
+        raise PlanError(
+            f"{job} has {min(tasks)} to {max(tasks)} tasks on each of {num_nodes} nodes, and a job equally many "
+            f"instances on each: {cure}"
+        )
+    if wanted != num_tasks:
+        possible = cure if wanted % num_nodes == 0 else f"ask for a multiple of {num_nodes}"
+        raise PlanError(
+            f"--num-instances {wanted} does not fit {job}, which has {num_tasks} tasks on {num_nodes} nodes: "
+            f"{possible}, or leave out --num-instances to start {num_tasks}"
+        )
 
 
 def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None" = None) -> LaunchPlan:
@@ -87,14 +167,18 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
         threads_per_replica=threads,
         is_deterministic=request.is_deterministic,
         launcher=_launcher_kind(request, mpi),
-        mpi=mpi if is_here and not words.has_launcher_words else _without_forker(mpi),
-        mpi_global_args=words.for_job.launcher_words,
-        mpi_local_args=words.for_instances.launcher_words,
+        mpi=mpi if is_here and not (words.global_words or words.local_words) else _without_forker(mpi),
+        mpi_global_args=words.global_words,
+        mpi_local_args=words.local_words,
         variables=variables,
         instance_variables=words.instance_variables,
         executable_cache_path=request.executable_cache_path,
         vipu=_fill_domains(request, pod, num_instances),
-        output=_output(request.output, words),
+        output=replace(
+            request.output,
+            is_tagged=True if request.output.is_tagged is None and words.is_tagged else request.output.is_tagged,
+            log_dir=request.output.log_dir or words.log_dir,
+        ),
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
     )
@@ -107,38 +191,18 @@ def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
     Raises:
         PlanError: If the instances shall have cores of their own, and there are too few.
     """
-    user = facts.user_num_threads or ""
     num_local, num_cores = plan.num_instances_per_host, len(plan.cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
     demand = Demand(
         num_instances=num_local,
-        num_threads=plan.threads_per_replica
-        or (int(user) if user.isdecimal() else 0)
-        or max(1, num_cores // num_local),
+        num_threads=plan.threads_per_replica or facts.num_user_threads or max(1, num_cores // num_local),
         near=tuple(
             frozenset(node for name in instance.devices if (node := node_of.get(name)) is not None)
             for instance in map(plan.instance, range(num_local if plan.devices else 0))
         ),
     )
     return replace(plan, bindings=place_instances(plan.placement, host, demand))
-
-
-def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
-    """What the words of ``request`` for the MPI launcher ask for in a job that ``mpi`` starts, or no MPI.
-
-    Raises:
-        PlanError: If one lacks its value, or a variable has no name.
-    """
-    return read_job_words(
-        request.mpi_global_args, request.mpi_local_args, request.instance_mpi_local_args, mpi.kind if mpi else None
-    )
-
-
-def _output(asked: OutputSettings, words: JobWords) -> OutputSettings:
-    """The settings that were asked for; the words for the launcher fill in what options leave open."""
-    is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
-    return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
 
 
 def _check_settings(request: LaunchRequest, num_instances: int) -> None:
@@ -248,84 +312,3 @@ def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
     words = (*request.mpi_global_args, *request.mpi_local_args)
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement
-
-
-def within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
-    """``request`` with the hosts and the number of instances of ``allocation``.
-
-    One task is one instance. An allocation of this one node leaves the hosts as they are: the job is one of this
-    machine, and may have any number of instances in the one task of an interactive shell.
-
-    Args:
-        request: What the user asked for.
-        allocation: What Slurm has given; None outside Slurm.
-        is_counted: Whether the user asked for a number of instances.
-
-    Raises:
-        PlanError: If poprun is itself one of several tasks, a host is not in the allocation, or the tasks are not
-            as many as the instances, or not equally many on each node. The message has the words for Slurm.
-    """
-    if allocation is None:
-        return request
-    if allocation.task is not None:
-        rank, size = allocation.task
-        raise PlanError(
-            f"poprun was started as task {rank} of {size} of a Slurm step, and would start the job {size} times: "
-            "call it once, in the batch script or in salloc's shell, without srun; it starts the tasks itself"
-        )
-    hosts = _hosts(request, allocation)
-    if not is_counted and request.num_instances is not None:
-        request = replace(request, num_instances=sum(_tasks(allocation, hosts)) or len(hosts))
-    is_here = hosts == (allocation.node_here,) and request.launcher is not LauncherChoice.SRUN
-    if not (is_here and allocation.tasks_per_node == (1,)):
-        _check_tasks(request, allocation, hosts)
-    if is_here:
-        return replace(request, hosts=())
-    return replace(request, hosts=hosts, remote=replace(request.remote, slurm_job=allocation.job_id))
-
-
-def facts_within(facts: MachineFacts, allocation: Allocation | None) -> MachineFacts:
-    """What each node of ``allocation`` is taken to have, where poprun runs on none of them and cannot look."""
-    if allocation is None or allocation.node_here is not None or facts.hostname in allocation.nodes:
-        return facts
-    cores = tuple(range(min(allocation.cpus_per_node, default=len(facts.cores))))
-    gpus = tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node))
-    return replace(facts, cores=cores, cpus=(), memory_nodes=(), gpus=gpus)
-
-
-def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
-    foreign = [host for host in request.hosts if host not in allocation.nodes]
-    if foreign:
-        raise PlanError(
-            f"--host {fold_hosts(foreign)} is not in Slurm's job {allocation.job_id}, which has "
-            f"{fold_hosts(allocation.nodes)}: leave out --host to use those, or ask for it: "
-            f"sbatch --nodelist={fold_hosts(request.hosts)}"
-        )
-    return request.hosts or allocation.nodes
-
-
-def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
-    """The tasks of each of ``hosts``; none where nobody asked Slurm for tasks."""
-    by_node = dict(zip(allocation.nodes, allocation.tasks_per_node, strict=False))
-    return [by_node[host] for host in hosts] if by_node else []
-
-
-def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
-    tasks = _tasks(allocation, hosts)
-    if not tasks:
-        return
-    num_nodes, num_tasks = len(hosts), sum(tasks)
-    wanted = request.num_instances or num_tasks
-    job, per_node = f"Slurm's job {allocation.job_id}", math.ceil(wanted / num_nodes)
-    cure = f"ask for sbatch --nodes={num_nodes} --ntasks-per-node={per_node}"
-    if len(set(tasks)) > 1:
-        raise PlanError(
-            f"{job} has {min(tasks)} to {max(tasks)} tasks on each of {num_nodes} nodes, and a job equally many "
-            f"instances on each: {cure}"
-        )
-    if wanted != num_tasks:
-        possible = cure if wanted % num_nodes == 0 else f"ask for a multiple of {num_nodes}"
-        raise PlanError(
-            f"--num-instances {wanted} does not fit {job}, which has {num_tasks} tasks on {num_nodes} nodes: "
-            f"{possible}, or leave out --num-instances to start {num_tasks}"
-        )

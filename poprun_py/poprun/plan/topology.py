@@ -1,6 +1,6 @@
-"""What is where: the facts about a machine and its MPI, and the cores that processes are bound to.
+"""The facts about a machine, its MPI and its allocation, and the cores that instances are bound to.
 
-Pure values; `poprun.probe` finds them.
+Pure values; `poprun.probe` finds the facts.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ class MpiKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiRuntime:
-    """One installed MPI launcher.
+    """An MPI runtime that is installed, with its launcher.
 
     Attributes:
         kind: Whose command line it takes.
@@ -34,7 +34,7 @@ class MpiRuntime:
 
     @property
     def launcher(self) -> str:
-        """The one that is called."""
+        """Path of the launcher that is called."""
         return self.forker or self.path
 
     @property
@@ -64,7 +64,7 @@ class Occupant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One CUDA device of a machine.
+    """A CUDA device of a machine.
 
     Attributes:
         name: What ``CUDA_VISIBLE_DEVICES`` calls it: an ordinal such as ``3``, or a UUID.
@@ -88,7 +88,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cpu:
-    """One hardware thread of a machine, which Linux calls a CPU and poprun a core, and where it sits.
+    """A hardware thread of a machine, which Linux calls a CPU and poprun a core, and where it sits.
 
     Attributes:
         number: Its number.
@@ -154,6 +154,12 @@ class MachineFacts:
     mpi: MpiRuntime | None = None
     unknown_mpi: tuple[str, ...] = ()
     user_num_threads: str | None = None
+
+    @property
+    def num_user_threads(self) -> int:
+        """The number that the user set ``OMP_NUM_THREADS`` to; 0 when it is not set, or no number."""
+        text = self.user_num_threads or ""
+        return int(text) if text.isdecimal() else 0
 
     def with_cpus(self, cpus: tuple[Cpu, ...]) -> "MachineFacts":
         """The facts with another map, but as many cores' worth of time."""
