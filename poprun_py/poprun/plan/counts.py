@@ -1,4 +1,4 @@
-"""Which counts fit together, and the nearest ones that do.
+"""The counts of instances, replicas and hosts: which fit together, and the nearest ones that do.
 
 Pure arithmetic. Replicas divide over instances, instances over hosts, and every count is at least 1. Each error
 says what was asked, the rule it breaks, and the nearest legal choices on either side.

@@ -1,11 +1,9 @@
 """The virtual IPUs that there are, which of the free ones a job is given, and the IPU-Link domains that it spans.
 
 Pure. A virtual IPU is a CUDA device, a share of a host's cores, or a place of a described pod. Those that reach
-each other fastest are an IPU-Link domain: what is handed out together lies in one, or fills several. The names are
-Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
-
-Pure arithmetic. An instance lies in one domain, because its IPUs exchange what they compute; so each domain has at
-least one instance, and all have equally many.
+each other fastest are an IPU-Link domain: what is handed out together lies in one, or fills several. An instance
+lies in one domain, because its IPUs exchange what they compute; so each domain has at least one instance, and all
+have equally many. The names are Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +27,7 @@ POD: Final = "pod"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualIpu:
-    """One virtual IPU of a cluster.
+    """A virtual IPU of a cluster.
 
     Attributes:
         index: Its number in the cluster.

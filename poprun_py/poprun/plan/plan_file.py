@@ -1,4 +1,4 @@
-"""A plan as a file: written as JSON or YAML, read back to the same plan, and checked when a person wrote it.
+"""A plan as a file: written as JSON or YAML, read back to the same plan, and checked, for a person may write one.
 
 Pure: values in, values and text out. The file states what the plan states, with hosts and cores as ranges, and
 nothing that follows from it. Reading is strict, because a plan that is misread starts the wrong processes.
@@ -30,6 +30,12 @@ from poprun.text.fields import FieldReader
 from poprun.text.host_names import fold_hosts, parse_hosts
 from poprun.text.ranges import fold_numbers, parse_numbers
 
+VERSION: Final = 1
+
+_KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
+_MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
+_BINDING_KEYS: Final = tuple(field.name for field in fields(Binding))
+
 _SECTIONS: Final = {
     "output": OutputSettings,
     "ending": EndingSettings,
@@ -53,73 +59,6 @@ _RENAMED: Final = {
     "synchronise_python_venv": "synchronises_venv",
 }
 _OPTION: Final = re.compile("--([a-z-]+)")
-
-
-def check_plan(plan: LaunchPlan, source: str) -> None:
-    """See that the values of a plan that somebody wrote fit together as those of a made plan do.
-
-    Raises:
-        PlanError: If not; the message names the file ``source`` and the key.
-    """
-    try:
-        check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
-        check_count("--ipus-per-replica", plan.ipus_per_replica)
-        if plan.threads_per_replica is not None:
-            check_count("--threads-per-replica", plan.threads_per_replica)
-        check_output(plan.output, plan.num_instances)
-        check_ending(plan.ending)
-        check_instance_variables(plan.instance_variables, plan.num_instances)
-        check_vipu(plan.vipu, plan.num_instances)
-        check_path("--executable-cache-path", plan.executable_cache_path)
-        check_remote(plan.remote)
-    except PlanError as error:
-        raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
-    if not plan.cores:
-        raise PlanError(f"{source}: cores is empty: a host has at least one")
-    _check_bindings(plan, source)
-    if plan.devices and len(plan.devices) != plan.num_slots_per_host:
-        raise PlanError(
-            f"{source}: devices names {len(plan.devices)} for the {plan.num_slots_per_host} virtual IPUs of a "
-            "host: name one for each, or none to compute on the CPU"
-        )
-    if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
-        raise PlanError(
-            f"{source}: launcher is {plan.launcher} and mpi is {plan.mpi.path if plan.mpi else 'null'}: "
-            "give mpi with launcher mpi, and null with the others"
-        )
-    if not plan.working_directory.startswith("/"):
-        raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")
-
-
-def _check_bindings(plan: LaunchPlan, source: str) -> None:
-    if not plan.bindings:
-        return
-    if plan.placement is ProcessPlacement.DISABLED:
-        raise PlanError(f"{source}: placement is {plan.placement} and there are bindings: leave out one of them")
-    if not all(binding.cores for binding in plan.bindings):
-        raise PlanError(f"{source}: bindings: cores is empty: name the cores that an instance is bound to")
-    bound = sorted(instance for binding in plan.bindings for instance in binding.instances)
-    if bound != list(range(plan.num_instances_per_host)):
-        raise PlanError(
-            f"{source}: bindings names the instances {fold_numbers(bound) or 'of nobody'} of a host, and "
-            f"it has {fold_numbers(range(plan.num_instances_per_host))}: name each of them once, or leave "
-            "bindings empty to bind none"
-        )
-
-
-def _key_of(option: re.Match[str]) -> str:
-    """The key that stands in a plan for an option of the command line."""
-    name = option[1].replace("-", "_")
-    name = _RENAMED.get(name, name).removeprefix("vipu_")
-    keys = (name, *(f"{section}.{name}{unit}" for section in _SECTIONS for unit in ("", "_seconds")))
-    return next((key for key in keys if key in _ALL_KEYS), option[0])
-
-
-VERSION: Final = 1
-
-_KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
-_MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
-_BINDING_KEYS: Final = tuple(field.name for field in fields(Binding))
 
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
@@ -262,3 +201,63 @@ def _read_instance_variables(read: FieldReader) -> tuple[tuple[int, Variables], 
 
 def _fold(numbers: tuple[int, ...] | None) -> str | None:
     return None if numbers is None else fold_numbers(numbers)
+
+
+def check_plan(plan: LaunchPlan, source: str) -> None:
+    """See that the values of a plan that somebody wrote fit together as those of a made plan do.
+
+    Raises:
+        PlanError: If not; the message names the file ``source`` and the key.
+    """
+    try:
+        check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
+        check_count("--ipus-per-replica", plan.ipus_per_replica)
+        if plan.threads_per_replica is not None:
+            check_count("--threads-per-replica", plan.threads_per_replica)
+        check_output(plan.output, plan.num_instances)
+        check_ending(plan.ending)
+        check_instance_variables(plan.instance_variables, plan.num_instances)
+        check_vipu(plan.vipu, plan.num_instances)
+        check_path("--executable-cache-path", plan.executable_cache_path)
+        check_remote(plan.remote)
+    except PlanError as error:
+        raise PlanError(f"{source}: {_OPTION.sub(_key_of, str(error))}") from None
+    if not plan.cores:
+        raise PlanError(f"{source}: cores is empty: a host has at least one")
+    _check_bindings(plan, source)
+    if plan.devices and len(plan.devices) != plan.num_slots_per_host:
+        raise PlanError(
+            f"{source}: devices names {len(plan.devices)} for the {plan.num_slots_per_host} virtual IPUs of a "
+            "host: name one for each, or none to compute on the CPU"
+        )
+    if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
+        raise PlanError(
+            f"{source}: launcher is {plan.launcher} and mpi is {plan.mpi.path if plan.mpi else 'null'}: "
+            "give mpi with launcher mpi, and null with the others"
+        )
+    if not plan.working_directory.startswith("/"):
+        raise PlanError(f"{source}: working_directory is {plan.working_directory!r}: give an absolute path")
+
+
+def _check_bindings(plan: LaunchPlan, source: str) -> None:
+    if not plan.bindings:
+        return
+    if plan.placement is ProcessPlacement.DISABLED:
+        raise PlanError(f"{source}: placement is {plan.placement} and there are bindings: leave out one of them")
+    if not all(binding.cores for binding in plan.bindings):
+        raise PlanError(f"{source}: bindings: cores is empty: name the cores that an instance is bound to")
+    bound = sorted(instance for binding in plan.bindings for instance in binding.instances)
+    if bound != list(range(plan.num_instances_per_host)):
+        raise PlanError(
+            f"{source}: bindings names the instances {fold_numbers(bound) or 'of nobody'} of a host, and "
+            f"it has {fold_numbers(range(plan.num_instances_per_host))}: name each of them once, or leave "
+            "bindings empty to bind none"
+        )
+
+
+def _key_of(option: re.Match[str]) -> str:
+    """The key that stands in a plan for an option of the command line."""
+    name = option[1].replace("-", "_")
+    name = _RENAMED.get(name, name).removeprefix("vipu_")
+    keys = (name, *(f"{section}.{name}{unit}" for section in _SECTIONS for unit in ("", "_seconds")))
+    return next((key for key in keys if key in _ALL_KEYS), option[0])

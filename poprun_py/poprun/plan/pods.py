@@ -1,4 +1,4 @@
-"""A pod in words: its name, or a description in YAML.
+"""Pods, by their names or by a description in YAML, and the part of a pod that a machine stands for.
 
 Pure: text in, a :class:`Cluster` out. A pod may be of any size, because nothing of it need exist to plan for it.
 """

@@ -1,6 +1,6 @@
 """What the user asked for, before anything is known about the machine.
 
-The defaults of all options live here, in `poprun.plan.settings` and in `poprun.plan.settings`.
+The defaults of all options live here and in `poprun.plan.settings`.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from poprun.plan.topology import ProcessPlacement
 
 
 class LauncherChoice(StrEnum):
-    """How the processes are to be started: ``AUTO`` takes MPI where there is one, then Slurm inside of it."""
+    """How the processes are to be started: ``AUTO`` takes MPI where there is one, else Slurm in an allocation."""
 
     AUTO = "auto"
     MPI = "mpi"
@@ -21,7 +21,7 @@ class LauncherChoice(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """One poprun command line, read and typed.
+    """What a job is asked to be, as values.
 
     Attributes:
         program: The program's words, made executable by ``poprun.probe.program``; may be empty in a dry run.

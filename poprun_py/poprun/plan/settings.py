@@ -1,11 +1,8 @@
-"""What a job is told about its output, its end, its hosts and its virtual IPUs: values from request to plan.
+"""The settings of a job that go from request to plan as they are: its output, end, hosts and virtual IPUs.
 
-It is the field notation of Python's ``str.format``, less what a tag has no use for: a field is a name and at most
-a width, such as ``{instance:>3}``, and ``{{`` and ``}}`` stand for braces.
-
-Pure. Their defaults live here; the checks name the options that set them.
-
-Pure. Their defaults live here; the checks name the options that set them.
+Pure values with their defaults, and checks that name the options that set them. A tag of output is worded in the
+field notation of Python's ``str.format``, less what it has no use for: a field is a name and at most a width, such
+as ``{instance:>3}``, and ``{{`` and ``}}`` stand for braces.
 """
 
 import math
@@ -19,37 +16,20 @@ from poprun.plan.counts import check_count
 from poprun.text.ranges import fold_numbers
 
 TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stream")
-"""What a template may name."""
+"""What the template of a tag may name."""
 
 PIPE_TAG: Final = "[1,{instance}]<{stream}>:"
 """PopRun's own tag, which tools read."""
 
 TERMINAL_TAG: Final = "[{instance}] "
-"""The short one, for people."""
+"""The short tag, for people at a terminal."""
 
 _PIECE: Final = re.compile(r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])")
 
+DEFAULT_PORT: Final = 8090
+"""Where a server of virtual IPUs listens."""
 
-def check_tag_format(template: str) -> None:
-    """See that ``template`` can be filled.
-
-    Raises:
-        PlanError: If it names what there is not, or a brace has no partner.
-    """
-    fields = ", ".join(f"{{{name}}}" for name in TAG_FIELDS)
-    for piece in _PIECE.finditer(template):
-        if piece["brace"]:
-            raise PlanError(
-                f"--tag-format {template!r}: there is no field at {template[piece.start() :]!r}; there are "
-                f"{fields}, each with a width if you like, such as {{instance:>3}}, and {{{{ }}}} for braces"
-            )
-        if piece["name"] is not None and piece["name"] not in TAG_FIELDS:
-            raise PlanError(f"--tag-format {template!r}: there is no {piece[0]}; there are {fields}")
-
-
-def fill_tag(template: str, values: Mapping[str, str]) -> str:
-    """``template``, which has been checked, with a value for every one of ``TAG_FIELDS``."""
-    return template.format_map(values)
+_MAX_PORT: Final = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +40,7 @@ class OutputSettings:
         shown_instances: The instances whose output is shown, ascending; None for all.
         is_tagged: Whether lines are tagged with their instance; None tags when there are several instances or a
             ``tag_format``.
-        tag_format: The tag as a template, see `poprun.plan.settings`; None for the usual one.
+        tag_format: The tag as a template, see :func:`check_tag_format`; None for the usual one.
         is_folded: Whether lines that several instances print alike are shown once.
         log_dir: Directory for a log of each instance's streams, or None; a relative one starts at the job's
             working directory.
@@ -116,6 +96,49 @@ class RemoteSettings:
     ssh_config: str | None = None
     synchronises_venv: bool = False
     slurm_job: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VipuSettings:
+    """The partition that a job holds, and how it comes by it.
+
+    Attributes:
+        partition: Name of the partition to use or to create, or None.
+        partition_attempts: How often to try for a partition that is not ready. At least 1.
+        allocation: Name of the allocation to create the partition in, or None.
+        cluster: The allocation under its older name, or None.
+        updates_partition: Whether a partition that does not fit is changed, or created.
+        resets_partition: Whether the partition is reset first; None does so only where it has to be.
+        removes_partition: Whether a partition that poprun created is removed afterwards.
+        num_ilds: IPU-Link domains of the job, or None for as many as the pod has.
+        ipus_per_host: Virtual IPUs that a host has; None for its GPUs, or no limit on a host without.
+        waits_for_devices: Whether to queue until the virtual IPUs are free.
+        shares_devices: Whether GPUs may be used that processes outside the pool use.
+        is_offline: Whether the job runs without virtual IPUs.
+        server_host: Where the server is whose pool the job asks, or None for the pool of the machine.
+        server_port: The port of that server.
+        server_timeout_seconds: How long the pool, or the server, may take to answer.
+        pool: File of the pool, or None for that of the machine.
+        pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
+    """
+
+    partition: str | None = None
+    partition_attempts: int = 1
+    allocation: str | None = None
+    cluster: str | None = None
+    updates_partition: bool = False
+    resets_partition: bool | None = None
+    removes_partition: bool = True
+    num_ilds: int | None = None
+    ipus_per_host: int | None = None
+    waits_for_devices: bool = False
+    shares_devices: bool = False
+    is_offline: bool = False
+    server_host: str | None = None
+    server_port: int = DEFAULT_PORT
+    server_timeout_seconds: float = 120.0
+    pool: str | None = None
+    pod: str | None = None
 
 
 def check_output(output: OutputSettings, num_instances: int) -> None:
@@ -194,55 +217,6 @@ def check_path(option: str, path: str | None) -> None:
         raise PlanError(f"{option} {path!r} is not possible: it is a path")
 
 
-DEFAULT_PORT: Final = 8090
-"""Where a server of virtual IPUs listens."""
-
-_MAX_PORT: Final = 65535
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VipuSettings:
-    """The partition that a job holds, and how it comes by it.
-
-    Attributes:
-        partition: Name of the partition to use or to create, or None.
-        partition_attempts: How often to try for a partition that is not ready. At least 1.
-        allocation: Name of the allocation to create the partition in, or None.
-        cluster: The allocation under its older name, or None.
-        updates_partition: Whether a partition that does not fit is changed, or created.
-        resets_partition: Whether the partition is reset first; None does so only where it has to be.
-        removes_partition: Whether a partition that poprun created is removed afterwards.
-        num_ilds: IPU-Link domains of the job, or None for as many as the pod has.
-        ipus_per_host: Virtual IPUs that a host has; None for its GPUs, or no limit on a host without.
-        waits_for_devices: Whether to queue until the virtual IPUs are free.
-        shares_devices: Whether GPUs may be used that processes outside the pool use.
-        is_offline: Whether the job runs without virtual IPUs.
-        server_host: Where the server is whose pool the job asks, or None for the pool of the machine.
-        server_port: The port of that server.
-        server_timeout_seconds: How long the pool, or the server, may take to answer.
-        pool: File of the pool, or None for that of the machine.
-        pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
-    """
-
-    partition: str | None = None
-    partition_attempts: int = 1
-    allocation: str | None = None
-    cluster: str | None = None
-    updates_partition: bool = False
-    resets_partition: bool | None = None
-    removes_partition: bool = True
-    num_ilds: int | None = None
-    ipus_per_host: int | None = None
-    waits_for_devices: bool = False
-    shares_devices: bool = False
-    is_offline: bool = False
-    server_host: str | None = None
-    server_port: int = DEFAULT_PORT
-    server_timeout_seconds: float = 120.0
-    pool: str | None = None
-    pod: str | None = None
-
-
 def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
     """See that the values of ``vipu`` are possible in a job of ``num_instances``.
 
@@ -278,3 +252,25 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
     ):
         if name is not None and not (name and name.isprintable()):
             raise PlanError(f"{option} {name!r} is not possible: it is a name")
+
+
+def check_tag_format(template: str) -> None:
+    """See that ``template`` can be filled.
+
+    Raises:
+        PlanError: If it names what there is not, or a brace has no partner.
+    """
+    fields = ", ".join(f"{{{name}}}" for name in TAG_FIELDS)
+    for piece in _PIECE.finditer(template):
+        if piece["brace"]:
+            raise PlanError(
+                f"--tag-format {template!r}: there is no field at {template[piece.start() :]!r}; there are "
+                f"{fields}, each with a width if you like, such as {{instance:>3}}, and {{{{ }}}} for braces"
+            )
+        if piece["name"] is not None and piece["name"] not in TAG_FIELDS:
+            raise PlanError(f"--tag-format {template!r}: there is no {piece[0]}; there are {fields}")
+
+
+def fill_tag(template: str, values: Mapping[str, str]) -> str:
+    """``template``, which has been checked, with a value for every one of ``TAG_FIELDS``."""
+    return template.format_map(values)
