@@ -1,9 +1,9 @@
 """Worlds whose instances are forked from one process, which has imported torch once for all of them.
 
-The process behind `tests.contract.forking`: it reads calls from its standard input and answers on its standard
-output. An instance is what `run_world` makes, but for two things: the hashes of all instances have one seed, and
-nobody but this process watches over them. So a law that runs here at some sizes runs in a world of `run_world` at
-another.
+The process behind `tests.contract.forked_calls`: it reads calls from its standard input and answers on its
+standard output. An instance is what `run_world` makes, but for two things: the hashes of all instances have one
+seed, and nobody but this process watches over them. So a law that runs here at some sizes runs in a world of
+`run_world` at another.
 """
 
 import multiprocessing
@@ -26,7 +26,7 @@ import torch
 from popdist.contract import Contract, Endpoint
 from poprun.process.spawn import become_subreaper
 from tests import leftovers
-from tests.contract.forking import Answer, Call
+from tests.contract.forked_calls import Answer, Call
 
 _FORK = multiprocessing.get_context("fork")
 

@@ -26,7 +26,7 @@ from popdist.gradients import overlap, reduction
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
-from tests.contract import recipes, training_laws
+from tests.contract import training_laws, training_recipes
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share
 
@@ -62,13 +62,13 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
 
 
 def run_recipes() -> tuple[dict[str, str], int]:
-    """What every recipe of recipes.py has trained, and how many steps went early and were right."""
+    """What every recipe of training_recipes.py has trained, and how many steps went early and were right."""
     with (
         mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE),
         mock.patch.object(two_level, "FEW", FEW),
         counted() as ends,
     ):
-        return recipes.run_all(), sum(ends)
+        return training_recipes.run_all(), sum(ends)
 
 
 @contextmanager

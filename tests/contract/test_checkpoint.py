@@ -12,7 +12,7 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import checkpoint_laws
-from tests.contract.forking import ForkedWorlds
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS, run
 
 NUM_KILLS = 20
@@ -37,7 +37,7 @@ def test_laws(forked_world: ForkedWorlds, tmp_path: Path, num_instances: int, nu
 def test_a_killed_run_ends_with_the_bits_of_one_never_killed(tmp_path: Path) -> None:
     """Killed in steps and in saves, on any instance, and resumed in mid-epoch with 1, 2 or 4 of them."""
     finished = run(
-        [sys.executable, "-m", "tests.contract.killing", str(tmp_path), str(NUM_KILLS), str(SEED)],
+        [sys.executable, "-m", "tests.contract.killed_training", str(tmp_path), str(NUM_KILLS), str(SEED)],
         env={"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
     ).succeeded()
     found = json.loads(finished.out)

@@ -13,7 +13,7 @@ import popdist
 from popdist.collectives import exchange
 from popdist.testing import run_world
 from tests.contract import collective_laws
-from tests.contract.forking import ForkedWorlds
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import data_laws
-from tests.contract.forking import ForkedWorlds
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 

@@ -17,7 +17,7 @@ from poprun.text.formats import EmitKind
 from tests.planning import planned
 from tests.running import DEADLINE_SECONDS, Finished, MpiEnvironment, Poprun, run
 
-PROGRAM = Path(__file__).parent / "joining.py"
+PROGRAM = Path(__file__).parent / "joining_program.py"
 
 
 NAMES = ("mpich", "openmpi")

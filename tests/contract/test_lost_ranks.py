@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.running import DEADLINE_SECONDS
 
-PROGRAM = Path(__file__).with_name("losing_ranks.py")
+PROGRAM = Path(__file__).with_name("lost_ranks_program.py")
 SIZE = 3
 
 

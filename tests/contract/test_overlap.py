@@ -11,13 +11,13 @@ import torch
 
 from popdist.contract import Contract, Endpoint
 from popdist.testing import run_world
-from tests.contract import loop_laws, overlap_laws, overlap_losses, recipes, training_laws
-from tests.contract.forking import ForkedWorlds
+from tests.contract import loop_laws, overlap_laws, overlap_losses, training_laws, training_recipes
+from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.training_laws import laws_of
 from tests.docs.markdown import ROOT
 from tests.running import DEADLINE_SECONDS
 
-NUM_RECIPES = len([name for name in vars(recipes) if name.startswith("recipe_")])
+NUM_RECIPES = len([name for name in vars(training_recipes) if name.startswith("recipe_")])
 
 
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(2, 2), (3, 6), (4, 12)])
@@ -41,7 +41,7 @@ def test_laws_on_gpus() -> None:
 
 
 def test_recipes_have_the_same_bits(forked_world: ForkedWorlds) -> None:
-    """What recipes.py trains on three replicas is the same with one instance and with three, each on its host."""
+    """What training_recipes.py trains on three replicas is the same on one host and on three."""
     ((alone, none), *shared) = (
         end
         for number in (1, 3)

@@ -12,7 +12,7 @@ from popdist.testing import run_world
 from tests.contract import preemption_laws
 from tests.running import DEADLINE_SECONDS, Poprun
 
-PROGRAM = Path(__file__).with_name("interrupted.py")
+PROGRAM = Path(__file__).with_name("interrupted_training.py")
 NUM_STEPS = 60
 SEED = 5
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.contract import distant, leaving_headers
-from tests.contract.forking import ForkedWorlds
+from tests.contract import header_losses, several_hosts_training
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 
@@ -19,7 +19,7 @@ def test_hosts_have_the_bits_of_one_process(
 
     def train(num_hosts: int, num_local: int) -> list[tuple[int, str]]:
         return forked_world(
-            distant.train,
+            several_hosts_training.train,
             num_instances=num_hosts * num_local,
             num_replicas=num_replicas,
             num_hosts=num_hosts,
@@ -33,5 +33,5 @@ def test_hosts_have_the_bits_of_one_process(
 
 def test_headers_of_who_is_interrupted_or_has_left(forked_world: ForkedWorlds) -> None:
     """A wait goes on after Ctrl-C, and nothing is sent after the end."""
-    told = forked_world(leaving_headers.run, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
+    told = forked_world(header_losses.run, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
     assert told == [f"instance {it}, in too late: instance {it} has left the job" for it in range(3)]

@@ -10,7 +10,7 @@ import pytest
 
 from popdist.testing import run_world
 from tests.contract import sharding_laws
-from tests.contract.forking import ForkedWorlds
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 NUM_LAWS = len([name for name in vars(sharding_laws) if name.startswith("law_")])

@@ -14,8 +14,8 @@ import pytest
 import popdist
 from popdist import context
 from popdist.testing import run_world
-from tests.contract import loop_laws, recipes, training_laws
-from tests.contract.forking import ForkedWorlds
+from tests.contract import loop_laws, training_laws, training_recipes
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 
@@ -50,9 +50,11 @@ def test_the_cause_is_reported_first() -> None:
 
 
 def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -> None:
-    """What recipes.py trains on three replicas is the same with one instance and with three."""
+    """What training_recipes.py trains on three replicas is the same with one instance and with three."""
     ((alone,), shared) = (
-        forked_world(recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS)
+        forked_world(
+            training_recipes.run_all, num_instances=number, num_replicas=3, timeout_seconds=DEADLINE_SECONDS
+        )
         for number in (1, 3)
     )
 
@@ -71,7 +73,7 @@ def test_compiled_kernels_have_the_same_bits(tmp_path: Path, monkeypatch: pytest
         end
         for number in (1, 2)
         for end in run_world(
-            recipes.run_inductor,
+            training_recipes.run_inductor,
             num_instances=number,
             num_replicas=2,
             timeout_seconds=DEADLINE_SECONDS,

@@ -14,7 +14,7 @@ from tests.docs.markdown import ROOT, blocks
 from tests.running import Poprun, run
 
 PAGE = ROOT / "docs" / "from-ddp.md"
-IN_TURN = ROOT / "tests" / "docs" / "in_turn.py"
+IN_TURN = ROOT / "tests" / "docs" / "scripts_in_turn.py"
 STAND_INS = ROOT / "tests" / "docs" / "stand_ins"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.running import run
 
-PROGRAM = Path(__file__).parent.parent / "contract" / "joining.py"
+PROGRAM = Path(__file__).parent.parent / "contract" / "joining_program.py"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """A training that is killed or asked to leave at a chosen step, and goes on from its last checkpoint.
 
-``interrupted.py FOLDER [--exit-code CODE] [--wait-at STEP] [--kill ATTEMPT:INSTANCE:STEP:WHOM]...``: at that step
-of that attempt the instance kills the program (itself), its agent or its shim. After the step ``--wait-at``
-instance 0 waits for a signal, and says so. At the end it tells the steps and the checksum of the weights.
+``interrupted_training.py FOLDER [--exit-code CODE] [--wait-at STEP] [--kill ATTEMPT:INSTANCE:STEP:WHOM]...``: at
+that step of that attempt the instance kills the program (itself), its agent or its shim. After the step
+``--wait-at`` instance 0 waits for a signal, and says so. At the end it tells the steps and the checksum of the
+weights.
 """
 
 import argparse

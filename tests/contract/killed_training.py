@@ -1,9 +1,9 @@
 """A training job that is killed again and again, at random moments, and goes on at another number of instances.
 
-Run as a program: ``killing.py FOLDER NUM_KILLS SEED``. It imports torch once and forks each instance, so that a
-life costs a fraction of a second. An instance counts what it does (each backward pass, each step, and, through an
-audit hook, each file it opens, renames or removes) and kills itself at a count that was drawn before. At the end
-it prints what came of it, as JSON.
+Run as a program: ``killed_training.py FOLDER NUM_KILLS SEED``. It imports torch once and forks each instance, so
+that a life costs a fraction of a second. An instance counts what it does (each backward pass, each step, and,
+through an audit hook, each file it opens, renames or removes) and kills itself at a count that was drawn before.
+At the end it prints what came of it, as JSON.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Run scripts one after the other, each in a fork of a process that has imported what is slow to import.
 
-``in_turn.py SCRIPT:PORT...``: each script finds ``MASTER_PORT`` set to its own port, so that no process of one
-meets one of another.
+``scripts_in_turn.py SCRIPT:PORT...``: each script finds ``MASTER_PORT`` set to its own port, so that no process of
+one meets one of another.
 """
 
 import os

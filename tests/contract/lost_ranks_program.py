@@ -1,4 +1,4 @@
-"""One rank of a job that loses ranks: ``losing_ranks.py FOLDER RANK SIZE`` prints what it was told of them."""
+"""One rank of a job that loses ranks: ``lost_ranks_program.py FOLDER RANK SIZE`` prints what it was told."""
 
 import os
 import signal
