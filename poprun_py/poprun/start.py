@@ -87,7 +87,7 @@ def start_job(
     from poprun.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
     with hold(plan, facts, network) as job:
-        return _run(job.plan, job.network, verbosity, announce, job.leases, job.renewed)
+        return _run(job.plan, job.network, verbosity, announce, job.leases, job.regain)
 
 
 def _run(
@@ -96,15 +96,15 @@ def _run(
     verbosity: int,
     announce: Callable[[LaunchPlan], None],
     leases: Sequence["HeldLease"] = (),
-    renewed: "Callable[[JobNetwork], JobNetwork]" = lambda network: network,
+    regain: "Callable[[JobNetwork], JobNetwork]" = lambda network: network,
 ) -> int:
-    """Run the job on what it holds, ``leases``; ``renewed`` takes anew what was lost with a host."""
+    """Run the job on what it holds, ``leases``; ``regain`` takes anew what was lost with a host."""
     announce(plan)
     if verbosity:
         for lease in leases:
             screen.tell(f"holds {lease}")
 
     def look_again() -> "JobNetwork | None":
-        return None if network is None else renewed(replace(network, key=_examine(plan).network.key))
+        return None if network is None else regain(replace(network, key=_examine(plan).network.key))
 
     return run_job(plan, environ=os.environ, verbosity=verbosity, leases=leases, network=network, look=look_again)

@@ -1,4 +1,4 @@
-"""From what a job wants of a pool to what it holds, whoever keeps the pool.
+"""The way from what a job wants of a pool to what it holds, whoever keeps the pool.
 
 A job's claim stands in the queue of a pool until the pool grants it. Then the job has a lease, its plan is changed
 to the virtual IPUs or cores that it was given, and everything is given back when the job has ended. The pool of
@@ -34,15 +34,15 @@ class HeldJob:
         plan: The job, on the virtual IPUs and cores that it was given.
         network: How its hosts reach each other, and what each has given; None when there is only this machine.
         leases: What it holds.
-        renewed: Takes anew what was lost with a host, before the job is started again; the network with it.
+        regain: Takes anew what was lost with a host, before the job is started again; the network with it.
     """
 
     plan: LaunchPlan
     network: JobNetwork | None = None
     leases: tuple[HeldLease, ...] = ()
-    renewed: Callable[[JobNetwork], JobNetwork] = lambda network: network
+    regain: Callable[[JobNetwork], JobNetwork] = lambda network: network
 
-    def on(self, plan: LaunchPlan, *leases: HeldLease) -> "HeldJob":
+    def given(self, plan: LaunchPlan, *leases: HeldLease) -> "HeldJob":
         """The job on what it was given now, with further leases."""
         return replace(self, plan=plan, leases=(*self.leases, *leases))
 
@@ -60,7 +60,7 @@ class Claim(ABC):
 
     @abstractmethod
     def _refusal(self, *, advises: bool) -> str:
-        """Who has what is wanted, and what can be done about it if ``advises``."""
+        """The words that say who has what is wanted, and what can be done about it if ``advises``."""
 
     def wait_until_granted(self, vipu: VipuSettings, tell: Tell) -> tuple[str, ...]:
         """Ask as often as ``vipu`` says, until the pool grants the claim; names of what is granted.

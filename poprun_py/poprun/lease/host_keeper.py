@@ -1,9 +1,9 @@
-"""Keeps a job's lease on one host: ``python -I host_keeper.py FOLDER``, which poprun starts there through ssh.
+"""The process that keeps a job's lease on one host: ``python -I host_keeper.py FOLDER``.
 
-It asks the pool of its host, holds what it is given from attempt to attempt, and hands the open file that is the
-lease to the agents of the job there. poprun says when it is over. When poprun is out of reach, this process ends
-at once and gives nothing back: the agents have the file open until their programs have ended, and the lease ends
-with them.
+poprun starts it there through ssh. It asks the pool of its host, holds what it is given from attempt to attempt,
+and hands the open file that is the lease to the agents of the job there. poprun says when the job is over. When
+poprun is out of reach, this process ends at once and gives nothing back: the agents have the file open until their
+programs have ended, and the lease ends with them.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
     try:
         plan = read_plan(request["plan"], "the plan")
         os.chdir(plan.working_directory)
-        _say({"machine": machine(pool_file(plan.vipu.pool))})
+        _say({"machine": machine_of(pool_file(plan.vipu.pool))})
         orders.next()
         with leased_here(HeldJob(plan=plan), None, is_fixed=request["is_fixed"], tell=_tell) as job:
             address = _hand_out([lease.descriptor for lease in job.leases if lease.descriptor is not None])
@@ -48,7 +48,7 @@ def main() -> None:
         _say({"error": f"{error.filename or 'the working directory'}: {error.strerror}", "kind": "HostsError"})
 
 
-def machine(pool: str) -> str:
+def machine_of(pool: str) -> str:
     """Words that tell the pool in the file ``pool`` from those of other machines, whatever the machine is called.
 
     Raises:
@@ -67,7 +67,7 @@ class _Orders:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
-        """The next order."""
+        """The next order of poprun."""
         order: dict[str, Any] = json.loads(self._lines.get())
         return order
 

@@ -57,8 +57,8 @@ def leased_on_hosts(job: HeldJob, network: JobNetwork, *, is_fixed: bool) -> Ite
     leases = _HostLeases(job.plan, is_fixed=is_fixed)
     try:
         leases.take()
-        job = job.on(job.plan, *leases.held())
-        yield replace(job, network=leases.within(network), renewed=leases.renewed)
+        job = job.given(job.plan, *leases.held())
+        yield replace(job, network=leases.within(network), regain=leases.regain)
     finally:
         leases.end()
 
@@ -85,7 +85,7 @@ class _HostLeases:
         for host in sorted(self._keepers, key=lambda host: machines[host]):
             self._granted[host] = self._keepers[host].take(_until(self._plan))
 
-    def renewed(self, network: JobNetwork) -> JobNetwork:
+    def regain(self, network: JobNetwork) -> JobNetwork:
         """Take anew what was lost with its host, before the job is started again; ``network`` with it.
 
         It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
@@ -118,7 +118,7 @@ class _HostLeases:
         return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in self._keepers.values()))
 
     def held(self) -> tuple[HeldLease, ...]:
-        """What the job holds, host by host."""
+        """The leases of the job, host by host."""
         return tuple(
             HeldLease(host=host, names=tuple(names), pool=pool, partition=partition)
             for host in self._plan.hosts

@@ -56,7 +56,7 @@ def leased_here(
             job = stack.enter_context(_ipus_leased(job, facts, is_fixed=is_fixed, tell=tell))
         if job.leases and facts is not None:
             facts = facts.with_cores(job.plan.cores)
-            job = job.on(place(job.plan, facts))
+            job = job.given(place(job.plan, facts))
         if job.plan.owns_cores:
             job = stack.enter_context(_leased(job, CoreClaim(job.plan, facts), tell))
         yield job
@@ -68,7 +68,7 @@ def _ipus_leased(job: HeldJob, facts: MachineFacts | None, *, is_fixed: bool, te
     inherited = _inherited(claim.cluster, state) if job.plan.devices else []
     if len(inherited) >= job.plan.num_slots_per_host:
         names = inherited[: job.plan.num_slots_per_host]
-        yield job.on(claim.plan_on(names), claim.lease(names))
+        yield job.given(claim.plan_on(names), claim.lease(names))
         return
     with _leased(job, claim, tell) as held:
         yield held
@@ -89,7 +89,7 @@ def ipu_claim(
 def _leased(job: HeldJob, claim: "LocalClaim", tell: Tell) -> Iterator[HeldJob]:
     try:
         names = claim.wait_until_granted(claim.plan.vipu, tell)
-        yield job.on(claim.plan_on(names), claim.lease(names))
+        yield job.given(claim.plan_on(names), claim.lease(names))
     finally:
         claim.give_back(tell)
 
@@ -118,27 +118,18 @@ class LocalClaim(Claim):
     def plan_on(self, names: Sequence[str]) -> LaunchPlan:
         """The plan on what was granted."""
 
-    def _look_again(self) -> None:
-        """Look at what there is to choose from, which may have changed."""
-
-    @property
-    def _waits_for_others(self) -> bool:
-        """Whether processes outside the pool may have to end first."""
-        return False
-
     def _ask(self) -> tuple[str, ...]:
+        self._wish = self.wish()
         if self._ticket is None:
-            self._wish = self.wish()
             self._ticket = self.pool.ask(shlex.join(self.plan.program), self._wish)
         else:
-            self._look_again()
-            self._wish = self.wish()
             self._ticket = self.pool.try_again(self._ticket, self._wish)
         return self._ticket.ipus
 
     def _wait(self, timeout_seconds: float | None) -> None:
         if timeout_seconds is None:
-            timeout_seconds = _OCCUPANTS_SECONDS if self._waits_for_others else float("inf")
+            is_occupied = any(ipu.occupants for ipu in self.cluster.ipus) and not self.plan.vipu.shares_devices
+            timeout_seconds = _OCCUPANTS_SECONDS if is_occupied else float("inf")
         if self._ticket is not None:
             wait_for_turn(self.pool, self._ticket, self._wish, timeout_seconds)
 
@@ -183,13 +174,10 @@ class IpuClaim(LocalClaim):
         self._plain_wish = wished_ipus(plan, allocation)
         self._plain_wish.check(self.cluster, " of them here")
 
-    @property
-    def _waits_for_others(self) -> bool:
-        return not self.plan.vipu.shares_devices and any(ipu.occupants for ipu in self.cluster.ipus)
-
-    def _look_again(self) -> None:
-        if self.plan.devices:
+    def _ask(self) -> tuple[str, ...]:
+        if self._ticket is not None and self.plan.devices:
             self.cluster = _cluster_for(self.plan, find_gpus(os.environ))
+        return super()._ask()
 
     def wish(self) -> Wish:
         """As many virtual IPUs as the job uses, or just those that its plan names."""

@@ -1,4 +1,4 @@
-"""``python -I -S renewal.py``: renews a job's lease at a server of virtual IPUs until the job has ended.
+"""The process that renews a job's lease at a server of virtual IPUs: ``python -I -S renewal.py``.
 
 It is a process of its own, outside poprun's tree, so that a poprun that is stopped, busy or killed does not lose
 the lease while programs compute under it. Its standard input is a pipe, of which poprun and its agents hold the
@@ -95,7 +95,7 @@ def _tell(text: str) -> None:
 
 
 def _first_line() -> bytes:
-    """Read no further than that: what comes behind it says that the job is over."""
+    """The first line of the standard input, and nothing behind it: what follows says that the job is over."""
     line = b""
     while not line.endswith(b"\n"):
         letter = os.read(_INPUT, 1)

@@ -1,4 +1,4 @@
-"""A client of a server of virtual IPUs: its token, and all that it asks."""
+"""The client of a server of virtual IPUs: its token, and all that it asks."""
 
 import os
 import secrets
@@ -35,7 +35,7 @@ _OTHERS: Final = 0o077
 
 
 def token_file(environ: Mapping[str, str]) -> str:
-    """Where the token is: where a variable says, else in the folder of the user's settings."""
+    """The file of the token: the one that a variable names, else one in the folder of the user's settings."""
     named = environ.get(TOKEN_VARIABLE)
     settings = environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return os.path.abspath(named or os.path.join(settings, "poprun", "vipu-token"))
@@ -101,7 +101,7 @@ class RemotePool:
     this machine would raise.
 
     Args:
-        server: Where it is.
+        server: The address of the server.
         client: Who asks, as ``user@host``.
     """
 
@@ -110,15 +110,15 @@ class RemotePool:
         self._client = client
 
     def served(self) -> ServedPool:
-        """All that it tells."""
+        """All that the server tells of its pool."""
         return self._answer("pool", {}, read_pool)
 
     def cluster(self) -> Cluster:
-        """What it hands out."""
+        """The virtual IPUs that the server hands out."""
         return self.served().cluster
 
     def state(self) -> PoolState:
-        """What stands in it now."""
+        """What stands in the pool now."""
         return self.served().state
 
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:

@@ -1,4 +1,7 @@
-"""One question to a server of virtual IPUs, and its answer. Standard library only: the keeper asks, too."""
+"""One question to a server of virtual IPUs, and its answer.
+
+It imports little: the process that renews a lease (`renewal`) asks, too.
+"""
 
 import http.client
 import json
@@ -37,12 +40,12 @@ _KINDS: Final[Mapping[str, type[PoprunError]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Where a server is, and what it asks for.
+    """The address of a server, with what lets a client in.
 
     Attributes:
         host: Name or address.
         port: Its TCP port.
-        token: What lets a client in.
+        token: The secret that its clients know.
         timeout_seconds: How long it may take to answer.
     """
 
@@ -56,12 +59,12 @@ class ServerAddress:
 
 
 def kind_of(error: PoprunError) -> str:
-    """What an answer calls an error, so that the client raises the same."""
+    """The name of an error's kind in an answer, by which the client raises the same."""
     return next((kind for kind, raised in _KINDS.items() if type(error) is raised), "plan")
 
 
 def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
-    """Ask a server for something; what it answers.
+    """Ask a server to do something; its answer.
 
     Args:
         server: The server.

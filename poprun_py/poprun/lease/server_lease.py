@@ -92,7 +92,7 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
     def held(names: Sequence[str], descriptor: int | None = None) -> HeldJob:
         lease = held_ipus(plan, cluster if len(plan.hosts) == 1 else served.cluster, names, str(pool.server))
         given, network = on_ipus(plan, cluster, hosts, names, job.network)
-        return replace(job.on(given, replace(lease, descriptor=descriptor)), network=network)
+        return replace(job.given(given, replace(lease, descriptor=descriptor)), network=network)
 
     above = _held_above(served.state)
     if num_ipus <= len(above):
@@ -106,7 +106,7 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
         claim.give_back()
         raise
     linger_seconds = 0.0 if job.network is None else plan.ending.stop_timeout_seconds + _LOSS_SECONDS
-    with renewed(pool.server, claim.request.key, served.lease_seconds, linger_seconds) as descriptor:
+    with _renewing(pool.server, claim.request.key, served.lease_seconds, linger_seconds) as descriptor:
         yield held(names, descriptor)
 
 
@@ -176,7 +176,7 @@ class ServerClaim(Claim):
 
 
 @contextmanager
-def renewed(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
+def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
     """Renew a lease (`renewal`) for the length of a block and, if this process is killed, as long as agents live.
 
     Args:
@@ -328,7 +328,7 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
-    """What a job holds among whose processes this one is: nobody waits for itself."""
+    """The IPUs that a job holds among whose processes this one is: nobody waits for itself."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
     here = f"@{socket.gethostname()}"
     return next(

@@ -1,4 +1,4 @@
-"""Which cluster the pool of this machine hands out. Pure: what was found and asked for are arguments."""
+"""The cluster of virtual IPUs that the pool of a machine hands out, and what a job may name of it."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def choose_cluster(
         PlanError: If there are fewer GPUs than ``ipus_per_host``.
     """
     if pod is not None:
-        return on_machine(pod, names_of(hostname), gpus[:ipus_per_host])
+        return on_machine(pod, _machine_names(hostname), gpus[:ipus_per_host])
     if not gpus:
         return cpu_cluster(hostname, ipus_per_host, num_cores)
     if ipus_per_host is not None and ipus_per_host > len(gpus):
@@ -46,14 +46,14 @@ def gpus_within(pod: Cluster, allocation: str | None, hostname: str, gpus: Seque
     Raises:
         PartitionError: If there is no such allocation.
     """
-    ours = on_machine(pod, names_of(hostname), gpus)
+    ours = on_machine(pod, _machine_names(hostname), gpus)
     check_names(ours, allocation)
     devices = {ipu.device for ipu in ours.part(allocation)}
     return tuple(gpu for gpu in gpus if gpu.name in devices)
 
 
-def names_of(hostname: str) -> tuple[str, str]:
-    """What a description of a pod may call the machine."""
+def _machine_names(hostname: str) -> tuple[str, str]:
+    """The names that a description of a pod may give the machine."""
     return hostname, hostname.partition(".")[0]
 
 

@@ -47,7 +47,7 @@ def lease_file(file: str, number: int) -> str:
 
 
 def mode_of(file: str, bits: int) -> int:
-    """Who may use a file of the pool: whoever may write in its folder."""
+    """The permissions of a file of the pool, within ``bits``: those of its folder."""
     return os.stat(os.path.dirname(file)).st_mode & bits
 
 
@@ -221,7 +221,7 @@ def predecessors(connection: sqlite3.Connection, number: int, queue: str) -> lis
 
 
 def user_of_lease(connection: sqlite3.Connection, number: int) -> str:
-    """Whose the lease of that number is."""
+    """The user of the lease of that number."""
     (user,) = connection.execute("SELECT user FROM lease WHERE id = ?", (number,)).fetchone()
     return str(user)
 

@@ -1,4 +1,4 @@
-"""Whether the process behind a lease still lives, and whether a server hands out this pool.
+"""The processes behind leases, and whether they still live; and whether a server hands out the pool.
 
 Each lease has a file that its job keeps locked with flock(2): poprun, and each of its agents, which outlive a
 poprun that is killed until their programs have ended. The kernel takes the lock away when the last of them has
@@ -41,7 +41,7 @@ def this_process(words: str) -> Holder:
 
 @cache
 def boot_id() -> str:
-    """What names this run of the kernel (random(4)); empty where it has no name."""
+    """The id of this run of the kernel (random(4)); empty where it has none."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -118,7 +118,7 @@ def is_here(holder: Holder) -> bool:
 
 
 def _process_lives(holder: Holder) -> bool:
-    """What ids say; a process of another pid namespace cannot be seen, and is taken to live."""
+    """Whether the process lives, by its ids; one of another pid namespace cannot be seen, and is taken to live."""
     if not is_here(holder):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Where the pool of a machine is, and whether that place can be trusted.
+"""The place of a machine's pool, and whether it can be trusted.
 
 The default is a folder of its own below ``/var/tmp``, which outlives a reboot and is on a local disk. Everybody
 may write in it, because there is no daemon that could write for them. It has no sticky bit: with one, Linux

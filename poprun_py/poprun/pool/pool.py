@@ -106,7 +106,7 @@ class Pool:
         return replace(ticket, ipus=self.take(ticket.id, wish))
 
     def enqueue(self, client: Holder, wish: Wish) -> int:
-        """Put a client of this process, a server, at the end of the queue; the number of its lease."""
+        """Put a client of this server at the end of the queue; the number of its lease."""
         with self._writing() as connection:
             return add_lease(connection, client, wish.num_ipus, wish.queue)
 

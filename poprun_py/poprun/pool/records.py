@@ -48,7 +48,7 @@ REMOTE: Final = "remote"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that holds a lease, known for all time.
+    """A process that holds a lease, with what tells it from every other process.
 
     Attributes:
         pid: Its id, in its own pid namespace.
@@ -68,7 +68,7 @@ class Holder:
 
     @property
     def key(self) -> str | None:
-        """What a client of a server names its lease by; None for a process of this machine."""
+        """The key by which a client of a server names its lease; None for a process of this machine."""
         return self.pid_namespace if self.boot_id == REMOTE else None
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Holder:
 
 
 def short_words(words: str) -> str:
-    """The beginning of what a process runs."""
+    """The beginning of the words that a process runs."""
     return words if len(words) <= _LONGEST_WORDS else f"{words[:_LONGEST_WORDS]}…"
 
 
@@ -168,7 +168,7 @@ class PoolState:
         return tuple(lease for lease in self.leases if lease.is_waiting and lease.queue == queue)
 
     def without(self, ended: Collection[int]) -> "PoolState":
-        """The same without the leases of these numbers, and without the partitions that end with them."""
+        """The state without the leases of these numbers, and without the partitions that end with them."""
         return PoolState(
             partitions=tuple(
                 replace(partition, lease=None) if partition.lease in ended else partition

@@ -1,4 +1,4 @@
-"""What a job wants of the pool, as values that can be sent, and who holds what it wants, in words. Pure."""
+"""What a job wants of a pool, and the words that say who holds it. Pure."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class Wish:
 
     @property
     def queue(self) -> str:
-        """Who waits for the same thing waits in the same queue: the name of the partition, or that of the rest."""
+        """The queue of those who wait for the same: the name of the partition, or that of what is in none."""
         return self.queue_name if self.partition is None else self.partition.name
 
     def can_be_met(self, state: PoolState) -> bool:
@@ -160,12 +160,11 @@ def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocatio
         )
     part = set(cluster.part(allocation))
     of_host = [[ipu for ipu in share_of(cluster, host) if ipu in part] for host in hosts]
+    num_each = num_ipus // len(hosts)
 
     def choose(taken: Collection[str]) -> tuple[VirtualIpu, ...]:
-        picked = [
-            choose_ipus([it for it in ipus if it.name not in taken], num_ipus // len(hosts), cluster.domain_size)
-            for ipus in of_host
-        ]
+        free = ([ipu for ipu in ipus if ipu.name not in taken] for ipus in of_host)
+        picked = [choose_ipus(ipus, num_each, cluster.domain_size) for ipus in free]
         return tuple(ipu for ipus in picked for ipu in ipus) if all(picked) else ()
 
     return choose

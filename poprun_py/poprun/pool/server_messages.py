@@ -238,7 +238,7 @@ def _read_cluster(read: FieldReader) -> Cluster:
 def _read_range(read: FieldReader, key: str) -> range:
     ends = read.values[key] if isinstance(read.values, Mapping) else None
     if not (
-        isinstance(ends, list) and len(ends) == len(("start", "stop")) and all(type(it) is int for it in ends)
+        isinstance(ends, list) and len(ends) == len(("start", "stop")) and all(type(end) is int for end in ends)
     ):
         raise PlanError(f"{read.source}: {read.path}{key} must be two numbers")
     return range(ends[0], ends[1])
@@ -250,7 +250,7 @@ def _read_ipu(read: FieldReader) -> VirtualIpu:
         name=read.text("name"),
         domain=read.count("domain"),
         device=read.text("device"),
-        occupants=tuple(Occupant(pid=it.count("pid"), user=it.text("user")) for it in read.items("occupants")),
+        occupants=tuple(user.settings(Occupant) for user in read.items("occupants")),
     )
 
 

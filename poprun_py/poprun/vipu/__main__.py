@@ -1,4 +1,4 @@
-"""`python -m poprun.vipu`."""
+"""Runs the `vipu` program as ``python -m poprun.vipu``."""
 
 from poprun.vipu.vipu_command import main
 

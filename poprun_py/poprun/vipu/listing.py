@@ -21,7 +21,7 @@ def partition_rows(state: PoolState) -> list[Row]:
 
 
 def partition_row(partition: Partition, state: PoolState) -> Row:
-    """One partition."""
+    """The row of one partition."""
     lease = state.lease(partition.lease)
     return {
         "partition": partition.name,

@@ -1,4 +1,4 @@
-"""`vipu serve`: the pool of this machine, for other hosts."""
+"""The command `vipu serve`, which hands out the pool of this machine to other hosts."""
 
 import os
 import socket
@@ -45,6 +45,7 @@ _IN_CLEAR: Final = (
 )
 @click.option(
     "--token-file",
+    "token",
     metavar="FILE",
     help=f"The token that clients need; made when it is not there.  [default: {TOKEN_VARIABLE}, or vipu-token in "
     "~/.config/poprun]",
@@ -56,21 +57,11 @@ _IN_CLEAR: Final = (
     metavar="SECONDS",
     help=f"When to end the lease of a job of which nothing is heard.  [default: {_LEASE_SECONDS}]",
 )
-def serve(host: str, port: int, token_file: str | None, lease_seconds: float) -> None:
+def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None:
     """Hand out virtual IPUs to other hosts.
 
     They are those of this machine, or of the pod that POPRUN_POD names. Jobs take theirs with poprun
     --vipu-server-host, and vipu --server-host shows them. Both need the token.
-    """
-    serve_pool(host, port, token_file, lease_seconds)
-
-
-def serve_pool(host: str, port: int, token: str | None, lease_seconds: float) -> None:
-    """Serve until SIGTERM or Ctrl-C.
-
-    Raises:
-        ServerError: If a package is missing, or nothing can listen there.
-        PoolError: If the pool is served already, or cannot be used.
     """
     try:
         from poprun.vipu import answers, server  # noqa: PLC0415 - the extra is needed here only

@@ -17,7 +17,7 @@ from poprun.vipu.target_pool import LocalPool
 
 
 class Renewals:
-    """When each lease was renewed last.
+    """The times at which leases end unless they are renewed.
 
     Time in which this process itself did not run (it was stopped, or the machine slept) counts for nobody: clients
     could not renew anything while nobody listened.
@@ -45,7 +45,7 @@ class Renewals:
         self._ends[key] = self._clock() + self._lease_seconds
 
     def forget(self, key: str) -> None:
-        """The lease has ended."""
+        """Forget a lease that has ended."""
         self._ends.pop(key, None)
 
     def keep_only(self, keys: Collection[str]) -> None:
@@ -124,7 +124,7 @@ class ClientLeases:
             return self._try(request, wish, lease, state)
 
     def renew(self, key: str) -> None:
-        """Let a lease last.
+        """Let a lease last for its whole time from now on.
 
         Raises:
             LeaseEndedError: If there is none of that key any more.

@@ -1,7 +1,7 @@
-"""The server as a process: its socket, its bounds, its end. Nothing but `vipu serve` imports it.
+"""The HTTP server of `vipu serve`: its socket, the limits of its connections, and its end.
 
 A connection lasts a bounded time, whatever its client does. When there are too many, the one goes that has been
-longest about sending its request, so clients that dawdle cannot keep others out.
+longest about sending its request, so slow clients cannot keep others out.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ _BACKLOG: Final = 512
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection, which ends in time."""
+    """A connection that ends in time."""
 
-    _dawdlers: Final[dict["BoundedProtocol", None]] = {}
+    _unfinished: Final[dict["BoundedProtocol", None]] = {}
     """Connections whose request has not come as a whole, the oldest first."""
 
     _deadline: asyncio.TimerHandle | None = None
@@ -41,25 +41,25 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._deadline = self.loop.call_later(CONNECTION_SECONDS, transport.abort)
         if len(self.connections) > MAX_CONNECTIONS:
-            next(iter(self._dawdlers), self).transport.abort()
-        self._dawdlers[self] = None
+            next(iter(self._unfinished), self).transport.abort()
+        self._unfinished[self] = None
 
     def data_received(self, data: bytes) -> None:
         """Look whether the request has come as a whole."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.more_body:  # type: ignore[redundant-expr] # None at first
-            self._dawdlers.pop(self, None)
+            self._unfinished.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
         if self._deadline is not None:
             self._deadline.cancel()
-        self._dawdlers.pop(self, None)
+        self._unfinished.pop(self, None)
         super().connection_lost(exc)
 
 
 class _Server(uvicorn.Server):
-    """Ends with 0 when it is asked to end; ``when_ready`` is called when that is so."""
+    """A server that ends with 0 when it is asked to; ``when_ready`` is called when it can be asked."""
 
     def __init__(self, config: uvicorn.Config, when_ready: Callable[[], None]) -> None:
         super().__init__(config)

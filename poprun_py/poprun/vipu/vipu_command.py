@@ -1,4 +1,4 @@
-"""The words of the `vipu` program."""
+"""The command line of the `vipu` program."""
 
 import sys
 from collections.abc import Callable, Sequence
