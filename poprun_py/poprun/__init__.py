@@ -1,31 +1,36 @@
 """poprun: partition virtual IPUs into instances and replicas, start them, and see them to their end.
 
-``make_plan(LaunchRequest(...), facts)`` is the command line's own way from what is asked to what will be done. The
-names arrive on first use: the agents of a job import this package in a bare interpreter, which has none of them.
+``make_plan(LaunchRequest(...), facts)`` is the command line's own way from what is asked to what will be done.
+Each public name loads its module on first use: the agents of a job import this package in a bare interpreter.
 """
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from poprun.plan.plan import LaunchPlan
     from poprun.plan.planner import make_plan
     from poprun.plan.request import LaunchRequest
 
-__version__: str
-__all__ = ["LaunchPlan", "LaunchRequest", "__version__", "make_plan"]
+    __version__: str
 
-_HOMES = {
-    "LaunchPlan": ("poprun.plan.plan", "LaunchPlan"),
-    "LaunchRequest": ("poprun.plan.request", "LaunchRequest"),
-    "__version__": ("popdist.contract", "VERSION"),
-    "make_plan": ("poprun.plan.planner", "make_plan"),
-}
+_NAMES_OF_MODULES = {"plan.plan": "LaunchPlan", "plan.planner": "make_plan", "plan.request": "LaunchRequest"}
+"""The public names of each module."""
+
+_MODULE_OF = {name: f"poprun.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
+
+__all__ = ["LaunchPlan", "LaunchRequest", "__version__", "make_plan"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module  # noqa: PLC0415 - see the module's docstring
+    from importlib import import_module  # noqa: PLC0415 - agents go without
 
-    home, public = _HOMES[name]
-    return getattr(import_module(home), public)
+    if name == "__version__":
+        return import_module("popdist.contract").VERSION
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'poprun' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

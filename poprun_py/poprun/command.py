@@ -18,11 +18,11 @@ from poprun.plan.topology import MachineFacts
 from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import program_on_another_machine, resolve_program
 from poprun.text import screen
+from poprun.text.formats import ReportFormat, VersionFormat
 
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
     from poprun.render.table import Details
-    from poprun.text.formats import ReportFormat, VersionFormat
 
 _ENGINES_OWN: Final = ("host", "num-instances", "image")
 """Options that a batch script leaves to what it asks Slurm for."""
@@ -58,6 +58,7 @@ def run(line: CommandLine) -> int:
 
 
 def _no_program(line: CommandLine) -> UsageError:
+    """What to answer to a call without a program."""
     has_switch = any(one.option.kind.is_switch for one in line.given)
     hint = "\n  true, 1 and the like after a switch are its value: write -- before the program"
     return UsageError(
@@ -68,15 +69,14 @@ def _no_program(line: CommandLine) -> UsageError:
     )
 
 
-def _print_version(version_format: "VersionFormat | None") -> int:
+def _print_version(version_format: VersionFormat | None) -> int:
     from poprun.cli.versions import version_text  # noqa: PLC0415 - jobs go without
-    from poprun.text.formats import VersionFormat  # noqa: PLC0415 - jobs go without
 
     screen.show(version_text(version_format or VersionFormat.TEXT))
     return 0
 
 
-def _examine_machine(report_format: "ReportFormat") -> int:
+def _examine_machine(report_format: ReportFormat) -> int:
     """Tell what poprun would use on this machine, and what is missing; 1 when no job can run on it, else 0."""
     from poprun.doctor.diagnosis import can_run, diagnose, render_findings  # noqa: PLC0415 - rich is expensive
     from poprun.doctor.facts import examine  # noqa: PLC0415 - jobs go without
@@ -87,6 +87,7 @@ def _examine_machine(report_format: "ReportFormat") -> int:
 
 
 def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:
+    """Start the job of ``plan``, and see it to its end; poprun's exit code."""
     from poprun.start import look_at_hosts, start_job  # noqa: PLC0415 - a dry run starts nothing
 
     network = look_at_hosts(plan, line.verbosity)

@@ -1,4 +1,4 @@
-"""The variables that poprun adds to each program's environment.
+"""The variables of the programs: what poprun adds to them, and which of the user's go to other hosts.
 
 Pure: what the user has set is an argument. The contract's own names live in `popdist.contract`.
 """
@@ -17,9 +17,10 @@ UNBUFFERED = "PYTHONUNBUFFERED"
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 PYTHON_PATH = "PYTHONPATH"
 
+ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
+
 STARTUP_FOLDER: Final = os.path.join(os.path.dirname(contract.__file__), "startup")
 """Where Python finds what it does first under poprun: see `popdist.startup.sitecustomize`."""
-ACCELERATE_ON_CPU = "ACCELERATE_USE_CPU"
 
 PASSED_NAMES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LANGUAGE", "TERM", "TZ", "NO_COLOR", "VIRTUAL_ENV")
 PASSED_PREFIXES: Final = (
@@ -36,7 +37,6 @@ _LAUNCHER_NAMES: Final = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "SSH_AUT
 _LAUNCHER_PREFIXES: Final = ("HYDRA_", "MPIEXEC_", "OMPI_", "OPAL_", "PRTE_", "PMIX_", "SLURM")
 _SECRET: Final = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "API_KEY", "ACCESS_KEY")
 _INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
 
 CACHES: Final = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -115,9 +115,7 @@ def program_environment(
             env[DEVICE_ORDER] = "PCI_BUS_ID"
     elif plan.vipu.is_offline:
         env[VISIBLE_DEVICES] = ""
-    if (
-        not plan.devices and ACCELERATE_ON_CPU not in user
-    ):  # else accelerate connects GPUs only, and every instance trains alone
+    if not plan.devices and ACCELERATE_ON_CPU not in user:  # else accelerate lets every instance train alone
         env[ACCELERATE_ON_CPU] = "true"
     if plan.is_deterministic and CUBLAS_WORKSPACE not in user:
         env[CUBLAS_WORKSPACE] = ":4096:8"  # cuBLAS gives the same bits again with workspaces of a fixed size only
