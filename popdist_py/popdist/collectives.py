@@ -1,4 +1,4 @@
-"""What the instances of a job compute together: sums, copies, barriers, JSON values, and numbers about the job.
+"""The collectives of a job: sums, copies, barriers, JSON values, rows and means of all instances.
 
 Every call first proves that all instances make the same one, with the same shape, dtype and arguments; so a
 difference is an error on every instance that names who brought what, never a hang and never a wrong result. An
@@ -10,7 +10,6 @@ least float32, so that every instance has the same bits whatever the number of i
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -22,7 +21,7 @@ from popdist.comm.backend import Backend
 from popdist.context import current_group, device
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
-from popdist.headers import name_instances
+from popdist.headers import as_floats, as_words, name_instances
 from popdist.progress import progress_page
 from popdist.tree import tree_sum
 
@@ -34,6 +33,9 @@ DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
 
 CHUNK_BYTES: Final = 1 << 26
 """Most memory that a reduction takes beside its tensor: larger tensors are reduced in pieces."""
+
+_REFUSED: Final = -1
+"""What an instance sends in place of the size of its value, or the form of its rows, when it has none to send."""
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
@@ -237,10 +239,6 @@ def _combine(rows: list[Tensor], op: ReduceOp) -> Tensor:
     return total / len(rows) if op == "mean" else total
 
 
-_NO_JSON: Final = -1
-"""Said in place of the size of the value."""
-
-
 def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JSON value
     """The value of instance ``root``, on every instance.
 
@@ -264,9 +262,9 @@ def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JS
         raise CollectiveError(f"{text}: root is not one of {name_instances(group.instances)}")
     is_root = group.backend.instance_index == root
     data, fault = _encode(value) if is_root else (b"", None)
-    sizes = group.start(text, [_NO_JSON if fault else len(data)]).wait()
+    sizes = group.start(text, [_REFUSED if fault else len(data)]).wait()
     (num_bytes,) = sizes[group.instances.index(root)]
-    if num_bytes == _NO_JSON:
+    if num_bytes == _REFUSED:
         found = f": {type(value).__name__}, {fault}" if is_root else ""
         raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{found}")
     message = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_root else torch.empty(num_bytes).byte()
@@ -282,10 +280,6 @@ def _encode(value: object) -> tuple[bytes, str | None]:
         return json.dumps(value, allow_nan=False).encode(), None
     except (TypeError, ValueError, RecursionError) as error:
         return b"", str(error)
-
-
-_REFUSED: Final = -1
-"""Said in place of a description of the rows."""
 
 
 def weighted_mean(total: float, count: float) -> float:
@@ -308,13 +302,12 @@ def weighted_mean(total: float, count: float) -> float:
         BackendError: If an instance was lost or came too late.
     """
     try:
-        bits = struct.unpack("=2q", struct.pack("=2d", float(total), float(count)))
+        words = as_words([float(total), float(count)])
     except (TypeError, ValueError):
         raise CollectiveError(f"weighted_mean({total!r}, {count!r}): expected two numbers") from None
     if not 0 <= count < math.inf:
         raise CollectiveError(f"weighted_mean({total!r}, {count!r}): expected a finite count of at least 0")
-    gathered = exchange(bits, "weighted_mean()").wait()
-    totals, counts = zip(*(struct.unpack("=2d", struct.pack("=2q", *pair)) for pair in gathered), strict=True)
+    totals, counts = zip(*map(as_floats, exchange(words, "weighted_mean()").wait()), strict=True)
     if not (num_counted := math.fsum(counts)):
         raise CollectiveError(
             f"weighted_mean: the counts {list(counts)} of all instances add up to 0: there is no mean"

@@ -1,7 +1,6 @@
-"""The one global of popdist: which job this process is in, and, after ``init()``, its connections.
+"""The job that this process is in, and, after ``init()``, its connections: the one global of popdist.
 
-Every other module asks here. Queries need no ``init()``: the environment is read, never written, when they are
-made.
+Queries need no ``init()``: they read the environment, and never write it.
 """
 
 import atexit
@@ -49,7 +48,7 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class _ProcessState:
-    """What this process holds. The store lives as long as the process: others may still be joining it."""
+    """The job of this process. Its store lives as long as the process: others may still be joining it."""
 
     job: Job | None = None
     store: "Store | None" = None
@@ -180,12 +179,20 @@ def ensure_init() -> None:
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Compute as the launcher told; how, in words. Imports torch only for the job that needs it."""
+    """Compute from now on as the launcher told; what must be the same on all instances, in words.
+
+    What the launcher left open stays as the program or torch has it. Imports torch only for the job that needs it.
+    """
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
+    import torch  # noqa: PLC0415 - as told
 
-    prepare_arithmetic(contract)
-    return describe_arithmetic()
+    if contract.num_threads is not None:
+        torch.set_num_threads(contract.num_threads)
+    if contract.is_deterministic:
+        torch.use_deterministic_algorithms(mode=True)
+    algorithms = "deterministic" if torch.are_deterministic_algorithms_enabled() else "any"
+    return f"{torch.get_num_threads()} threads for each replica, {algorithms} algorithms"
 
 
 def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: float) -> "Backend":
@@ -358,21 +365,3 @@ def devices() -> "tuple[torch.device, ...]":
         first = contract.local_instance_index * contract.ipus_per_replica
         ordinals = range(first, min(first + contract.ipus_per_replica, torch.cuda.device_count()))
     return tuple(torch.device("cuda", ordinal) for ordinal in ordinals) or (torch.device("cpu"),)
-
-
-def prepare_arithmetic(contract: Contract) -> None:
-    """Compute from now on as the launcher told; what it left open stays as the program or torch has it."""
-    import torch  # noqa: PLC0415 - torch comes with init()
-
-    if contract.num_threads is not None:
-        torch.set_num_threads(contract.num_threads)
-    if contract.is_deterministic:
-        torch.use_deterministic_algorithms(mode=True)
-
-
-def describe_arithmetic() -> str:
-    """What must be the same on all instances, in words."""
-    import torch  # noqa: PLC0415 - torch comes with init()
-
-    algorithms = "deterministic" if torch.are_deterministic_algorithms_enabled() else "any"
-    return f"{torch.get_num_threads()} threads for each replica, {algorithms} algorithms"

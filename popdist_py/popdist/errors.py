@@ -1,4 +1,4 @@
-"""What popdist raises, as one tree, and the checks of what its calls are given.
+"""The errors of popdist, as one tree, and the checks of the numbers that its calls are given.
 
 PopdistError
     ├── ContractError         the environment promises a job and does not describe one
@@ -84,16 +84,9 @@ _SMALLEST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 def whole_number(what: str, value: object, error: type[PopdistError], *, minimum: int = 1) -> int:
-    """``value`` as an int; numpy's integers are whole numbers, too, bools and floats are none.
+    """``value``, which the caller named ``what``, as an int; an ``error`` if it is none or below ``minimum``.
 
-    Args:
-        what: How the caller named it.
-        value: What was given.
-        error: What to raise.
-        minimum: The smallest that is possible.
-
-    Raises:
-        PopdistError: An ``error``, if it is no whole number or too small.
+    numpy's integers are whole numbers, too; bools and floats are none.
     """
     number = _as_whole(value)
     if number is None or number < minimum:
@@ -102,11 +95,7 @@ def whole_number(what: str, value: object, error: type[PopdistError], *, minimum
 
 
 def seed_number(value: object, error: type[PopdistError]) -> int:
-    """``value`` as a seed.
-
-    Raises:
-        PopdistError: An ``error``, if it is none that torch takes.
-    """
+    """``value`` as a seed; an ``error`` if torch takes no such seed."""
     number = _as_whole(value)
     if number is None or not _SMALLEST_SEED <= number <= _LARGEST_SEED:
         raise error(f"seed={value!r} must be a whole number from -2**63 to 2**64 - 1")

@@ -53,16 +53,6 @@ class ReplicaLayout:
         first = instance * self.num_local_replicas
         return range(first, first + self.num_local_replicas)
 
-    def instance_of(self, replica: int) -> int:
-        """Index of the instance that owns ``replica``. Inverse of :meth:`replicas_of`.
-
-        Raises:
-            ValueError: If there is no such replica.
-        """
-        if not 0 <= replica < self.num_replicas:
-            raise ValueError(f"replica {replica} is not one of 0 to {self.num_replicas - 1}")
-        return replica // self.num_local_replicas
-
 
 def part(row: range, index: int, num_parts: int) -> range:
     """Part ``index`` of ``row`` dealt to ``num_parts``; empty when the parts are more than the things."""

@@ -22,13 +22,6 @@ def test_every_replica_belongs_to_one_instance(layout: ReplicaLayout) -> None:
     assert {len(block) for block in blocks} == {layout.num_local_replicas}
 
 
-@given(layouts())
-def test_instance_of_is_the_inverse_of_replicas_of(layout: ReplicaLayout) -> None:
-    """The owner of a replica is the instance whose block it is in."""
-    for instance in range(layout.num_instances):
-        assert {layout.instance_of(replica) for replica in layout.replicas_of(instance)} == {instance}
-
-
 @pytest.mark.parametrize(
     ("num_instances", "num_replicas", "words"),
     [
@@ -47,9 +40,7 @@ def test_what_is_no_layout_is_refused(num_instances: int, num_replicas: int, wor
 
 @pytest.mark.parametrize("number", [-1, 2])
 def test_there_is_no_number_outside(number: int) -> None:
-    """An instance or replica that is not there is an error, not an empty block."""
+    """An instance that is not there is an error, not an empty block."""
     layout = ReplicaLayout(num_instances=2, num_replicas=2)
     with pytest.raises(ValueError, match="is not one of 0 to 1"):
         layout.replicas_of(number)
-    with pytest.raises(ValueError, match="is not one of 0 to 1"):
-        layout.instance_of(number)
