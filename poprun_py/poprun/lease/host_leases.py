@@ -89,9 +89,6 @@ class _HostLeases:
         """Take anew what was lost with its host, before the job is started again; ``network`` with it.
 
         It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
-
-        Raises:
-            HostsError: If a host does not give it.
         """
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
         for host in [host for host, keeper in self._keepers.items() if not keeper.is_there()]:
@@ -202,12 +199,7 @@ class HostKeeper:
         return self
 
     def take(self, until: float | None) -> Message:
-        """Have the process take what the job needs; what it was given.
-
-        Raises:
-            PoprunError: What the pool there answers.
-            HostsError: If nobody answers, before the monotonic time ``until`` if there is one.
-        """
+        """Have the process take what the job needs; its answer, see :meth:`answer`."""
         granted = self.say({"order": "take"}).answer("held", until)
         self._holds = True
         return granted

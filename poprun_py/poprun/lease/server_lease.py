@@ -60,12 +60,7 @@ _READ_BYTES: Final = 64
 
 
 def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
-    """``facts`` with what the server of the job hands out, and the pod if that is one.
-
-    Raises:
-        PlanError: If it hands out GPUs, and none of them is here.
-        ServerError: If the server cannot be used.
-    """
+    """``facts`` with what the server of the job hands out, and the pod if that is one."""
     if vipu.is_offline:
         return facts, None
     served = _pool_of(vipu).served()

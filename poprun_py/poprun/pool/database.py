@@ -55,13 +55,7 @@ def mode_of(file: str, bits: int) -> int:
 def opened(file: str, busy_seconds: float = BUSY_SECONDS) -> Iterator[sqlite3.Connection]:
     """The pool in ``file``, made if there is none; every statement is a transaction unless one was begun.
 
-    Args:
-        file: Absolute path.
-        busy_seconds: How long to wait for the transactions of others.
-
-    Raises:
-        PoolError: If it is damaged, of another program or of a later version, or cannot be made or read. The file
-            is left as it is.
+    A file that is damaged, of another program or of a later version is an error, and is left as it is.
     """
     prepare_folder(file)
     try:

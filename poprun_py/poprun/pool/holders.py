@@ -59,11 +59,7 @@ def pid_namespace() -> str:
 
 
 def lock_new(file: str, mode: int) -> int:
-    """Make the file of a new lease and lock it; its descriptor, which is the lease.
-
-    Raises:
-        OSError: If it cannot be made or is locked.
-    """
+    """Make the file of a new lease and lock it; its descriptor, which is the lease."""
     with suppress(FileNotFoundError):
         os.unlink(file)  # of a lease with the same number in a pool that was there before
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
@@ -77,12 +73,7 @@ def lock_new(file: str, mode: int) -> int:
 
 
 def lives(holder: Holder, file: str) -> bool:
-    """Whether the job behind a lease is still there.
-
-    Args:
-        holder: The poprun that took it.
-        file: The file of the lease.
-    """
+    """Whether the job is still there for which ``holder`` took the lease that has ``file``."""
     if holder.key is not None:
         return True
     if holder.boot_id != boot_id():
@@ -96,11 +87,7 @@ def lives(holder: Holder, file: str) -> bool:
 
 
 def is_locked(file: str) -> bool:
-    """Whether a process has locked ``file`` with flock(2).
-
-    Raises:
-        OSError: If it cannot be opened.
-    """
+    """Whether a process has locked ``file`` with flock(2); an OSError where it cannot be opened."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

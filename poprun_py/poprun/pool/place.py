@@ -91,11 +91,9 @@ def _refuse_network(file: str, folder: str) -> None:
 
 
 def file_system_of(path: str, mounts: Iterable[str]) -> str:
-    """The type of the file system that holds ``path``, as proc_pid_mountinfo(5) lists them; empty if none does.
+    """The type of the file system that holds ``path``, by lines of ``/proc/self/mountinfo``; empty if none does.
 
-    Args:
-        path: Absolute, without links.
-        mounts: Lines of ``/proc/self/mountinfo``. Of two mounts at one place the later one counts.
+    ``path`` is absolute, without links. Of two mounts at one place the later one counts: proc_pid_mountinfo(5).
     """
     best, found = "", ""
     for line in mounts:

@@ -98,11 +98,7 @@ def reader(values: object, source: str) -> FieldReader:
 
 
 def text_of(read: FieldReader, key: str) -> str:
-    """The text under ``key``, which is short and can be shown.
-
-    Raises:
-        PlanError: If it is empty, too long, or holds what cannot be printed.
-    """
+    """The text under ``key``, which is short and can be shown."""
     text = read.text(key)
     if not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
         raise PlanError(f"{read.source}: {read.path}{key} must be 1 to {_MAX_TEXT} characters that can be printed")
@@ -131,11 +127,7 @@ def key_of_lease(read: FieldReader) -> str:
 
 
 def read_request(values: object, source: str) -> LeaseRequest:
-    """The request that a client sent; inverse of ``asdict``.
-
-    Raises:
-        PlanError: If that is none.
-    """
+    """The request that a client sent; inverse of ``asdict``. What is no such request is a PlanError."""
     read = reader(values, source)
     read.expect_keys(("key", "pid", "start_ticks", "user", "host", "words", "wish"))
     words = read.text("words")
@@ -168,18 +160,11 @@ def _read_wish(read: FieldReader) -> IpuWish:
 
 
 def _read_partition_wish(read: FieldReader, num_ipus: int) -> PartitionWish:
-    read.expect_keys(("name", "least", "most", "is_temporary", "may_change", "resets"))
-    least, most = number_of(read, "least"), number_of(read, "most")
-    if not num_ipus <= least <= most:
+    wish = read.settings(PartitionWish)
+    text_of(read, "name")
+    if not num_ipus <= number_of(read, "least") <= number_of(read, "most"):
         raise PlanError(f"{read.source}: {read.path}least must be from num_ipus to most")
-    return PartitionWish(
-        name=text_of(read, "name"),
-        least=least,
-        most=most,
-        is_temporary=read.flag("is_temporary"),
-        may_change=read.flag("may_change"),
-        resets=read.optional_flag("resets"),
-    )
+    return wish
 
 
 def read_answer(values: object, source: str) -> LeaseAnswer:
@@ -204,11 +189,7 @@ def pool_to_dict(pool: ServedPool) -> dict[str, object]:
 
 
 def read_pool(values: object, source: str) -> ServedPool:
-    """The pool that a server told of; inverse of :func:`pool_to_dict`.
-
-    Raises:
-        PlanError: If that is none.
-    """
+    """The pool that a server told of; inverse of :func:`pool_to_dict`."""
     read = reader(values, source)
     state = read.nested("state")
     return ServedPool(
@@ -237,11 +218,9 @@ def _read_cluster(read: FieldReader) -> Cluster:
 
 def _read_range(read: FieldReader, key: str) -> range:
     ends = read.values[key] if isinstance(read.values, Mapping) else None
-    if not (
-        isinstance(ends, list) and len(ends) == len(("start", "stop")) and all(type(end) is int for end in ends)
-    ):
+    if not (isinstance(ends, list) and [type(end) for end in ends] == [int, int]):
         raise PlanError(f"{read.source}: {read.path}{key} must be two numbers")
-    return range(ends[0], ends[1])
+    return range(*ends)
 
 
 def _read_ipu(read: FieldReader) -> VirtualIpu:

@@ -73,12 +73,7 @@ class LocalPool:
         return made
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose the IPUs of a partition anew.
-
-        Raises:
-            PartitionError: If there is none.
-            IpusTakenError: If a job holds it, or too few others are free.
-        """
+        """Choose the IPUs of a partition anew; an IpusTakenError where too few others are free."""
         ours = self.cluster()
         old = self.pool.state().partition(name)
         allocation = (old.allocation or None) if old is not None else None
@@ -90,12 +85,7 @@ class LocalPool:
         return made
 
     def remove_partition(self, name: str) -> None:
-        """Remove a partition that nobody uses.
-
-        Raises:
-            PartitionError: If there is none.
-            IpusTakenError: If a job holds it.
-        """
+        """Remove a partition that nobody uses."""
         self.pool.remove_partition(name)
 
 
