@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from poprun.launch.program_watch import Announcement, StackQuestion
+from poprun.launch.program_watch import StackQuestion
 from tests.process.endings import has_met
 from tests.process.test_endings import interrupt, wait_until
 from tests.running import DEADLINE_SECONDS, Poprun
@@ -170,7 +170,7 @@ def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: boo
     with (tmp_path / "page").open("w+b") as page, subprocess.Popen(["sleep", "600"]) as process:
         pid = process.pid if is_child else psutil.Process().ppid()
         wait_until(lambda: command_line(process.pid) == ["sleep", "600"])
-        answer = StackQuestion(page.fileno(), 4096, Announcement(pid, 63)).answer()
+        answer = StackQuestion(page.fileno(), 4096, pid, 63).answer()
         is_alive = process.poll() is None
         process.kill()
 

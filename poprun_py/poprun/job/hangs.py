@@ -18,6 +18,8 @@ _MEMBERS: Final = r" among instances? ([0-9, andto]+)$"
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
 _RUN: Final = r"(\d+)(?: to (\d+))?"
 
+_MOST_LETTERS: Final = 80
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
@@ -76,9 +78,6 @@ def _members(collective: str) -> frozenset[int] | None:
         return None
     runs = ((int(first), int(last or first)) for first, last in re.findall(_RUN, found[1]))
     return frozenset(index for first, last in runs for index in range(first, last + 1))
-
-
-_MOST_LETTERS: Final = 80
 
 
 def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:

@@ -16,6 +16,11 @@ from poprun.process.tree import descendants, reap, words_of
 
 _INTERVAL_SECONDS: Final = 0.2
 
+_READ_BYTES = 64 * 1024
+_KEPT_BYTES = 16 * 1024
+_JOB_PREFIXES = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", "MPI_LOCAL")
+_SETTINGS_MARK = "_MCA_"
+
 
 def living_shims(roots: Iterable[int]) -> set[int]:
     """The shims below the processes ``roots``, and agents that have not left their shim's session yet."""
@@ -70,12 +75,6 @@ class StartWatch:
                 now_seconds if self._idle_since_seconds is None else self._idle_since_seconds
             )
             self.idle_seconds = now_seconds - self._idle_since_seconds
-
-
-_READ_BYTES = 64 * 1024
-_KEPT_BYTES = 16 * 1024
-_JOB_PREFIXES = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", "MPI_LOCAL")
-_SETTINGS_MARK = "_MCA_"
 
 
 class LauncherProcesses:

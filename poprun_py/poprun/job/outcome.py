@@ -10,21 +10,23 @@ from poprun.job.state import AGENT_KILLED, EXIT_OF_SIGNAL, HOST_LOST, SHIM_KILLE
 if TYPE_CHECKING:
     from poprun.job.report.findings import Findings
 
+_LAUNCH_FAILED: Final = 70
+_TIMED_OUT: Final = 124
+_LEFT: Final = 128 + signal.SIGTERM
+_HUNG: Final = 75
+"""EX_TEMPFAIL of sysexits.h: another try may go well."""
+
+_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
+"""Programs fail because their host or another is lost, not the other way round."""
+
 
 def shell_code(code: int) -> int:
     """The code that a shell shows: 128 + n for signal n, given as -n."""
     return EXIT_OF_SIGNAL - code if code < 0 else code
 
 
-_LAUNCH_FAILED: Final = 70
-_TIMED_OUT: Final = 124
-_LEFT: Final = 128 + signal.SIGTERM
-_HUNG: Final = 75
-"""EX_TEMPFAIL of sysexits.h: another try may go well."""
 _LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
 """Exit codes of poprun; 68 is EX_NOHOST of sysexits.h."""
-_LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
-"""Programs fail because their host or another is lost, not the other way round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,30 @@ _MOST_READING_SECONDS = 1.0
 Place = tuple[str, int]
 """A file and the number of a line in it."""
 
+MAX_FRAMES: Final = 24
+"""Frames of a main thread that are shown; the middle of a longer stack is left out."""
+
+MAX_HELPER_FRAMES: Final = 4
+"""Frames of another thread: its latest calls."""
+
+MAX_HELPERS: Final = 4
+"""Other threads that are shown."""
+
+_FIRST_FRAMES: Final = 8
+_LIBRARY: Final = os.path.dirname(contract.__file__) + os.sep
+_MAX_LETTERS: Final = 160
+_THREAD: Final = re.compile(
+    r"(Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):"
+)
+_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+ReadLine = Callable[[str, int], str]
+"""The source of a file's line, or an empty text: `linecache.getline`."""
+
+_MOST_ANSWER_SECONDS = 4.0
+"""How long agents are waited for; each gives its program half of it."""
+
+_MAX_GROUPS_OF_HANG = 6
+
 
 def read_lines(places: Collection[Place]) -> dict[Place, str]:
     """The lines at ``places``; those that cannot be read, or not in a second, are left out.
@@ -43,27 +67,6 @@ def _read(places: Collection[Place], found: dict[Place, str]) -> None:
         if os.path.isfile(file):  # a pipe would be waited for
             text = linecache.getline(file, line).strip()
             found[file, line] = "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-MAX_FRAMES: Final = 24
-"""Frames of a main thread that are shown; the middle of a longer stack is left out."""
-
-MAX_HELPER_FRAMES: Final = 4
-"""Frames of another thread: its latest calls."""
-
-MAX_HELPERS: Final = 4
-"""Other threads that are shown."""
-
-_FIRST_FRAMES: Final = 8
-_LIBRARY: Final = os.path.dirname(contract.__file__) + os.sep
-_MAX_LETTERS: Final = 160
-_THREAD: Final = re.compile(
-    r"(Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):"
-)
-_FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
-
-ReadLine = Callable[[str, int], str]
-"""The source of a file's line, or an empty text: `linecache.getline`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +158,6 @@ def _render_frame(frame: StackFrame, read_line: ReadLine) -> list[str]:
     source = read_line(frame.file, frame.line).strip()
     where = f'File "{frame.file}", line {frame.line}, in {frame.function}'
     return [where, f"  {source}"] if source else [where]
-
-
-_MOST_ANSWER_SECONDS = 4.0
-"""How long agents are waited for; each gives its program half of it."""
-
-_MAX_GROUPS_OF_HANG = 6
 
 
 class StackInquiry:

@@ -9,6 +9,25 @@ from popdist.progress import Progress
 MAX_SAMPLES: Final = 64
 """Samples of memory that are kept of an instance."""
 
+AGENT_KILLED: Final = "its agent was killed"
+"""The problem of an instance whose agent was lost; the kernel has then killed its program."""
+
+HOST_LOST: Final = "its host does not answer any more"
+"""The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
+
+SHIM_KILLED: Final = "its shim was killed"
+"""The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
+
+NOT_EXECUTABLE: Final = 126
+NOT_FOUND: Final = 127
+"""What a shell says of a program that it cannot execute, and of one that is not there."""
+
+EXIT_OF_SIGNAL: Final = 128
+"""What a shell adds to the number of the signal that ended a program."""
+
+NOT_BOUND: Final = 70
+"""EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCurve:
@@ -41,26 +60,6 @@ class MemoryCurve:
         peak_bytes = max(self.peak_bytes, num_bytes)
         return type(self)(samples=self.samples, peak_bytes=peak_bytes, gap_seconds=self.gap_seconds)
 
-
-AGENT_KILLED: Final = "its agent was killed"
-"""The problem of an instance whose agent was lost; the kernel has then killed its program."""
-
-HOST_LOST: Final = "its host does not answer any more"
-"""The problem of an instance whose host, or the way to it, is gone; its agent ends the program there."""
-
-SHIM_KILLED: Final = "its shim was killed"
-"""The problem of an instance that lost its shim: by itself, or with the whole MPI runtime."""
-
-
-NOT_EXECUTABLE: Final = 126
-NOT_FOUND: Final = 127
-"""What a shell says of a program that it cannot execute, and of one that is not there."""
-
-EXIT_OF_SIGNAL: Final = 128
-"""What a shell adds to the number of the signal that ended a program."""
-
-NOT_BOUND: Final = 70
-"""EX_SOFTWARE of sysexits.h, poprun's own for an instance that it could not bring to life."""
 
 _NO_MEMORY: Final = MemoryCurve()
 

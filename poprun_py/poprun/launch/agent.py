@@ -1,16 +1,11 @@
 """The agent of one instance: it starts the program, tells poprun how it ended, and leaves nothing behind.
 
-torch's ``MASTER_PORT`` must be known to every instance before instance 0's program, which will listen there, runs.
-A socket that is bound with SO_REUSEADDR and does not listen keeps the number: the kernel gives it to nobody else
-who asks for any free port, and a listener that sets SO_REUSEADDR too (as torch's does) may still bind it.
-popdist's own store gets a socket that listens already; instance 0's program inherits it.
-
-Standard library only: the agents run this in a bare interpreter.
-
 It lives in a session of its own, so that neither a terminal's Ctrl-C nor the MPI runtime's way of ending a job
 reaches it, and is a subreaper, so that what loses its parent becomes its child. It ends the program's tree in
 order when poprun says so, when poprun is gone (the control socket closes), when its shim is gone (the life pipe
 closes), and when the program has ended by itself.
+
+Standard library only: the agents run this in a bare interpreter.
 """
 
 import errno
@@ -24,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from poprun.launch.handed_files import HeldKey, fetch_lease, forget_key, give_up_lease
 from poprun.launch.mpi_leftovers import remove_abandoned
-from poprun.launch.program_watch import Watch
+from poprun.launch.program_watch import ProgramWatch
 from poprun.messages.control import RECEIVE_BYTES, Link, Message, ProtocolError, connect, is_remote, notice_death
 from poprun.process.spawn import ProcessStart, become_subreaper, start_process, take_memory_from
 from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, send, terminate
@@ -32,19 +27,20 @@ from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, s
 if TYPE_CHECKING:
     from poprun.launch.program_watch import StackQuestion
 
+_GRACE_SECONDS = 5.0
+_LEFTOVER_SECONDS = 1.0
+_BACKLOG = 2048
+NUM_STREAMS = 3
+_CONNECT_SECONDS = 30.0
+_WALK_MILLISECONDS = 20
+
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
     """Let the threads of this process run on ``cores`` only, and take its memory from ``memory_nodes``.
 
-    What a process starts inherits both (sched_setaffinity(2), set_mempolicy(2)).
-
-    Args:
-        cores: Numbers of cores; empty binds to none.
-        memory_nodes: NUMA nodes; empty leaves the memory to the kernel, which takes it from the node of the core
-            that touches it first.
-
-    Returns:
-        What is to be told: why the memory is not bound, if it is not. Containers may forbid that call.
+    What a process starts inherits both (sched_setaffinity(2), set_mempolicy(2)). Without ``memory_nodes`` the
+    kernel takes memory from the node of the core that touches it first. What is returned is to be told: why the
+    memory is not bound, if it is not. Containers may forbid that call.
 
     Raises:
         OSError: If one of the cores is not there, or its control group does not allow it.
@@ -61,12 +57,8 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
     return {}
 
 
-_GRACE_SECONDS = 5.0
-_LEFTOVER_SECONDS = 1.0
-
-
-class Ending:
-    """What is known of the end of the tree of this process.
+class TreeEnding:
+    """The end of this process's tree: asked for, and forced at a deadline.
 
     Attributes:
         grace_seconds: How long the program may take to end, once it was asked.
@@ -121,11 +113,13 @@ class Ending:
             self._deadline_seconds = time.monotonic() + seconds
 
 
-_BACKLOG = 2048
-
-
 def hold_master_port(address: str) -> socket.socket:
-    """A bound socket that keeps a free port number of ``address`` without listening on it."""
+    """A socket that keeps a free port of ``address`` for torch, without listening there.
+
+    Every instance must know torch's ``MASTER_PORT`` before instance 0's program, which will listen there, runs.
+    The kernel gives the number of a socket that is bound with SO_REUSEADDR and does not listen to nobody who asks
+    for any free port, and a listener that sets SO_REUSEADDR too (as torch's does) may still bind it.
+    """
     holder = socket.socket(_family(address), socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((address, 0))
@@ -133,7 +127,7 @@ def hold_master_port(address: str) -> socket.socket:
 
 
 def open_store_listener(address: str) -> socket.socket:
-    """A listening socket at ``address`` for popdist's store."""
+    """A listening socket at ``address`` for popdist's own store, which instance 0's program inherits."""
     listener = socket.socket(_family(address), socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(_BACKLOG)
@@ -144,22 +138,8 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-NUM_STREAMS = 3
-
-
 def connect_streams(address: str, key: str, index: int, timeout_seconds: float) -> list[int]:
-    """The descriptors of a program whose poprun is on another host: sockets, and to read only for instance 0.
-
-    Args:
-        address: Where poprun's control socket is.
-        key: The key of the job.
-        index: Global index of the instance.
-        timeout_seconds: How long connecting may take.
-
-    Raises:
-        OSError: If nobody is there.
-        ProtocolError: If who is there is not the poprun of this job.
-    """
+    """The descriptors of a program whose poprun is on another host: sockets, and to read only for instance 0."""
     streams = [] if index == 0 else [os.open(os.devnull, os.O_RDONLY)]
     for number in range(len(streams), NUM_STREAMS):
         link = connect(address, key, timeout_seconds)
@@ -176,16 +156,12 @@ def detach_streams() -> None:
     os.close(null)
 
 
-_CONNECT_SECONDS = 30.0
-_WALK_MILLISECONDS = 20
-
-
 def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, life_reader: int) -> int:
     """Be the agent of instance ``index``; the exit code of the agent's process.
 
     Args:
         address: Where poprun's control socket is.
-        key: The key of the job, for a control socket of the network; else empty.
+        key: The job's key, for a control socket of the network; else empty.
         index: Global index of the instance.
         runtime: Process that started the shim.
         shim: Process that started the agent.
@@ -221,12 +197,12 @@ class Agent:
         self._hello = {**hello, "address": address}
         self._ports = (hold_master_port(address), open_store_listener(address)) if hello["instance"] == 0 else ()
         self._program: int | None = None
-        self._ending = Ending()
+        self._ending = TreeEnding()
         self._was_terminated = False
         self._is_over = False
         self._is_orphan = False
         self._began_at_seconds = time.monotonic()
-        self._watch = Watch()
+        self._watch = ProgramWatch()
         self._question: StackQuestion | None = None
         self._keeper = ""
 
@@ -346,34 +322,31 @@ class Agent:
         try:
             self._streams += fetch_lease(self._keeper)
         except OSError as error:
-            self._tell({"event": "failed_to_hold", "errno": error.errno or 0})
-            self._is_over = True
+            self._fail({"event": "failed_to_hold", "errno": error.errno or 0})
             return
         try:
             to_tell = bind(order["cores"], order["memory_nodes"])
         except OSError as error:
-            self._tell({"event": "failed_to_bind", "errno": error.errno, "cores": order["cores"]})
-            self._is_over = True
+            self._fail({"event": "failed_to_bind", "errno": error.errno, "cores": order["cores"]})
         else:
             self._run(order, environment, to_tell)
         self._let_go()
 
+    def _fail(self, event: Message) -> None:
+        """Tell why the program cannot be started; there is nothing more to do."""
+        self._tell(event)
+        self._is_over = True
+
     def _run(self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str]) -> None:
         kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
+        streams = self._streams[:NUM_STREAMS]
+        start = ProcessStart(
+            order["words"], order["working_directory"], environment, streams, signal.SIGKILL, kept
+        )
         try:
-            self._program = start_process(
-                ProcessStart(
-                    order["words"],
-                    order["working_directory"],
-                    environment,
-                    self._streams[:NUM_STREAMS],
-                    signal.SIGKILL,
-                    kept,
-                )
-            )
+            self._program = start_process(start)
         except OSError as error:
-            self._tell({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
-            self._is_over = True
+            self._fail({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
         else:
             self._watch.begin()
             self._tell({"event": "started", "pid": self._program, **to_tell})
@@ -400,13 +373,7 @@ class Agent:
             if ended.pid == self._program:
                 self._program = None
                 self._tell(self._watch.last_words())
-                self._tell(
-                    {
-                        "event": "exited",
-                        "code": ended.code,
-                        "at_seconds": time.monotonic(),
-                        "peak_bytes": ended.peak_bytes,
-                        "was_stopped": self._ending.was_stopped,
-                    }
-                )
+                event = {"event": "exited", "code": ended.code, "at_seconds": time.monotonic()}
+                end = {"peak_bytes": ended.peak_bytes, "was_stopped": self._ending.was_stopped}
+                self._tell({**event, **end})
                 self._ending.stop_leftovers()

@@ -17,6 +17,16 @@ from poprun.messages.control import abstract_address, peer_user
 
 _MOST_BYTES = 1024
 
+FETCH = b"?"
+"""What an agent says to be given the lease."""
+
+GIVE_UP = b"!"
+"""What an agent says when poprun is out of reach: nobody is there any more for whom the lease could be kept."""
+
+SECONDS = 10.0
+MOST = 4
+"""Descriptors that a lease has at most."""
+
 
 class HeldKey(NamedTuple):
     """The key of a job, as an agent of it has it; both are empty where the kernel knows the agents.
@@ -53,17 +63,6 @@ def forget_key(key: HeldKey) -> None:
     """Remove the file once every shim of the job has read it, or will not; another agent may have done so."""
     with suppress(OSError):
         os.unlink(key.file)
-
-
-FETCH = b"?"
-"""What an agent says to be given the lease."""
-
-GIVE_UP = b"!"
-"""What an agent says when poprun is out of reach: nobody is there any more for whom the lease could be kept."""
-
-SECONDS = 10.0
-MOST = 4
-"""Descriptors that a lease has at most."""
 
 
 def fetch_lease(address: str) -> list[int]:

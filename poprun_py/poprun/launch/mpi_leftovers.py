@@ -21,6 +21,9 @@ _PREFIXES = ("mpich_shm_", "mpich_vci_", "sm_segment.", "vader_segment.", "ucx_s
 _FIRST_PROCESS_SPACE = "pid:[4026531836]"
 _FIRST_MEMORY_SPACE = "ipc:[4026531839]"
 
+_PREFIX = "ompi."
+_PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
+
 
 def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
     """Remove every rest in ``folder`` that is not older than ``age_seconds``; their paths.
@@ -84,10 +87,6 @@ def _sees_everybody() -> bool:
         is_inside = os.readlink("/proc/self/ns/pid") != _FIRST_PROCESS_SPACE
         return not (is_inside and os.readlink("/proc/self/ns/ipc") == _FIRST_MEMORY_SPACE)
     return False
-
-
-_PREFIX = "ompi."
-_PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
 
 
 def session_parent(environ: Mapping[str, str]) -> str:

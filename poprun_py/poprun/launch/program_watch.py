@@ -1,17 +1,10 @@
 """What an agent sees of its program: what its tree uses, its page of progress, and where it stands.
 
-The numbers are the kernel's (asm/unistd_64.h of x86_64, asm-generic/unistd.h for aarch64).
-
-Standard library only: the agents run this in a bare interpreter.
-
-Standard library only: the agents run this in a bare interpreter.
-
-A Python program announces the signal at which it writes its stacks into the file of its page, behind the page
-(`popdist.stack_signal`). Nothing else is ever sent that signal: it would end a program that does not handle it.
-Standard library only: the agents run this in a bare interpreter.
-
 The page is a file in memory that the program inherits (`popdist.progress` says what stands there); the agent
-passes its bytes on as they are. Walking the tree costs more than measuring it, so it is walked less often.
+passes its bytes on as they are. A Python program announces on it the signal at which it writes its stacks into the
+page's file, behind the page (`popdist.stack_signal`). Nothing else is ever sent that signal: it would end a
+program that does not handle it. Processes that write no stacks are described from /proc.
+
 Standard library only: the agents run this in a bare interpreter.
 """
 
@@ -20,11 +13,12 @@ import signal
 import struct
 import time
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from poprun.messages.control import Message
 from poprun.process.tree import ProcessKey, catches, key_of, own_tree, send, words_of
 
+# Of the kernel: asm/unistd_64.h of x86_64, asm-generic/unistd.h for aarch64.
 _NUMBERS: Final = {
     "x86_64": (
         "read=0 write=1 open=2 close=3 poll=7 ioctl=16 pread64=17 pwrite64=18 readv=19 writev=20 select=23 "
@@ -44,13 +38,6 @@ _NUMBERS: Final = {
     ),
 }
 
-
-def name_system_call(number: str, machine: str = "") -> str:
-    """What the call ``number`` is called on ``machine`` (this one, if none is named); its number when unknown."""
-    pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
-    return next((name for name, known in pairs if known == number), f"system call {number}")
-
-
 _MOST_LETTERS = 100
 _STATES = {
     "R": "running",
@@ -61,8 +48,30 @@ _STATES = {
     "Z": "ended",
     "I": "idle",
 }
+
 _STOPPED = ("T", "t")
 _NO_CHANNEL = ("", "0")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 11, 12
+_RESIDENT_FIELD, _SHARED_FIELD = 1, 2
+LONGEST_SECONDS = 2.0
+"""How long a program may take to write its stacks."""
+
+_STILL_SECONDS = 0.1
+_MOST_BYTES = 64 * 1024
+_MOST_PROCESSES = 8
+_LOOK_SECONDS = 1.0
+_LOOKS_PER_WALK = 5
+_PAUSE_SECONDS = 7 * 24 * 3600.0
+_PAGE_NAME = "poprun-progress"
+_TEXT_AT = os.sysconf("SC_PAGE_SIZE")
+
+
+def name_system_call(number: str, machine: str = "") -> str:
+    """What the call ``number`` is called on ``machine`` (this one, if none is named); its number when unknown."""
+    pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
+    return next((name for name, known in pairs if known == number), f"system call {number}")
 
 
 def is_stopped(pid: int) -> bool:
@@ -113,28 +122,12 @@ def _read(pid: int, file: str) -> str:
         return ""
 
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-_USER_TIME_FIELD, _SYSTEM_TIME_FIELD = 11, 12
-_RESIDENT_FIELD, _SHARED_FIELD = 1, 2
+def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
+    """What the processes of ``keys``, parents first, use now; those that are gone are passed over.
 
-
-class TreeUsage(NamedTuple):
-    """What a tree of processes uses.
-
-    Attributes:
-        memory_bytes: Resident memory; of the processes after the first, only what they share with nobody.
-        cpu_seconds: Processor time of those that live, since each began.
-        num_processes: How many live.
+    Of the memory of those after the first, what they share with others is left out; the processor time is that
+    since each began.
     """
-
-    memory_bytes: int
-    cpu_seconds: float
-    num_processes: int
-
-
-def measure(keys: Iterable[ProcessKey]) -> TreeUsage:
-    """What the processes of ``keys`` use now, parents first; those that are gone are passed over."""
     memory_bytes, cpu_ticks, num_processes = 0, 0, 0
     for key in keys:
         try:
@@ -149,27 +142,8 @@ def measure(keys: Iterable[ProcessKey]) -> TreeUsage:
         shared = int(pages[_SHARED_FIELD]) if num_processes else 0
         memory_bytes += (int(pages[_RESIDENT_FIELD]) - shared) * _PAGE_BYTES
         num_processes += 1
-    return TreeUsage(memory_bytes, cpu_ticks / _TICKS_PER_SECOND, num_processes)
-
-
-LONGEST_SECONDS = 2.0
-"""How long a program may take to write its stacks."""
-
-_STILL_SECONDS = 0.1
-_MOST_BYTES = 64 * 1024
-_MOST_PROCESSES = 8
-
-
-class Announcement(NamedTuple):
-    """What the page says of who writes stacks.
-
-    Attributes:
-        pid: The process; 0 when there is none.
-        signum: The signal at which it does.
-    """
-
-    pid: int
-    signum: int
+    cpu_seconds = cpu_ticks / _TICKS_PER_SECOND
+    return {"memory_bytes": memory_bytes, "cpu_seconds": cpu_seconds, "num_processes": num_processes}
 
 
 class StackQuestion:
@@ -178,21 +152,22 @@ class StackQuestion:
     Args:
         page: Descriptor of the page's file, which the program has under the same number.
         text_at: Where in the file the text begins.
-        announcement: What the page says.
+        pid: The process that writes stacks, as the page says; 0 when there is none.
+        signum: The signal at which it does.
     """
 
-    def __init__(self, page: int, text_at: int, announcement: Announcement) -> None:
+    def __init__(self, page: int, text_at: int, pid: int, signum: int) -> None:
         self._page = page
         self._text_at = text_at
         self._deadline_seconds = time.monotonic() + LONGEST_SECONDS
         self._num_bytes = 0
         self._grown_at_seconds = 0.0
         self._is_asked = False
-        key = _listener(page, announcement)
+        key = _listener(page, pid, signum)
         if key is not None:
             os.ftruncate(page, text_at)
             os.lseek(page, text_at, os.SEEK_SET)  # the program's descriptor has the same offset
-            send([key], announcement.signum)
+            send([key], signum)
             self._is_asked = True
 
     def answer(self) -> Message | None:
@@ -222,9 +197,8 @@ def _describe_tree() -> list[str]:
     return [*lines, f"and {num_left} more processes"] if num_left else lines
 
 
-def _listener(page: int, announcement: Announcement) -> ProcessKey | None:
-    """The process to ask: ours, not stopped, listening, and with the page still under the number it was given."""
-    pid, signum = announcement
+def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
+    """The process to ask: ours, not stopped, handling the signal, and with the page still under its number."""
     key = key_of(pid) if pid else None
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
         return None
@@ -235,15 +209,8 @@ def _listener(page: int, announcement: Announcement) -> ProcessKey | None:
     return key if os.path.samestat(there, here) else None
 
 
-_LOOK_SECONDS = 1.0
-_LOOKS_PER_WALK = 5
-_PAUSE_SECONDS = 7 * 24 * 3600.0
-_PAGE_NAME = "poprun-progress"
-_TEXT_AT = os.sysconf("SC_PAGE_SIZE")
-
-
-class Watch:
-    """The looks at one program."""
+class ProgramWatch:
+    """The looks at one program: at its page, and at its tree, which is walked less often than it is measured."""
 
     def __init__(self) -> None:
         self._page = -1
@@ -290,20 +257,13 @@ class Watch:
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
         self._num_looks += 1
-        usage = measure(self._tree)
-        return {
-            "event": "stats",
-            "memory_bytes": usage.memory_bytes,
-            "cpu_seconds": usage.cpu_seconds,
-            "num_processes": usage.num_processes,
-            "progress": self._read_page(),
-        }
+        return {"event": "stats", **measure(self._tree), "progress": self._read_page()}
 
-    def ask_for_stacks(self) -> "StackQuestion":
+    def ask_for_stacks(self) -> StackQuestion:
         """Ask the program where it stands."""
         at, form = self._announcement
-        announced = struct.unpack(form, os.pread(self._page, struct.calcsize(form), at))
-        return StackQuestion(self._page, _TEXT_AT, Announcement(*announced))
+        pid, signum = struct.unpack(form, os.pread(self._page, struct.calcsize(form), at))
+        return StackQuestion(self._page, _TEXT_AT, pid, signum)
 
     def _read_page(self) -> str:
         return os.pread(self._page, self._page_bytes, 0).hex()

@@ -73,16 +73,6 @@ RECEIVE_BYTES = 64 * 1024
 
 Message = dict[str, object]
 
-
-class ProtocolError(Exception):
-    """The other side sent something that is no message."""
-
-
-def encode(message: Message) -> bytes:
-    """One message as a line of bytes."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
 EVENT_FIELDS: dict[str, dict[str, type]] = {
     "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
     "stream": {"instance": int, "stream": int},
@@ -100,6 +90,27 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
     "ended": {},
 }
 """What each event must hold; more may come with it."""
+
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+KEY_BYTES = 32
+_NUMBER = struct.Struct("!Q")
+_SEPARATOR = b" "
+_TCP = "tcp://"
+_LOOPBACK = "127.0.0.1"
+_DEAD_MILLISECONDS = 6_000
+_IDLE_SECONDS = 1
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+_MAX_DESCRIPTORS = 5
+
+
+class ProtocolError(Exception):
+    """The other side sent something that is no message."""
+
+
+def encode(message: Message) -> bytes:
+    """One message as a line of bytes."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 def check_event(message: Message) -> None:
@@ -166,14 +177,6 @@ def peer_user(connection: socket.socket) -> int:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     _, user, _ = credentials.unpack(raw)
     return int(user)
-
-
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-KEY_BYTES = 32
-
-_NUMBER = struct.Struct("!Q")
-_SEPARATOR = b" "
 
 
 def new_key() -> str:
@@ -258,14 +261,6 @@ def _is_same(expected: bytes, found: bytes) -> bool:
     import hmac  # noqa: PLC0415 - as above
 
     return hmac.compare_digest(expected, found)
-
-
-_TCP = "tcp://"
-_LOOPBACK = "127.0.0.1"
-_DEAD_MILLISECONDS = 6_000
-_IDLE_SECONDS = 1
-_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
-_MAX_DESCRIPTORS = 5
 
 
 class Received(NamedTuple):

@@ -12,6 +12,18 @@ from rich.text import Text
 
 from poprun.messages.view import InstanceView, JobView
 
+_LINES_AROUND: Final = 7
+_SECONDS_PER_MINUTE: Final = 60
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNIT_STEP: Final = 1024
+_HOST: Final = "host"
+_STATE: Final = "state"
+_LAST_LINE: Final = "last line"
+_HEADINGS: Final = ("instance", _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
+_ALWAYS: Final = frozenset({"instance", _HOST, _STATE, _LAST_LINE})
+_WIDEST: Final = 32
+_WELL: Final = frozenset({"running", "ended"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
@@ -47,19 +59,6 @@ def _rate(before: InstanceView, after: InstanceView) -> Rate:
 
 def _steps(view: InstanceView) -> int:
     return view.num_steps or view.step or 0
-
-
-_LINES_AROUND: Final = 7
-_SECONDS_PER_MINUTE: Final = 60
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
-_UNIT_STEP: Final = 1024
-_HOST: Final = "host"
-_STATE: Final = "state"
-_LAST_LINE: Final = "last line"
-_HEADINGS: Final = ("instance", _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
-_ALWAYS: Final = frozenset({"instance", _HOST, _STATE, _LAST_LINE})
-_WIDEST: Final = 32
-_WELL: Final = frozenset({"running", "ended"})
 
 
 def render(job: JobView, speeds: Sequence[Rate], height: int) -> Group:

@@ -21,6 +21,11 @@ _MPOL_BIND = 2
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The number of the call, for which the C library has no function (asm/unistd_64.h, asm-generic/unistd.h)."""
 
+# The first two are ignored by every Python, the others by agents; an ignored signal stays so across exec.
+_TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
+_NUM_STREAMS = 3
+_READ_BYTES = 64 * 1024
+
 
 def become_subreaper() -> None:
     """Adopt every descendant whose own parent dies, so that none escapes by losing its parent."""
@@ -61,11 +66,6 @@ def _prctl(option: int, argument: int) -> None:
     else:
         this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
         call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))
-
-
-# The first two are ignored by every Python, the others by agents; an ignored signal stays so across exec.
-_TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGHUP)
-_NUM_STREAMS = 3
 
 
 class ProcessStart(NamedTuple):
@@ -145,9 +145,6 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
                 os.close(descriptor)
     for descriptor in kept:
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
-
-
-_READ_BYTES = 64 * 1024
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:

@@ -15,6 +15,9 @@ from poprun.text.ranges import fold_numbers
 MAX_LINE_BYTES: Final = 1024 * 1024
 """A line that grows longer is passed on in parts."""
 
+_COLOURS: Final = (36, 33, 32, 35, 34, 31)
+_NUM_REMEMBERED: Final = 4096
+
 
 class LineSplitter:
     """Collects what a stream brings until lines are whole."""
@@ -61,10 +64,6 @@ def tagged(tag: bytes, lines: bytes) -> bytes:
     if b"\r" in lines:
         return b"".join(tag + line for line in lines.splitlines(keepends=True))
     return tag + lines[:-1].replace(b"\n", b"\n" + tag) + lines[-1:]
-
-
-_COLOURS: Final = (36, 33, 32, 35, 34, 31)
-_NUM_REMEMBERED: Final = 4096
 
 
 class Tags:

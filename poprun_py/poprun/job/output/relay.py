@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 
 _NAMES: Final = {1: "stdout", 2: "stderr"}
 
+MAX_HELD_LINES: Final = 500
+_DECORATION: Final = re.compile(rb"\x1b\[[0-9;]*m|^\[rank\d+\]: ?")
+_HEADER: Final = b"Traceback (most recent call last):"
+_CAUSE: Final = re.compile(rb"KeyboardInterrupt\b")
+_ORIGIN: Final = re.compile(rb"Process \S+:$|Exception ignored ")
+_READ_BYTES = 64 * 1024
+"""What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
+
+_TAIL_LINES = 200
+_TAIL_LINE_BYTES = 2048
+_STDERR = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -199,14 +211,6 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
     return not plan.output.has_monitor and (shown is None or instance in shown)
 
 
-MAX_HELD_LINES: Final = 500
-
-_DECORATION: Final = re.compile(rb"\x1b\[[0-9;]*m|^\[rank\d+\]: ?")
-_HEADER: Final = b"Traceback (most recent call last):"
-_CAUSE: Final = re.compile(rb"KeyboardInterrupt\b")
-_ORIGIN: Final = re.compile(rb"Process \S+:$|Exception ignored ")
-
-
 class InterruptFilter:
     """What instances write to their standard errors after Ctrl-C, without the tracebacks of KeyboardInterrupt."""
 
@@ -245,13 +249,6 @@ class InterruptFilter:
             self._held[instance] = [line]
             return released
         return released + line
-
-
-_READ_BYTES = 64 * 1024
-"""What a pipe holds; larger buffers come fresh from the kernel each time, at half the speed."""
-_TAIL_LINES = 200
-_TAIL_LINE_BYTES = 2048
-_STDERR = 2
 
 
 class Relay:

@@ -24,6 +24,11 @@ _TOLD_BY_SHELLS: Final = frozenset(
     }
 )
 
+MAX_OTHER_LINES: Final = 3
+_MAX_RANGES: Final = 6
+_MAX_SUMMARY: Final = 120
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
 
 def signal_of(code: int) -> int | None:
     """The signal that ended a program, also one that a shell passed on as 128 + n; else None."""
@@ -51,12 +56,6 @@ def describe_code(code: int) -> str:
         return f"{name_code(code)}, which stands for {name_code(-signum)}"
     meaning = signal.strsignal(signum)
     return f"{name_code(code)}, {meaning.lower()}" if meaning else name_code(code)
-
-
-MAX_OTHER_LINES: Final = 3
-_MAX_RANGES: Final = 6
-_MAX_SUMMARY: Final = 120
-_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 def describe_others(

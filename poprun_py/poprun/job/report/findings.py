@@ -11,6 +11,12 @@ from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.state import AGENT_KILLED, InstanceStatus
 from poprun.probe.limits import Evidence, KillCounts, MemoryLimits, evidence_since
 
+_REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
+_CRASH_REPORT: Final = "Fatal Python error"
+_NEARLY: Final = 0.9
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_UNIT: Final = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
@@ -47,13 +53,6 @@ def gather_findings(
         words={index: last_words(tail) for index, tail in tails.items()},
         launcher_words=last_words(launcher_output),
     )
-
-
-_REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
-_CRASH_REPORT: Final = "Fatal Python error"
-_NEARLY: Final = 0.9
-_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_UNIT: Final = 1024
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:

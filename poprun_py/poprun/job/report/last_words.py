@@ -37,6 +37,27 @@ NOISE: Final = re.compile(
 )
 """What the runtime's shutdown writes after a program's own last words, and the frames of C and C++."""
 
+MAX_EXCERPT_LINES: Final = 9
+_MAX_LINE: Final = 200
+_KEPT_END: Final = 50
+_MAX_MESSAGE_LINES: Final = 4
+_MAX_GROUP_LINES: Final = 6
+_MAX_LINES_AFTER: Final = 30
+_CODES: Final = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
+)
+_PROGRESS: Final = re.compile(r"[\d\s.,:%|?█▏▎▍▌▋▊▉]+")
+_ABORT: Final = re.compile(r"terminate called |.*Assertion .* failed")
+_IGNORED: Final = ("Exception ignored ", "--- Logging error ---")
+_BESIDE: Final = ("Exception in thread ", "Process ")
+_MESSENGERS: Final = (
+    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
+    "subprocess.CalledProcessError",
+)
+_ROOT_CAUSE: Final = "Root Cause (first observed failure):"
+_ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
+_ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
@@ -223,29 +244,6 @@ def _read_fatal(lines: list[str], start: int) -> Traceback | None:
         end += 1
     frames = _frames(lines[number + 1 : end])
     return Traceback(header=_PLAIN_HEADER, frames=frames[::-1], message=(lines[start],), at=end - 1)
-
-
-MAX_EXCERPT_LINES: Final = 9
-_MAX_LINE: Final = 200
-_KEPT_END: Final = 50
-_MAX_MESSAGE_LINES: Final = 4
-_MAX_GROUP_LINES: Final = 6
-_MAX_LINES_AFTER: Final = 30
-
-_CODES: Final = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
-)
-_PROGRESS: Final = re.compile(r"[\d\s.,:%|?█▏▎▍▌▋▊▉]+")
-_ABORT: Final = re.compile(r"terminate called |.*Assertion .* failed")
-_IGNORED: Final = ("Exception ignored ", "--- Logging error ---")
-_BESIDE: Final = ("Exception in thread ", "Process ")
-_MESSENGERS: Final = (
-    "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
-    "subprocess.CalledProcessError",
-)
-_ROOT_CAUSE: Final = "Root Cause (first observed failure):"
-_ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
-_ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
