@@ -1,6 +1,6 @@
 """An aborted job names the instance that called MPI_Abort."""
 
-from poprun.job.report.report import blame_aborter
+from poprun.job.report.printed_report import blame_aborter
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
 
 WORDS = "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 9) - process 1"

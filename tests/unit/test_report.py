@@ -10,7 +10,7 @@ from poprun.job.outcome import JobEnd, exit_code, first_failure
 from poprun.job.report.endings import describe_code
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.report.report import render_attempts, render_end
+from poprun.job.report.printed_report import render_attempts, render_end
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
 from tests.planning import planned
 

@@ -173,7 +173,7 @@ def _tell_of_all(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
     """Say what only all attempts together show."""
     if len(ends) == 1 and plan.num_replicas == plan.num_instances:
         return
-    from poprun.job.report.report import render_attempts, unused_replicas  # noqa: PLC0415 - most jobs do without
+    from poprun.job.report.printed_report import render_attempts, unused_replicas  # noqa: PLC0415 - most jobs do without
 
     for line in render_attempts(ends):
         say(line)

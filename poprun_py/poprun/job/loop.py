@@ -309,7 +309,7 @@ class Attempt:
         )
         if exit_code(end) == 0 and not end.survivors:
             return end
-        from poprun.job.report.report import explain  # noqa: PLC0415 - jobs that end well need none
+        from poprun.job.report.printed_report import explain  # noqa: PLC0415 - jobs that end well need none
 
         kills_before = self._kills_before if self._identity.network is None else None
         failed = (status.index for status in end.statuses if status.has_failed or status.exit_code)
