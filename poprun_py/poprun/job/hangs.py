@@ -1,4 +1,4 @@
-"""Instances that wait while nobody gets on: who waits for what, and what a person is told of it. Pure.
+"""The hang of a job: who waits for whom while nobody gets on, found and put into words. Pure.
 
 Only programs that use popdist say that they wait. Their clocks play no part: what counts is for how long poprun
 has heard of no change, from any instance that runs. An instance that computes, compiles or saves for long without
@@ -41,9 +41,7 @@ class Hang:
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
     """The hang of a job, which lasts since whoever got on last; None when nobody waits.
 
-    Args:
-        statuses: Every instance.
-        since_seconds: Monotonic time before which nothing counts: then the job was suspended.
+    Nothing counts from before ``since_seconds``, a monotonic time: then the job was suspended.
     """
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     waiting: dict[str, list[int]] = {}

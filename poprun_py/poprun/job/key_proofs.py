@@ -18,14 +18,7 @@ _WENT_AWAY: Final = "who knocked at the control socket went away"
 
 
 class KeyProofs:
-    """The connections that are to prove that they know the key.
-
-    Args:
-        key: The job's key.
-        selector: Calls back when somebody speaks.
-        admit: Called with the link to whoever has proved it.
-        refuse: Called with the reason for each connection that is closed.
-    """
+    """The connections that are to prove that they know the key; who does is admitted, who does not refused."""
 
     def __init__(
         self,

@@ -29,16 +29,12 @@ def living_shims(roots: Iterable[int]) -> set[int]:
 
 
 class StartWatch:
-    """What was seen of the shims so far.
+    """The watch on the shims while a job starts: those that were seen, and those that are gone.
 
     It looks now and then: a start that takes the usual moment is over before the first look.
 
-    Args:
-        now_seconds: Monotonic time at which the start began.
-        has_runtime: Whether an MPI runtime starts all shims, on this machine; else there is nothing to see.
-
     Attributes:
-        has_runtime: As above.
+        has_runtime: Whether an MPI runtime starts all shims, on this machine; else there is nothing to see.
         has_lost_one: Whether a shim, or an agent, was gone before it had reported.
         idle_seconds: For how long there has been no shim that may still report.
     """
@@ -52,13 +48,7 @@ class StartWatch:
         self.idle_seconds = 0.0
 
     def look(self, roots: Iterable[int], reported: Collection[int], now_seconds: float) -> None:
-        """Look below the launcher's processes, if it is time to.
-
-        Args:
-            roots: The launcher's processes.
-            reported: The agents that have reported, and their shims.
-            now_seconds: Monotonic time.
-        """
+        """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
         if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _INTERVAL_SECONDS
             self.note(living_shims(roots), reported, now_seconds)

@@ -1,4 +1,4 @@
-"""Where the programs stand: asked of them, read, and worded as Python's tracebacks.
+"""The stacks of the programs: asked for, read, and put into words as Python's tracebacks.
 
 An agent passes on what faulthandler wrote (https://docs.python.org/3/library/faulthandler.html): every thread,
 each with its latest call first. Here the latest call comes last, with its line of source, as in a traceback;
@@ -71,7 +71,7 @@ def _read(places: Collection[Place], found: dict[Place, str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StackFrame:
-    """One call: where it stands."""
+    """One call on a stack: its file, line and function."""
 
     file: str
     line: int
@@ -107,13 +107,7 @@ def read_standing(text: str, processes: Sequence[object]) -> Standing:
 def render_standings(
     standings: Mapping[int, Standing], read_line: ReadLine, max_groups: int | None = None
 ) -> list[str]:
-    """The instances in the order given, those that stand alike together.
-
-    Args:
-        standings: Where each instance stands, by index.
-        read_line: Gives the source of a line.
-        max_groups: How many different ones to show; None for all.
-    """
+    """The instances in the order given, those that stand alike together; at most ``max_groups`` groups."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, standing in standings.items():
         groups.setdefault(tuple(_render(standing, read_line)), []).append(index)
@@ -161,14 +155,10 @@ def _render_frame(frame: StackFrame, read_line: ReadLine) -> list[str]:
 
 
 class StackInquiry:
-    """The question to all programs where they stand, because of a hang or because the user wants to know.
+    """The question to all programs that run where they stand, about a hang or because the user wants to know.
 
-    Args:
-        statuses: Every instance; those that run are asked.
-        now_seconds: Monotonic time at which they are asked.
-        tell: Sends an order to the agent of an instance.
-        hang: The hang that is to be told of, or None.
-        hang_timeout_seconds: When a job that hangs is ended, for the words of its report; None when it is not.
+    ``tell`` sends an order to the agent of an instance; ``hang_timeout_seconds`` says when a job that hangs is
+    ended.
     """
 
     def __init__(

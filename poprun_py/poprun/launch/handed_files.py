@@ -1,4 +1,4 @@
-"""The files that an agent is handed: the key of its job, and the lease on its virtual IPUs.
+"""The files that an agent is given: the key of its job, and the lease on its virtual IPUs.
 
 Standard library only: the agents run this in a bare interpreter.
 

@@ -1,4 +1,4 @@
-"""What a running job lets itself be looked at: one value, which poprun sends and a monitor draws.
+"""The view of a running job: one value, which poprun sends and a monitor draws.
 
 Pure. Both ends of the connection know it as this dataclass, and the connection as JSON.
 """

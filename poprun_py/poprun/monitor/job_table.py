@@ -65,11 +65,6 @@ def render(job: JobView, speeds: Sequence[Rate], height: int) -> Group:
     """The job in at most ``height`` lines: a title, and a row for each instance or for those that tell most.
 
     A column that would be empty, or the same in every row, is left out.
-
-    Args:
-        job: What to draw.
-        speeds: The rate of each instance.
-        height: Lines of the screen.
     """
     shown = _most_telling(job, max(1, height - _LINES_AROUND))
     rows = [_cells(job.instances[index], speeds[index]) for index in shown]

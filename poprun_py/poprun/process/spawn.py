@@ -1,4 +1,4 @@
-"""Start a process of this machine, ask it something for a bounded time, and Linux's calls that Python lacks.
+"""Starting processes: with the descriptors they need, an end when their parent dies, and a bounded time to answer.
 
 poprun starts the launcher's commands with it, and each agent its program. Standard library only: the agents run
 this in a bare interpreter.

@@ -1,4 +1,4 @@
-"""Find and signal the descendants of a process, whatever session or group they moved to.
+"""The tree of processes below one, and how they are signalled, whatever session or group they moved to.
 
 Process groups do not hold a tree together: a data loader's worker may call setsid. So the tree is walked in
 /proc (see proc_pid_stat(5)). A process is known by its id *and* its start time, because ids are used again.

@@ -24,8 +24,7 @@ _Writer = tuple[str, tuple[int, ...]]
 class BottomRow:
     """What stands around the terminal's cursor, which is always at the beginning of a row.
 
-    Args:
-        columns: Says how wide the terminal is at the moment; 0 if nobody knows.
+    ``columns`` says how wide the terminal is at the moment; 0 if nobody knows.
     """
 
     def __init__(self, columns: Callable[[], int]) -> None:

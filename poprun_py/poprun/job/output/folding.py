@@ -1,4 +1,4 @@
-"""Show a line that several instances print alike once. Pure: time is an argument.
+"""The folding of lines that several instances print alike: each is shown once. Pure: time is an argument.
 
 Each instance's lines wait in a queue of its own. A line that all of them hold is shown at once, after what each
 printed before it; any other is shown when it has waited long enough, together with whoever holds it by then. Lines
@@ -55,6 +55,16 @@ class Folder:
             shown += self._show_until(instance, 0)
         while self._held_bytes > MAX_HELD_BYTES:
             shown.append(self._show_next(self._oldest(self._queues)))
+        return shown
+
+    def take(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
+        """Take what ``instance`` wrote; what is to be shown now. Steps of bars are not held back."""
+        shown: list[Folded] = []
+        for line in lines.splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                shown += self.add(instance, line, now_seconds)
+            else:
+                shown += [*self.flush(instance), Folded((instance,), line)]
         return shown
 
     def flush(self, instance: int) -> list[Folded]:

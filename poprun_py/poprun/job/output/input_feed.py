@@ -19,12 +19,7 @@ _JOIN_SECONDS: Final = 1.0
 
 
 class InputFeed:
-    """Sends what comes from ``source`` to ``target`` until there is no more, or nobody reads it any more.
-
-    Args:
-        source: Descriptor to read.
-        target: Descriptor of a connected socket; the feed closes it.
-    """
+    """Sends what comes from one descriptor to a connected socket until there is no more, or nobody reads it."""
 
     def __init__(self, source: int, target: int) -> None:
         self._source = source

@@ -65,11 +65,8 @@ class Source:
 class OutputStream:
     """One of poprun's own streams, written to until nobody reads it any more.
 
-    A reader that does not read blocks the caller.
-
-    Args:
-        descriptor: Where to write.
-        on_closed: Called once when the reader has gone, or the disk is full, which is said.
+    A reader that does not read blocks the caller. ``on_closed`` is called once when the reader has gone, or the
+    disk is full, which is said.
     """
 
     def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
@@ -93,33 +90,25 @@ class OutputStream:
 
 
 class Display:
-    """Shows the lines of all instances on one stream.
-
-    Args:
-        stream: The stream's name, ``stdout`` or ``stderr``.
-        outlet: Where to write.
-        tags: What stands before each line.
-        row: The terminal's bottom row when the outlet is a terminal.
-        folder: What folds the lines if they are to be folded.
-    """
+    """Shows the lines of all instances on one of poprun's streams, which has a bottom row if it is a terminal."""
 
     def __init__(
-        self, stream: str, outlet: OutputStream, tags: Tags, row: "BottomRow | None", folder: "Folder | None"
+        self, stream: str, output: OutputStream, tags: Tags, row: "BottomRow | None", folder: "Folder | None"
     ) -> None:
         self._stream = stream
-        self._outlet = outlet
+        self._output = output
         self._tags = tags
         self._row = row
         self._folder = folder
 
     def pass_on(self, data: bytes) -> None:
         """Write ``data`` as it is."""
-        self._outlet.write(data)
+        self._output.write(data)
 
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
         """Show what ``instance`` wrote: whole lines, and what has come of a progress bar's next step."""
         if self._folder is not None:
-            self._write_folded(_fold(self._folder, instance, lines))
+            self._write_folded(self._folder.take(instance, lines, time.monotonic()))
             lines = b""
         self._write((instance,), lines, step)
 
@@ -133,7 +122,7 @@ class Display:
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
-            self._outlet.write(self._row.leave(self._stream, instance))
+            self._output.write(self._row.leave(self._stream, instance))
 
     @property
     def due_in_seconds(self) -> float | None:
@@ -148,33 +137,13 @@ class Display:
     def _write(self, instances: tuple[int, ...], lines: bytes, step: bytes) -> None:
         tag = self._tags.of(instances)
         if self._row is None:
-            self._outlet.write(tagged(tag, lines))
+            self._output.write(tagged(tag, lines))
         else:
-            self._outlet.write(self._row.render(self._stream, instances, tag, lines, step))
-
-
-def _fold(folder: "Folder", instance: int, lines: bytes) -> "list[Folded]":
-    """What is to be shown now that ``instance`` wrote ``lines``; steps of bars are not held back."""
-    from poprun.job.output.folding import Folded  # noqa: PLC0415 - there is a folder, so it is loaded
-
-    now_seconds = time.monotonic()
-    shown: list[Folded] = []
-    for line in lines.splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            shown += folder.add(instance, line, now_seconds)
-        else:
-            shown += [*folder.flush(instance), Folded((instance,), line)]
-    return shown
+            self._output.write(self._row.render(self._stream, instances, tag, lines, step))
 
 
 def make_displays(plan: LaunchPlan, on_closed: Callable[[], None], *, has_colours: bool) -> dict[int, Display]:
-    """Where the lines of each stream are shown, by its number.
-
-    Args:
-        plan: The job.
-        on_closed: Called when nobody reads a stream of poprun any more.
-        has_colours: Whether tags on a terminal may have colours.
-    """
+    """The displays of both streams, by number; ``on_closed`` is called when nobody reads poprun's any more."""
     rows: dict[int, BottomRow] = {}  # a terminal's, which two streams may share
     displays = {}
     for target, name in _NAMES.items():
@@ -254,11 +223,7 @@ class InterruptFilter:
 class Relay:
     """Reads every stream until it ends, logs and shows it, remembers the last lines of each standard error.
 
-    Args:
-        plan: The job.
-        pipes: What to read: descriptor, instance and number of the stream.
-        displays: Where to show it, by the number of the stream.
-        logs: Where to keep it, or None.
+    Of each of ``pipes`` are given the descriptor, the instance, and the number of its stream.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How instances ended, in words: exit codes, and few lines for all that did not fail first. Pure."""
+"""The ends of instances in words: exit codes, and few lines for all that did not fail first. Pure."""
 
 import re
 import signal
@@ -65,11 +65,6 @@ def describe_others(
 
     Two failures are alike when they have the same exit code and their programs' last words differ in numbers only:
     an instance names itself in its message, or an address, and has failed for the same reason.
-
-    Args:
-        failed: The instance that the report is about.
-        statuses: Every instance.
-        words: What instances said last, by index; those that said nothing may be missing.
     """
     cause = _kind(failed, words)
     groups: dict[tuple[int, str], list[int]] = {}

@@ -1,15 +1,15 @@
-"""What there is to say about a failure: last words, what the machine knows, and the probable cause."""
+"""The findings about a failure: last words, what the machine knows, and the probable cause."""
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from poprun.job.report.endings import signal_of
-from poprun.job.report.last_words import LastWords, last_words
+from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, InstanceStatus
-from poprun.probe.limits import Evidence, KillCounts, MemoryLimits, evidence_since
+from poprun.probe.limits import Evidence, MemoryLimits
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
 _CRASH_REPORT: Final = "Fatal Python error"
@@ -37,32 +37,8 @@ class Findings:
         return self.words.get(instance, LastWords())
 
 
-def gather_findings(
-    tails: Mapping[int, Sequence[str]], launcher_output: Sequence[str], kills_before: KillCounts | None
-) -> Findings:
-    """What is known now that the job has ended.
-
-    Args:
-        tails: The last lines of the standard error of each instance that ended with an error, by index.
-        launcher_output: The last lines that the launcher printed.
-        kills_before: What the kernel had counted when the job began; None for a job of several machines, of the
-            others of which nothing is known.
-    """
-    return Findings(
-        evidence=Evidence() if kills_before is None else evidence_since(kills_before),
-        words={index: last_words(tail) for index, tail in tails.items()},
-        launcher_words=last_words(launcher_output),
-    )
-
-
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:
-    """The likely reason why an instance failed, or "" when there is nothing to add to its end and its words.
-
-    Args:
-        failed: An instance that poprun did not stop.
-        words: What it said last.
-        evidence: What is known of the machine.
-    """
+    """The likely reason why an instance failed, or "" when its end and its last words say all."""
     limits = evidence.limits
     signum = signal.SIGKILL if failed.problem == AGENT_KILLED else signal_of(failed.exit_code or 0)
     if signum == signal.SIGKILL:

@@ -264,9 +264,6 @@ def last_words(tail: Sequence[str]) -> LastWords:
 
     They are the traceback of the exception that ended it, if there is one, else what it printed last. A traceback
     after which the program went on to print much is one that it survived.
-
-    Args:
-        tail: The last lines of the standard error, without their endings.
     """
     lines = [_shorten(_CODES.sub("", line).expandtabs(4).rstrip()) for line in tail]
     tracebacks = find_tracebacks(lines)

@@ -1,4 +1,4 @@
-"""What poprun says at the end of a job: a failure in at most fifteen lines."""
+"""The report that poprun prints at the end of a job: a failure in at most fifteen lines."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,11 @@ from typing import Final
 
 from poprun.job.outcome import JobEnd, first_failure, has_left
 from poprun.job.report.endings import describe_code, describe_others, name_code, name_instances
-from poprun.job.report.findings import Findings, gather_findings, hint
+from poprun.job.report.findings import Findings, hint
+from poprun.job.report.last_words import last_words
 from poprun.job.state import SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
-from poprun.probe.limits import KillCounts
+from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.text.screen import Level, say
 
 _MAX_SURVIVORS: Final = 10
@@ -23,10 +24,7 @@ def blame_aborter(
 ) -> list[InstanceStatus]:
     """The statuses, in which the instance that aborted the job has failed with the launcher's exit code.
 
-    Args:
-        statuses: Every instance, by index.
-        tails: The last lines of each instance's standard error.
-        launcher_code: How the MPI launcher ended; what a job was aborted with, if it was.
+    An MPI launcher ends with what its job was aborted with; ``tails`` are the last lines of each standard error.
     """
     aborters = [
         status for status in statuses if status.was_stopped and any(map(_ABORT.match, tails.get(status.index, ())))
@@ -126,20 +124,22 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """The end with all that is found out about it, after the user has been told.
+    """Tell the user how the job ended; the end with all that is found out about it.
 
     Args:
         end: How the job ended.
         plan: The job.
         tails: The last lines of the standard error of each instance that ended with an error, by index.
         launcher_output: The last lines that the launcher printed.
-        kills_before: What the kernel had counted when the job began; None for a job of several machines.
+        kills_before: What the kernel had counted when the job began; None for a job of several machines, of the
+            others of which nothing is known.
     """
-    explained = replace(
-        end,
-        statuses=blame_aborter(end.statuses, tails, end.launcher_code),
-        findings=gather_findings(tails, launcher_output, kills_before),
+    findings = Findings(
+        evidence=Evidence() if kills_before is None else evidence_since(kills_before),
+        words={index: last_words(tail) for index, tail in tails.items()},
+        launcher_words=last_words(launcher_output),
     )
+    explained = replace(end, statuses=blame_aborter(end.statuses, tails, end.launcher_code), findings=findings)
     if lines := render_end(explained, plan):
         say("\n".join(lines), Level.ERROR)
     return explained

@@ -1,4 +1,4 @@
-"""The report of a whole job as values for JSON: how each attempt went, and each instance in it. Pure."""
+"""The report of a whole job as JSON: how each attempt went, and each instance in it. Pure."""
 
 import json
 import re
