@@ -69,6 +69,16 @@ def broadcast_tensors(group: Group, root: int, tensors: Iterable[Tensor]) -> Non
         _broadcast_together(group, root, same_kind)
 
 
+def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
+    """Every instance's ``data``, which may differ in length; all instances call this, with the same ``text``."""
+    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
+    sent = torch.zeros(max(lengths), dtype=torch.uint8)
+    if data:
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = zip(group.backend.all_gather(sent), lengths, strict=True)
+    return [row[:length].numpy().tobytes() for row, length in rows]
+
+
 def checksum(weights: Weights) -> str:
     """A digest of all parameters and buffers: 32 hexadecimal digits.
 
@@ -142,11 +152,8 @@ def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:
 def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str, Tensor]) -> str:
     """Where ``other`` departs from the root, in words; every instance asks for it."""
     own = b"".join(_describe(name, tensors[name]) for name in sorted(tensors))
-    sizes = [size for (size,) in group.start("describe the weights", [len(own)]).wait()]
-    message = torch.zeros(max(sizes), dtype=torch.uint8)
-    message[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    rows = zip(group.instances, group.backend.all_gather(message), sizes, strict=True)
-    lines = {instance: row[:size].numpy().tobytes().decode().splitlines() for instance, row, size in rows}
+    everybody = zip(group.instances, gather_bytes(group, "describe the weights", own), strict=True)
+    lines = {instance: data.decode().splitlines() for instance, data in everybody}
     pairs = zip_longest(lines[other], lines[root], fillvalue="nothing more")
     theirs, roots = next((theirs, roots) for theirs, roots in pairs if theirs != roots)
     return f"instance {other} has {theirs}, instance {root} has {roots}"

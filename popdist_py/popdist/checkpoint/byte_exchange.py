@@ -77,15 +77,6 @@ def broadcast_tensors(group: Group, text: str, tensors: Iterable[Tensor]) -> Non
         group.backend.broadcast(in_memory_order, WRITER)
 
 
-def gather_bytes(group: Group, text: str, data: bytes) -> list[bytes]:
-    """Every instance's ``data``, which may differ in length, in instance order."""
-    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
-    row = torch.zeros(max(lengths), dtype=torch.uint8)
-    row[: len(data)] = _as_tensor(data)
-    rows = group.backend.all_gather(row)
-    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
-
-
 def _broadcast(group: Group, data: bytes, length: int, root: int) -> bytes:
     buffer = _as_tensor(data) if group.backend.instance_index == root else torch.empty(length, dtype=torch.uint8)
     group.backend.broadcast(buffer, root)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from popdist.checkpoint import folder, manifest
-from popdist.checkpoint.byte_exchange import gather_bytes, is_writer, together, whole_job
+from popdist.checkpoint.byte_exchange import is_writer, together, whole_job
 from popdist.checkpoint.encoding import Json, TensorForm, decode, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
 from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_of, stateful_of
 from popdist.errors import CheckpointError, PopdistWarning, whole_number
 from popdist.groups import Group
+from popdist.weights import gather_bytes
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:

@@ -12,6 +12,7 @@ from popdist.gradients.shards import flat_like, flat_view
 from popdist.groups import Group
 from popdist.headers import name_instances
 from popdist.sharded.parameters import ShardedParameter
+from popdist.weights import gather_bytes
 
 State = dict[str, Any]
 """What an optimizer keeps for one parameter: tensors with a number for each element, and single values."""
@@ -38,7 +39,8 @@ def gather_state(
             different ones of the same parameter.
         CollectiveError, BackendError: If the instances do other things, or one was lost.
     """
-    everybody = _gather_json(group, text, _describe_all(sharded, states, keys))
+    described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
+    everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]
     if trouble := next((it for it in everybody if isinstance(it, str)), None):
         raise OptimizerError(trouble)
     for position, it in enumerate(sharded):
@@ -134,13 +136,3 @@ def _gather(
             if elements:
                 group.backend.broadcast(flat[elements.start : elements.stop], owner)
     return whole
-
-
-def _gather_json(group: Group, text: str, value: object) -> list[Any]:
-    """Every instance's ``value``."""
-    data = bytearray(json.dumps(value).encode())
-    lengths = [length for (length,) in group.start(text, [len(data)]).wait()]
-    row = torch.zeros(max(lengths), dtype=torch.uint8)
-    row[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    rows = zip(group.backend.all_gather(row), lengths, strict=True)
-    return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
