@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from popdist.gradients.reduction import Reduction, check_reduction, refuse_step
 from popdist.training import optimizers
 from popdist.training.backward import AutomaticReduction
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
-from popdist.training.randomness import RandomScope, ReplicaRandomness
+from popdist.training.randomness import ReplicaRandomness
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
 from popdist.weights import broadcast_weights
 
 
 class ModelSteps:
-    """The steps of one module in this instance.
+    """The steps of one module on this instance, one at a time.
 
     Args:
         module: Its gradients and buffers are those of all replicas after each step.
@@ -41,13 +40,13 @@ class ModelSteps:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What a copy makes anew."""
+        """Make what a copy makes anew."""
         optimizers.watch()
-        self._step: Step | PlainStep | None = None
-        self._gradients = ModelGradients(self._module)
+        self.step: Step | PlainStep | None = None
+        self.gradients = ModelGradients(self._module)
         self._buffers = ReplicaBuffers(self._module)
         self.automatic = AutomaticReduction(
-            self._module, self._gradients, self._buffers, self.layout, checks_finite=self._checks_finite
+            self._module, self.gradients, self._buffers, self.layout, checks_finite=self._checks_finite
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,24 +63,22 @@ class ModelSteps:
             MicroBatchError: If there is one already; it is abandoned on all instances.
             CollectiveError: If only a part of the job is here.
         """
-        if self._step is not None:
+        if self.step is not None:
             self.abandon()
             raise MicroBatchError(
                 "a step began before the one before it had ended: end each micro_batches loop, or call "
                 "reduce_gradients() after the micro batches; that step has no gradient on any instance"
             )
         training_loop.begin_step(self)
-        self._step = self._make_step(accumulation)
-        self.automatic.step = self._step
-        optimizers.begin_step(self, self._module)
-        return self._step
-
-    def _make_step(self, accumulation: int) -> Step | PlainStep:
-        group = context.current_group()
+        group, checks_finite = context.current_group(), self._checks_finite
         if self.layout.num_replicas == accumulation == 1:
-            return PlainStep(group, self._gradients, checks_finite=self._checks_finite)
-        memory = self._gradients.memory(group, self.layout)
-        return Step(memory, self._buffers, accumulation=accumulation, checks_finite=self._checks_finite)
+            self.step = PlainStep(group, self.gradients, checks_finite=checks_finite)
+        else:
+            memory = self.gradients.memory(group, self.layout)
+            self.step = Step(memory, self._buffers, accumulation=accumulation, checks_finite=checks_finite)
+        self.automatic.step = self.step
+        optimizers.begin_step(self, self._module)
+        return self.step
 
     def micro_batches(
         self,
@@ -110,50 +107,42 @@ class ModelSteps:
         for index, (content, weight) in enumerate(zip(contents, counts, strict=True)):
             if content is not None:
                 counted = 1.0 if reduction == "sum" and weights is None else weight
-                with self._enter(step, index, counted):
-                    yield to_device(content, self._gradients.device)
-        self.reduce(reduction)
+                with MicroBatchScope(self, step, index, counted):
+                    yield to_device(content, self.gradients.device)
+        self.finish(reduction)
 
     def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
         """What to enter for micro batch ``index`` of the step; the first one starts it."""
-        weight, is_first = check_weight(weight), self._step is None
-        step = self._step or self.begin(accumulation)
+        weight, is_first = check_weight(weight), self.step is None
+        step = self.step or self.begin(accumulation)
         if step.accumulation != accumulation:
             raise BatchError(f"accumulation={accumulation} in a step that began with {step.accumulation}")
         try:
-            return self._enter(step, index, weight)
+            return MicroBatchScope(self, step, index, weight)
         except BatchError:
             if is_first:
-                self._close()
+                self._end()
             raise
 
-    def _enter(self, step: Step | PlainStep, index: int, weight: float) -> "MicroBatchScope":
-        replica = step.begin(index, weight)
-        return MicroBatchScope(self, step, weight, self.randomness.of(replica, self._gradients.device))
-
-    def reduce(self, reduction: Reduction) -> None:
-        """End the step: see ``ReplicatedModel.reduce_gradients``."""
+    def finish(self, reduction: Reduction) -> None:
+        """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
         check_reduction(reduction)
-        step = self._step or self.begin(1)
+        step = self.step or self.begin(1)
         try:
             step.finish(reduction)
         except BaseException:
             self.abandon()
             raise
-        self._close()
-
-    def is_in(self, step: Step | PlainStep) -> bool:
-        """Whether ``step`` is the one that is being made."""
-        return self._step is step
+        self._end()
 
     def abandon(self) -> None:
         """End the step without a gradient on any instance, if there is one. Never raises."""
-        if self._step is not None:
-            self._step.abandon()
-            self._close()
+        if self.step is not None:
+            self.step.abandon()
+            self._end()
 
-    def _close(self) -> None:
-        self._step = self.automatic.step = None
+    def _end(self) -> None:
+        self.step = self.automatic.step = None
         self.automatic.is_computing = False
         optimizers.end_step(self)
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
@@ -164,27 +153,28 @@ class MicroBatchScope:
     """Within it the process is one replica: its random states are in place, and its gradients are expected.
 
     Leaving it takes the gradients. Leaving it by an exception abandons the step on every instance.
+
+    Raises:
+        BatchError: If there is no such micro batch, or it is done already.
     """
 
-    def __init__(self, owner: ModelSteps, step: Step | PlainStep, weight: float, randomness: RandomScope) -> None:
-        self._owner = owner
+    def __init__(self, steps: ModelSteps, step: Step | PlainStep, index: int, weight: float) -> None:
+        self._steps = steps
         self._step = step
         self._weight = weight
-        self._randomness = randomness
+        self._randomness = steps.randomness.of(step.begin(index, weight), steps.gradients.device)
 
     def __enter__(self) -> None:
         self._randomness.__enter__()
-        self._owner.automatic.is_computing = True
+        self._steps.automatic.is_computing = True
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._randomness.__exit__()
-        if error is not None and not self._owner.is_in(self._step):
+        if error is not None and self._steps.step is not self._step:
             return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
-        self._owner.automatic.is_computing = False
+        self._steps.automatic.is_computing = False
         if error is not None:
-            self._owner.abandon()
+            self._steps.abandon()
             context.current_group().fail_next(
                 MicroBatchError(
                     "this instance left a micro_batches loop before its end (by break, return or an exception), "
@@ -195,7 +185,7 @@ class MicroBatchScope:
         try:
             self._step.collect(self._weight)
         except BaseException:
-            self._owner.abandon()
+            self._steps.abandon()
             raise
 
 
@@ -321,9 +311,8 @@ class ReplicatedModel(nn.Module):
             CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
             BackendError: If an instance was lost or did not come in time.
         """
-        return self._model_steps.micro_batches(
-            batch, accumulation, reduction=reduction, weights=weights, split=split
-        )
+        steps = self._model_steps
+        return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split)
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1
@@ -366,7 +355,7 @@ class ReplicatedModel(nn.Module):
             BatchError: If the weights of the whole job add up to 0.
             GradientError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
         """
-        self._model_steps.reduce(reduction)
+        self._model_steps.finish(reduction)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
