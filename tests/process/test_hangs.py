@@ -164,16 +164,18 @@ def test_a_single_program_keeps_the_terminal(poprun: Poprun) -> None:
     assert (process.returncode, out) == (0, "goes on\n")
 
 
-@pytest.mark.parametrize("is_child", [True, False])
-def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: bool) -> None:
-    """Whatever a page announces: the signal would end the process."""
-    with (tmp_path / "page").open("w+b") as page, subprocess.Popen(["sleep", "600"]) as process:
+@pytest.mark.parametrize(("is_child", "has_page"), [(True, True), (True, False), (False, False)])
+def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: bool, has_page: bool) -> None:
+    """Whatever a page announces, and who has it open: the signal would end the process."""
+    with (
+        (tmp_path / "page").open("w+b") as page,
+        subprocess.Popen(["sleep", "600"], pass_fds=[page.fileno()] if has_page else []) as process,
+    ):
         pid = process.pid if is_child else psutil.Process().ppid()
         wait_until(lambda: command_line(process.pid) == ["sleep", "600"])
         answer = StackQuestion(page.fileno(), 4096, pid, 63).answer()
-        is_alive = process.poll() is None
-        process.kill()
+        process.terminate()
 
-    assert is_alive
+    assert process.returncode == -signal.SIGTERM
     assert answer is not None
     assert (answer["text"], "sleep 600" in str(answer["processes"])) == ("", True)

@@ -15,6 +15,16 @@ print(child.pid, flush=True)
 sys.stdin.read()
 """
 
+HEAR = """
+import signal, sys
+both = {signal.SIGUSR1, signal.SIGUSR2}
+signal.pthread_sigmask(signal.SIG_BLOCK, both)
+print("ready", flush=True)
+sys.stdin.read()
+print(int(signal.sigwait(both)))
+"""
+"""Tells the lowest of the signals that it was sent."""
+
 
 def test_a_descendant_in_another_session_is_found() -> None:
     """The walk goes by parents, not by sessions or groups."""
@@ -32,14 +42,16 @@ def test_a_descendant_in_another_session_is_found() -> None:
 
 def test_a_process_with_a_used_id_is_left_alone() -> None:
     """An id that another process has now is not signalled: the start time tells them apart."""
-    with subprocess.Popen(["sleep", "600"]) as process:
+    with subprocess.Popen([sys.executable, "-c", HEAR], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
         key = key_of(process.pid)
         assert key is not None
-        send([ProcessKey(key.pid, key.start_ticks - 1)], signal.SIGKILL)
-        assert process.poll() is None
-        send([key], signal.SIGKILL)
+        send([ProcessKey(key.pid, key.start_ticks - 1)], signal.SIGUSR1)
+        send([key], signal.SIGUSR2)
+        heard, _ = process.communicate()
 
-    assert process.returncode == -signal.SIGKILL
+    assert int(heard) == signal.SIGUSR2
 
 
 def test_a_stopped_process_can_be_terminated() -> None:

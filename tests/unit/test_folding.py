@@ -116,3 +116,14 @@ def test_memory_is_bounded() -> None:
 
     assert len(shown) * len(line) > 5000 * len(line) - MAX_HELD_BYTES
     assert [folded.line.split()[0] for folded in shown] == [b"%d" % number for number in range(len(shown))]
+
+
+def test_what_was_shown_takes_no_room() -> None:
+    """After any number of lines that all printed, one that only one has printed waits for the others."""
+    folder = Folder(range(3))
+    line = b"x" * 999 + b"\n"
+    for number in range(2 * MAX_HELD_BYTES // len(line)):
+        shown = [folder.add(instance, b"%d " % number + line, 0.0) for instance in range(3)]
+        assert shown == [[], [], [((0, 1, 2), b"%d " % number + line)]]
+
+    assert folder.add(0, line, 0.0) == []

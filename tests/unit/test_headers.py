@@ -36,6 +36,12 @@ def test_equal_headers_mean_equal_texts(first: str, second: str) -> None:
     assert (pack(first) == pack(second)) == (first == second)
 
 
+@pytest.mark.parametrize("length", [TEXT_BYTES, TEXT_BYTES + 1, 4 * TEXT_BYTES])
+def test_texts_that_differ_at_their_end_only_differ(length: int) -> None:
+    """The end of a long one is cut, and its digest is not."""
+    assert pack("a" * (length - 1) + "b") != pack("a" * length)
+
+
 @pytest.mark.parametrize("numbers", [[0] * (MAX_NUMBERS + 1), [2**63], [1.5]])
 def test_numbers_that_do_not_fit_are_refused(numbers: list[int]) -> None:
     """Too many numbers, too large ones and fractions are errors where they are sent."""

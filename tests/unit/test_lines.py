@@ -62,6 +62,15 @@ def test_an_endless_line_is_passed_on_in_parts() -> None:
     assert splitter.finish() == b""
 
 
+def test_a_stream_that_has_ended_holds_nothing_more() -> None:
+    """Its last line is given once."""
+    splitter = LineSplitter()
+    splitter.feed(b"the end")
+
+    assert splitter.finish() == b"the end\n"
+    assert splitter.finish() == b""
+
+
 @pytest.mark.parametrize(
     ("chunks", "steps"),
     [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import IpusTakenError, PartitionError, PoolError
-from poprun.plan.inventory import cpu_cluster
+from poprun.plan.inventory import VirtualIpu, cpu_cluster
 from poprun.pool import place
 from poprun.pool.holders import lives, this_process
 from poprun.pool.pool import Pool, Ticket
@@ -97,6 +97,21 @@ def test_the_database_itself_refuses_a_second_holder(pool: Pool) -> None:
         with pytest.raises(PoolError, match=r"UNIQUE constraint failed: ipu\.name"):
             pool.ask("greedy", greedy)
         assert len(pool.state().leases) == 1
+
+
+def test_who_asks_in_vain_leaves_nothing(pool: Pool) -> None:
+    """Neither a row in the database, whoever would clear it away later, nor an open lock."""
+
+    def refuse(_: object) -> tuple[VirtualIpu, ...]:
+        raise PartitionError("that does not fit")
+
+    with holding(pool, wish(1)):
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with pytest.raises(PartitionError, match="that does not fit"):
+            pool.ask("picky", Wish(num_ipus=1, choose=refuse))
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        with closing(sqlite3.connect(pool.file)) as connection:
+            assert connection.execute("SELECT count(*) FROM lease").fetchone() == (1,)
 
 
 def test_partitions_are_kept(pool: Pool) -> None:

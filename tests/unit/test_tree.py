@@ -117,6 +117,14 @@ def test_sums_may_be_made_in_place() -> None:
     assert tree_sum(items, add) == [28]
 
 
+@given(st.integers(1, 70))
+def test_the_lower_positions_are_added_first(n: int) -> None:
+    """``add`` may change its left operand, and need not be commutative."""
+    letters = [chr(ord("0") + position) for position in range(n)]
+
+    assert tree_sum(letters, operator.add) == "".join(letters)
+
+
 @pytest.mark.parametrize("nodes", [{Node(0, 0): 1}, {Node(0, 0): 1, Node(1, 0): 3}, {Node(0, 1): 2}, {}])
 def test_a_sum_with_a_gap_or_an_overlap_is_refused(nodes: dict[Node, int]) -> None:
     """Nodes that do not cover each of the items exactly once are an error, not a wrong sum."""

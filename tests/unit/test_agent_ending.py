@@ -1,0 +1,90 @@
+"""The end of an agent's tree: asked first, killed at one deadline, whoever asks how often."""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import pytest
+
+from poprun.launch import agent
+from poprun.launch.agent import TreeEnding
+from poprun.process.tree import ProcessKey
+
+PROGRAM = 4_000_001
+"""Above every process id that the kernel gives: nothing here reaches a process."""
+
+TREE = [ProcessKey(PROGRAM, 0)]
+
+
+class World:
+    """A clock, a tree of processes, and what was sent to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_seconds = 100.0
+        self.tree = TREE
+        self.sent: list[int] = []
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_seconds)
+        monkeypatch.setattr(agent, "own_tree", lambda: self.tree)
+        monkeypatch.setattr(agent, "send", lambda _, signum: self.sent.append(signum))
+        monkeypatch.setattr(agent, "terminate", self._terminate)
+        monkeypatch.setattr(os, "kill", lambda _, signum: self.sent.append(signum))
+        monkeypatch.setattr(os, "killpg", lambda _, signum: self.sent.append(signum))
+
+    def _terminate(self, keys: Iterable[ProcessKey]) -> None:
+        self.sent += [signal.SIGTERM for _ in keys]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """One that holds the program."""
+    return World(monkeypatch)
+
+
+def test_a_program_is_asked_and_continued_and_killed_at_its_deadline(world: World) -> None:
+    """A program that is stopped could not end in order otherwise."""
+    ending = TreeEnding()
+    ending.grace_seconds = 7.0
+    ending.stop(PROGRAM)
+    assert world.sent == [signal.SIGTERM, signal.SIGCONT]
+
+    world.now_seconds += 6.9
+    assert not ending.is_over(PROGRAM)
+    assert world.sent == [signal.SIGTERM, signal.SIGCONT]
+    world.now_seconds += 0.1
+    assert not ending.is_over(PROGRAM)
+    assert world.sent[2:] == [signal.SIGKILL]
+    world.tree = []
+    assert ending.is_over(None)
+
+
+def test_who_asks_again_moves_no_deadline(world: World) -> None:
+    """Neither a second request, nor the end of the program before its children's."""
+    ending = TreeEnding()
+    ending.grace_seconds = 7.0
+    ending.stop(PROGRAM)
+    world.now_seconds += 6.5
+    ending.stop(PROGRAM)
+    ending.stop_leftovers()
+    world.sent.clear()
+    world.now_seconds += 0.5
+
+    assert not ending.is_over(None)
+    assert world.sent == [signal.SIGKILL]
+
+
+def test_killing_waits_for_nothing(world: World) -> None:
+    """Whatever grace there was."""
+    ending = TreeEnding()
+    ending.stop(PROGRAM)
+    ending.kill()
+
+    assert not ending.is_over(PROGRAM)
+    assert world.sent[-1] == signal.SIGKILL
+
+
+def test_a_tree_that_nobody_asked_is_not_over(world: World) -> None:
+    """Not even an empty one: its program may not have begun."""
+    world.tree = []
+
+    assert not TreeEnding().is_over(None)
