@@ -37,7 +37,10 @@ class HeaderExchange(Protocol):
 
 
 class Backend(Protocol):
-    """A set of instances that can reach each other. All tensors are dense and contiguous."""
+    """A set of instances that can reach each other. All tensors are dense and contiguous.
+
+    What waits for other instances raises BackendError if one was lost or did not come in time.
+    """
 
     @property
     def instances(self) -> tuple[int, ...]:
@@ -66,43 +69,25 @@ class Backend(Protocol):
         """Collectives of CPU tensors in the memory that these instances share; None where they do not.
 
         All of them ask at the same time, where their headers have proved that all are there.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
         """
 
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
         """A channel for tensors on ``devices`` while the program sends others; None where there is none.
 
         All instances of the job are together in this call, with devices of the same types.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
         """
 
     def start_exchange(self, header: list[int]) -> HeaderExchange:
         """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
-        """Every instance's ``tensor`` (same shape, dtype and type of device), stacked along a new first dimension.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Every instance's ``tensor``, of the same shape, dtype and type of device, stacked."""
 
     def all_to_all(self, tensor: "Tensor") -> "Tensor":
-        """Row *j* goes to the *j*-th instance of the set; row *i* of the result came from the *i*-th.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Row *j* goes to the *j*-th instance of the set; row *i* of the result came from the *i*-th."""
 
     def broadcast(self, tensor: "Tensor", root: int) -> None:
-        """Overwrite ``tensor`` with that of instance ``root``.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Overwrite ``tensor`` with that of instance ``root``."""
 
     def subgroup(self, instances: tuple[int, ...]) -> "Backend":
         """The same connections, limited to ``instances``, of which this instance must be one."""

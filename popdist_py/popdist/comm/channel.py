@@ -51,18 +51,7 @@ def swap(
     sent: Sequence[Tensor],
     received: Sequence[Tensor],
 ) -> None:
-    """Send each instance its tensor and wait for theirs.
-
-    Args:
-        gloo: The process group of the whole job.
-        own: This instance.
-        instances: Who takes part, this instance among them.
-        sent: What goes to each of them; flat tensors of bytes.
-        received: Where what each of them sends goes.
-
-    Raises:
-        RuntimeError: If an instance was lost or did not come in time.
-    """
+    """Send each instance its tensor and wait for theirs."""
     works = []
     for peer, mine, row in zip(instances, sent, received, strict=True):
         if peer == own:

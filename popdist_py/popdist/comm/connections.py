@@ -20,7 +20,6 @@ from popdist.errors import BackendError
 from popdist.headers import NUM_WORDS
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.short_messages import ShortMessages
 
 PROBE_TAG: Final = 1
@@ -73,7 +72,7 @@ class Connections:
         self.control = self._connect("control")
         self.gloo = self._connect("gloo")
         is_one_host = num_local_instances == num_instances
-        self.host = self._share_memory(range(num_instances)) if is_one_host else None
+        self.host = self._share_memory(num_instances) if is_one_host else None
         self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
         self.short_messages = None if self.host is None else ShortMessages(self.host.group, NUM_WORDS)
         self._channels: dict[str, Channel] = {}
@@ -91,27 +90,22 @@ class Connections:
             options._timeout = self._timeout  # noqa: SLF001 - as above
             return gloo(store, self.instance_index, self.num_instances, options)
 
-    def _share_memory(self, instances: range) -> HostCollectives | None:
-        """Collectives in the memory that ``instances`` share, this instance among them; None where they do not."""
-        group = HostGroup.connect(
-            PrefixStore(f"host/{instances.start}", self._store),
-            self.instance_index - instances.start,
-            len(instances),
-            timeout_seconds=self.timeout_seconds,
-            names=Names(members=tuple(instances), noun="instance"),
+    def _share_memory(self, num_local: int) -> HostCollectives | None:
+        """Collectives in this host's memory, where each host has as many instances; None where they share none."""
+        names = Names(members=tuple(range(self.num_instances)), noun="instance")
+        return HostCollectives.connect(
+            self._store, self.instance_index, num_local, names=names, timeout_seconds=self.timeout_seconds
         )
-        return None if group is None else HostCollectives(group)
 
     def _share_with_neighbours(self, num_local: int) -> HostCollectives | None:
         """Collectives in this host's memory; None on all instances unless each host has as many in a row."""
         if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
             return None
-        first = self.instance_index - self.instance_index % num_local
-        found = self._share_memory(range(first, first + num_local))
+        found = self._share_memory(num_local)
         if all(self._tell_all(found is not None)):
             return found
         if found is not None:
-            found.group.close()
+            found.close()
         return None
 
     def _tell_all(self, number: int) -> list[int]:
@@ -172,20 +166,12 @@ class Connections:
         return False
 
     def check_open(self) -> None:
-        """Refuse to go on when this instance has left.
-
-        Raises:
-            BackendError: If it has left the job, or is about to: a thread that starts then may never run.
-        """
+        """Raise BackendError if this instance has left or is leaving: a thread that starts then may never run."""
         if self._is_settled:
             raise BackendError(f"instance {self.instance_index} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
-        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long.
-
-        Raises:
-            BackendError: If this instance has left the job.
-        """
+        """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""
         self.check_open()
         thread = Thread(target=wait, daemon=True)
         self._waiting = [it for it in self._waiting if it.is_alive()] + [thread]
@@ -217,4 +203,4 @@ class Connections:
         self.control = None
         for shared in (self.host, self.neighbours):
             if shared is not None:
-                shared.group.close()
+                shared.close()

@@ -29,16 +29,7 @@ if TYPE_CHECKING:
 
 
 class GlooHeaderExchange:
-    """An exchange of headers between instances over gloo.
-
-    Args:
-        connections: The connections of the job.
-        instances: Who takes part, this instance among them.
-        header: What this instance sends.
-
-    Raises:
-        BackendError: If this instance has left the job.
-    """
+    """An exchange of headers between instances over gloo."""
 
     def __init__(self, connections: Connections, instances: tuple[int, ...], header: list[int]) -> None:
         connections.check_open()
@@ -109,14 +100,7 @@ class GlooHeaderExchange:
 
 
 class MemoryHeaderExchange:
-    """An exchange of headers between instances that share memory.
-
-    Args:
-        connections: The connections of the job.
-        short_messages: Messages in the memory of the job's instances.
-        instances: Who takes part, this instance among them.
-        header: What this instance sends.
-    """
+    """An exchange of headers between instances that share memory."""
 
     def __init__(
         self,
@@ -167,11 +151,7 @@ _NO_ROOM = -1
 
 
 class MemoryOfSubsets:
-    """The memory that subsets of the instances share: those subsets that this instance is in.
-
-    Args:
-        connections: The connections of the job.
-    """
+    """The memory that subsets of the instances share: those subsets that this instance is in."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

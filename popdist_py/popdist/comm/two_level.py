@@ -76,7 +76,8 @@ class WaitingPeers:
 class TwoLevelReduction:
     """Reductions over all members; every member makes the same calls in the same order.
 
-    Operations are those of `popdist.host_memory.host_collectives`; half dtypes are combined in float32.
+    Operations are those of `popdist.host_memory.host_collectives`; half dtypes are combined in float32. Every call
+    raises BackendError if a member was lost or did not come in time.
 
     Args:
         peers: Of this member.
@@ -109,9 +110,6 @@ class TwoLevelReduction:
             rows: Flat tensors of equal length, one for each node of this member; used up where it has neighbours.
             op: How they are combined; "mean" divides the sum by the number of members.
             into: Where the result goes; None means the first of ``rows``.
-
-        Raises:
-            BackendError: If a member was lost or did not come in time.
         """
         out = rows[0] if into is None else into
         length = len(out)
@@ -133,11 +131,7 @@ class TwoLevelReduction:
         return shares[member % self._num_local, member // self._num_local]
 
     def reduce_scatter(self, shares: Tensor, op: Op = "sum") -> Tensor:
-        """The combination of what all members have for this one in their ``shares``, as :meth:`empty_shares` made.
-
-        Raises:
-            BackendError: If a member was lost or did not come in time.
-        """
+        """The combination of all members' ``shares`` for this one, which :meth:`empty_shares` made."""
         return self._divided(self._start_scatter(shares, _step(op))(), op)
 
     def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[None]:

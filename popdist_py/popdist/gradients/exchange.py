@@ -47,11 +47,7 @@ def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) ->
 
 
 def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
-    """Make the first of ``own`` the sum over the partial sums of all instances, of which ``own`` are this one's.
-
-    Raises:
-        BackendError: If an instance was lost or did not come in time.
-    """
+    """Make the first of ``own``, this instance's partial sums, the sum over those of all instances."""
     sum_over_hosts(group, layout, own[0].device).all_reduce(own)
 
 
@@ -82,9 +78,6 @@ def scatter_sum(
         layout: Which replicas each of them owns.
         own: This instance's partial sums, as :func:`nodes_of` names them.
         wanted: For each instance the runs of numbers that it wants, without overlap.
-
-    Raises:
-        BackendError: If an instance was lost or did not come in time.
     """
     reduction = sum_over_hosts(group, layout, own[0].device)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
@@ -108,12 +101,7 @@ def _take(row: Tensor, runs: Sequence[range], into: Tensor) -> None:
 
 
 class ReplicaTree:
-    """The sum of rows over all replicas of the job, while this instance's replicas bring theirs.
-
-    Args:
-        group: All instances of the job.
-        layout: Which replicas each of them owns.
-    """
+    """The sum of rows over all replicas of the job, while this instance's replicas bring theirs."""
 
     def __init__(self, group: Group, layout: ReplicaLayout) -> None:
         self._group = group
@@ -126,11 +114,7 @@ class ReplicaTree:
         self._tree.push(rows)
 
     def finish(self) -> Rows:
-        """The sum over all replicas, the same on every instance, when every local replica has brought its rows.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """The sum over all replicas, the same on every instance, when every local replica has brought its rows."""
         own = self._tree.nodes
         if self._layout.num_instances == 1:
             return finish(own, self._layout.num_replicas, add_rows)

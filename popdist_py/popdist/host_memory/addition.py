@@ -120,9 +120,6 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
     Returns:
         ``(left, right)`` means that row ``left`` becomes the sum of both. The row of the leftmost node ends as the
         sum of all.
-
-    Raises:
-        ValueError: If the nodes do not cover each item once.
     """
     pairs: list[tuple[int, int]] = []
 
@@ -136,11 +133,7 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
 
 @cache
 def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """As :func:`node_additions`, of rows that are items themselves: row 0 ends as the sum.
-
-    Raises:
-        ValueError: If there is no row.
-    """
+    """As :func:`node_additions`, of rows that are items themselves: row 0 ends as the sum."""
     return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
@@ -170,10 +163,9 @@ _COMBINERS: Final[dict[Op, Combine]] = {
 
 
 def combiner(op: Op, dtype: torch.dtype) -> Combine:
-    """The function of two tensors and ``out=`` that combines them; bools are added as "or", multiplied as "and".
+    """The function of two tensors and ``out=`` that combines them, or ValueError where there is none.
 
-    Raises:
-        ValueError: If there is none.
+    Bools are added as "or" and multiplied as "and".
     """
     if op == "mean" and not dtype.is_floating_point:
         raise ValueError(f"a mean of {dtype} is no {dtype}")
@@ -196,9 +188,6 @@ class Combiner:
         op: How; "mean" divides the sum by the number of rows.
         dtype: Of rows and result.
         num_rows: Rows to combine, at least 2.
-
-    Raises:
-        ValueError: If there is no such operation on the dtype.
     """
 
     def __init__(self, op: Op, dtype: torch.dtype, num_rows: int) -> None:

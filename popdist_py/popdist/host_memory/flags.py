@@ -36,24 +36,13 @@ Fence = Callable[[], None]
 
 
 def make_fence(machine: str | None = None) -> Fence | None:
-    """The memory fence to call between data and counter; None where none is needed.
-
-    Args:
-        machine: The kind of processor, as `platform.machine` names it; None means that of this machine.
-
-    Raises:
-        BackendError: If a fence is needed and the kernel has none.
-    """
+    """The memory fence to call between data and counter; None where none is needed."""
     name = platform.machine() if machine is None else machine
     return None if name in _STORES_IN_ORDER else membarrier()
 
 
 def membarrier() -> Fence:
-    """A full memory barrier on all running threads of all processes that have called this.
-
-    Raises:
-        BackendError: If the kernel has none.
-    """
+    """A full memory barrier on all running threads of all processes that have called this."""
     number = _SYSCALL_NUMBERS.get(platform.machine())
     call = ctypes.CDLL(None, use_errno=True).syscall
     if number is None or call(number, _REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
@@ -231,11 +220,7 @@ class Flags:
         self.failure = f"this process was forked from a {self._names.noun} of the group, and is none itself"
 
     def raise_failure(self) -> None:
-        """Raise if this rank comes to no further meeting.
-
-        Raises:
-            BackendError: Says why.
-        """
+        """Raise BackendError if this rank comes to no further meeting."""
         if self.failure is not None:
             raise BackendError(self.failure)
 

@@ -13,11 +13,12 @@ work of adding is divided.
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Size, Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.host_memory import addition
 from popdist.host_memory.addition import (
@@ -31,7 +32,7 @@ from popdist.host_memory.addition import (
     path_of,
     share,
 )
-from popdist.host_memory.flags import operation, purpose
+from popdist.host_memory.flags import Names, operation, purpose
 from popdist.host_memory.host_group import HostGroup
 
 FIRST_BYTES: Final = 1 << 16
@@ -164,12 +165,7 @@ class _PreparedSum(NamedTuple):
 
 
 class AllReduce:
-    """The all-reduce of a group of at least two ranks.
-
-    Args:
-        group: The ranks.
-        slots: Theirs; they may be shared with other collectives.
-    """
+    """The all-reduce of a group of at least two ranks."""
 
     def __init__(self, group: HostGroup, slots: Slots) -> None:
         self._flags = group.flags
@@ -312,6 +308,28 @@ class HostCollectives:
             self._slots = Slots(group)
             self._all_reduce = AllReduce(group, self._slots)
             self.quick_sum = self._all_reduce.quick_sum
+
+    @classmethod
+    def connect(
+        cls, store: Store, rank: int, num_local: int, *, names: Names, timeout_seconds: float
+    ) -> Self | None:
+        """The collectives of the ranks of this host, where each host has ``num_local`` ranks in a row.
+
+        Args:
+            store: Where the ranks of all hosts find each other; used by nobody else under its prefix.
+            rank: This process, among the ranks of all hosts.
+            num_local: Ranks of each host.
+            names: What the ranks of all hosts are called in errors.
+            timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
+
+        Returns:
+            None on every rank of the host where they may not share memory.
+        """
+        first = rank - rank % num_local
+        own = Names(members=names.members[first : first + num_local], noun=names.noun)
+        prefix = PrefixStore(f"host/{first}", store)
+        group = HostGroup.connect(prefix, rank - first, num_local, timeout_seconds=timeout_seconds, names=own)
+        return None if group is None else cls(group)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them."""

@@ -73,10 +73,6 @@ class Reduction:
         Args:
             timeout_seconds: How long to wait for the others; None means as long as the group was made to.
             over: What a sum of floats is divided by; the same on every rank. 1 leaves it as it is.
-
-        Raises:
-            BackendError: If a rank was lost or did not come in time; the message names it.
-            CollectiveError: If a rank is in another operation of this group.
         """
         self._flags.meet(self._purpose, timeout_seconds)
         self._combine_share(over if self._divisor is None else self._divisor)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.errors import BackendError
 from popdist.host_memory.segments import PAGE_BYTES, Segment, map_window
@@ -61,15 +61,41 @@ class _Announcement:
         return f"\0popdist-{self.token[:32]}"
 
 
-class SegmentExchange:
-    """One exchange of segments between the ranks of a group; every rank makes one at the same time.
+def tell_all(
+    store: Store,
+    rank: int,
+    names: Sequence[str],
+    value: Any,  # noqa: ANN401 - anything that JSON holds
+    timeout_seconds: float,
+    deadline: float | None = None,
+) -> list[Any]:
+    """The values of all ranks, which each of them tells through ``store``, used by nobody else under its prefix.
 
     Args:
-        store: Used by nobody else under its prefix.
-        rank: This process.
+        store: Where the ranks find each other.
+        rank: This process's rank.
         names: What each rank is called in errors.
+        value: What this rank tells.
         timeout_seconds: How long a late rank is waited for.
+        deadline: Until when, if that was settled before.
+
+    Raises:
+        BackendError: If a rank did not come in time.
     """
+    deadline = time.monotonic() + timeout_seconds if deadline is None else deadline
+    store.set(str(rank), json.dumps(value))
+    values = []
+    for other, name in enumerate(names):
+        try:
+            store.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            raise BackendError(f"{name} did not come within {timeout_seconds:g} seconds") from error
+        values.append(json.loads(store.get(str(other))))
+    return values
+
+
+class SegmentExchange:
+    """One exchange of segments between the ranks of a group; every rank makes one at the same time."""
 
     def __init__(self, store: Store, rank: int, names: Sequence[str], timeout_seconds: float) -> None:
         self._store = store
@@ -79,11 +105,7 @@ class SegmentExchange:
         self._timeout_seconds = timeout_seconds
 
     def refuse(self) -> None:
-        """Take part without a segment; no rank has any other's then.
-
-        Raises:
-            BackendError: If a rank did not come in time.
-        """
+        """Take part without a segment; no rank has any other's then."""
         mine = _Announcement(pid=os.getpid(), descriptor=-1, token=secrets.token_hex(TOKEN_BYTES))
         self._tell_all("segments", asdict(mine))
         self._tell_all("connections", [])
@@ -92,15 +114,8 @@ class SegmentExchange:
     def run(self, segment: Segment, page: memoryview) -> dict[int, PeerSegment] | None:
         """Every other rank's segment.
 
-        Args:
-            segment: This rank's.
-            page: Its first page, as this rank has mapped it.
-
         Returns:
             None, on every rank, if some rank could not open some other's, or has none itself.
-
-        Raises:
-            BackendError: If a rank did not come in time.
         """
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
@@ -128,17 +143,8 @@ class SegmentExchange:
         return None
 
     def _tell_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds
-        """What every rank tells under ``what``, in their order."""
-        self._store.set(f"{what}/{self._rank}", json.dumps(mine))
-        told = []
-        for rank, name in enumerate(self._names):
-            key = f"{what}/{rank}"
-            try:
-                self._store.wait([key], timedelta(seconds=self._seconds_left()))
-            except RuntimeError as error:
-                raise BackendError(f"{name} did not come within {self._timeout_seconds:g} seconds") from error
-            told.append(json.loads(self._store.get(key)))
-        return told
+        store = PrefixStore(what, self._store)
+        return tell_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
 
     def _seconds_left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)

@@ -34,11 +34,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def map_window(descriptor: int, offset: int, num_bytes: int) -> mmap.mmap:
-    """The bytes ``[offset, offset + num_bytes)`` of a segment; both are whole pages.
-
-    Raises:
-        OSError, ValueError: If the file is shorter, or the process may map no more.
-    """
+    """The bytes ``[offset, offset + num_bytes)`` of a segment; both are whole pages."""
     return mmap.mmap(descriptor, num_bytes, offset=offset)
 
 
@@ -79,11 +75,7 @@ class Segment:
         return os.fstat(self.descriptor).st_blocks * 512
 
     def grow(self, num_bytes: int) -> int:
-        """Reserve whole pages for ``num_bytes`` more, all zero; the offset where they begin.
-
-        Raises:
-            BackendError: If the machine, or the group of processes this one is in, has no more.
-        """
+        """Reserve whole pages for ``num_bytes`` more, all zero; the offset where they begin."""
         offset, more = self._num_bytes, whole_pages(num_bytes)
         try:
             os.posix_fallocate(self.descriptor, offset, more)

@@ -40,12 +40,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The futexes of a group, one for each rank.
-
-    Args:
-        pages: Every rank's page, in order, as 64-bit numbers.
-        rank: This process's rank.
-    """
+    """The futexes of a group, one for each rank."""
 
     def __init__(self, pages: Sequence[memoryview], rank: int) -> None:
         self._mine = pages[rank]
@@ -104,15 +99,7 @@ def wait_until(
     nap: Nap = time.sleep,
     is_crowded: bool = False,
 ) -> bool:
-    """Wait until ``is_done()``; False when the time is up.
-
-    Args:
-        is_done: Asked again and again; quick.
-        timeout_seconds: How long to wait at most.
-        check: Asked now and then; raises where waiting has become useless.
-        nap: Sleeps, for the given seconds at most.
-        is_crowded: Whether the core is needed by those who are waited for.
-    """
+    """Wait until ``is_done()``; False when the time is up."""
     now = time.monotonic()
     deadline, yield_until, next_look = now + timeout_seconds, now + YIELD_SECONDS, now + LOOK_SECONDS
     nap_seconds = FIRST_NAP_SECONDS

@@ -26,13 +26,6 @@ _SHORTEST_SECONDS: Final = 0.001
 class HostMessages:
     """The messages of a rank to and from all others of its group. One thread at a time.
 
-    Args:
-        gloo: A process group of torch's that nobody else uses.
-        store: The store of the group; used by nobody else under its prefix.
-        rank: This process's rank.
-        names: What the ranks are called.
-        timeout_seconds: How long a lost or late rank is waited for.
-
     Attributes:
         timeout_seconds: How long a lost or late rank is waited for; may be changed between collectives.
     """
@@ -65,9 +58,6 @@ class HostMessages:
 
         Returns:
             A function that waits until all is sent and received.
-
-        Raises:
-            BackendError: If a rank was lost or did not come in time; the function raises it, too.
         """
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
@@ -82,11 +72,7 @@ class HostMessages:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Do a collective in the block: what goes wrong in it ends the group on all hosts, with one reason.
-
-        Raises:
-            BackendError: With the first reason that a rank gave; also for every later collective.
-        """
+        """Do a collective in the block: what goes wrong in it ends the group on all hosts, with one reason."""
         if self._failure is not None:
             raise BackendError(self._failure)
         try:

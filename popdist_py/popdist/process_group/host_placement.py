@@ -10,10 +10,9 @@ from typing import Any, Final
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.errors import BackendError
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.segment_exchange import tell_all
 from popdist.process_group.host_messages import HostMessages
 from popdist.process_group.several_hosts import RankPlace, SeveralHosts
 
@@ -35,39 +34,17 @@ def machine() -> str:
 def connect(
     store: Store, rank: int, size: int, *, timeout_seconds: float, names: Names
 ) -> HostCollectives | SeveralHosts:
-    """Connect the ranks of a group, which all call this; the collectives that fit their hosts.
-
-    Args:
-        store: Where the ranks find each other; used by nobody else under its prefix.
-        rank: This process.
-        size: Ranks in the group.
-        timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
-        names: What the ranks are called in errors.
-
-    Raises:
-        BackendError: If a rank did not come in time, or there is no memory for the group.
-    """
-    machines = _tell_all(PrefixStore("machine", store), rank, names, machine(), timeout_seconds)
-
-    def share(ranks: range) -> HostCollectives | None:
-        group = HostGroup.connect(
-            PrefixStore(f"host/{ranks.start}", store),
-            rank - ranks.start,
-            len(ranks),
-            timeout_seconds=timeout_seconds,
-            names=Names(members=tuple(names.members[it] for it in ranks), noun=names.noun),
-        )
-        return None if group is None else HostCollectives(group)
-
+    """Connect the ranks of a group, which all call this; the collectives that fit their hosts."""
+    called = [names.of([it]) for it in range(size)]
+    machines = tell_all(PrefixStore("machine", store), rank, called, machine(), timeout_seconds)
     num_local = ranks_of_each(machines)
     neighbours = None
     if num_local == size or num_local > 1:
-        first = rank - rank % num_local
-        neighbours = share(range(first, first + num_local))
+        neighbours = HostCollectives.connect(store, rank, num_local, names=names, timeout_seconds=timeout_seconds)
     if num_local == size and neighbours is not None:
         return neighbours
-    found = _tell_all(PrefixStore("found", store), rank, names, str(neighbours is not None), timeout_seconds)
-    if neighbours is not None and set(found) != {str(True)}:
+    found = tell_all(PrefixStore("found", store), rank, called, neighbours is not None, timeout_seconds)
+    if neighbours is not None and not all(found):
         neighbours.close()
         neighbours = None
     gloo: Any = dist.ProcessGroupGloo
@@ -81,30 +58,10 @@ def connect(
 
 
 def ranks_of_each(machines: list[str]) -> int:
-    """How many ranks each machine has; 1 where they do not make up nodes of the tree.
-
-    Args:
-        machines: The :func:`machine` of each rank.
-
-    Returns:
-        All ranks for one machine. For several: a power of two, which each has in a row.
-    """
+    """How many ranks each machine has; 1 where they do not make up nodes of the tree."""
     if len(set(machines)) == 1 and machines[0]:
         return len(machines)
     num_local = max(1, len(machines) // len(set(machines)))
     rows = [machines[start : start + num_local] for start in range(0, len(machines), num_local)]
     is_regular = all(row == [row[0]] * num_local for row in rows) and "" not in machines
     return num_local if is_regular and num_local & (num_local - 1) == 0 else 1
-
-
-def _tell_all(store: Store, rank: int, names: Names, text: str, timeout_seconds: float) -> list[str]:
-    """The text of every rank, in their order."""
-    store.set(str(rank), text)
-    told = []
-    for other in range(len(names.members)):
-        try:
-            store.wait([str(other)], timedelta(seconds=timeout_seconds))
-        except RuntimeError as error:
-            raise BackendError(f"{names.of([other])} did not come within {timeout_seconds:g} seconds") from error
-        told.append(str(store.get(str(other)), "utf-8"))
-    return told

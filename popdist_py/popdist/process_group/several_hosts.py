@@ -56,12 +56,7 @@ class RankPlace:
 
 
 class MessagePeers:
-    """The peers of a rank, which send each other messages; see `popdist.comm.two_level.Peers`.
-
-    Args:
-        place: The place of this rank.
-        messages: Messages to all ranks.
-    """
+    """The peers of a rank, which send each other messages; see `popdist.comm.two_level.Peers`."""
 
     def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
@@ -95,11 +90,6 @@ class SeveralHosts:
 
     Whatever goes wrong in a call ends the group: every rank raises BackendError with the reason that was found
     first, and every later call does so again.
-
-    Args:
-        place: The place of this rank.
-        messages: Messages to all ranks.
-        neighbours: The collectives of the ranks of this host; None where it has one.
     """
 
     def __init__(self, place: RankPlace, messages: HostMessages, neighbours: HostCollectives | None) -> None:

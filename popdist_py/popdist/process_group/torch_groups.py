@@ -43,15 +43,7 @@ Work = Any  # dist.Work, of which torch's stubs do not say that its groups retur
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
-    """gloo, which torch takes for the whole group where it sets the group's timeout.
-
-    Args:
-        store: Where the ranks find each other; used by nobody else under its prefix.
-        rank: This process.
-        size: Ranks in the group.
-        timeout: How long a lost or late rank is waited for.
-        tell: Called with every new timeout, in seconds.
-    """
+    """gloo, which torch takes for the whole group where it sets the group's timeout."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, tell: Callable[[float], None]
@@ -78,13 +70,6 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
     What it hands on to them it hands on itself. On torch's way there, through a group that is written in Python,
     the call holds the interpreter's lock and waits for a lock of gloo's; a thread of gloo's may hold that one and
     wait for the interpreter's, to let go of a tensor. And NCCL may be waiting for another rank.
-
-    Args:
-        store: Where the ranks find each other.
-        rank: This process in the group.
-        size: Ranks in the group.
-        timeout: How long a lost or late rank is waited for.
-        tell: Called with every new timeout, in seconds.
     """
 
     def __init__(

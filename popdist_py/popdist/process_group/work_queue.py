@@ -55,11 +55,7 @@ class DoneWork(dist.Work):
 
 
 class PendingWork(dist.Work):
-    """A collective that the group's thread does.
-
-    Args:
-        results: The tensors that the collective changes.
-    """
+    """A collective that the group's thread does."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()
@@ -71,10 +67,6 @@ class PendingWork(dist.Work):
 
         Args:
             timeout: How long to wait; 0 means as long as the group does. After a timeout the collective goes on.
-
-        Raises:
-            RuntimeError: If it is not done in time.
-            PopdistError: What the collective raised.
         """
         seconds = timeout.total_seconds()
         if seconds > 0 and not wait_until(self._future.done, seconds):
