@@ -41,7 +41,7 @@ class Exchange:
         self._numbers: list[list[int]] | None = None
 
     def peek(self) -> list[list[int]] | None:
-        """What :meth:`wait` will return, if all have come; neither waits nor raises, and learns nothing.
+        """The numbers that :meth:`wait` will return, if all have come; neither waits nor raises.
 
         Returns:
             None while an instance is awaited, nothing of any instance if they are not in the same collective.

@@ -77,7 +77,7 @@ def _fit(text: bytes) -> bytes:
 
 
 def disagreement(texts: Mapping[int, str]) -> str | None:
-    """Who brought what, one line for each different text; None when all are equal."""
+    """Which instances brought which text, one line for each; None when all texts are equal."""
     owners: dict[str, list[int]] = {}
     for instance, text in texts.items():
         owners.setdefault(text, []).append(instance)
@@ -87,7 +87,7 @@ def disagreement(texts: Mapping[int, str]) -> str | None:
     return "the instances are not in the same collective:\n" + "\n".join(lines)
 
 
-def name_instances(instances: Iterable[int]) -> str:
+def name_instances(instances: Iterable[int], noun: str = "instance") -> str:
     """The instances in words: ``instance 3``, ``instances 0 to 2 and 5``; runs of three or more are folded."""
     runs: list[list[int]] = []
     for instance in sorted(instances):
@@ -97,4 +97,4 @@ def name_instances(instances: Iterable[int]) -> str:
             runs.append([instance])
     words = [word for run in runs for word in ([f"{run[0]} to {run[-1]}"] if run[2:] else map(str, run))]
     listed = " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-    return f"instance {listed}" if listed.isdecimal() else f"instances {listed}"
+    return f"{noun} {listed}" if listed.isdecimal() else f"{noun}s {listed}"

@@ -60,9 +60,9 @@ class Backend(Protocol):
 
     @property
     def neighbours(self) -> "HostCollectives | None":
-        """In a job of several hosts, collectives in the memory of this one, among the instances that it has.
+        """In a job of several hosts, collectives in the memory of this host, among its instances.
 
-        They are neighbours in the order of the job, and on every host as many. None on all instances otherwise.
+        Every host has as many instances, in a row in the order of the job; else None on all instances.
         """
 
     def share_memory(self) -> "HostCollectives | None":
@@ -116,7 +116,7 @@ class SerialHeaderExchange:
 
 
 class SerialBackend:
-    """One instance alone: a job of one, or the only member of a subgroup.
+    """A backend of one instance alone: a job of one, or the only member of a subgroup.
 
     Args:
         instance_index: Job-wide number of this instance.

@@ -91,7 +91,7 @@ class GlooHeaderExchange:
             del self._works[peer]
 
     def _blame(self) -> str:
-        """Who did not answer and why; a timeout of gloo closes every connection, so it tells of one only."""
+        """The reason to fail, with the instances that did not answer; of a timeout gloo names a single one."""
         peer, error = next(iter(self._failures.items()))
         if "timed out" in str(error).lower():
             return f"{name_instances([peer])} did not come within {self._connections.timeout_seconds:g} seconds"

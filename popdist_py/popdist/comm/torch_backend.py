@@ -140,7 +140,7 @@ class TorchBackend:
         return TorchBackend(self._connections, instances, self.device_types, self._parts)
 
     def settle(self) -> None:
-        """End the threads of this process; the headers' connections stay open, so nobody sees it leave yet."""
+        """End the threads of this process; the headers' connections stay open, so it is not seen to leave yet."""
         self._connections.settle()
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class WaitingPeers:
         return lambda: received
 
     def all_to_all(self, rows: Tensor) -> Arrival:
-        """What each peer has in its rows for this one."""
+        """The row that each peer has for this one."""
         received = self._transport.all_to_all(rows)
         return lambda: received
 
@@ -192,12 +192,12 @@ class TwoLevelReduction:
 
 
 def _parts(shares: Tensor) -> Sequence[Tensor]:
-    """What is for each member of the host, as flat tensors."""
+    """The shares for each member of the host, as flat tensors."""
     return shares.view(len(shares), -1).unbind()
 
 
 def _step(op: Op) -> Op:
-    """What is done with two partial results: a mean is divided once, at the end."""
+    """The operation on two partial results: a mean is a sum that is divided once, at the end."""
     return "sum" if op == "mean" else op
 
 

@@ -55,7 +55,7 @@ Path = Literal["C", "numpy", "torch"]
 
 
 class _Rule(NamedTuple):
-    """Which additions take a path."""
+    """A rule of the table: the additions that take a path."""
 
     place: Place
     path: Path
@@ -83,7 +83,7 @@ called faster than torch's; torch knows all dtypes and operations.
 
 
 def path_of(place: Place, op: Op, dtype: torch.dtype, num_rows: int) -> Path:
-    """How such rows are added here: what would be done in C takes the next path where there is no extension."""
+    """The path of an addition; what is meant for C takes the next path where there is no extension."""
     for rule in PATHS:
         is_meant = rule.place == place and op in rule.ops and dtype in rule.dtypes and num_rows in rule.nums_rows
         if is_meant and (rule.path != "C" or extension() is not None):
@@ -115,7 +115,7 @@ LINE_BYTES: Final = 64
 
 
 def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, int], ...]:
-    """Which rows to add, where row *i* is the sum of ``nodes[i]`` in the tree over so many items.
+    """The pairs of rows to add, where row *i* is the sum of ``nodes[i]`` in the tree over ``num_items``.
 
     Returns:
         ``(left, right)`` means that row ``left`` becomes the sum of both. The row of the leftmost node ends as the
@@ -133,7 +133,7 @@ def node_additions(nodes: Sequence[Node], num_items: int) -> tuple[tuple[int, in
 
 @cache
 def additions(num_rows: int) -> tuple[tuple[int, int], ...]:
-    """As :func:`node_additions`, of rows that are items themselves: row 0 ends as the sum."""
+    """The pairs of rows to add, where the rows are the items of the tree: row 0 ends as the sum."""
     return node_additions([Node(0, row) for row in range(num_rows)], num_rows)
 
 
@@ -201,7 +201,7 @@ class Combiner:
         """Whether :attr:`plain`, called with both rows and ``out=``, is all there is to do."""
 
     def memory(self, shape: Sequence[int]) -> list[Tensor]:
-        """What :meth:`__call__` needs for rows of ``shape``."""
+        """The memory that :meth:`__call__` needs for rows of ``shape``."""
         return [torch.empty(shape, dtype=self._dtype) for _ in range(self._num_held)]
 
     def __call__(self, rows: Sequence[Tensor], out: Tensor, memory: Sequence[Tensor]) -> None:

@@ -73,7 +73,7 @@ Words = memoryview  # of 64-bit numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What the ranks of a group are called outside.
+    """The names of a group's ranks in messages.
 
     Attributes:
         members: The number of each, in rank order.
@@ -85,7 +85,7 @@ class Names:
 
     def of(self, ranks: Iterable[int]) -> str:
         """The members of these ranks in words."""
-        return name_instances(self.members[rank] for rank in ranks).replace("instance", self.noun)
+        return name_instances((self.members[rank] for rank in ranks), self.noun)
 
 
 class Flags:
@@ -177,7 +177,7 @@ class Flags:
 
     @property
     def addresses(self) -> list[int]:
-        """Where every rank's page is mapped here."""
+        """The addresses of all ranks' pages in this process."""
         return [ctypes.addressof(ctypes.c_char.from_buffer(page)) for page in self._pages]
 
     def say(self, number: int) -> None:
@@ -211,7 +211,7 @@ class Flags:
         self._watch.close()
 
     def break_off(self) -> None:
-        """End this rank's meetings, from whichever thread, also one that is being waited for; tell nobody."""
+        """End this rank's meetings, also one that another thread waits in; the other ranks are not told."""
         if self.failure is None:
             self.failure = f"this {self._names.noun} ends"
 
@@ -300,7 +300,7 @@ def operation(name: str) -> int:
 
 
 def purpose(operation_number: int, *, kind: int = 0, root: int = 0, count: int = 0) -> int:
-    """What is done to what, as one number: 8 bits of operation, 8 of kind, 12 of root, 35 of count."""
+    """The purpose of a meeting as one number: 8 bits of operation, 8 of kind, 12 of root, 35 of count."""
     return operation_number | kind << 8 | (root & 0xFFF) << 16 | (count & 0x7FFFFFFFF) << 28
 
 

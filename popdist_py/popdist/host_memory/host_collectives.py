@@ -109,17 +109,17 @@ _NUM_LOOKS: Final = 400
 
 
 def never(_tensors: Any) -> bool:  # noqa: ANN401 - whatever it is
-    """What adds nothing."""
+    """The quick sum that adds nothing."""
     return False
 
 
 def alone(_tensors: Any) -> bool:  # noqa: ANN401 - as above
-    """The sum over one rank, whatever it is."""
+    """The quick sum over one rank, which is there already."""
     return True
 
 
 def make_quick_sum(group: HostGroup, slots: Slots) -> QuickSum:
-    """What adds tensors that fit a slot in C, in a group of at least two ranks; else :func:`never`."""
+    """The quick sum of a group of at least two ranks, in C; :func:`never` where that cannot be."""
     if {path_of("slot", "sum", dtype, group.size) for dtype in SLOT_DTYPES} != {"C"}:
         return never
     found: Any = addition.extension()
@@ -155,7 +155,7 @@ _MOST_PREPARED: Final = 512
 
 
 class _PreparedSum(NamedTuple):
-    """How to reduce a tensor of one shape and dtype at one meeting; by parity where there are two of a thing."""
+    """An all-reduce of tensors of one shape and dtype at one meeting; pairs hold what is for each parity."""
 
     purpose: int
     mine: tuple[Tensor, Tensor]
@@ -438,7 +438,7 @@ class HostCollectives:
         self.group.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """How long a lost or late rank is waited for from now on."""
+        """Set how long a lost or late rank is waited for from now on."""
         self.group.flags.timeout_seconds = timeout_seconds
 
     def close(self) -> None:
@@ -451,5 +451,5 @@ class HostCollectives:
 
 
 def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:
-    """In pieces of ``width`` elements; one, which is empty, of an empty tensor."""
+    """The tensor in pieces of ``width`` elements; an empty tensor is one piece."""
     return tensor.split(width) if len(tensor) > width else (tensor,)

@@ -138,7 +138,7 @@ class HostGroup:
         return Reservation(offset=offset, row=as_tensor(window)[:num_bytes])
 
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
-        """Some of the ranks as a group of their own, in the same memory; no collective, and waits for nobody.
+        """A group of some of the ranks, in the same memory; no collective, and waits for no rank.
 
         Args:
             ranks: In the order in which the new group counts them, this one among them.

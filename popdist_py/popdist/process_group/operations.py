@@ -107,7 +107,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> Tensor:
-    """Where the values of ``tensor`` may be written as one contiguous run."""
+    """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     return torch.empty(tensor.numel(), dtype=tensor.dtype)

@@ -86,7 +86,7 @@ class MessagePeers:
 
 
 class SeveralHosts:
-    """As `popdist.host_memory.host_collectives.HostCollectives`, for ranks that do not all share a host.
+    """The collectives of `popdist.host_memory.host_collectives`, for ranks that do not all share a host.
 
     Whatever goes wrong in a call ends the group: every rank raises BackendError with the reason that was found
     first, and every later call does so again.
@@ -164,7 +164,7 @@ class SeveralHosts:
                 self._neighbours.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
-        """How long a lost or late rank is waited for from now on."""
+        """Set how long a lost or late rank is waited for from now on."""
         self._messages.timeout_seconds = timeout_seconds
         if self._neighbours is not None:
             self._neighbours.set_timeout(timeout_seconds)

@@ -84,7 +84,7 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
             self._register_backend(_CUDA, _NCCL, make_nccl(PrefixStore("nccl", store), rank, size, timeout))
 
     def get_group_store(self) -> Store:
-        """Where the ranks found each other."""
+        """The store in which the ranks found each other."""
         return self._store
 
     def beneath(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - torch's stubs lack its methods

@@ -165,7 +165,7 @@ class PopdistProcessGroup(TorchGroups):
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
-        """As :meth:`all_gather_single`, of several tensors."""
+        """Do :meth:`all_gather_single` of several tensors."""
         opts = opts or AllgatherOptions()
         if self._takes(*outputs, *inputs):
             check_parts(outputs, inputs, self.size())
@@ -195,7 +195,7 @@ class PopdistProcessGroup(TorchGroups):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
-        """As :meth:`reduce_scatter_single`, of several tensors."""
+        """Do :meth:`reduce_scatter_single` of several tensors."""
         opts = opts or ReduceScatterOptions()
         if self._takes(*outputs, *inputs) and (op := op_of(opts.reduceOp, outputs)):
             check_parts(inputs, outputs, self.size())
@@ -219,7 +219,7 @@ class PopdistProcessGroup(TorchGroups):
         input_split_sizes: Sequence[int],
         opts: Options = None,
     ) -> Work:
-        """As :meth:`alltoall`, between tensors cut along their first dimension; no sizes mean equal ones."""
+        """Do :meth:`alltoall` between tensors cut along their first dimension; no sizes mean equal ones."""
         if type(opts) is not AllToAllOptions:
             opts = options(AllToAllOptions, timeout=opts)
         if self._takes(output, input):
@@ -238,7 +238,7 @@ class PopdistProcessGroup(TorchGroups):
         return self._do(operations.barrier, opts, [], seconds(opts.timeout))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a lost or late rank is waited for from now on."""
+        """Set how long a lost or late rank is waited for from now on."""
         super().set_timeout(timeout)
         self._host.set_timeout(timeout.total_seconds())
 

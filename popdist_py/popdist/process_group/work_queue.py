@@ -28,32 +28,6 @@ _NO_TIMEOUT: Final = timedelta(0)
 Results = Any  # what torch's collectives hand back: tensors, or lists of them
 
 
-class DoneWork(dist.Work):
-    """A collective that was done when its call returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._future: Future[Results] = Future()
-        self._future.set_result([])
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """True at once: there is nothing to wait for."""
-        del timeout
-        return True
-
-    def is_completed(self) -> bool:
-        """True: the collective is done."""
-        return True
-
-    def is_success(self) -> bool:
-        """True: a failed collective has raised."""
-        return True
-
-    def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
-        """A future that has its result."""
-        return self._future
-
-
 class PendingWork(dist.Work):
     """A collective that the group's thread does."""
 
@@ -104,6 +78,19 @@ class PendingWork(dist.Work):
             self._future.set_result(self._results)
         else:
             self._future.set_exception(error)
+
+
+class DoneWork(PendingWork):
+    """A collective that was done when its call returned."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.tell(None)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """True at once: there is nothing to wait for."""
+        del timeout
+        return True
 
 
 DONE: Final = DoneWork()
