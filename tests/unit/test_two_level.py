@@ -1,6 +1,9 @@
-"""A reduction between hosts has the bits of the tree, whatever the hosts, the chunks and the shares."""
+"""A reduction between hosts has the bits of the tree, whatever the hosts, the chunks and the shares.
 
-from collections.abc import Callable, Sequence
+And the order in which its chunks go on.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from types import SimpleNamespace
@@ -8,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from popdist.comm import two_level
-from popdist.comm.two_level import TwoLevelReduction, WaitingPeers
+from popdist.comm.two_level import TwoLevelReduction, WaitingPeers, in_turns
 from popdist.host_memory.addition import Combiner, Op
 from popdist.tree import Node, TreeSum, aligned_nodes, tree_sum
 
@@ -86,12 +91,13 @@ def numbers(length: int, seed: int) -> Tensor:
     return torch.randn(length, generator=draw) * 10.0 ** torch.randint(-5, 5, (length,), generator=draw)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_level, "FEW", 8)
     monkeypatch.setattr(two_level, "CHUNK_SIZE", 32)
 
 
+@pytest.mark.usefixtures("_small_limits")
 @pytest.mark.parametrize("split", [(8,), (4, 4), (3, 5), (1, 6, 1), (2, 3, 3)])
 def test_any_split_of_the_replicas_has_the_bits_of_one_instance(split: tuple[int, ...]) -> None:
     """Each member brings the partial sums of its own replicas, as many as they make."""
@@ -114,6 +120,7 @@ def test_any_split_of_the_replicas_has_the_bits_of_one_instance(split: tuple[int
         assert all(torch.equal(total, wanted) for total in in_threads(len(split), add))
 
 
+@pytest.mark.usefixtures("_small_limits")
 @pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (3, 2), (2, 4), (3, 1)])
 @pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("mean", torch.float16), ("max", torch.int64)])
 def test_members_of_a_host_add_in_its_memory_first(
@@ -149,3 +156,45 @@ def test_members_of_a_host_add_in_its_memory_first(
 
         assert all(torch.equal(total, wanted) for total in in_threads(size, reduce))
         assert torch.equal(in_threads(size, scatter)[1], wanted)
+
+
+def test_a_work_begins_before_those_before_it_go_on() -> None:
+    """So that something travels while the next one computes."""
+    told: list[str] = []
+
+    def work(name: str) -> Iterator[None]:
+        told.append(f"{name} begins")
+        yield
+        told.append(f"{name} goes on")
+        yield
+        told.append(f"{name} ends")
+
+    in_turns(work(name) for name in "abc")
+
+    assert told == [
+        "a begins",
+        "b begins",
+        "a goes on",
+        "c begins",
+        "b goes on",
+        "a ends",
+        "c goes on",
+        "b ends",
+        "c ends",
+    ]
+
+
+@given(st.lists(st.integers(0, 4), max_size=8))
+def test_every_work_is_done_once_and_in_its_order(pauses: list[int]) -> None:
+    """However often each pauses."""
+    done: dict[int, list[int]] = {number: [] for number in range(len(pauses))}
+
+    def work(number: int, times: int) -> Iterator[None]:
+        for step in range(times):
+            done[number].append(step)
+            yield
+        done[number].append(times)
+
+    in_turns(work(number, times) for number, times in enumerate(pauses))
+
+    assert done == {number: list(range(times + 1)) for number, times in enumerate(pauses)}

@@ -80,7 +80,7 @@ class TwoLevelReduction:
     raises BackendError if a member was lost or did not come in time.
 
     Args:
-        peers: Of this member.
+        peers: The peers of this member.
         nodes: For each peer, in their order: the nodes of the tree that its host brings.
         num_items: Items of the whole tree.
         neighbours: Collectives of the members of this host, which bring one row each; None where each member

@@ -52,11 +52,11 @@ def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> Non
 
 
 NEAR: Final = 16
-"""Runs with fewer numbers than this between them go as one: between slots there are fewer, and nobody's."""
+"""Runs with fewer numbers than this between them go as one: those between two slots belong to no parameter."""
 
 
 def joined(runs: Sequence[range]) -> list[range]:
-    """``runs`` of numbers in a row, ascending; those that are near each other as one."""
+    """Join runs that are near each other; all runs in ascending order."""
     found: list[range] = []
     for run in sorted((it for it in runs if it), key=lambda it: it.start):
         if found and run.start - found[-1].stop < NEAR:
@@ -71,7 +71,7 @@ def scatter_sum(
 ) -> None:
     """Make what this instance wants of the first of ``own`` the sum over the partial sums of all instances.
 
-    What stands elsewhere in it is nothing in particular afterwards.
+    What this instance does not want of it is undefined afterwards.
 
     Args:
         group: All instances of the job.

@@ -186,7 +186,7 @@ class Combiner:
 
     Args:
         op: How; "mean" divides the sum by the number of rows.
-        dtype: Of rows and result.
+        dtype: The dtype of rows and result.
         num_rows: Rows to combine, at least 2.
     """
 

@@ -95,8 +95,8 @@ class Flags:
         pages: Every rank's page, in order, as 64-bit numbers.
         rank: This process's rank.
         names: What the ranks are called.
-        watch: Of the others' processes.
-        fence: What keeps memory in order on this machine; see `popdist.host_memory.flags`.
+        watch: The watch over the other ranks' processes.
+        fence: The memory fence of this machine, as :func:`make_fence` gives it.
         timeout_seconds: How long a rank is waited for.
     """
 

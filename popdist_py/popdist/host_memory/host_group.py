@@ -48,7 +48,7 @@ class HostGroup:
     the group: every later call raises the same. In a process that was forked from a rank every call raises.
 
     Attributes:
-        rank: This process, from 0.
+        rank: This process's number, from 0.
         size: Processes in the group, at least 1.
         flags: The meetings of the processes, which every operation is made of.
     """
