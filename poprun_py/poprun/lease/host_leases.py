@@ -42,7 +42,7 @@ _FILE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "host_ke
 _COMMAND: Final = (sys.executable, "-I", _FILE, _FOLDER)
 _MARK: Final = KEEPER_MARK.encode()
 
-Message = dict[str, Any]
+_Message = dict[str, Any]
 
 
 @contextmanager
@@ -71,7 +71,7 @@ class _HostLeases:
         self._is_fixed = is_fixed
         self._here = names_of_this_machine(plan.hosts)
         self._keepers: dict[str, HostKeeper] = {}
-        self._granted: dict[str, Message] = {}
+        self._granted: dict[str, _Message] = {}
 
     def take(self) -> None:
         """Take everything."""
@@ -191,20 +191,20 @@ class HostKeeper:
         """Id of the process here: the keeper itself, or the ssh or srun that leads to it."""
         return self._process.pid
 
-    def say(self, message: Message) -> Self:
+    def say(self, message: _Message) -> Self:
         """Send a line; whether somebody reads it shows when an answer is waited for."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
         return self
 
-    def take(self, until: float | None) -> Message:
+    def take(self, until: float | None) -> _Message:
         """Have the process take what the job needs; its answer, see :meth:`answer`."""
         granted = self.say({"order": "take"}).answer("held", until)
         self._holds = True
         return granted
 
-    def answer(self, wanted: str, until: float | None) -> Message:
+    def answer(self, wanted: str, until: float | None) -> _Message:
         """The next message of the process that has ``wanted``; what it tells meanwhile goes to the user.
 
         Raises:
@@ -249,11 +249,11 @@ class HostKeeper:
             if stream is not None:
                 stream.close()
 
-    def _hear(self, until: float | None) -> Message:
+    def _hear(self, until: float | None) -> _Message:
         while not self._heard:
             lines, _ = self._lines.feed(self._read(until))
             self._heard += [line for line in lines if _MARK in line]
-        message: Message = json.loads(self._heard.pop(0).partition(_MARK)[2])
+        message: _Message = json.loads(self._heard.pop(0).partition(_MARK)[2])
         return message
 
     def _read(self, until: float | None) -> bytes:
