@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
-from poprun.plan.advice import advise, idle_options
+from poprun.plan.advice import advise, check_fitness, idle_options
 from poprun.plan.mpi_options import job_words
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.planner import facts_within, make_plan, within
+from poprun.plan.planner import facts_within, make_plan, request_within
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
@@ -109,7 +109,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     for misspelled in misspelled_variables(os.environ):
         screen.tell(f"warning: {misspelled}")
     allocation = find_allocation(os.environ)
-    request = within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
+    request = request_within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
     has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
     facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
     starts = not (line.is_dry_run or line.emitted)
@@ -204,8 +204,6 @@ def _read(file: str) -> str:
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
     """See that the machine has what a plan of another time or place counts on."""
-    from poprun.plan.advice import check_fitness  # noqa: PLC0415 - most jobs have no plan file
-
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.tell(f"warning: {difference}")
 

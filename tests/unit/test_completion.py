@@ -2,7 +2,7 @@
 
 import pytest
 
-from poprun.cli.completion import Names, answer, completions, known_hosts, names_in
+from poprun.cli.completion import Names, answer, completions, host_names_in, known_hosts
 from poprun.errors import UsageError
 
 NAMES = Names(hosts=lambda: ["gpu1", "gpu2", "login"], partitions=lambda: ["half", "whole"])
@@ -81,7 +81,7 @@ def test_other_shells(instruction: str) -> None:
 )
 def test_hosts_that_files_know(kind: str, text: str, names: list[str] | None) -> None:
     """No pattern, no hashed name and no address."""
-    assert list(names_in(kind, text)) == (names or ["localhost", "ip6-localhost", "gpu1", "gpu1.example.org"])
+    assert list(host_names_in(kind, text)) == (names or ["localhost", "ip6-localhost", "gpu1", "gpu1.example.org"])
 
 
 def test_files_that_are_not_there() -> None:

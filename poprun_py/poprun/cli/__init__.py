@@ -1,1 +1,1 @@
-"""The command line: words in, a request or a plan out, then a print-out or a job. Nothing below knows click."""
+"""The command line: the table of options, and how words, variables and files become values of poprun's own."""

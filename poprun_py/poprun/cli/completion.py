@@ -29,13 +29,13 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
     for file in files:
         try:
             with open(os.path.expanduser(file), encoding="utf-8", errors="replace") as stream:
-                names.update(names_in(os.path.basename(file), stream.read(_MAX_BYTES)))
+                names.update(host_names_in(os.path.basename(file), stream.read(_MAX_BYTES)))
         except OSError:
             continue
     return sorted(names)
 
 
-def names_in(kind: str, text: str) -> Iterator[str]:
+def host_names_in(kind: str, text: str) -> Iterator[str]:
     """The names of hosts in the text of a file.
 
     Args:

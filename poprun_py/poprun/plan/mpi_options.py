@@ -52,7 +52,7 @@ _ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiWords:
-    """What some words ask for.
+    """What the words of one option ask for.
 
     Attributes:
         variables: Those of the programs, in the order in which they were written.
@@ -163,15 +163,15 @@ def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
 
 
 def merged(variables: Variables, stronger: Variables) -> Variables:
-    """Both, each name once; what is ``stronger`` wins."""
+    """The variables of both, each name once; those that are ``stronger`` win."""
     return tuple(dict((*variables, *stronger)).items())
 
 
 def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
-    """See that every instance of ``pairs`` is there.
+    """See that a job of ``num_instances`` has every instance of ``pairs``.
 
     Raises:
-        PlanError: If one is not.
+        PlanError: If it lacks one.
     """
     for index, _ in pairs:
         if not 0 <= index < num_instances:

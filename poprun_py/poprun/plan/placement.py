@@ -1,4 +1,4 @@
-"""From a machine's map of NUMA nodes, caches and cores to the cores of each instance. Pure.
+"""The placement of instances: from a host's map of NUMA nodes, caches and cores to the cores of each. Pure.
 
 * ``spreadnuma`` shares a host's NUMA nodes out to its instances: whole nodes for each instance, or one node for
   several. On a host with one node, and for one instance, there is nothing to bind.
@@ -23,11 +23,11 @@ _Part = tuple[Cpu, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMap:
-    """What there is on a host to bind to.
+    """The cores and the NUMA nodes of a host that instances can be bound to.
 
     Attributes:
-        cpus: Its cores that the job may use.
-        memory_nodes: Its NUMA nodes whose memory the job may use.
+        cpus: The cores that the job may use.
+        memory_nodes: The NUMA nodes whose memory the job may use.
         max_cores: The most cores whose time the job may use, when that is less than there are ``cpus``.
     """
 
@@ -38,11 +38,11 @@ class HostMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the instances of a host are.
+    """What the instances of a host need.
 
     Attributes:
-        num_instances: How many.
-        num_threads: Threads that one computes with.
+        num_instances: How many instances there are.
+        num_threads: Threads that an instance computes with.
         near: For each instance the NUMA nodes of its GPUs, empty when they are not known; or nothing at all.
     """
 

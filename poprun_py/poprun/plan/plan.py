@@ -1,4 +1,4 @@
-"""What poprun will do, as one frozen value: the plan.
+"""The plan: what poprun will do, as one frozen value.
 
 A plan states counts and ranges, not items, so a plan for a thousand hosts is as small as one for a laptop;
 :meth:`LaunchPlan.instance` works out one instance of it on demand. It is written as JSON and read back by

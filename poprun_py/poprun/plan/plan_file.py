@@ -118,7 +118,7 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         devices=read.texts("devices"),
         placement=read.choice("placement", ProcessPlacement),
         bindings=tuple(map(_read_binding, read.items("bindings"))),
-        threads_per_replica=read.optional_count("threads_per_replica"),
+        threads_per_replica=read.optional("threads_per_replica", read.count),
         is_deterministic=read.flag("is_deterministic"),
         launcher=read.choice("launcher", LauncherKind),
         mpi=_read_mpi(read),
@@ -126,7 +126,7 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         mpi_local_args=read.texts("mpi_local_args"),
         variables=read.optional_texts("variables"),
         instance_variables=_read_instance_variables(read.nested("instance_variables")),
-        executable_cache_path=read.optional_text("executable_cache_path"),
+        executable_cache_path=read.optional("executable_cache_path", read.text),
         vipu=read.nested("vipu").settings(VipuSettings),
         output=read.nested("output").settings(OutputSettings),
         ending=read.nested("ending").settings(EndingSettings),
@@ -182,7 +182,7 @@ def _read_mpi(read: FieldReader) -> MpiRuntime | None:
         kind=mpi.choice("kind", MpiKind),
         path=mpi.text("path"),
         version=mpi.text("version"),
-        forker=mpi.optional_text("forker"),
+        forker=mpi.optional("forker", mpi.text),
     )
 
 

@@ -1,8 +1,8 @@
 """The planner: what was asked and what a machine or an allocation of Slurm has → what poprun will do.
 
 Pure: facts are arguments, and nothing here reads a clock, the environment or a disk. In an allocation of Slurm,
-:func:`within` fits the request to it first; then :func:`make_plan` decides, as if every host were like the machine
-that poprun runs on; :func:`place` binds the instances to cores, once more when a lease gave the job other ones.
+:func:`request_within` fits the request to it first. Then :func:`make_plan` decides, as if every host were like the
+machine that poprun runs on. :func:`place` binds instances to cores, again when a lease gave the job other ones.
 """
 
 import math
@@ -41,7 +41,7 @@ _BIND_TO: Final = "bind-to"
 _UNBOUND: Final = "none"
 
 
-def within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
+def request_within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
     """``request`` with the hosts and the number of instances of ``allocation``: one task is one instance.
 
     An allocation of this one node leaves the hosts as they are: the job is one of this machine, and may have any
@@ -308,7 +308,7 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Vari
 
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
-    """The one asked for; words of the user's that have the MPI launcher bind come before the default."""
+    """The placement asked for; words that have the MPI launcher bind come before the default."""
     words = (*request.mpi_global_args, *request.mpi_local_args)
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

@@ -75,7 +75,7 @@ def read_pod(text: str, source: str) -> Cluster:
         _checked_name(read.text("name"), "name", source),
         num_ipus,
         domain_size,
-        memory_bytes=read.optional_count("memory_per_ipu_bytes"),
+        memory_bytes=read.optional("memory_per_ipu_bytes", read.count),
         allocations=_allocations(read, source, num_ipus // IPUS_PER_MACHINE),
         hosts=() if read.is_null("hosts") else read.converted("hosts", parse_hosts),
     )
@@ -136,7 +136,7 @@ def _num_ipus(read: FieldReader) -> int:
 
 def _machines_per_domain(read: FieldReader) -> int:
     most = MAX_DOMAIN_SIZE // IPUS_PER_MACHINE
-    num_machines = read.optional_count("machines_per_domain")
+    num_machines = read.optional("machines_per_domain", read.count)
     if num_machines is None:
         return min(most, read.count("num_machines"))
     if not 0 < num_machines <= most:

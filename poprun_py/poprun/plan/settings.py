@@ -57,7 +57,7 @@ class OutputSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndingSettings:
-    """When a job ends other than by itself, and what is told of it.
+    """The times that a job has, its restarts, and what is told of how it goes.
 
     Attributes:
         stop_timeout_seconds: How long a program that is being stopped may take before it is killed.
@@ -100,7 +100,7 @@ class RemoteSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VipuSettings:
-    """The partition that a job holds, and how it comes by it.
+    """The virtual IPUs that a job holds, and how it comes by them.
 
     Attributes:
         partition: Name of the partition to use or to create, or None.

@@ -209,7 +209,7 @@ def _read_cluster(read: FieldReader) -> Cluster:
         name=read.text("name"),
         kind=read.text("kind"),
         is_open=read.flag("is_open"),
-        memory_bytes=read.optional_count("memory_bytes"),
+        memory_bytes=read.optional("memory_bytes", read.count),
         hosts=read.texts("hosts"),
         allocations={name: _read_range(parts, name) for name in parts.names()},
         ipus=tuple(map(_read_ipu, read.items("ipus"))),

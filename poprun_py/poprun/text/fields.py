@@ -1,10 +1,11 @@
-"""Reads the fields of a mapping that came from a file, each as the type it must have."""
+"""A reader for the fields of a mapping that came from a file, each as the type that it must have."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 from poprun.errors import PlanError
 from poprun.text.ranges import parse_numbers
@@ -64,25 +65,9 @@ class FieldReader:
         value = self._value(key)
         return float(self.count(key)) if isinstance(value, int) else self._typed(key, float, "a number")
 
-    def optional_count(self, key: str) -> int | None:
-        """The whole number under ``key``, or None for null."""
-        return None if self.is_null(key) else self.count(key)
-
-    def optional_number(self, key: str) -> float | None:
-        """The number under ``key``, or None for null."""
-        return None if self.is_null(key) else self.number(key)
-
-    def optional_text(self, key: str) -> str | None:
-        """The text under ``key``, or None for null."""
-        return None if self.is_null(key) else self.text(key)
-
     def flag(self, key: str) -> bool:
         """True or false under ``key``."""
         return self._typed(key, bool, "true or false")
-
-    def optional_flag(self, key: str) -> bool | None:
-        """True or false under ``key``, or None for null."""
-        return None if self.is_null(key) else self.flag(key)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """The list of texts under ``key``."""
@@ -97,7 +82,7 @@ class FieldReader:
         return tuple(map(str, self._mapping()))
 
     def index(self, key: str) -> int:
-        """The number that ``key`` is."""
+        """``key`` as a number."""
         if not key.isdecimal():
             raise PlanError(f"{self.source}: {self.path}{key}: the key must be a number such as '0'")
         return int(key)
@@ -105,7 +90,7 @@ class FieldReader:
     def optional_texts(self, key: str) -> tuple[tuple[str, str | None], ...]:
         """The names and values of the mapping under ``key``, whose values are texts or null."""
         read = self.nested(key)
-        return tuple((name, read.optional_text(name)) for name in read.names())
+        return tuple((name, read.optional(name, read.text)) for name in read.names())
 
     def converted(self, key: str, convert: Callable[[str], Value]) -> Value:
         """What ``convert`` makes of the text under ``key``; its error becomes one of the file."""
@@ -124,6 +109,10 @@ class FieldReader:
             raise self._wrong(key, " or ".join(choice.value for choice in choices), text)
         return found
 
+    def optional(self, key: str, read: Callable[[str], Value]) -> Value | None:
+        """What ``read``, such as :meth:`count`, makes of the value under ``key``, or None for null."""
+        return None if self.is_null(key) else read(key)
+
     def is_null(self, key: str) -> bool:
         """Whether ``key`` is there and holds null."""
         return self._value(key) is None
@@ -140,17 +129,16 @@ class FieldReader:
         """The value under ``key`` for a field of type ``kind``."""
         read: dict[object, Callable[[str], object]] = {
             bool: self.flag,
-            bool | None: self.optional_flag,
             int: self.count,
-            int | None: self.optional_count,
             float: self.number,
-            float | None: self.optional_number,
             str: self.text,
-            str | None: self.optional_text,
             tuple[str, ...]: self.texts,
-            tuple[int, ...] | None: lambda key: None if self.is_null(key) else self.converted(key, parse_numbers),
+            tuple[int, ...]: lambda key: self.converted(key, parse_numbers),
         }
-        return read[kind](key)
+        if not isinstance(kind, UnionType):
+            return read[kind](key)
+        (wanted,) = set(get_args(kind)) - {NoneType}
+        return self.optional(key, read[wanted])
 
     def nested(self, key: str) -> "FieldReader":
         """The mapping under ``key``."""

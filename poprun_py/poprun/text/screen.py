@@ -93,7 +93,7 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
 
 
 def say(text: str, level: Level = Level.INFO) -> None:
-    """Say one line. That nobody listens any more is no error: the job is to end in order all the same."""
+    """Write a line as :func:`tell` does while a job runs: that nobody reads it any more is no error then."""
     with suppress(OSError):
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()
