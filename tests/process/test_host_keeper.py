@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from poprun.errors import HostsError, IpusTakenError, PartitionError
-from poprun.launch.handed_files import fetch_lease, give_up_lease
+from poprun.launch.fetched_lease import fetch_lease, give_up_lease
 from poprun.lease import host_leases
 from poprun.lease.host_leases import HostKeeper
 from poprun.plan.inventory import cpu_cluster

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.job.output.bars import BottomRow, clip
+from poprun.job.output.progress_bars import BottomRow, clip
 from tests.screen import rows_of
 
 UP = "\x1b[A"

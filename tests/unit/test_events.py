@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.progress import USED_BYTES, Progress, ProgressPage
-from poprun.job.events import LOST, after_event
+from poprun.job.record import LOST, after_event
 from poprun.job.state import (
     AGENT_KILLED,
     HOST_LOST,

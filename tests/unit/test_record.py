@@ -8,10 +8,9 @@ import pytest
 
 from popdist.contract import Endpoint
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.events import LOST
 from poprun.job.launcher_processes import StartWatch
 from poprun.job.orders import JobIdentity
-from poprun.job.record import Record
+from poprun.job.record import LOST, Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import InstanceState, JobSnapshot, Phase
 from tests.planning import planned

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.errors import LaunchError
-from poprun.job.events import LOST
+from poprun.job.record import LOST
 from poprun.messages.control import (
     VIEW_EVENT,
     Link,

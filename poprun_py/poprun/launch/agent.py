@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from poprun.launch.handed_files import HeldKey, fetch_lease, forget_key, give_up_lease
+from poprun.launch.fetched_lease import HeldKey, fetch_lease, forget_key, give_up_lease
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramWatch
 from poprun.messages.control import RECEIVE_BYTES, Link, Message, ProtocolError, connect, is_remote, notice_death

@@ -15,7 +15,7 @@ _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(_
 sys.path.insert(0, _SOURCE_ROOT)
 
 from poprun.launch.agent import run_agent  # noqa: E402 - a bare interpreter has to be told where it is
-from poprun.launch.handed_files import read_key  # noqa: E402 - as above
+from poprun.launch.fetched_lease import read_key  # noqa: E402 - as above
 from poprun.messages.control import (  # noqa: E402 - as above
     CONTROL_ADDRESS,
     CONTROL_KEY_FILE,

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.argv[1:]]
 
 from poprun.errors import PoprunError  # noqa: E402 - it has to be told where poprun is
-from poprun.launch.handed_files import FETCH, GIVE_UP, SECONDS  # noqa: E402 - as above
+from poprun.launch.fetched_lease import FETCH, GIVE_UP, SECONDS  # noqa: E402 - as above
 from poprun.lease.claims import HeldJob  # noqa: E402 - as above
 from poprun.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
 from poprun.lease.local_lease import leased_here  # noqa: E402 - as above

@@ -23,9 +23,9 @@ from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import Level, say
 
 if TYPE_CHECKING:
-    from poprun.job.output.bars import BottomRow
     from poprun.job.output.folding import Folded, Folder
     from poprun.job.output.log_files import LogFiles
+    from poprun.job.output.progress_bars import BottomRow
 
 
 _NAMES: Final = {1: "stdout", 2: "stderr"}
@@ -155,7 +155,7 @@ def make_displays(plan: LaunchPlan, on_closed: Callable[[], None], *, has_colour
 
 
 def _bottom_row(terminal: int, rows: "dict[int, BottomRow]") -> "BottomRow":
-    from poprun.job.output.bars import BottomRow  # noqa: PLC0415 - in a batch job there is no terminal
+    from poprun.job.output.progress_bars import BottomRow  # noqa: PLC0415 - in a batch job there is no terminal
 
     return rows.setdefault(os.fstat(terminal).st_rdev, BottomRow(lambda: _columns(terminal)))
 
