@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from popdist.progress import USED_BYTES, Progress, ProgressPage
-from poprun.job.record import LOST, after_event
+from poprun.job.record import after_event
 from poprun.job.state import (
     AGENT_KILLED,
     HOST_LOST,
+    LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,

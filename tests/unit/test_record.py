@@ -10,9 +10,9 @@ from popdist.contract import Endpoint
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
 from poprun.job.launcher_processes import StartWatch
 from poprun.job.orders import JobIdentity
-from poprun.job.record import LOST, Record
+from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import InstanceState, JobSnapshot, Phase
+from poprun.job.state import LOST, InstanceState, JobSnapshot, Phase
 from tests.planning import planned
 
 IDENTITY = JobIdentity(job_id="j", restart_count=1, began_at_seconds=80.0)

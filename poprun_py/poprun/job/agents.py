@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.errors import LaunchError
-from poprun.job.record import LOST
+from poprun.job.state import LOST
 from poprun.messages.control import (
     VIEW_EVENT,
     Link,
@@ -181,7 +181,7 @@ class AgentLinks:
         if kind == VIEW_EVENT and instance < 0:
             self._let_go(link)
             self._show_to(link)
-        elif kind == "stillborn" and message["instance"] in range(self._num_instances):
+        elif kind == "agent_lost" and message["instance"] in range(self._num_instances):
             self._drop(link)
             if message["instance"] not in self._agents:
                 yield message["instance"], {"event": LOST, "is_silent": False}
@@ -192,7 +192,7 @@ class AgentLinks:
             if instance < 0:
                 self._drop(link)
         else:
-            yield from self._welcome(message["instance"])
+            yield from self._pass_hello_on(message["instance"])
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> bool:
         """Whether a link's first message is one of an instance that has not said the same before."""
@@ -212,7 +212,7 @@ class AgentLinks:
             return True
         return False
 
-    def _welcome(self, instance: int) -> Iterator[Event]:
+    def _pass_hello_on(self, instance: int) -> Iterator[Event]:
         """Pass on the hello of an instance, once its streams are there, too."""
         if self._wanted_streams(instance) == set(self._streams[instance]) and instance in self._hellos:
             yield instance, self._hellos.pop(instance)

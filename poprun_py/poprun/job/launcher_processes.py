@@ -125,7 +125,7 @@ class LauncherProcesses:
         return self._output.decode(errors="replace").splitlines()
 
     def reap(self) -> None:
-        """Bury every child that has ended, adopted ones too."""
+        """Reap every child that has ended, adopted ones too."""
         for ended in reap():
             if ended.pid in self._running:
                 self._running.remove(ended.pid)

@@ -97,7 +97,7 @@ class Attempt:
             self._launch()
             self._supervise()
         finally:
-            self._bury()
+            self._clean_up()
             self._selector.close()
         return self._report()
 
@@ -148,7 +148,7 @@ class Attempt:
     def _listen(self, timeout_seconds: float) -> None:
         """Wait for something to happen, and take note of all that has.
 
-        Children are buried before the agents are heard: an agent's last word comes before its launcher's end.
+        Children are reaped before the agents are heard: an agent's last word comes before its launcher's end.
         """
         self._launcher.reap()
         for key, _ in self._selector.select(timeout_seconds):
@@ -165,13 +165,13 @@ class Attempt:
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
         self._record.note(instance, event, time.monotonic())
         if kind == "hello":
-            self._welcome(instance, event)
+            self._note_hello(instance, event)
         elif kind == "stacks" and self._inquiry is not None:
             self._inquiry.take(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
 
-    def _welcome(self, instance: int, hello: dict[str, Any]) -> None:
+    def _note_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:  # it died before the shim could look
             self._record.note(instance, {"event": "shim_lost"}, time.monotonic())
         if self._record.phase >= Phase.STOPPING:
@@ -259,7 +259,7 @@ class Attempt:
         self._enter(Phase.STOPPING)
         self._links.tell_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
 
-    def _bury(self) -> None:
+    def _clean_up(self) -> None:
         """Leave nothing of the job behind, and lose none of its output.
 
         Also when poprun itself fails: an agent whose connection is closed ends its tree.
@@ -321,7 +321,7 @@ class Attempt:
 
 
 def end_descendants(grace_seconds: float, kill_seconds: float, spared: Collection[int]) -> list[ProcessKey]:
-    """End all descendants: SIGTERM, SIGKILL after the grace, and a bounded wait for the kernel to bury them.
+    """End all descendants: SIGTERM, SIGKILL after the grace, and a bounded wait for the kernel to remove them.
 
     Those that are ``spared`` stay, with all below them: who keeps a lease is there for the next attempt, too.
 

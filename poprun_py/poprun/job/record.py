@@ -16,6 +16,7 @@ from poprun.job.outcome import first_failure
 from poprun.job.state import (
     AGENT_KILLED,
     HOST_LOST,
+    LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
     from poprun.job.hangs import Hang
     from poprun.job.launcher_processes import StartWatch
     from poprun.job.signals import ReceivedSignals
-
-LOST: Final = "lost"
-"""The event that poprun makes up when an agent's connection closes."""
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
 

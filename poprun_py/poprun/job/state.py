@@ -9,6 +9,9 @@ from popdist.progress import Progress
 MAX_SAMPLES: Final = 64
 """Samples of memory that are kept of an instance."""
 
+LOST: Final = "lost"
+"""The event that poprun makes up when an agent's connection closes."""
+
 AGENT_KILLED: Final = "its agent was killed"
 """The problem of an instance whose agent was lost; the kernel has then killed its program."""
 
@@ -200,7 +203,7 @@ class Limits:
         hang_report_seconds: How long a hang may last before it is told of, or None.
         hang_timeout_seconds: How long it may last before the job is ended, or None.
         grace_seconds: What a program gets between the request to end and its end by force.
-        kill_seconds: What the machine gets to bury killed processes.
+        kill_seconds: What the kernel gets to remove killed processes.
     """
 
     start_seconds: float = 60.0

@@ -15,9 +15,9 @@ import signal
 import socket
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from poprun.launch.fetched_lease import HeldKey, fetch_lease, forget_key, give_up_lease
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramWatch
 from poprun.messages.control import RECEIVE_BYTES, Link, Message, ProtocolError, connect, is_remote, notice_death
@@ -33,6 +33,24 @@ _BACKLOG = 2048
 NUM_STREAMS = 3
 _CONNECT_SECONDS = 30.0
 _WALK_MILLISECONDS = 20
+
+
+class HeldKey(NamedTuple):
+    """The key of the agent's job; both are empty where the kernel knows the agents.
+
+    Attributes:
+        text: The key.
+        file: Where it was read.
+    """
+
+    text: str
+    file: str
+
+
+def forget_key(key: HeldKey) -> None:
+    """Remove the file once every shim of the job has read it, or will not; another agent may have done so."""
+    with suppress(OSError):
+        os.unlink(key.file)
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
@@ -237,7 +255,7 @@ class Agent:
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
         if self._is_orphan and self._is_remote:
-            give_up_lease(self._keeper)
+            self._give_up_lease()
             self._end_runtime()
 
     def _end_runtime(self) -> None:
@@ -320,7 +338,7 @@ class Agent:
         environment[order["progress_variable"]] = str(self._watch.open_page(order))
         self._keeper = order["keeper"]
         try:
-            self._streams += fetch_lease(self._keeper)
+            self._streams += self._fetch_lease()
         except OSError as error:
             self._fail({"event": "failed_to_hold", "errno": error.errno or 0})
             return
@@ -331,6 +349,20 @@ class Agent:
         else:
             self._run(order, environment, to_tell)
         self._let_go()
+
+    def _fetch_lease(self) -> list[int]:
+        """The descriptors of the job's lease, when a process of this host keeps it."""
+        if not self._keeper:
+            return []
+        from poprun.launch.fetched_lease import fetch_lease  # noqa: PLC0415 - jobs of one host have it from poprun
+
+        return fetch_lease(self._keeper)
+
+    def _give_up_lease(self) -> None:
+        if self._keeper:
+            from poprun.launch.fetched_lease import give_up_lease  # noqa: PLC0415 - as above
+
+            give_up_lease(self._keeper)
 
     def _fail(self, event: Message) -> None:
         """Tell why the program cannot be started; there is nothing more to do."""
@@ -363,9 +395,9 @@ class Agent:
 
     def _offer(self, signum: int) -> None:
         """Pass a signal on to the processes that handle it, and tell if there are none."""
-        takers = catchers(signum)
-        send(takers, signum)
-        if not takers:
+        catching = catchers(signum)
+        send(catching, signum)
+        if not catching:
             self._tell({"event": "signal_unhandled", "signal": signum})
 
     def _reap(self) -> None:

@@ -8,14 +8,14 @@ agent ends its tree.
 
 import os
 import select
+import stat
 import sys
 from contextlib import suppress
 
 _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, _SOURCE_ROOT)
 
-from poprun.launch.agent import run_agent  # noqa: E402 - a bare interpreter has to be told where it is
-from poprun.launch.fetched_lease import read_key  # noqa: E402 - as above
+from poprun.launch.agent import HeldKey, run_agent  # noqa: E402 - a bare interpreter has to be told where it is
 from poprun.messages.control import (  # noqa: E402 - as above
     CONTROL_ADDRESS,
     CONTROL_KEY_FILE,
@@ -26,6 +26,7 @@ from poprun.messages.control import (  # noqa: E402 - as above
 
 _CONNECT_SECONDS = 5.0
 _LAST_STREAM = 2
+_MOST_BYTES = 1024
 
 
 def main() -> None:
@@ -49,6 +50,20 @@ def main() -> None:
     sys.exit(exit_code)
 
 
+def read_key(file: str) -> HeldKey:
+    """The key in ``file``, which only this user may read or write; none without a file's name."""
+    if not file:
+        return HeldKey("", "")
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            raise PermissionError(f"{file} is not this user's alone")
+        return HeldKey(os.read(descriptor, _MOST_BYTES).decode("ascii"), file)
+    finally:
+        os.close(descriptor)
+
+
 def close_unnamed() -> None:
     """Close what the runtime let slip through, such as the socket on which Hydra listens: no variable names it."""
     kept = {int(value) for name, value in os.environ.items() if name.endswith("_FD") and value.isdecimal()}
@@ -62,7 +77,7 @@ def tell_of_loss(address: str, key: str, index: int) -> None:
     """Say that the agent is gone: one that had not reported leaves no other trace, and Hydra says nothing."""
     try:
         link = connect(address, key, _CONNECT_SECONDS)
-        link.send({"event": "stillborn", "instance": index})
+        link.send({"event": "agent_lost", "instance": index})
         link.close()
     except (OSError, ProtocolError):
         return  # poprun is gone, too

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.argv[1:]]
 
 from poprun.errors import PoprunError  # noqa: E402 - it has to be told where poprun is
-from poprun.launch.fetched_lease import FETCH, GIVE_UP, SECONDS  # noqa: E402 - as above
+from poprun.launch.fetched_lease import FETCH, GIVE_UP, TALK_SECONDS  # noqa: E402 - as above
 from poprun.lease.claims import HeldJob  # noqa: E402 - as above
 from poprun.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
 from poprun.lease.local_lease import leased_here  # noqa: E402 - as above
@@ -97,7 +97,7 @@ def _answer_agents(listener: socket.socket, descriptors: list[int]) -> NoReturn:
             if peer_user(connection) != os.getuid():
                 continue
             try:
-                connection.settimeout(SECONDS)
+                connection.settimeout(TALK_SECONDS)
                 asked = connection.recv(1)
                 if asked == FETCH:
                     socket.send_fds(connection, [FETCH], descriptors)

@@ -146,7 +146,7 @@ def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
 
 
 def reap() -> Iterator[Ended]:
-    """Bury every child that has ended, adopted ones too."""
+    """Reap every child that has ended, adopted ones too."""
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     while True:
         try:
