@@ -1,6 +1,6 @@
 """A plan as a job of Kubernetes: golden manifests, the API servers' schemas, and what popdist makes of them.
 
-Holds poprun.emit.jobset and poprun.emit.sbatch.
+Holds poprun.emit.kubernetes and poprun.emit.sbatch.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """The other hosts of a job: how they are reached, and the look at each of them before anything starts.
 
-`preflight` asks the hosts through `questions`, on which `remote_side` answers; `problems` judges the answers, and
-`routes` holds what was found and the words of ssh and srun.
+`preflight` asks the hosts through `questions`, which `remote_side` answers there; `problems` judges the answers.
+`routes` holds what was found, and the words of ssh and srun.
 """
