@@ -366,7 +366,7 @@ def _as_list(rows: object) -> list[Any]:
 
 
 def _describe_rows(rows: Tensor | None) -> list[int]:
-    """Number of rows, dtype and shape of a row; nothing for nothing."""
+    """Number of rows, dtype and shape of a row, as numbers; none of them without rows."""
     return [] if rows is None else [len(rows), DTYPES.index(rows.dtype), *rows.shape[1:]]
 
 

@@ -21,7 +21,63 @@ from typing import Final, Self
 from popdist.errors import ContractError
 from popdist.layout import ReplicaLayout
 
+VERSION: Final = "0.1.0"
+
+LAST_PORT: Final = 65535
+
+NUM_REPLICAS: Final = "POPDIST_NUM_TOTAL_REPLICAS"
+NUM_LOCAL_REPLICAS: Final = "POPDIST_NUM_LOCAL_REPLICAS"
+IPUS_PER_REPLICA: Final = "POPDIST_NUM_IPUS_PER_REPLICA"
+UNIFORM_REPLICAS: Final = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
+REPLICA_OFFSET: Final = "POPDIST_REPLICA_INDEX_OFFSET"
+LOCAL_INSTANCE_INDEX: Final = "POPDIST_LOCAL_INSTANCE_INDEX"
+
+REQUIRED: Final = (
+    NUM_REPLICAS,
+    NUM_LOCAL_REPLICAS,
+    IPUS_PER_REPLICA,
+    UNIFORM_REPLICAS,
+    REPLICA_OFFSET,
+    LOCAL_INSTANCE_INDEX,
+)
+"""A program is under poprun when any of these is set; then all of them must be, but see ``SHAPE``."""
+
+SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
+"""What is the same in all instances: where these alone are set, another launcher tells the ranks."""
+
+EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
+JOB_ID: Final = "POPDIST_JOB_ID"
+DEVICES: Final = "POPDIST_DEVICES"
+STORE: Final = "POPDIST_STORE"
+STORE_DESCRIPTOR: Final = "POPDIST_STORE_DESCRIPTOR"
+PROGRESS_DESCRIPTOR: Final = "POPDIST_PROGRESS_DESCRIPTOR"
+RESTART_COUNT: Final = "POPDIST_RESTART_COUNT"
+
+RANK: Final = "RANK"
+WORLD_SIZE: Final = "WORLD_SIZE"
+LOCAL_RANK: Final = "LOCAL_RANK"
+LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
+GROUP_RANK: Final = "GROUP_RANK"
+RUN_ID: Final = "TORCHELASTIC_RUN_ID"
+MASTER_ADDR: Final = "MASTER_ADDR"
+MASTER_PORT: Final = "MASTER_PORT"
+
+OMPI_RANK: Final = "OMPI_COMM_WORLD_RANK"
+OMPI_SIZE: Final = "OMPI_COMM_WORLD_SIZE"
+OMPI_LOCAL_RANK: Final = "OMPI_COMM_WORLD_LOCAL_RANK"
+OMPI_LOCAL_SIZE: Final = "OMPI_COMM_WORLD_LOCAL_SIZE"
+
+HYDRA_RANK: Final = "PMI_RANK"
+HYDRA_SIZE: Final = "PMI_SIZE"
+HYDRA_LOCAL_RANK: Final = "MPI_LOCALRANKID"
+HYDRA_LOCAL_SIZE: Final = "MPI_LOCALNRANKS"
+HYDRA_DESCRIPTOR: Final = "PMI_FD"
+
+NUM_THREADS: Final = "OMP_NUM_THREADS"
+DETERMINISTIC: Final = "POPDIST_DETERMINISTIC"
+
 _NODE_COUNT: Final = r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?"
+"""One item of Slurm's lists of numbers."""
 
 
 def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: int | None = None) -> int:
@@ -79,62 +135,6 @@ def read_node_counts(env: Mapping[str, str], name: str) -> tuple[int, ...]:
     return tuple(counts)
 
 
-VERSION: Final = "0.1.0"
-
-LAST_PORT: Final = 65535
-
-NUM_REPLICAS: Final = "POPDIST_NUM_TOTAL_REPLICAS"
-NUM_LOCAL_REPLICAS: Final = "POPDIST_NUM_LOCAL_REPLICAS"
-IPUS_PER_REPLICA: Final = "POPDIST_NUM_IPUS_PER_REPLICA"
-UNIFORM_REPLICAS: Final = "POPDIST_UNIFORM_REPLICAS_PER_INSTANCE"
-REPLICA_OFFSET: Final = "POPDIST_REPLICA_INDEX_OFFSET"
-LOCAL_INSTANCE_INDEX: Final = "POPDIST_LOCAL_INSTANCE_INDEX"
-
-REQUIRED: Final = (
-    NUM_REPLICAS,
-    NUM_LOCAL_REPLICAS,
-    IPUS_PER_REPLICA,
-    UNIFORM_REPLICAS,
-    REPLICA_OFFSET,
-    LOCAL_INSTANCE_INDEX,
-)
-"""A program is under poprun when any of these is set; then all of them must be, but see ``SHAPE``."""
-
-SHAPE: Final = (NUM_REPLICAS, IPUS_PER_REPLICA)
-"""What is the same in all instances: where these alone are set, another launcher tells the ranks."""
-
-EXECUTABLE_CACHE_PATH: Final = "POPDIST_EXECUTABLE_CACHE_PATH"
-JOB_ID: Final = "POPDIST_JOB_ID"
-DEVICES: Final = "POPDIST_DEVICES"
-STORE: Final = "POPDIST_STORE"
-STORE_DESCRIPTOR: Final = "POPDIST_STORE_DESCRIPTOR"
-PROGRESS_DESCRIPTOR: Final = "POPDIST_PROGRESS_DESCRIPTOR"
-RESTART_COUNT: Final = "POPDIST_RESTART_COUNT"
-
-RANK: Final = "RANK"
-WORLD_SIZE: Final = "WORLD_SIZE"
-LOCAL_RANK: Final = "LOCAL_RANK"
-LOCAL_WORLD_SIZE: Final = "LOCAL_WORLD_SIZE"
-GROUP_RANK: Final = "GROUP_RANK"
-RUN_ID: Final = "TORCHELASTIC_RUN_ID"
-MASTER_ADDR: Final = "MASTER_ADDR"
-MASTER_PORT: Final = "MASTER_PORT"
-
-OMPI_RANK: Final = "OMPI_COMM_WORLD_RANK"
-OMPI_SIZE: Final = "OMPI_COMM_WORLD_SIZE"
-OMPI_LOCAL_RANK: Final = "OMPI_COMM_WORLD_LOCAL_RANK"
-OMPI_LOCAL_SIZE: Final = "OMPI_COMM_WORLD_LOCAL_SIZE"
-
-HYDRA_RANK: Final = "PMI_RANK"
-HYDRA_SIZE: Final = "PMI_SIZE"
-HYDRA_LOCAL_RANK: Final = "MPI_LOCALRANKID"
-HYDRA_LOCAL_SIZE: Final = "MPI_LOCALNRANKS"
-HYDRA_DESCRIPTOR: Final = "PMI_FD"
-
-NUM_THREADS: Final = "OMP_NUM_THREADS"
-DETERMINISTIC: Final = "POPDIST_DETERMINISTIC"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """A TCP address: ``host`` is a name or an IP address, ``port`` is 1 to 65535."""
@@ -160,7 +160,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """Everything that one instance is told about its job.
+    """What one instance is told about its job.
 
     Attributes:
         num_instances: Processes in the job.
@@ -204,7 +204,7 @@ class Contract:
         return ReplicaLayout(num_instances=self.num_instances, num_replicas=self.num_replicas)
 
     def to_env(self) -> dict[str, str]:
-        """The variables that tell a program all of this. Inverse of :meth:`from_env`."""
+        """The contract as variables of a program. Inverse of :meth:`from_env`."""
         local = self.layout.num_local_replicas
         env = {
             NUM_REPLICAS: str(self.num_replicas),
@@ -324,7 +324,7 @@ def read_master(env: Mapping[str, str]) -> Endpoint | None:
 
 
 def _check_torch_agrees(contract: Contract, env: Mapping[str, str]) -> None:
-    """A launcher inside a launcher would make several jobs of one: torch's variables must tell the same."""
+    """Refuse a launcher inside a launcher, which makes several jobs of one: torch's variables tell of another."""
     found = (env.get(RANK), env.get(WORLD_SIZE))
     expected = (str(contract.instance_index), str(contract.num_instances))
     if any(text is not None and text != wanted for text, wanted in zip(found, expected, strict=True)):

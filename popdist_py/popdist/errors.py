@@ -1,18 +1,4 @@
-"""The errors of popdist, as one tree, and the checks of the numbers that its calls are given.
-
-PopdistError
-    ├── ContractError         the environment promises a job and does not describe one
-    ├── NotInitializedError   a collective before ``popdist.init()`` or after ``finalize()``
-    ├── BackendError          the process groups could not be made, or a peer was lost
-    ├── CollectiveError       the instances disagree on what they are doing together
-    │   └── MicroBatchError   one instance left a ``micro_batches`` loop before its end
-    ├── BatchError            a batch that cannot be split into micro batches
-    ├── GradientError         a gradient that is not finite
-    ├── DatasetError          a dataset that cannot be dealt to the replicas
-    ├── WeightsError          weights that differ between instances after they were made equal
-    ├── OptimizerError        an optimizer that cannot be sharded, or no longer fits its parameters
-    ├── CheckpointError       a checkpoint cannot be written, or fits nothing that it is loaded into
-    └── WorldError            a function run by ``popdist.testing.run_world`` failed
+"""The errors of popdist, and the checks of the numbers that its calls are given.
 
 ``except popdist.PopdistError`` catches everything this package raises on purpose. What it only warns of is a
 :class:`PopdistWarning`.

@@ -7,16 +7,14 @@ from typing import Final, ParamSpec, TypeVar
 
 from popdist.context import current_job, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError
-from popdist.groups import Exchange, Group
+from popdist.groups import Group
 from popdist.headers import name_instances
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 COURTESY_SECONDS: Final = 1.0
-"""How long the others wait after the failure of a first one: launchers report what comes first, the cause."""
-
-_DONE, _FAILED = 0, 1
+"""How long the others wait after a failure: launchers report what comes first, and that shall be the cause."""
 
 
 def is_main() -> bool:
@@ -86,29 +84,33 @@ def first_on_host() -> Iterator[None]:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    group = current_job().group
+    group, text = current_job().group, "first_on_host()"
+    failure = "the block of first_on_host() failed on {} (see the error there), so no other instance ran it"
     if local_instance_index():
-        _wait_for_first(group, _report(group, _DONE))
+        end_together(group, text, failure)
         yield
         return
     try:
         yield
     except BaseException:
-        _report(group, _FAILED)
+        end_in_failure(group, text)
         raise
-    _wait_for_first(group, _report(group, _DONE))
+    end_together(group, text, failure)
 
 
-def _report(group: Group, state: int) -> Exchange:
-    return group.start("first_on_host()", [state])
+def end_in_failure(group: Group, text: str) -> None:
+    """Tell the others that this instance has failed in ``text``."""
+    group.start(text, [True])
 
 
-def _wait_for_first(group: Group, report: Exchange) -> None:
-    states = report.wait()
-    failed = [i for i, (state,) in zip(group.instances, states, strict=True) if state == _FAILED]
-    if failed:
+def end_together(group: Group, text: str, failure: str) -> None:
+    """Wait until all instances have come to the end of ``text``.
+
+    Raises:
+        CollectiveError: ``failure``, with the names of the instances that failed, if any did.
+        BackendError: If an instance was lost or came too late.
+    """
+    ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
+    if failed := [instance for instance, (has_failed,) in ends if has_failed]:
         time.sleep(COURTESY_SECONDS)
-        raise CollectiveError(
-            f"the block of first_on_host() failed on {name_instances(failed)} (see the error there), so no other "
-            "instance ran it"
-        )
+        raise CollectiveError(failure.format(name_instances(failed)))

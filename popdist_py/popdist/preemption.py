@@ -1,14 +1,13 @@
 """Leaving when the machine is wanted back: all instances save after the same step, and end.
 
 A signal is only noted. The note travels with the headers that the instances exchange anyway, so that all of them
-know of it at the same place of the program (`popdist.groups`), and they act on it at the next boundary between two
-steps (`popdist.training_loop`).
+know of it at the same place of the program (`popdist.groups`), and they act on it at the next end of a step
+(`popdist.training_loop`).
 """
 
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -20,44 +19,33 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from popdist import context
 from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning, whole_number
-from popdist.headers import name_instances
+from popdist.instances import end_in_failure, end_together
 from popdist.training import optimizers
 from popdist.training_loop import training_loop
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
 """What a shell shows of a program that SIGTERM has ended."""
 
-COURTESY_SECONDS: Final = 1.0
-"""How long the others wait after a failure: launchers report what comes first, the cause."""
-
 NUM_PATIENT_STEPS: Final = 10
 """Optimizer steps that may follow a signal before the program is told that none of them was the last."""
 
 _LARGEST_EXIT_CODE: Final = 255
 _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-_LEAVING: Final = "the end of on_preemption"
-_DONE, _FAILED = 0, 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PreemptionHandler:
-    """What is done at a preemption."""
-
-    fn: Callable[[], object]
-    exit_code: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _PreemptionState:
-    """What this process waits for.
+    """What this process will do at a preemption.
 
     Attributes:
-        plan: What it will do, if anything.
-        previous: The handlers of the plan's signals that were there before.
+        fn: What it will call; None when it will do nothing.
+        exit_code: What it will end with.
+        previous: The handlers of the signals that were there before.
         num_steps_at_notice: Optimizer steps at the end of the first one after a signal.
     """
 
-    plan: _PreemptionHandler | None = None
+    fn: Callable[[], object] | None = None
+    exit_code: int = EXIT_CODE
     previous: dict[int, Any] = field(default_factory=dict)
     num_steps_at_notice: int | None = None
 
@@ -108,7 +96,7 @@ def on_preemption(
     _restore()
     _prepare_process()
     training_loop.on_step_end = _leave_if_preempted
-    _state.plan = _PreemptionHandler(fn=fn, exit_code=exit_code)
+    _state.fn, _state.exit_code = fn, exit_code
     _state.num_steps_at_notice = None
     for signum in asked:
         _state.previous[signum] = signal.signal(signum, _note)
@@ -164,18 +152,18 @@ def _restore() -> None:
 def _prepare_process() -> None:
     """What is done once: count optimizer steps, and see that children which are forked have no part in this."""
     optimizers.watch()
-    register_optimizer_step_post_hook(_warn_if_deaf)
+    register_optimizer_step_post_hook(_warn_if_stuck)
     os.register_at_fork(after_in_child=_forget)
 
 
 def _forget() -> None:
-    _state.plan, training_loop.on_step_end = None, None
+    _state.fn, training_loop.on_step_end = None, None
     _restore()
 
 
-def _warn_if_deaf(*_: object) -> None:
-    """A loop without boundaries, or whose instances exchange nothing, would never act on a signal."""
-    if _state.plan is None or not context.notice().is_given:
+def _warn_if_stuck(*_: object) -> None:
+    """Warn a loop that never acts on a signal: one without ends of steps, or whose instances exchange nothing."""
+    if _state.fn is None or not context.notice().is_given:
         return
     if _state.num_steps_at_notice is None:
         _state.num_steps_at_notice = training_loop.num_optimizer_steps
@@ -189,18 +177,18 @@ def _warn_if_deaf(*_: object) -> None:
 
 
 def _leave_if_preempted() -> None:
-    notice, plan = context.notice(), _state.plan
-    if plan is None or not (notice.is_given or notice.is_known) or not _is_for_all():
+    notice, fn = context.notice(), _state.fn
+    if fn is None or not (notice.is_given or notice.is_known) or not _is_for_all():
         return
-    _state.plan = None
-    state = _FAILED
+    _state.fn = None
+    has_failed = True
     try:
-        plan.fn()
-        state = _DONE
+        fn()
+        has_failed = False
     finally:
         notice.is_given = notice.is_known = False
-        _tell(state)
-    raise SystemExit(plan.exit_code)
+        _end(has_failed=has_failed)
+    raise SystemExit(_state.exit_code)
 
 
 def _is_for_all() -> bool:
@@ -214,19 +202,13 @@ def _is_for_all() -> bool:
     return is_whole and context.notice().is_known
 
 
-def _tell(state: int) -> None:
+def _end(*, has_failed: bool) -> None:
     """Tell the others how ``fn`` has ended here; after a success wait until it has on all."""
     if not context.is_initialized():
         return
-    group = context.current_group()
-    if state == _FAILED:
+    group, text = context.current_group(), "the end of on_preemption"
+    if has_failed:
         with suppress(PopdistError):
-            group.start(_LEAVING, [state])
-        return
-    report = group.start(_LEAVING, [state])
-    failed = [i for i, (it,) in zip(group.instances, report.wait(), strict=True) if it == _FAILED]
-    if failed:
-        time.sleep(COURTESY_SECONDS)
-        raise CollectiveError(
-            f"the function given to on_preemption() failed on {name_instances(failed)} (see the error there)"
-        )
+            end_in_failure(group, text)
+    else:
+        end_together(group, text, "the function given to on_preemption() failed on {} (see the error there)")

@@ -1,7 +1,8 @@
-"""What all instances do together around a checkpoint: bytes for and from all, and errors that all of them get."""
+"""What the instances exchange around a checkpoint: bytes, tensors, and errors that each of them raises."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,12 +12,12 @@ from popdist.errors import CheckpointError, CollectiveError
 from popdist.groups import Group
 from popdist.headers import name_instances
 
-WRITER = 0
+WRITER: Final = 0
 """The instance that reads and writes."""
 
 
 def whole_job(call: str) -> Group:
-    """All instances of the job.
+    """The group of all instances of the job.
 
     Raises:
         CollectiveError: Within ``execute_on_instances``, where some are left out.
@@ -64,7 +65,7 @@ def together(group: Group, text: str) -> Iterator[None]:
 
 
 def broadcast_bytes(group: Group, text: str, data: bytes) -> bytes:
-    """What the writer holds in ``data``, on every instance."""
+    """The writer's ``data``, on every instance."""
     (length,) = group.start(text, [len(data)]).wait()[WRITER]
     return _broadcast(group, data, length, WRITER)
 

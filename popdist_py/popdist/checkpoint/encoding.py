@@ -25,7 +25,7 @@ _VERSIONS: Final = "_metadata"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """What must be known to make room for a tensor.
+    """The dtype, shape and memory order of a tensor.
 
     Attributes:
         dtype: Its name in ``torch``, such as ``float32``.
@@ -58,11 +58,11 @@ class TensorForm:
         return cls(dtype=dtype, shape=tuple(shape), stride=tuple(stride))
 
     def to_json(self) -> Json:
-        """As a list."""
+        """The form as a list."""
         return [self.dtype, list(self.shape), list(self.stride)]
 
     def empty(self) -> Tensor:
-        """Room for such a tensor, on the CPU."""
+        """A tensor of this form, on the CPU, not yet filled."""
         return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: their names, which are there, how one comes to be and goes. No torch.
+"""A folder of checkpoints: how they are named, listed, made and removed. No torch.
 
 A checkpoint is a directory named by its step, padded with zeros, so that any listing shows them in their order. It
 is made under a name that starts with a dot and renamed when every byte is on the disk: under its own name it is
@@ -21,7 +21,7 @@ LAST_STEP: Final = 10**_DIGITS - 1
 
 
 def name_of(path: object) -> str:
-    """The name of a folder that a program gave.
+    """The path of a folder, as a program gave it, as text.
 
     Raises:
         CheckpointError: If it is no path.
@@ -105,14 +105,14 @@ def keep_last(folder: Path, count: int) -> None:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make ``folder`` and what it lies in; all that was made."""
+    """Make ``folder`` and its parents; the directories that were not there."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def _sync_tree(directory: Path) -> None:
-    """Wait until every file in ``directory`` is on the disk, and that they are in it."""
+    """Wait until ``directory`` and every file in it is on the disk."""
     for parent, _, names in os.walk(directory):
         for name in names:
             _sync(Path(parent, name))

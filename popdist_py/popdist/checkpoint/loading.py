@@ -1,4 +1,4 @@
-"""Loading: instance 0 reads the last checkpoint that is whole, and all instances get its states or none does."""
+"""Loading a checkpoint: instance 0 reads the last whole one, and all instances get its states or none does."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from popdist.checkpoint import folder, manifest
 from popdist.checkpoint.byte_exchange import broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.checkpoint.encoding import decode, tensors_of
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions, differences
-from popdist.checkpoint.states import check_fits, give, replica_states_of, stateful_of
+from popdist.checkpoint.states import check_fits, load_states, replica_states_of, stateful_of
 from popdist.errors import CheckpointError, PopdistWarning
 from popdist.groups import Group
 
@@ -81,7 +81,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
     broadcast_tensors(group, f"{call}, {len(tensors)} tensors", tensors.values())
     things = {**stateful_of(named), **{name: it for name, it in replica_states.items() if name in found.states}}
     states = {name: decode(found.states[name], tensors) for name in things}
-    _give_everywhere(group, call, things, states, where)
+    _load_everywhere(group, call, things, states, where)
     if is_writer(group):
         _warn_of_differences(found, where, [name for name in replica_states if name not in found.states])
     values = {name: decode(value, tensors) for name, value in found.values.items()}
@@ -125,7 +125,7 @@ def _check_names(named: Mapping[str, object], found: Manifest, where: Path) -> N
         )
 
 
-def _give_everywhere(
+def _load_everywhere(
     group: Group, call: str, things: Mapping[str, Any], states: Mapping[str, Any], where: Path
 ) -> None:
     """Load the states on every instance or, but for what a module has already taken, on none."""
@@ -134,7 +134,7 @@ def _give_everywhere(
     undo = None
     try:
         with together(group, f"{call}, loading"):
-            undo = give(things, states)
+            undo = load_states(things, states)
     except Exception:
         if undo is not None:
             undo()

@@ -1,4 +1,4 @@
-"""One checkpoint on the disk: a manifest in JSON, the conditions of its bits, and the digests of its files.
+"""One checkpoint on the disk: its manifest in JSON, with the conditions of its bits and the digests of its files.
 
 A bit that has changed anywhere is found before anything is read: a checkpoint is whole or damaged.
 """
@@ -18,8 +18,13 @@ from popdist import context, contract
 from popdist.checkpoint.encoding import Json, TensorForm
 from popdist.errors import CheckpointError
 
+FORMAT: Final = 1
+MANIFEST: Final = "manifest.json"
+TENSORS: Final = "tensors"
+"""Directory of the tensors' files."""
+
 _CPU_NAMES: Final = ("model name", "cpu model", "CPU part")
-"""What different kernels call it in ``/proc/cpuinfo``."""
+"""How different kernels name the kind of CPU in ``/proc/cpuinfo``."""
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
@@ -28,7 +33,7 @@ Conditions = dict[str, str | int]
 
 
 def current_conditions() -> Conditions:
-    """Those of this instance now."""
+    """The conditions of this instance now."""
     device = context.device()
     return {
         "popdist": contract.VERSION,
@@ -61,14 +66,8 @@ def _cpu_kind() -> str:
     return next(kinds, platform.machine())
 
 
-FORMAT: Final = 1
-MANIFEST: Final = "manifest.json"
-TENSORS: Final = "tensors"
-"""Directory of the tensors' files."""
-
-
 class DamagedError(Exception):
-    """A checkpoint is not as it was written; the message says in what."""
+    """The error of a checkpoint that is not as it was written; the message says in what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +99,7 @@ class Manifest:
         return cls(**{name: found[name] for name in ("step", "conditions", "states", "values")}, forms=forms)
 
     def to_json(self) -> Json:
-        """All of it."""
+        """The manifest as JSON."""
         found = {name: getattr(self, name) for name in ("step", "conditions", "states", "values")}
         return found | {"forms": {name: form.to_json() for name, form in self.forms.items()}}
 

@@ -1,4 +1,4 @@
-"""Saving: instance 0 writes what all instances agree on, with the random states that each of them holds."""
+"""Saving a checkpoint: instance 0 writes what all agree on, with the random states that each instance holds."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from popdist.checkpoint import folder, manifest
 from popdist.checkpoint.byte_exchange import is_writer, together, whole_job
-from popdist.checkpoint.encoding import Json, TensorForm, decode, encode
+from popdist.checkpoint.encoding import TensorForm, decode, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
 from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_of, stateful_of
 from popdist.errors import CheckpointError, PopdistWarning, whole_number
@@ -65,11 +65,15 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
         }
         values = {name: encode(it, name, tensors) for name, it in named.items() if name not in things}
     for name, thing in replica_states_of(named).items():
-        states[name] = encode(_of_all_instances(group, name, thing), name, tensors)
+        states[name] = encode(_gather_replica_states(group, name, thing), name, tensors)
     with together(group, f"{call}, writing"):
         if is_writer(group):
-            step = _choose(Path(path), step)
-            _write(Path(path), keep, _describe(step, states, values, tensors), tensors)
+            step = _choose_step(Path(path), step)
+            forms = {name: TensorForm.of(tensor) for name, tensor in tensors.items()}
+            described = Manifest(
+                step=step, conditions=current_conditions(), states=states, values=values, forms=forms
+            )
+            _write(Path(path), keep, described, tensors)
     ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
     return folder.directory_of(Path(path), step)
 
@@ -84,7 +88,7 @@ def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
         raise CheckpointError(f"{dotted[0]!r} is no name: use letters, digits and underscores")
 
 
-def _of_all_instances(group: Group, name: str, thing: Stateful) -> dict[Any, Any]:
+def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[Any, Any]:
     """The states of all replicas, from the instances that own them."""
     with together(group, f"checkpoint.save, {name}"):
         mine = _pack(thing.state_dict(), name)
@@ -96,30 +100,29 @@ def _of_all_instances(group: Group, name: str, thing: Stateful) -> dict[Any, Any
 
 
 def _pack(state: object, name: str) -> bytes:
+    """A state as bytes of JSON, its tensors included."""
     tensors: dict[str, Tensor] = {}
     encoded = encode(state, name, tensors)
-    inline = {
-        key: [TensorForm.of(it).to_json(), base64.b64encode(_bytes(it)).decode()] for key, it in tensors.items()
-    }
+    inline = {}
+    for key, tensor in tensors.items():
+        data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        inline[key] = [TensorForm.of(tensor).to_json(), base64.b64encode(data).decode()]
     return json.dumps([encoded, inline]).encode()
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def _unpack(packed: bytes) -> Any:  # noqa: ANN401 - whatever the object's state is
+    """The inverse of :func:`_pack`."""
     encoded, inline = json.loads(packed)
     tensors = {}
     for key, (form, text) in inline.items():
-        shape, dtype = TensorForm.from_json(form).shape, TensorForm.from_json(form).dtype
+        empty = TensorForm.from_json(form).empty()
         data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        tensors[key] = data.view(getattr(torch, dtype)).view(shape)
+        tensors[key] = data.view(empty.dtype).view(empty.shape)
     return decode(encoded, tensors)
 
 
-def _choose(path: Path, step: int | None) -> int:
-    """The number of the new checkpoint; damaged ones that it would not follow make room for it."""
+def _choose_step(path: Path, step: int | None) -> int:
+    """The number of the new checkpoint. Damaged ones that have it or a greater one are removed."""
     present = _steps(path)
     if step is None and present and present[-1] == folder.LAST_STEP:
         raise CheckpointError(
@@ -145,18 +148,6 @@ def _steps(path: Path) -> list[int]:
         return folder.steps_in(path)
     except OSError as error:
         raise CheckpointError(f"{path} is no folder to save checkpoints in: {error}") from error
-
-
-def _describe(
-    step: int, states: dict[str, Json], values: dict[str, Json], tensors: Mapping[str, Tensor]
-) -> Manifest:
-    return Manifest(
-        step=step,
-        conditions=current_conditions(),
-        states=states,
-        values=values,
-        forms={name: TensorForm.of(tensor) for name, tensor in tensors.items()},
-    )
 
 
 def _write(path: Path, keep: int, described: Manifest, tensors: Mapping[str, Tensor]) -> None:

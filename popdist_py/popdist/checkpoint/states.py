@@ -1,8 +1,8 @@
-"""The objects that a checkpoint holds: taking their states, and giving them others, all or none."""
+"""The objects that a checkpoint holds: whose states are saved, and how all of them get others, or none does."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,23 +18,20 @@ MOST_NAMES = 8
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What is saved by its state: a module, optimizer, scheduler, scaler, sampler, loader, or your own."""
+    """An object that is saved by its state: module, optimizer, scheduler, scaler, sampler, loader, or your own."""
 
     def state_dict(self) -> Any:  # noqa: ANN401 - whatever the object takes back
-        """All that a later run needs."""
+        """The state that a later run needs."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - as above
-        """Go on from there."""
-
-
-def is_stateful(thing: object) -> TypeGuard[Stateful]:
-    """Whether ``thing`` has a state, rather than being a value."""
-    return isinstance(thing, Stateful) and not isinstance(thing, type)
+        """Go on from such a state."""
 
 
 def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """Those of ``named`` that have a state."""
-    return {name: thing for name, thing in named.items() if is_stateful(thing)}
+    """Those of ``named`` that have a state, rather than being values."""
+    return {
+        name: thing for name, thing in named.items() if isinstance(thing, Stateful) and not isinstance(thing, type)
+    }
 
 
 def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
@@ -66,11 +63,11 @@ def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where:
             raise CheckpointError(f"{where} was saved with another {name}: {'; '.join(faults)}")
 
 
-def give(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
+def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
     """Load each state; modules last, because what they had is written over.
 
     Returns:
-        What gives everything but modules the state it had before.
+        A function that gives everything but modules the state it had before.
 
     Raises:
         Exception: Whatever an object says about its state; then the others have their own again.
@@ -95,7 +92,7 @@ def give(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[
 
 
 def _remember(thing: Stateful) -> Callable[[], object]:
-    """What gives ``thing`` its state back; waits for nobody."""
+    """A function that gives ``thing`` the state it has now; it waits for nobody."""
     if isinstance(thing, ShardedOptimizer):
         return thing.remember()
     state = thing.state_dict()
@@ -131,7 +128,7 @@ def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer) -> list[st
 
 
 def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
-    """What tells another kind of optimizer: each has settings of its own that the other one does not know.
+    """The differences that tell another kind of optimizer: each has settings that the other does not know.
 
     One side alone may know more: another version of torch does, and a schedule adds settings of its own.
     """

@@ -69,7 +69,7 @@ class _Reader(FileSystemReader):
     """DCP's reader with a careful unpickler."""
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """The index."""
+        """The index of the tensors."""
         with Path(self.path, ".metadata").open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
@@ -78,13 +78,13 @@ class _Reader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes what an index is made of; whatever else is asked for stays unmade."""
+    """An unpickler that makes the types of an index, and refuses all others."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:  # noqa: ANN401 - pickle's own signature
-        """One of the types above, or a dtype."""
+        """The class of an index's type, or a dtype."""
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or f"{module_name} {global_name}" in _INDEX_TYPES:
             return super().find_class(module_name, global_name)
@@ -93,7 +93,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """DCP warns that it works without the other processes, and wraps every error of this one."""
+    """A context without DCP's warning that it works alone, and with the causes of the errors that it wraps."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -103,7 +103,7 @@ def _alone() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the system said, where torch says only that a file has become too short."""
+    """The error of the system behind torch's, which says only that a file has become too short."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

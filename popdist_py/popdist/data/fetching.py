@@ -1,4 +1,4 @@
-"""Reading the samples of a step and making its micro batches, in the loader's process or in a worker."""
+"""How the samples of a step are read and become its micro batches, in the loader's process or in a worker."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Collation:
         return share.split(self.num_replicas, self.accumulation)
 
     def seeds(self, epoch: int, indices: list[int]) -> list[int]:
-        """What the random numbers of each sample follow from."""
+        """The seeds of the random numbers of each sample."""
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
     def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes

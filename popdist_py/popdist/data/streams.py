@@ -43,7 +43,7 @@ class ShardedIterable(IterableDataset[Any]):
                 yield item
 
     def worker(self) -> tuple[int, int]:
-        """Which worker this process is, and of how many; hides it from streams that would divide themselves."""
+        """The number of this worker, and how many there are; hidden from streams that would divide themselves."""
         if (info := get_worker_info()) is not None:
             self._worker = info.id, info.num_workers
             torch_worker._worker_info = None  # noqa: SLF001 - divided twice, a stream would lose items
@@ -120,8 +120,9 @@ class StreamFetcher(IterableDataset[Any]):
             step, start = step + 1, start + len(read)
 
     def _keep(self, numbers: range) -> list[int]:
-        """Of the items of a step those of this instance, replica by replica."""
-        return [it for replica in self.dataset.replicas for it in numbers[replica :: self.dataset.num_replicas]]
+        """The numbers of this instance's items among those of a step, replica by replica."""
+        num_replicas = self.dataset.num_replicas
+        return [number for replica in self.dataset.replicas for number in numbers[replica::num_replicas]]
 
     def _read(self, items: Iterator[Any], numbers: range, epoch: int) -> list[Any]:
         """The next items; fewer when the stream ends."""

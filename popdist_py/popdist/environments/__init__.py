@@ -1,10 +1,9 @@
-"""Which job a program is in when poprun did not start it, from what other launchers leave in the environment.
+"""The job of a program that poprun did not start, from what other launchers leave in the environment.
 
 torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each tell a
 process its rank and the number of ranks. Such a process is one instance with one replica, or as many as
-``POPDIST_NUM_TOTAL_REPLICAS`` gives it, so ``torchrun train.py`` and ``srun python train.py``
-are real jobs, and not several serial ones that overwrite each other's files. Pure: takes the environment, never
-writes it.
+``POPDIST_NUM_TOTAL_REPLICAS`` gives it. So ``torchrun train.py`` and ``srun python train.py`` are real jobs, and
+not several serial ones that overwrite each other's files. Pure: takes the environment, never writes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ LOOPBACK_HOSTS: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Launcher(StrEnum):
-    """Who started this process; the value is the name for messages."""
+    """The launcher that started a process; the value is its name in messages."""
 
     POPRUN = "poprun"
     TORCHRUN = "torchrun"

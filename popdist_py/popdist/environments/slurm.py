@@ -60,7 +60,7 @@ def first_node(nodes: str) -> str:
 
 
 def step_name(env: Mapping[str, str]) -> str:
-    """What names a step: the number of its job and its own; empty when Slurm tells neither."""
+    """The name of a step: the number of its job and its own; empty when Slurm tells neither."""
     return f"{env[JOB]}.{env[STEP]}" if JOB in env and STEP in env else ""
 
 

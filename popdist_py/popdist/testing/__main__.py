@@ -1,4 +1,4 @@
-"""One instance of a test world: finds the function, calls it, writes down what came of it."""
+"""One instance of a test world: loads the function, calls it, and writes the outcome."""
 
 import pickle
 import sys
@@ -10,7 +10,7 @@ from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outc
 
 
 def main(directory: Path) -> int:
-    """Make this instance's call; the exit code."""
+    """Make this instance's call, and give the exit code."""
     failure = None
     try:
         reference, arguments = _load(directory / JOB_FILE)

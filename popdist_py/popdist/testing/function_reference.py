@@ -1,8 +1,8 @@
-"""A function's way into another process and back: by the name and the file of its module, and what came of it.
+"""The call that every instance of a test world makes: a reference to its function, and its outcome.
 
 pickle knows functions by their module's name alone. That is not enough for a script (its module is ``__main__``)
-and for test modules, which pytest loads from their files, so the file goes along and is loaded where the name does
-not lead to it.
+and for test modules, which pytest loads from their files. So a reference names the module's file, too, which is
+loaded where the name does not lead to it.
 """
 
 import inspect
@@ -18,13 +18,16 @@ from typing import Any, Final, Self
 
 from popdist.errors import WorldError
 
-MAIN_ALIAS = "__mp_main__"
+JOB_FILE: Final = "job.pickle"
+"""Name of the file with the call."""
+
+MAIN_ALIAS: Final = "__mp_main__"
 """What ``__main__`` is called in other processes, and here for what comes back; multiprocessing's name for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionReference:
-    """A module-level function.
+    """A module-level function, as another process finds it.
 
     Attributes:
         module: Name of its module.
@@ -81,13 +84,9 @@ def _load_file(name: str, path: Path) -> ModuleType:
     return module
 
 
-JOB_FILE: Final = "job.pickle"
-"""The call that every instance makes."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a call.
+    """The outcome of a call on one instance.
 
     Attributes:
         value: What the function returned.

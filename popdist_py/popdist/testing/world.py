@@ -1,4 +1,4 @@
-"""Small real jobs for tests: processes of their own, started by poprun, no simulation."""
+"""Small real jobs for tests: processes that poprun starts, no simulation."""
 
 import os
 import pickle
@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from popdist.errors import WorldError
 from popdist.headers import name_instances
@@ -16,10 +16,10 @@ from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outc
 P = ParamSpec("P")
 R = TypeVar("R")
 
-STOP_SECONDS = 15.0
+STOP_SECONDS: Final = 15.0
 """How long poprun may take to stop a world whose time is up, before it is killed."""
 
-TAIL_CHARACTERS = 4000
+TAIL_CHARACTERS: Final = 4000
 """How much of a failed world's output its error repeats."""
 
 
