@@ -1,1 +1,1 @@
-"""See a job from its plan to its end: snapshot, policy, decision, action."""
+"""The supervisor of a job, from its plan to its end: listen, snapshot, decision, action."""

@@ -1,4 +1,4 @@
-"""The control sockets of a job: who is connected, and what each agent is told and says.
+"""The control sockets of a job, and the links to its agents that are connected there.
 
 Only one agent for each instance may speak; what is no message is refused, told of, and changes nothing. On one
 machine it is a unix socket without a file, and the kernel says whose process is at the other end. Agents of other
@@ -39,7 +39,7 @@ Event = tuple[int, dict[str, Any]]
 
 
 class AgentLinks:
-    """Every agent of a job, at the end of a link.
+    """The links to the agents of a job.
 
     Args:
         num_instances: As many agents there are.
@@ -75,7 +75,7 @@ class AgentLinks:
             self.address = self._listen_to_hosts(network)
 
     def close(self) -> None:
-        """Hang up; an agent that still lives then ends its tree."""
+        """Close every connection; an agent that still lives then ends its tree."""
         if self.viewers is not None:
             self.viewers.close()
         if self._proofs is not None:
@@ -159,7 +159,7 @@ class AgentLinks:
             self._warn(f"warning: refused: {reason}")
 
     def _receive(self, link: Link) -> Iterator[Event]:
-        """What came over a link, as (instance, event)."""
+        """The events that came over a link, each with its instance."""
         received = link.receive(check_event)
         if received is None:
             instance = self._drop(link)
@@ -176,7 +176,7 @@ class AgentLinks:
                 return
 
     def _take(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Know a new link by its first message; pass on the others."""
+        """Find out whose a new link is by its first message; pass on the others."""
         instance, kind = self._instance_of[link], message["event"]
         if kind == VIEW_EVENT and instance < 0:
             self._let_go(link)
@@ -230,12 +230,12 @@ class AgentLinks:
         self.viewers.add(link)
 
     def _let_go(self, link: Link) -> None:
-        """Hear a link no more, whose connection another takes."""
+        """Stop listening to a link whose connection somebody else takes."""
         self._selector.unregister(link)
         del self._instance_of[link]
 
     def _drop(self, link: Link) -> int:
-        """Hang up; the instance that the link was of, or -1."""
+        """Close a link; the instance that it was of, or -1."""
         instance = self._instance_of.pop(link)
         if link.fileno() >= 0:
             self._selector.unregister(link)

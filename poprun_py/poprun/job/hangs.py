@@ -1,4 +1,4 @@
-"""The hang of a job: who waits for whom while nobody gets on, found and put into words. Pure.
+"""The hang of a job: who waits for whom while no instance makes progress, found and put into words. Pure.
 
 Only programs that use popdist say that they wait. Their clocks play no part: what counts is for how long poprun
 has heard of no change, from any instance that runs. An instance that computes, compiles or saves for long without
@@ -23,10 +23,10 @@ _MOST_LETTERS: Final = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Instances that wait, and nobody who gets on.
+    """Instances that wait while none makes progress.
 
     Attributes:
-        idle_seconds: For how long nobody has.
+        idle_seconds: For how long none has made progress.
         waiting: The instances that wait, ascending, by what they wait in.
         absent: Those that run, wait for nobody, and are waited for, ascending.
         ended: Those that have ended, ascending.
@@ -39,7 +39,7 @@ class Hang:
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """The hang of a job, which lasts since whoever got on last; None when nobody waits.
+    """The hang of a job, which lasts since the last progress of any instance; None when nobody waits.
 
     Nothing counts from before ``since_seconds``, a monotonic time: then the job was suspended.
     """
@@ -64,7 +64,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 
 
 def _idle_seconds(status: InstanceStatus, since_seconds: float) -> float:
-    """From the last change to the last look: a poprun that slept has not seen what happened meanwhile."""
+    """The time from the last change to the last look: while poprun slept it has seen nothing."""
     looked_at = status.usage.at_seconds if status.usage is not None else 0.0
     return looked_at - max(status.progressed_at_seconds or 0.0, since_seconds)
 
@@ -79,7 +79,7 @@ def _members(collective: str) -> frozenset[int] | None:
 
 
 def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
-    """Who waits in what, for how long, and who did not come."""
+    """A hang in words: who waits in what, for how long, and who did not come."""
     lines = [
         f"{name_instances(indices)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()

@@ -18,7 +18,7 @@ _WENT_AWAY: Final = "who knocked at the control socket went away"
 
 
 class KeyProofs:
-    """The connections that are to prove that they know the key; who does is admitted, who does not refused."""
+    """The connections whose other end has not yet proved to know the key; then it is admitted or refused."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class KeyProofs:
         self._began_at_seconds: dict[socket.socket, float] = {}
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close every connection."""
         for connection in tuple(self._began_at_seconds):
             self._hang_up(connection)
 
     def begin(self, connection: socket.socket) -> None:
-        """Ask for the proof, which is then awaited; who has taken too long, or is one too many, is let go."""
+        """Ask a new connection for the proof; one that has taken too long, or is one too many, is closed."""
         now = time.monotonic()
         for other, since in tuple(self._began_at_seconds.items()):
             if now - since > _PROOF_SECONDS or len(self._began_at_seconds) >= _MAX_CONNECTIONS:

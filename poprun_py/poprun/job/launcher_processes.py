@@ -68,7 +68,7 @@ class StartWatch:
 
 
 class LauncherProcesses:
-    """What poprun itself has started, and what it printed (its complaints, when it fails)."""
+    """The processes that poprun itself has started, and the last of what they printed."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -116,7 +116,7 @@ class LauncherProcesses:
 
     @property
     def has_failed(self) -> bool:
-        """Whether one of them has ended otherwise than well."""
+        """Whether one of them has failed."""
         return bool(self.exit_code)
 
     @property
@@ -132,7 +132,7 @@ class LauncherProcesses:
                 self.exit_code = self.exit_code or (0 if self._was_asked else ended.code)
 
     def end(self, signum: int) -> None:
-        """End those that still run with a signal; what they make of it is no failure."""
+        """Send a signal to those that still run; how they then end is no failure."""
         self._was_asked = True
         for pid in self._running:
             os.kill(pid, signum)

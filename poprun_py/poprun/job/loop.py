@@ -87,7 +87,7 @@ class Attempt:
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Start the job, see it to its end, and report a failure; how it ended.
+        """Start the job, see it to its end, and report a failure.
 
         Raises:
             LaunchError: If the launcher cannot be executed.
@@ -178,7 +178,7 @@ class Attempt:
             self._links.tell(instance, {"order": "kill"})
 
     def _pass_signals_on(self) -> None:
-        """Pass on to the programs what came since the last call."""
+        """Pass on to the programs the signals that came since the last call."""
         signals = self._signals
         while signals.passed_on:
             self._links.tell_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
@@ -260,7 +260,7 @@ class Attempt:
         self._links.tell_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
 
     def _clean_up(self) -> None:
-        """Leave nothing of the job behind, and lose none of its output.
+        """End what is left of the job, remove what it left, and show the rest of its output.
 
         Also when poprun itself fails: an agent whose connection is closed ends its tree.
         """
@@ -289,7 +289,7 @@ class Attempt:
             self._launcher.reap()
 
     def _report(self) -> JobEnd:
-        """How the job ended; the user is told of a failure."""
+        """The end of the job, after the user was told of a failure."""
         record, signals = self._record, self._signals
         end = JobEnd(
             statuses=record.statuses,

@@ -27,7 +27,7 @@ _POLL_SECONDS: Final = 0.01
 
 
 def job_view(record: Record, last_line: Callable[[int], str], now_seconds: float) -> JobView:
-    """A job as a monitor is shown it; ``last_line`` tells what an instance printed last."""
+    """The view of a job that monitors are sent; ``last_line`` gives the last line of an instance."""
     plan, identity = record.plan, record.identity
     return JobView(
         pid=os.getpid(),
@@ -60,20 +60,20 @@ def _instance_view(status: InstanceStatus, plan: LaunchPlan, last_line: str) -> 
 
 
 class Viewers:
-    """The monitors of a job."""
+    """The monitors that are connected to a job."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []
         self._next_seconds = 0.0
 
     def add(self, link: Link) -> None:
-        """Let a monitor look from now on."""
+        """Send views to a monitor from now on."""
         link.connection.setblocking(False)  # noqa: FBT003 - it takes no keywords
         self._links.append(link)
         self._next_seconds = 0.0
 
     def close(self) -> None:
-        """Hang up: there is nothing more to see."""
+        """Close the connections: there is nothing more to see."""
         for link in self._links:
             link.close()
         self._links = []

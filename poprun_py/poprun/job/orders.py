@@ -39,7 +39,7 @@ class JobIdentity:
     leases: "tuple[HeldLease, ...]" = ()
 
     def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """What of ``environ`` the launcher gets."""
+        """The part of ``environ`` that the launcher gets."""
         return environ if self.network is None else launcher_environment(environ)
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
@@ -53,7 +53,7 @@ class JobIdentity:
         return () if self.network is None else self.network.keepers
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """The host of instance ``index``; None when there is only this machine."""
+        """The route to the host of instance ``index``; None when there is only this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]
 
 
@@ -89,7 +89,7 @@ def start_order(
 def _added_environment(
     plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
 ) -> dict[str, str]:
-    """What an agent adds to its own environment: on one machine that is the user's already."""
+    """The variables that an agent adds to its own environment: on one machine that is the user's already."""
     if route is None:
         return program_environment(plan, index, environ, start)
     if route.devices:

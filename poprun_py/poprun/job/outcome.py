@@ -1,4 +1,4 @@
-"""How an attempt of a job ended: the first failure, and the exit code that follows. Pure."""
+"""The outcome of an attempt: how it ended, which failure was the first, and poprun's exit code. Pure."""
 
 import signal
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """How an attempt of a job ended.
+    """The end of one attempt of a job.
 
     Attributes:
         statuses: Every instance, by index.
@@ -39,7 +39,7 @@ class JobEnd:
         is_terminated: Whether poprun was asked to end.
         is_output_closed: Whether nobody read poprun's output any more.
         is_timed_out: Whether the job was stopped because it took too long.
-        is_hung: Whether it was stopped because nobody got on.
+        is_hung: Whether it was stopped because no instance made progress.
         started_at_epoch_seconds: When it began, in seconds since 1970.
         seconds: How long it took.
         launcher_code: Exit code of the launcher, negative for a signal; None while it runs.

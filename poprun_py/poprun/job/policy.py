@@ -12,7 +12,7 @@ _ESCALATION_SECONDS: Final = 1.0
 
 
 class Action(StrEnum):
-    """The decisions that can be taken."""
+    """An action that the policy can decide on."""
 
     WAIT = "wait"
     START = "start"
@@ -27,7 +27,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and the reason that is logged with it."""
+    """An action, and the reason that is logged with it."""
 
     action: Action
     reason: str = ""
@@ -37,7 +37,7 @@ _WAIT: Final = Decision(Action.WAIT)
 
 
 def decide(job: JobSnapshot, limits: Limits) -> Decision:
-    """The one next step of a job."""
+    """The next action for a job."""
     if job.num_ended == job.num_instances:
         return Decision(Action.FINISH, "every instance has ended")
     if job.phase is Phase.KILLING:
@@ -77,7 +77,7 @@ def _decide_undisturbed(job: JobSnapshot, limits: Limits) -> Decision:
 
 
 def _decide_hang(job: JobSnapshot, limits: Limits) -> Decision:
-    """Tell of it first, so that a job which is ended has shown where it stood."""
+    """Report a hang before it ends the job, so that the user sees where the job stood."""
     if job.awaits_stacks or not job.hang_seconds:
         return _WAIT
     patience = min(filter(None, (limits.hang_report_seconds, limits.hang_timeout_seconds)), default=math.inf)

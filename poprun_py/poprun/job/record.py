@@ -130,19 +130,19 @@ _LOOK_SECONDS: Final = 0.5
 
 
 class HangWatch:
-    """Whether the instances of a job wait while nobody gets on, and whether the user was told."""
+    """The looks at a job for a hang: instances that wait while none makes progress."""
 
     def __init__(self) -> None:
         self.hang: Hang | None = None
-        """Instances that wait while nobody gets on, or None."""
+        """The hang that was seen at the last look, or None."""
         self.is_told = False
-        """Whether this hang was told of; one that comes after somebody got on is another one."""
+        """Whether the user was told of this hang; one that comes after some progress is another one."""
         self._since_seconds = 0.0
         self._next_seconds = 0.0
 
     @property
     def idle_seconds(self) -> float:
-        """For how long nobody has got on while instances wait; 0 when none does."""
+        """For how long none has made progress while instances wait; 0 when none waits."""
         return 0.0 if self.hang is None else self.hang.idle_seconds
 
     def look(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
@@ -167,7 +167,7 @@ class HangWatch:
 
 
 class Record:
-    """One attempt, so far.
+    """One attempt of a job so far: the status of each instance, and what poprun has done.
 
     Attributes:
         plan: The job.
@@ -178,9 +178,9 @@ class Record:
         reported: The process ids of the agents that have reported, and of their shims.
         began_at_seconds: Monotonic time at which the attempt began.
         has_started: Whether the programs were told to start.
-        hang_watch: Whether instances wait while nobody gets on.
+        hang_watch: Whether instances wait while none makes progress.
         is_timed_out: Whether it is stopped because the job takes too long.
-        is_hung: Whether it is stopped because nobody gets on.
+        is_hung: Whether it is stopped because no instance makes progress.
         stop_reason: Why poprun stops it; empty when it does not.
     """
 
@@ -200,7 +200,7 @@ class Record:
         self.stop_reason = ""
 
     def note(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
-        """Take note of what an agent said; the clocks of other hosts show other times."""
+        """Take note of an event; the clocks of other hosts show other times."""
         if event["event"] == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
@@ -210,12 +210,12 @@ class Record:
                 self.meeting = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
-        """Take note of a new phase."""
+        """Take note that a new phase begins."""
         self.phase = phase
         self._phase_since_seconds = now_seconds
 
     def give_up_awaited(self) -> None:
-        """Take note that agents which have not reported are not waited for any more."""
+        """Take note that poprun waits no more for the agents that have not reported."""
         for index, status in enumerate(self.statuses):
             if status.state is InstanceState.AWAITED:
                 self.statuses[index] = replace(status, state=InstanceState.ENDED)
@@ -229,7 +229,7 @@ class Record:
         has_launcher_ended: bool,
         now_seconds: float,
     ) -> JobSnapshot:
-        """All that the policy may look at."""
+        """The snapshot that the policy decides from."""
         failed = first_failure(self.statuses)
         return JobSnapshot(
             phase=self.phase,

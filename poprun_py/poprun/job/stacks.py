@@ -80,7 +80,7 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where one program stands.
+    """The place in its code where one program stands.
 
     Attributes:
         threads: The stacks of its threads, each with the latest call last; the main thread comes first.
@@ -92,7 +92,7 @@ class Standing:
 
 
 def read_standing(text: str, processes: Sequence[object]) -> Standing:
-    """What an agent's event says; anything in it that is no stack is passed over."""
+    """Where a program stands, from its agent's event; lines that belong to no stack are passed over."""
     threads: list[list[StackFrame]] = []
     for line in text.splitlines():
         frame = _FRAME.fullmatch(line)
@@ -184,7 +184,7 @@ class StackInquiry:
             self._answers[instance] = event
 
     def text(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> str | None:
-        """What there is to say; None while programs that run have not answered and may still do."""
+        """The answers in words; None while programs that run have not answered and may still do."""
         is_awaited = any(
             answer is None and statuses[index].state is InstanceState.RUNNING
             for index, answer in self._answers.items()

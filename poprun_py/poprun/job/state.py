@@ -59,7 +59,7 @@ class MemoryCurve:
         return type(self)(samples=samples, peak_bytes=peak_bytes, gap_seconds=gap_seconds)
 
     def with_peak(self, num_bytes: int) -> Self:
-        """The curve, when it is heard that the memory once was ``num_bytes``."""
+        """The curve with a peak of at least ``num_bytes``."""
         peak_bytes = max(self.peak_bytes, num_bytes)
         return type(self)(samples=self.samples, peak_bytes=peak_bytes, gap_seconds=self.gap_seconds)
 
@@ -68,7 +68,7 @@ _NO_MEMORY: Final = MemoryCurve()
 
 
 class InstanceState(StrEnum):
-    """How far an instance has come."""
+    """The state of an instance, in the order in which it comes."""
 
     AWAITED = "awaited"  # no agent has reported
     READY = "ready"  # the agent waits for the start order
@@ -78,7 +78,7 @@ class InstanceState(StrEnum):
 
 
 class Phase(IntEnum):
-    """How far the job has come; it never goes back."""
+    """The phase of a job; it never goes back."""
 
     STARTING = 0
     RUNNING = 1
@@ -89,7 +89,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What an instance's processes used at one moment.
+    """The memory and processor time of an instance's processes at one moment.
 
     Attributes:
         at_seconds: Monotonic time at which poprun heard of it.
@@ -152,7 +152,7 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSnapshot:
-    """Everything that the policy may look at.
+    """The snapshot of a job from which the policy decides.
 
     Attributes:
         phase: How far the job has come.
@@ -165,8 +165,8 @@ class JobSnapshot:
         num_interrupts: Times that Ctrl-C was pressed.
         is_terminated: Whether poprun was asked to end.
         is_output_closed: Whether nobody reads poprun's output any more.
-        hang_seconds: For how long nobody has got on while instances wait for others.
-        is_hang_told: Whether that was told of.
+        hang_seconds: For how long no instance has made progress while some wait for others.
+        is_hang_told: Whether the user was told of that.
         awaits_stacks: Whether programs have been asked where they stand, and not all have answered.
         has_lost_shim: Whether the MPI runtime has lost a shim that had not reported.
         no_shim_seconds: For how long, while the job starts, the MPI runtime has had no shim that may still report.
@@ -193,7 +193,7 @@ class JobSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long the stages of a job may take.
+    """The limits of how long the stages of a job may take.
 
     Attributes:
         start_seconds: From the launch until every agent has reported.

@@ -106,12 +106,12 @@ class TreeEnding:
             os.killpg(program, signal.SIGCONT)
 
     def stop_leftovers(self) -> None:
-        """The program has ended: what it left behind is asked to end, too."""
+        """Ask what an ended program left behind to end, too."""
         terminate(own_tree())
         self._begin(_LEFTOVER_SECONDS)
 
     def kill(self) -> None:
-        """Wait for nothing any more."""
+        """Have the tree killed at once."""
         self.was_stopped = True
         self._deadline_seconds = 0.0
 
@@ -167,7 +167,7 @@ def connect_streams(address: str, key: str, index: int, timeout_seconds: float) 
 
 
 def detach_streams() -> None:
-    """Let go of the MPI runtime's pipes, on whose closing it may wait."""
+    """Close the MPI runtime's pipes, on whose closing it may wait."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(NUM_STREAMS):
         os.dup2(null, descriptor)
@@ -201,7 +201,7 @@ def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, l
 
 
 class Agent:
-    """The agent's state, and what it does at each event; :meth:`run` is its loop."""
+    """An agent: its state, and what it does at each event; :meth:`run` is its loop."""
 
     def __init__(
         self, control: Link, life_reader: int, hello: dict[str, Any], streams: list[int], key: HeldKey
@@ -265,7 +265,7 @@ class Agent:
             send([runtime], signal.SIGTERM)
 
     def _tell_of_program(self) -> None:
-        """What the program uses, now and then, and where it stands, when poprun has asked."""
+        """Tell poprun what the program uses, now and then, and where it stands when poprun has asked."""
         if self._program is not None and self._watch.is_due():
             self._tell(self._watch.look())
         if self._question is not None and (answer := self._question.answer()):
@@ -298,7 +298,7 @@ class Agent:
             return
 
     def _receive(self) -> bool:
-        """Read what poprun sent and obey; False when poprun is gone or speaks no sense."""
+        """Read what poprun sent and obey; False when poprun is gone or sends what is no message."""
         received = self._control.receive()
         if received is None or received.refusals:
             return False

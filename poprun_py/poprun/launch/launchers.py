@@ -30,7 +30,7 @@ SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch"
 
 
 class LaunchCommand(NamedTuple):
-    """One process that poprun starts.
+    """The command of one process that poprun starts.
 
     Attributes:
         words: Its argv.
@@ -90,7 +90,7 @@ class HostWords(NamedTuple):
 
 
 def _through_hydra(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
-    """Hydra's proxies are told where mpiexec is.
+    """The words for Hydra, whose proxies are told where mpiexec is.
 
     Of what stands in its list, Hydra 5 leaves out the variable that is the last of its environment: it must be
     none of the shims', so the options for ssh come last.

@@ -1,8 +1,8 @@
-"""Remove what killed MPI programs and launchers left: shared memory, and session folders of Open MPI.
+"""The leftovers of killed MPI programs and launchers: shared memory, and session folders of Open MPI.
 
 MPICH and Open MPI talk through files in /dev/shm, which a program removes when it ends in order. One that is
 killed leaves them, and their megabytes are gone until somebody removes them by hand; a container has 64 of them in
-all. A file is taken for such a rest when its name is one that the MPI runtimes use, it is this user's, it has
+all. A file is taken for a leftover when its name is one that the MPI runtimes use, it is this user's, it has
 changed since the job began, and no process has it open or mapped. Standard library only: the agents run this.
 
 PRRTE keeps a folder ``ompi.<process id>`` while it runs. A launcher that is killed leaves it, and the next one
@@ -26,7 +26,7 @@ _PLACES = ("TMPDIR", "TEMP", "TMP")  # in PRRTE's order
 
 
 def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
-    """Remove every rest in ``folder`` that is not older than ``age_seconds``; their paths.
+    """Remove every leftover in ``folder`` that is not older than ``age_seconds``; their paths.
 
     Nothing is removed where other processes than those that can be seen may use the folder, as in a container that
     shares it with its host.

@@ -69,7 +69,7 @@ _TEXT_AT = os.sysconf("SC_PAGE_SIZE")
 
 
 def name_system_call(number: str, machine: str = "") -> str:
-    """What the call ``number`` is called on ``machine`` (this one, if none is named); its number when unknown."""
+    """The name of the system call ``number`` on ``machine`` (this one, if none is named), if it is known."""
     pairs = (word.split("=") for word in _NUMBERS.get(machine or os.uname().machine, "").split())
     return next((name for name, known in pairs if known == number), f"system call {number}")
 
@@ -80,7 +80,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def describe_process(pid: int) -> str:
-    """One line: the process, its state, the system call and the kernel's wait channel, its threads."""
+    """A process in one line: its state, the system call and the kernel's wait channel, its threads."""
     fields = _fields(pid)
     if not fields:
         return f"process {pid} has ended"
@@ -103,7 +103,7 @@ def _name(pid: int, fields: dict[str, str]) -> str:
 
 
 def _system_call(pid: int) -> str:
-    """The call that it is in; the kernel tells it only of processes that one may trace."""
+    """The system call that a process is in; the kernel tells it only of those that one may trace."""
     number = _read(pid, "syscall").partition(" ")[0]
     return f" in {name_system_call(number)}" if number.isdecimal() else ""
 
@@ -123,7 +123,7 @@ def _read(pid: int, file: str) -> str:
 
 
 def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
-    """What the processes of ``keys``, parents first, use now; those that are gone are passed over.
+    """The memory and processor time of the processes of ``keys``, parents first; those that are gone are left out.
 
     Of the memory of those after the first, what they share with others is left out; the processor time is that
     since each began.
@@ -229,7 +229,7 @@ class ProgramWatch:
         return self._page
 
     def begin(self) -> None:
-        """The program runs: the first look is due when it has run for a moment."""
+        """Take note that the program runs: the first look is due when it has run for a moment."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
 
     def heed(self, signum: int) -> None:
@@ -248,11 +248,11 @@ class ProgramWatch:
         return max(0.0, self._next_seconds - time.monotonic())
 
     def last_words(self) -> Message:
-        """What the page says after the program's end, as an event."""
+        """The event that tells what the page says after the program's end."""
         return {"event": "stats", "progress": self._read_page()}
 
     def look(self) -> Message:
-        """What there is to see, as an event."""
+        """The event that tells what the program uses and how far it is."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()

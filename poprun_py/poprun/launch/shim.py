@@ -1,4 +1,4 @@
-"""What an MPI runtime or poprun itself starts: ``python -I -S shim.py``. It forks the agent and waits for it.
+"""The shim, which an MPI runtime or poprun starts: ``python -I -S shim.py``. It forks the agent and waits for it.
 
 How the program ended is the agent's to tell, so the shim ends with 0 whatever that was: a runtime that heard of a
 failure would end the other instances before they could be stopped in order. It ends with 1 when its agent was
@@ -65,7 +65,7 @@ def read_key(file: str) -> HeldKey:
 
 
 def close_unnamed() -> None:
-    """Close what the runtime let slip through, such as the socket on which Hydra listens: no variable names it."""
+    """Close descriptors that no variable names, such as the socket on which Hydra listens."""
     kept = {int(value) for name, value in os.environ.items() if name.endswith("_FD") and value.isdecimal()}
     for name in os.listdir("/proc/self/fd"):
         if int(name) > _LAST_STREAM and int(name) not in kept:

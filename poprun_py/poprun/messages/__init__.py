@@ -1,1 +1,1 @@
-"""What poprun, its agents and its monitors send each other, and the connection that carries it."""
+"""The messages of poprun, its agents and its monitors, and the connection that carries them."""

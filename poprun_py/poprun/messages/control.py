@@ -105,7 +105,7 @@ _MAX_DESCRIPTORS = 5
 
 
 class ProtocolError(Exception):
-    """The other side sent something that is no message."""
+    """The error when the other side sent something that is no message."""
 
 
 def encode(message: Message) -> bytes:
@@ -114,7 +114,7 @@ def encode(message: Message) -> bytes:
 
 
 def check_event(message: Message) -> None:
-    """See that a message is an event with all that belongs to it.
+    """Check that a message is an event with all its fields.
 
     Raises:
         ProtocolError: If not.
@@ -129,7 +129,7 @@ def check_event(message: Message) -> None:
 
 
 class LineReader:
-    """Cuts a byte stream into lines, and lets go of those that grow too long."""
+    """Cuts a byte stream into lines, and drops those that grow too long."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -185,7 +185,7 @@ def new_key() -> str:
 
 
 class Handshake:
-    """One side's part of the proof.
+    """One side of the proof that both know the key.
 
     Args:
         key: The job's key, as :func:`new_key` made it.
@@ -198,11 +198,11 @@ class Handshake:
         self.nonce = os.urandom(NONCE_BYTES)
 
     def proof(self, other_nonce: bytes) -> bytes:
-        """What shows the other side that this one knows the key."""
+        """The proof for the other side that this one knows the key."""
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> "Seal":
-        """See that the other side knows the key; what seals the messages from here on.
+        """Check that the other side knows the key; the seal for all further messages.
 
         Raises:
             ProtocolError: If it does not.
@@ -234,7 +234,7 @@ class Seal:
         return mark + _SEPARATOR + line
 
     def open(self, line: bytes) -> bytes:
-        """What was sealed.
+        """The text of a sealed line.
 
         Raises:
             ProtocolError: If it was not sealed by the other side, or is not the next of its lines.
@@ -264,7 +264,7 @@ def _is_same(expected: bytes, found: bytes) -> bool:
 
 
 class Received(NamedTuple):
-    """What came over a link at once.
+    """The messages and descriptors that came over a link at once.
 
     Attributes:
         messages: Those that are messages.
@@ -278,7 +278,7 @@ class Received(NamedTuple):
 
 
 class Link:
-    """A connection whose other end is known.
+    """The connection between poprun and one agent or monitor.
 
     Args:
         connection: The socket. The link owns it.
@@ -305,7 +305,7 @@ class Link:
         return _LOOPBACK if self._seal is None else str(self.connection.getsockname()[0])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.connection.close()
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -321,7 +321,7 @@ class Link:
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
-        """What has come; None when the other end is gone.
+        """The messages that have come; None when the other end is gone.
 
         Args:
             check: Raises :class:`ProtocolError` for a message that is not to be taken.

@@ -1,1 +1,1 @@
-"""Look at running jobs: find them, listen to them, draw them. This is `poprun-top`, and ``--monitor``."""
+"""The monitor of running jobs, `poprun-top` and ``--monitor``: finds them, listens to them, draws them."""

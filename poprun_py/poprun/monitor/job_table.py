@@ -27,7 +27,7 @@ _WELL: Final = frozenset({"running", "ended"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast an instance is.
+    """The speed of an instance.
 
     Attributes:
         steps_per_second: Optimizer steps, or reported ones; None when it is not known.
@@ -46,7 +46,7 @@ def rates(before: JobView | None, after: JobView) -> list[Rate]:
 
 
 def _rate(before: InstanceView, after: InstanceView) -> Rate:
-    """What happened between the two looks that the views tell of."""
+    """The rate between the two looks that the views tell of."""
     if before.looked_at_seconds is None or after.looked_at_seconds is None:
         return Rate()
     seconds = after.looked_at_seconds - before.looked_at_seconds

@@ -148,7 +148,7 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
-    """What a program prints on both of its streams.
+    """The text that a program prints on both of its streams.
 
     Args:
         words: Its argv.

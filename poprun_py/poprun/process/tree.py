@@ -186,7 +186,7 @@ def user_name(uid: int) -> str:
 
 
 def user_of(pid: int) -> str:
-    """Whose a process is; empty when this machine's /proc does not show it."""
+    """The name of the user whose process it is; empty when this machine's /proc does not show it."""
     try:
         return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:

@@ -44,7 +44,7 @@ class Folder:
         self._held_bytes = 0
 
     def add(self, instance: int, line: bytes, now_seconds: float) -> list[Folded]:
-        """Take one whole line of ``instance``; what is to be shown now."""
+        """Take one whole line of ``instance``; the lines that are to be shown now."""
         counts = self._counts.setdefault(line, {})
         counts[instance] = counts.get(instance, 0) + 1
         self._queues[instance].append(_Held(self._num_lines, now_seconds + HOLD_SECONDS, line))
@@ -58,7 +58,7 @@ class Folder:
         return shown
 
     def take(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
-        """Take what ``instance`` wrote; what is to be shown now. Steps of bars are not held back."""
+        """Take what ``instance`` wrote; the lines that are to be shown now. Steps of bars are not held back."""
         shown: list[Folded] = []
         for line in lines.splitlines(keepends=True):
             if line.endswith(b"\n"):
@@ -68,18 +68,18 @@ class Folder:
         return shown
 
     def flush(self, instance: int) -> list[Folded]:
-        """All that ``instance`` has printed: nothing of it waits any longer."""
+        """All lines of ``instance`` that wait, and those before them."""
         return self._show_until(instance, 0)
 
     def due(self, now_seconds: float) -> list[Folded]:
-        """What has waited long enough."""
+        """The lines that have waited long enough."""
         shown: list[Folded] = []
         while (due := self.due_at_seconds) is not None and due <= now_seconds:
             shown.append(self._show_next(self._oldest(self._queues)))
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Note that ``instance`` prints no more; what is to be shown because nobody waits for it."""
+        """Take note that ``instance`` prints no more; the lines that nobody has to wait for any longer."""
         self._running.discard(instance)
         if not self._running:
             return [folded for other in self._queues for folded in self._show_until(other, 0)]
@@ -105,7 +105,7 @@ class Folder:
         return shown
 
     def _oldest(self, instances: Iterable[int]) -> int:
-        """Who holds the line that came first."""
+        """The instance whose first waiting line came first."""
         return min(
             (instance for instance in instances if self._queues[instance]),
             key=lambda instance: self._queues[instance][0].number,
@@ -121,7 +121,7 @@ class Folder:
         return self._take(line)
 
     def _not_there_yet(self, line: bytes, seen: set[int]) -> int | None:
-        """Somebody who holds ``line``, but not at the head of the queue."""
+        """An instance that holds ``line``, but not at the head of its queue."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)
 

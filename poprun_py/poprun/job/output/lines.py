@@ -1,4 +1,4 @@
-r"""Cut a byte stream into whole lines, and tag them with the instance that printed them.
+r"""Lines: cut from a byte stream, and tagged with the instance that printed them.
 
 Bytes stay bytes: what is not decoded cannot be torn or lost. A line ends with ``\n``, ``\r\n`` or ``\r`` (a step
 of a progress bar). Lines travel in blocks, as they were read: whole lines, one after the other.
@@ -20,7 +20,7 @@ _NUM_REMEMBERED: Final = 4096
 
 
 class LineSplitter:
-    """Collects what a stream brings until lines are whole."""
+    """Cuts a stream into whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -42,13 +42,13 @@ class LineSplitter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """The last line, which had no ending; it gets one."""
+        """The last line, which gets the ending that it lacks."""
         rest, self._rest = self._rest, b""
         return rest if not rest or rest.endswith(b"\r") else rest + b"\n"
 
     @property
     def step(self) -> bytes:
-        r"""What has come of a progress bar's next step, whose end is not known yet; empty if there is no bar.
+        r"""The part of a progress bar's next step that has come, whose end is not known; empty if there is no bar.
 
         Some programs write ``\r`` before each step, some behind it: either way it would be shown one step late.
         """

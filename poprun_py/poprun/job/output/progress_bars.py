@@ -22,7 +22,7 @@ _Writer = tuple[str, tuple[int, ...]]
 
 
 class BottomRow:
-    """What stands around the terminal's cursor, which is always at the beginning of a row.
+    """The rows around the terminal's cursor, which is always at the beginning of a row.
 
     ``columns`` says how wide the terminal is at the moment; 0 if nobody knows.
     """
@@ -38,7 +38,7 @@ class BottomRow:
     def render(
         self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes = b""
     ) -> bytes:
-        """What to write so that ``lines`` and then ``step`` are seen.
+        """The bytes that show ``lines`` and then ``step`` on the terminal.
 
         Args:
             stream: The name of the stream that they came on.
@@ -61,7 +61,7 @@ class BottomRow:
         )
 
     def leave(self, stream: str, instance: int) -> bytes:
-        """What to write when this stream has ended: its bars stay where they are, on rows of their own."""
+        """The bytes for the end of a stream: its bars stay where they are, on rows of their own."""
         if self._owner != (stream, (instance,)):
             return b""
         below = b"\n" * self._num_used

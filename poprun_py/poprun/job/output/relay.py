@@ -181,7 +181,7 @@ def _is_shown(plan: LaunchPlan, instance: int) -> bool:
 
 
 class InterruptFilter:
-    """What instances write to their standard errors after Ctrl-C, without the tracebacks of KeyboardInterrupt."""
+    """The filter that takes the tracebacks of KeyboardInterrupt out of the standard errors after Ctrl-C."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[bytes]] = {}
@@ -193,11 +193,11 @@ class InterruptFilter:
         return tuple(sorted(self._interrupted))
 
     def feed(self, instance: int, lines: bytes) -> bytes:
-        """What is to be shown of whole ``lines``; what may be the beginning of such a traceback is held back."""
+        """The part of whole ``lines`` to show; what may be the beginning of such a traceback is held back."""
         return b"".join(self._sift(instance, line) for line in lines.splitlines(keepends=True))
 
     def finish(self, instance: int) -> bytes:
-        """What was held back and is no such traceback: the instance writes no more."""
+        """The lines that were held back, now that the instance writes no more."""
         return b"".join(self._held.pop(instance, ()))
 
     def _sift(self, instance: int, line: bytes) -> bytes:

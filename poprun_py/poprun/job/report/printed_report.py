@@ -37,7 +37,7 @@ def blame_aborter(
 
 
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
-    """What poprun says at the end of a job, in at most 15 lines: nothing when all went well."""
+    """The lines that poprun prints at the end of a job, at most 15; none when all went well."""
     failed = first_failure(end.statuses)
     is_let_down = plan.mpi is not None and bool(end.launcher_code)  # one cause for all lost shims
     if failed is not None and has_left(end):
