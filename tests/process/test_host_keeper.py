@@ -121,7 +121,7 @@ def test_errors_come_back_as_what_they_are(
     pool: Pool, keepers: list[HostKeeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the host's name; and one that cannot even start says why."""
-    pool.create_partition("p", cpu_cluster("box", 4).pick(4), cluster="box")
+    pool.create_partition("p", cpu_cluster("box", 4), 4)
     plan = plan_for(pool, 1)
     with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
         keeper_of(replace(plan, vipu=replace(plan.vipu, partition="p")), keepers).take(until())

@@ -116,14 +116,14 @@ def test_who_asks_in_vain_leaves_nothing(pool: Pool) -> None:
 
 def test_partitions_are_kept(pool: Pool) -> None:
     """What is in a partition is in no lease but its own, until it is removed."""
-    made = pool.create_partition("p", CLUSTER.pick(4), cluster="box")
-    assert made is not None
+    made = pool.create_partition("p", CLUSTER, 4)
     assert (made.size, made.lease, made.is_temporary) == (4, None, False)
     with holding(pool, wish(4)) as lease:
         assert not set(lease.ipus) & set(made.ipus)
-        assert pool.create_partition("q", CLUSTER.pick(1), cluster="box") is None
+        with pytest.raises(IpusTakenError, match="no IPU-Link domain has 1 free IPUs"):
+            pool.create_partition("q", CLUSTER, 1)
     with pytest.raises(PartitionError, match="there is a partition p already"):
-        pool.create_partition("p", CLUSTER.pick(1), cluster="box")
+        pool.create_partition("p", CLUSTER, 1)
     pool.remove_partition("p")
     with pytest.raises(PartitionError, match="there is no partition p: there is none"):
         pool.remove_partition("p")
@@ -132,13 +132,13 @@ def test_partitions_are_kept(pool: Pool) -> None:
 
 def test_a_partition_in_use(pool: Pool) -> None:
     """Who uses it is told; it is neither removed nor changed, and a second job waits."""
-    pool.create_partition("p", CLUSTER.pick(4), cluster="box")
+    pool.create_partition("p", CLUSTER, 4)
     with holding(pool, in_partition("p", 4)) as lease:
         assert lease.ipus == ("cpu/0", "cpu/1", "cpu/2", "cpu/3")
         with pytest.raises(IpusTakenError, match=f"partition p is in use: process {os.getpid()} of .* holds it"):
             pool.remove_partition("p")
         with pytest.raises(IpusTakenError, match="partition p is in use"):
-            pool.reset_partition("p", CLUSTER.pick)
+            pool.reset_partition("p", CLUSTER)
         with holding(pool, in_partition("p", 4)) as second:
             assert second.ipus == ()
     partition = pool.state().partition("p")
@@ -156,7 +156,7 @@ def test_a_partition_that_a_job_made(pool: Pool, is_temporary: bool, is_left: bo
 
 def test_a_partition_of_another_size(pool: Pool) -> None:
     """An error that says which sizes fit, and nothing is lost; where it may be changed it is, and it stays."""
-    pool.create_partition("p", CLUSTER.pick(2), cluster="box")
+    pool.create_partition("p", CLUSTER, 2)
     with pytest.raises(
         PartitionError, match="partition p has 2 IPUs, and the job fits one of 4 to 8: change the job"
     ):
@@ -173,7 +173,7 @@ def test_a_partition_of_another_size(pool: Pool) -> None:
 
 def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:
     """Its IPUs are chosen anew, unless that is refused."""
-    pool.create_partition("p", CLUSTER.pick(2), cluster="box")
+    pool.create_partition("p", CLUSTER, 2)
     with pytest.raises(PartitionError, match="partition p has lost cpu/0"):
         pool.ask("job", replace(in_partition("p", 2, resets=False), is_known="cpu/0".__ne__))
     there = lambda taken: CLUSTER.pick(2)({*taken, "cpu/0"})  # noqa: E731 - what is left of the cluster
@@ -215,7 +215,7 @@ def test_a_damaged_file_is_left_as_it_is(pool: Pool, content: bytes) -> None:
 
 def test_a_page_that_was_overwritten_is_noticed(pool: Pool) -> None:
     """Damage in the middle of a pool that was one."""
-    pool.create_partition("p", CLUSTER.pick(4), cluster="box")
+    pool.create_partition("p", CLUSTER, 4)
     with Path(pool.file).open("r+b") as file:
         file.seek(4096)
         file.write(b"\xaa" * 4096)
@@ -244,7 +244,7 @@ def test_the_database_of_another_program_is_left_as_it_is(pool: Pool) -> None:
 )
 def test_a_pool_that_was_changed_is_refused(pool: Pool, statement: str, problem: str) -> None:
     """Nothing that somebody put into the file is executed."""
-    pool.create_partition("p", CLUSTER.pick(4), cluster="box")
+    pool.create_partition("p", CLUSTER, 4)
     with closing(sqlite3.connect(pool.file)) as connection:
         connection.execute(statement)
     with pytest.raises(PoolError, match=problem):

@@ -3,12 +3,14 @@
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from poprun.errors import IpusTakenError, PartitionError
+from poprun.errors import IpusTakenError, PartitionError, PlanError
+from poprun.plan.counts import check_count
+from poprun.plan.inventory import Cluster, size_of_partition
 from poprun.pool.database import (
     BUSY_SECONDS,
     add_lease,
@@ -27,7 +29,7 @@ from poprun.pool.database import (
 )
 from poprun.pool.holders import lives, lock_new, this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import Choose, PartitionWish, Wish
+from poprun.pool.requests import PartitionWish, Wish
 from poprun.process.tree import user_name
 
 _LOCK_BITS = 0o666
@@ -132,37 +134,50 @@ class Pool:
             end_leases(connection, numbers)
 
     def create_partition(
-        self, name: str, choose: Choose, *, cluster: str, allocation: str = "", user: str | None = None
-    ) -> Partition | None:
-        """Make a partition; None when there are not enough free IPUs.
+        self, name: str, cluster: Cluster, size: int, *, allocation: str | None = None, user: str | None = None
+    ) -> Partition:
+        """Make a partition of free IPUs of ``cluster``.
 
         Args:
             name: Its name.
-            choose: Picks its IPUs.
-            cluster: The cluster that they belong to.
-            allocation: The part of it that they are taken from; empty for all of it.
+            cluster: The IPUs that there are.
+            size: How many of them it gets, a power of two.
+            allocation: The part of the cluster to take them from, or None.
             user: Whose it is; None for the user of this process.
 
         Raises:
-            PartitionError: If there is one of that name.
+            PlanError: If that is no name, or no number.
+            PartitionError: If there is one of that name, or the size is no power of two.
+            IpusTakenError: If too few are free.
         """
+        check_count("--size", size)
+        if not (name and name.isprintable()):
+            raise PlanError(f"partition {name!r} is not possible: it is a name")
+        if size != (more := size_of_partition(size)):
+            raise PartitionError(
+                f"--size {size}: the size of a partition is a power of two; nearest: {more // 2} or {more}"
+            )
         with self._writing() as connection:
             state = read_state(connection)
             if state.partition(name) is not None:
                 raise PartitionError(
                     f"there is a partition {name} already: remove it first, or choose another name"
                 )
-            chosen = choose(state.taken)
-            if chosen:
-                add_partition(
-                    connection,
-                    name=name,
-                    ipus=chosen,
-                    cluster=cluster,
-                    allocation=allocation,
-                    user=user or user_name(os.getuid()),
+            chosen = cluster.pick(size, allocation)(state.taken)
+            if not chosen:
+                raise IpusTakenError(
+                    f"no IPU-Link domain has {size} free IPUs that belong together: vipu list ipus shows who has "
+                    "them"
                 )
-            return read_state(connection).partition(name)
+            add_partition(
+                connection,
+                name=name,
+                ipus=chosen,
+                cluster=cluster.name,
+                allocation=allocation or "",
+                user=user or user_name(os.getuid()),
+            )
+            return _unused(read_state(connection), name)
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses.
@@ -175,25 +190,23 @@ class Pool:
             _unused(read_state(connection), name)
             delete_partition(connection, name)
 
-    def reset_partition(self, name: str, choose: Callable[[int], Choose]) -> Partition | None:
-        """Choose anew the IPUs of a partition that nobody uses; None, and it keeps its own, when too few are free.
-
-        Args:
-            name: The partition.
-            choose: Picks as many IPUs as it is told, such as those that the partition has now.
+    def reset_partition(self, name: str, cluster: Cluster) -> Partition:
+        """Choose anew the IPUs of a partition that nobody uses, among those of ``cluster``.
 
         Raises:
             PartitionError: If there is none.
-            IpusTakenError: If a job holds it.
+            IpusTakenError: If a job holds it, or too few others are free; then it keeps its own.
         """
         with self._writing() as connection:
             state = read_state(connection)
             old = _unused(state, name)
-            chosen = choose(old.size)(state.taken - set(old.ipus))
+            chosen = cluster.pick(old.size, old.allocation or None)(state.taken - set(old.ipus))
             if not chosen:
-                return None
+                raise IpusTakenError(
+                    f"partition {name} keeps its IPUs: there are not as many free ones that belong together"
+                )
             give_ipus(connection, name, chosen)
-            return read_state(connection).partition(name)
+            return _unused(read_state(connection), name)
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -5,10 +5,9 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from poprun.errors import IpusTakenError, PartitionError, PlanError
+from poprun.errors import PlanError
 from poprun.lease.server_client import RemotePool, pool_at
-from poprun.plan.counts import check_count
-from poprun.plan.inventory import Cluster, size_of_partition
+from poprun.plan.inventory import Cluster
 from poprun.pool.clusters import check_names, choose_cluster, pod_of
 from poprun.pool.database import BUSY_SECONDS
 from poprun.pool.place import POOL_VARIABLE, pool_file
@@ -40,49 +39,14 @@ class LocalPool:
     def create_partition(
         self, name: str, size: int, *, allocation: str | None, cluster: str | None, user: str | None = None
     ) -> Partition:
-        """Make a partition of free IPUs.
-
-        Args:
-            name: Its name.
-            size: How many IPUs, a power of two.
-            allocation: The part of the cluster to take them from, or None.
-            cluster: The cluster, of which there is one, or None.
-            user: Whose it is; None for the user of this process.
-
-        Raises:
-            PlanError: If that is no name, or no number.
-            PartitionError: If there is one of that name, the size is no power of two, or there is no such part.
-            IpusTakenError: If too few are free.
-        """
-        check_count("--size", size)
-        if not (name and name.isprintable()):
-            raise PlanError(f"partition {name!r} is not possible: it is a name")
-        if size != size_of_partition(size):
-            more = size_of_partition(size)
-            raise PartitionError(
-                f"--size {size}: the size of a partition is a power of two; nearest: {more // 2} or {more}"
-            )
+        """Make a partition of free IPUs: see :meth:`Pool.create_partition`. There is one ``cluster`` to name."""
         ours = self.cluster()
         check_names(ours, allocation, cluster)
-        choose = ours.pick(size, allocation)
-        made = self.pool.create_partition(name, choose, cluster=ours.name, allocation=allocation or "", user=user)
-        if made is None:
-            raise IpusTakenError(
-                f"no IPU-Link domain has {size} free IPUs that belong together: vipu list ipus shows who has them"
-            )
-        return made
+        return self.pool.create_partition(name, ours, size, allocation=allocation, user=user)
 
     def reset_partition(self, name: str) -> Partition:
-        """Choose the IPUs of a partition anew; an IpusTakenError where too few others are free."""
-        ours = self.cluster()
-        old = self.pool.state().partition(name)
-        allocation = (old.allocation or None) if old is not None else None
-        made = self.pool.reset_partition(name, lambda size: ours.pick(size, allocation))
-        if made is None:
-            raise IpusTakenError(
-                f"partition {name} keeps its IPUs: there are not as many free ones that belong together"
-            )
-        return made
+        """Choose the IPUs of a partition anew."""
+        return self.pool.reset_partition(name, self.cluster())
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses."""
