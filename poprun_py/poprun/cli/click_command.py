@@ -1,6 +1,6 @@
 """The click command that the table of options makes: it takes PopRun's spellings and has two help pages."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,25 +51,18 @@ def normalise(words: list[str], vocabulary: Vocabulary) -> list[str]:
         UsageError: If an option is unknown, its prefix ambiguous, its value missing or too much, or a switch has a
             value that is no boolean.
     """
-    return list(_walk(words, vocabulary))
-
-
-def _walk(words: list[str], vocabulary: Vocabulary) -> Iterator[str]:
-    """Spell out option after option; a cluster is spelled out and read again."""
+    spelled: list[str] = []
     rest = list(reversed(words))
     while rest and rest[-1].startswith("-") and rest[-1] not in ("-", "--"):
         word = rest.pop()
-        if word in vocabulary.clusters:
-            word = vocabulary.clusters[word]
+        word = vocabulary.clusters.get(word, word)
         if word.startswith("--"):
-            yield _long(word, rest, vocabulary)
+            spelled.append(_long(word, rest, vocabulary))
         else:
             rest.extend(reversed(_short(word, vocabulary)))
     if rest and rest[-1] == "--":
         rest.pop()
-    if rest:
-        yield "--"
-        yield from reversed(rest)
+    return [*spelled, "--", *reversed(rest)] if rest else spelled
 
 
 def _long(word: str, rest: list[str], vocabulary: Vocabulary) -> str:

@@ -63,7 +63,7 @@ _OPTION: Final = re.compile("--([a-z-]+)")
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
     """``plan`` as values that JSON and YAML know. Inverse of :func:`plan_from_dict`."""
-    mpi = plan.mpi
+    mpi, shown = plan.mpi, plan.output.shown_instances
     return {
         "version": VERSION,
         "program": list(plan.program),
@@ -86,7 +86,7 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
         "instance_variables": {str(index): dict(variables) for index, variables in plan.instance_variables},
         "executable_cache_path": plan.executable_cache_path,
         "vipu": asdict(plan.vipu),
-        "output": {**asdict(plan.output), "shown_instances": _fold(plan.output.shown_instances)},
+        "output": {**asdict(plan.output), "shown_instances": None if shown is None else fold_numbers(shown)},
         "ending": asdict(plan.ending),
         "remote": asdict(plan.remote),
     }
@@ -143,16 +143,14 @@ def read_plan(text: str, source: str) -> LaunchPlan:
         PlanError: If it is neither, or states no plan; the message names the file.
     """
     try:
-        values = _read_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
+        values = (
+            json.loads(text, object_pairs_hook=_unique_keys) if text.lstrip().startswith("{") else _read_yaml(text)
+        )
     except (ValueError, RecursionError) as error:
         raise PlanError(
             f"{source}: {error}: a plan is made with poprun --dry-run --topology-format json > plan.json"
         ) from None
     return plan_from_dict(values, source)
-
-
-def _read_json(text: str) -> object:
-    return json.loads(text, object_pairs_hook=_unique_keys)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -197,10 +195,6 @@ def _read_binding(read: FieldReader) -> Binding:
 
 def _read_instance_variables(read: FieldReader) -> tuple[tuple[int, Variables], ...]:
     return tuple((read.index(key), read.optional_texts(key)) for key in read.names())
-
-
-def _fold(numbers: tuple[int, ...] | None) -> str | None:
-    return None if numbers is None else fold_numbers(numbers)
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:
