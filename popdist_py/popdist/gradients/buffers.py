@@ -25,14 +25,14 @@ LARGE: Final = 1 << 16
 
 @dataclass(slots=True, kw_only=True)
 class _Buffer:
-    """One buffer, where it is and what it was when the step began.
+    """One buffer: where it is, and what it was when the step began.
 
     Attributes:
-        owner: The module that has it.
-        key: Its name there.
+        owner: The module that has the buffer.
+        key: The buffer's name there.
         tensor: The buffer.
-        version: How often it had been written to when it last held ``start``.
-        start: A copy of it, from the beginning of the step.
+        version: How often the buffer had been written to when it last held ``start``.
+        start: A copy of the buffer, from the beginning of the step.
     """
 
     owner: nn.Module
@@ -43,12 +43,12 @@ class _Buffer:
 
     @property
     def is_average(self) -> bool:
-        """Whether it becomes the mean over the replicas."""
+        """Whether the buffer becomes the mean over the replicas."""
         return self.start.is_floating_point() or self.start.is_complex()
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether torch's count of writes tells that it still holds ``start``; for large ones only.
+        """Whether torch's count of writes tells that a large buffer still holds ``start``.
 
         Some operations of torch, the one of BatchNorm among them, write without being counted. They write to small
         buffers, and those are compared.
@@ -56,14 +56,14 @@ class _Buffer:
         return self.start.numel() > LARGE and self.tensor._version == self.version  # noqa: SLF001 - torch's only name for it
 
     def now(self) -> Tensor | None:
-        """What stands in its place; None when that has another shape or dtype: a cache and no statistic."""
+        """The tensor that is in the buffer's place; None for another shape or dtype: a cache and no statistic."""
         now = self.owner._buffers.get(self.key)  # noqa: SLF001 - torch has no public way to set a buffer
         if now is None or now.shape != self.start.shape or now.dtype != self.start.dtype:
             return None
         return now
 
     def set(self, value: Tensor) -> None:
-        """Put ``value`` into it; what was put in its place is forgotten."""
+        """Write ``value`` into the buffer, and put the buffer back if something else is in its place."""
         self.tensor.copy_(value)
         self.owner._buffers[self.key] = self.tensor  # noqa: SLF001 - as above
         self.version = self.tensor._version  # noqa: SLF001 - as above
@@ -127,7 +127,7 @@ class ReplicaBuffers:
         self._made = []
 
     def _find_changed(self) -> dict[str, Tensor]:
-        """What stands in place of the buffers that are no longer what the step began with."""
+        """The buffers that are no longer what the step began with, with their values now."""
         found = {
             name: now
             for name, buffer in self._buffers.items()

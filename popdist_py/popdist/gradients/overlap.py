@@ -168,8 +168,8 @@ class LastMicroBatch:
 
     Args:
         overlap: Of the model's gradients.
-        micro_batches: Those of its replica before it.
-        replicas: Those of this instance before its own.
+        micro_batches: The sum of its replica's micro batches before it.
+        replicas: The sum of this instance's replicas before its own.
         weight: What it counts.
     """
 
@@ -277,8 +277,8 @@ class OverlappedSum:
         """The last micro batch begins.
 
         Args:
-            micro_batches: Those of its replica before it.
-            replicas: Those of this instance before its own.
+            micro_batches: The sum of its replica's micro batches before it.
+            replicas: The sum of this instance's replicas before its own.
             weight: What the micro batch counts.
         """
         if weight:

@@ -1,11 +1,9 @@
-"""Gradients of which an instance has a part: what ``.grad`` is where a sharded optimizer needs no more.
+"""Gradients of which an instance has a part, because it updates no more elements than these.
 
-Whoever wants more gets it: an operation that is not done element by element first gathers the parts of all
-gradients of the step from the instances, which must all come to it; then ``.grad`` is an ordinary tensor.
-
-An instance that updates some elements needs the sum of their gradients only. That is so as long as every parameter
-that is trained belongs to a sharded optimizer; the instances tell each other, and one of them is enough to have
-everybody get everything.
+That is so where every parameter that is trained belongs to a sharded optimizer: an instance needs the sum of the
+gradients of its own elements only. The instances tell each other; where one of them needs more, all get
+everything. What reads such a ``.grad`` and cannot do it element by element first gathers all gradients of the
+step, and all instances must come to it; then ``.grad`` is an ordinary tensor.
 """
 
 import hashlib
@@ -30,13 +28,13 @@ _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Te
 
 
 class PartialGradient(Tensor):
-    """A gradient of which this instance has the elements that it updates; made by :class:`StepGradients`.
+    """A gradient of which this instance has the elements that it updates.
 
     Attributes:
-        content: All elements, of which only the instance's own, and with ``is_whole`` all, are the gradient's.
+        content: Room for all elements; only the instance's own are right, or all of them if ``is_whole``.
         title: The parameter's name.
         ranges: For each instance the elements that it has, in the order of memory.
-        is_whole: Whether all are here.
+        is_whole: Whether all elements are here.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as torch's documents write it
@@ -62,12 +60,12 @@ class PartialGradient(Tensor):
         self._step = step
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes more
-        """What it is; its numbers would have to be asked for."""
+        """Its name, shape and dtype: for its numbers the other instances would have to be asked."""
         return f"PartialGradient({self.title}, {tuple(self.shape)}, {self.dtype})"
 
     @property
     def whole(self) -> Tensor:
-        """As an ordinary tensor.
+        """The gradient as an ordinary tensor; gathered, if need be.
 
         Raises:
             CollectiveError: If the instances do other things.
@@ -79,7 +77,7 @@ class PartialGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """All of it, as elsewhere; may be set."""
+        """What :attr:`torch.Tensor.data` is of the whole; may be set."""
         return self.whole.data
 
     @data.setter
@@ -88,12 +86,12 @@ class PartialGradient(Tensor):
 
     @property
     def is_cut(self) -> bool:
-        """Whether several instances have a part of it, and not all is here."""
+        """Whether several instances have elements of it, and not all are here."""
         return not self.is_whole and sum(map(bool, self.ranges)) > 1
 
     @property
     def holder(self) -> int:
-        """The instance that has most of it."""
+        """The instance that has most of its elements."""
         return max(range(len(self.ranges)), key=lambda instance: len(self.ranges[instance]))
 
     @property
@@ -131,35 +129,27 @@ def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
 _READ_MEMORY: Final = (
     "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
 )
-"""Methods that do not ask torch's operations, and read memory that this tensor has not."""
+"""Methods that read memory, which this tensor has not, without one of torch's operations."""
 
 for _name in _READ_MEMORY.split():
     setattr(PartialGradient, _name, _read_whole(_name))
 
 
 class StepGradients:
-    """The gradients of one step, in parts.
+    """All partial gradients of one step, which are gathered together.
 
-    Args:
+    Attributes:
         group: All instances of the job.
+        instance_index: This instance.
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self.group = group
+        self.instance_index = group.backend.instance_index
         self._members: list[tuple[weakref.ref[Parameter], weakref.ref[PartialGradient]]] = []
 
-    @property
-    def group(self) -> Group:
-        """All instances of the job."""
-        return self._group
-
-    @property
-    def instance_index(self) -> int:
-        """This one."""
-        return self._group.backend.instance_index
-
     def cover(self, name: str, parameter: Parameter, ranges: Ranges) -> None:
-        """Make ``.grad`` of ``parameter``, which has the instance's own elements, a gradient in parts."""
+        """Put a partial gradient in place of the ``.grad`` of ``parameter``, if there is one."""
         if parameter.grad is not None:
             gradient = PartialGradient(parameter.grad, name, ranges, self)
             parameter.grad = gradient
@@ -173,10 +163,10 @@ class StepGradients:
             BackendError: If an instance was lost or did not come in time.
         """
         pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
-        self._group.agree(
+        self.group.agree(
             f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
         )
-        gather_parts(self._group, [gradient for _, gradient in pairs if gradient is not None])
+        gather_parts(self.group, [gradient for _, gradient in pairs if gradient is not None])
         for parameter, gradient in pairs:
             if parameter is not None and gradient is not None and parameter.grad is gradient:
                 _uncover(parameter, gradient)
@@ -212,7 +202,7 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
 
 
 class GradientParts:
-    """The parts of one model's gradients.
+    """The parts of one model's gradients that the instances update.
 
     Args:
         gradients: Of the model; not kept alive by this.
@@ -258,7 +248,7 @@ class GradientParts:
         return own[0]
 
     def cover(self, group: Group) -> None:
-        """Make every ``.grad`` one of which this instance has its part."""
+        """Put a partial gradient in place of every ``.grad``."""
         step = StepGradients(group)
         for kind in self._kinds:
             for index, parameter, _ in kind.members:
@@ -269,7 +259,7 @@ _known: Final[weakref.WeakKeyDictionary[FlatGradients, GradientParts]] = weakref
 
 
 def parts_of(gradients: FlatGradients) -> GradientParts | None:
-    """The parts of gradients; None where an instance needs more than what it updates, as far as this one knows."""
+    """The parts that the instances update; None where, as far as this one knows, an instance needs more."""
     parameters = {index: parameter for kind in gradients.kinds for index, parameter, _ in kind.members}
     ranges = [ranges_of(parameters[index]) for index in range(len(parameters))]
     found = [it for it in ranges if it is not None]

@@ -132,7 +132,7 @@ class GradientSum:
         """The last micro batch of this instance begins: from now on gradients may go early.
 
         Args:
-            micro_batches: Those of its replica before it.
+            micro_batches: The sum of its replica's micro batches before it.
             weight: What it counts.
         """
         if self._early is not None:

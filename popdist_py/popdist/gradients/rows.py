@@ -1,11 +1,9 @@
-"""The gradients of a model's parameters as rows of numbers that can be added, laid end to end.
+"""The gradients of a model's parameters, laid end to end in rows of numbers that can be added.
 
-Numbers are added in float32, those of double precision in float64, so that what is of half precision loses nothing
-on the way; they are rounded once, at the end.
-
-One row for each device and dtype in which gradients are added. Each parameter has a slot in its row, which has its
-shape and order of memory: a view of it can be the parameter's ``.grad``. A parameter without a gradient has zeros
-in its slot, and a mask remembers which had one.
+There is one row for each device and dtype in which gradients are added: float64 for double precision, else
+float32, so that half precision is rounded once, at the end. Each parameter has a slot in its row, with the
+parameter's shape and order of memory: a view of it can be the parameter's ``.grad``. A parameter without a
+gradient has zeros in its slot, and a mask tells which had one.
 """
 
 import hashlib
@@ -21,18 +19,18 @@ from torch.nn import Parameter
 from popdist.errors import CollectiveError
 
 Rows: TypeAlias = list[Tensor]
-"""What a replica, a micro batch or a subtree of them brings: one flat tensor for each device and dtype."""
+"""What a micro batch, a replica or several of them bring: one flat tensor for each device and dtype."""
 
 _DOUBLE = frozenset({torch.float64, torch.complex128})
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of ``dtype`` are added."""
+    """The dtype in which numbers of ``dtype`` are added."""
     return torch.float64 if dtype in _DOUBLE else torch.float32
 
 
 def num_reals(tensor: Tensor) -> int:
-    """Real numbers in ``tensor``."""
+    """How many real numbers ``tensor`` has; a complex number is two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
@@ -80,7 +78,7 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
 
 
 ALIGNMENT: Final = 16
-"""In numbers: slots begin at lines of cache, and those of complex parameters at even places."""
+"""In numbers: slots begin at its multiples, so at lines of cache, and complex ones at even places."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,9 +86,9 @@ class RowKind:
     """Parameters whose gradients lie in one row.
 
     Attributes:
-        device: Where they are.
+        device: Where the parameters are.
         dtype: In which their gradients are added.
-        members: Positions among all parameters, with the parameters and where their slots begin.
+        members: For each its position among all parameters, the parameter, and where its slot begins.
         size: Numbers in the row.
     """
 
@@ -111,7 +109,7 @@ class GradientRows:
 
     Attributes:
         rows: Flat tensors, one for each kind.
-        slots: For each parameter, by its identity, its part of them.
+        slots: For each parameter, by its identity, its part of the rows.
     """
 
     rows: Rows
@@ -140,10 +138,14 @@ class GradientRows:
 
 
 class FlatGradients:
-    """Moves gradients from ``.grad`` of parameters to rows and back.
+    """The gradients of one model's trained parameters, moved from ``.grad`` to rows and back.
 
     Args:
-        named_parameters: Those of one model, in the same order on all instances; frozen ones are left out.
+        named_parameters: The model's, in the same order on all instances; frozen ones are left out.
+
+    Attributes:
+        names: Of the parameters.
+        kinds: One for each row.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
@@ -204,7 +206,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def fill(self, into: GradientRows, times: float = 1.0) -> None:
-        """Copy every gradient that is not there yet into its slot, and zeros for those without; then multiply.
+        """Copy every gradient into its slot, if it is not there yet, and zeros where there is none; then multiply.
 
         Raises:
             CollectiveError: If a gradient is sparse.

@@ -1,9 +1,9 @@
-"""Which elements of which parameters belong to which instance, and how copies of them become equal again.
+"""Shards: the elements of parameters that each instance has, and the messages that bring them to the others.
 
 The elements of a list of parameters, laid end to end, are cut into as many runs of about equal length as there are
 instances. Cuts lie at multiples of :data:`ALIGNMENT` within a parameter: torch computes the last few elements of a
-tensor with other instructions than the ones before them, and no element may change from one kind to the other by
-being in a slice.
+tensor with other instructions than those before them, and no element may get other instructions by being in a
+slice.
 """
 
 import weakref
@@ -93,9 +93,9 @@ class _Owned:
     """A parameter of a sharded optimizer.
 
     Attributes:
-        parameter: It, not kept alive by this.
+        parameter: A weak reference to it.
         ranges: For each instance the elements that it updates.
-        optimizer: Whose it is, not kept alive by this.
+        optimizer: A weak reference to the optimizer.
     """
 
     parameter: weakref.ref[Parameter]
@@ -107,16 +107,16 @@ _owned: dict[int, _Owned] = {}
 """By identity of the parameter."""
 
 
-def remember(dealt: Iterable[tuple[Parameter, Ranges]], optimizer: object) -> None:
-    """From now on, and as long as it lives, ``optimizer`` updates these parameters so."""
-    for parameter, ranges in dealt:
+def remember(ranges_of_parameters: Iterable[tuple[Parameter, Ranges]], optimizer: object) -> None:
+    """Remember which elements of its parameters each instance updates, as long as there is the ``optimizer``."""
+    for parameter, ranges in ranges_of_parameters:
         key = id(parameter)
         reference = weakref.ref(parameter, lambda _, key=key: _owned.pop(key, None))  # type: ignore[misc] # mypy takes no defaults here
         _owned[key] = _Owned(parameter=reference, ranges=ranges, optimizer=weakref.ref(optimizer))
 
 
 def ranges_of(parameter: Tensor) -> Ranges | None:
-    """The elements that each instance updates; None for a parameter of no sharded optimizer."""
+    """The elements of ``parameter`` that each instance updates; None where no sharded optimizer has it."""
     known = _owned.get(id(parameter))
     if known is None or known.parameter() is not parameter or known.optimizer() is None:
         return None
@@ -124,86 +124,86 @@ def ranges_of(parameter: Tensor) -> Ranges | None:
 
 
 CHUNK_BYTES: Final = 1 << 22
-"""How much of its pieces an instance sends at once: bounds the memory that all instances' pieces take."""
+"""How much an instance sends at once: bounds the memory for what arrives from all of them."""
 
-Piece = TypeVar("Piece", Tensor, range)
+Run = TypeVar("Run", Tensor, range)
 
 
 class ShardedTensor(Protocol):
-    """A tensor of which each instance has a part."""
+    """A tensor of which each instance has some elements."""
 
     @property
     def content(self) -> Tensor:
-        """All elements, dense in memory."""
+        """Room for all elements, dense in memory."""
 
     @property
     def ranges(self) -> Ranges:
-        """Who has which."""
+        """For each instance the elements that it has."""
 
 
-D = TypeVar("D", bound=ShardedTensor)
+Sharded = TypeVar("Sharded", bound=ShardedTensor)
 
 
 class ShardExchange:
-    """The pieces of tensors of one device and dtype, in rounds of messages of bounded size.
+    """The exchange that gives every instance all elements of tensors, in messages of bounded size.
 
     Args:
-        dealt: At least one.
-        backend: The instances that send them to each other.
+        tensors: At least one; all of one device and dtype.
+        backend: The instances that send the tensors to each other.
     """
 
-    def __init__(self, dealt: Sequence[ShardedTensor], backend: Backend) -> None:
+    def __init__(self, tensors: Sequence[ShardedTensor], backend: Backend) -> None:
         self._backend = backend
-        self._like = dealt[0].content
+        self._like = tensors[0].content
         width = max(1, CHUNK_BYTES // self._like.element_size())
-        flats = [flat_view(it.content, "a tensor in pieces") for it in dealt]
+        flats = [flat_view(it.content, "a tensor in pieces") for it in tensors]
         self._rounds: list[list[list[Tensor]]] = []
         for member, instance in enumerate(backend.instances):
-            owned = zip(flats, (it.ranges[instance] for it in dealt), strict=True)
+            owned = zip(flats, (it.ranges[instance] for it in tensors), strict=True)
             for number, views in enumerate(in_rounds([flat[it.start : it.stop] for flat, it in owned], width)):
                 if number == len(self._rounds):
                     self._rounds.append([[] for _ in backend.instances])
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Overwrite the pieces of all other members with what these have.
+        """Overwrite the elements of all other instances with what these have.
 
         Raises:
             BackendError: If an instance was lost or did not come in time.
         """
         own = self._backend.instances.index(self._backend.instance_index)
-        for pieces in self._rounds:
-            lengths = [sum(map(len, views)) for views in pieces]
+        for runs in self._rounds:
+            lengths = [sum(map(len, views)) for views in runs]
             sent = self._like.new_zeros(max(lengths))
             if lengths[own]:
-                torch.cat(pieces[own], out=sent[: lengths[own]])
+                torch.cat(runs[own], out=sent[: lengths[own]])
             received = self._backend.all_gather(sent)
-            for member, (row, views) in enumerate(zip(received, pieces, strict=True)):
+            for member, (row, views) in enumerate(zip(received, runs, strict=True)):
                 if member != own:
                     parts = row[: lengths[member]].split(list(map(len, views)))
                     for view, part in zip(views, parts, strict=True):
                         view.copy_(part)
 
 
-def group_by_kind(dealt: Sequence[D]) -> list[list[D]]:
-    """Those of each device and dtype."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[D]] = {}
-    for it in dealt:
-        kinds.setdefault((it.content.device, it.content.dtype), []).append(it)
+def group_by_kind(tensors: Sequence[Sharded]) -> list[list[Sharded]]:
+    """``tensors``, those of each device and dtype in a list of their own."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Sharded]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.content.device, tensor.content.dtype), []).append(tensor)
     return list(kinds.values())
 
 
-def in_rounds(pieces: Sequence[Piece], width: int) -> list[list[Piece]]:
-    """``pieces`` in order, cut so that each list but the last has ``width`` elements; none is empty."""
-    rounds: list[list[Piece]] = []
+def in_rounds(runs: Sequence[Run], width: int) -> list[list[Run]]:
+    """``runs`` in order, cut so that each list but the last has ``width`` elements; none is empty."""
+    rounds: list[list[Run]] = []
     room = 0
-    for piece in pieces:
+    for run in runs:
         start = 0
-        while start < len(piece):
+        while start < len(run):
             if not room:
                 rounds.append([])
                 room = width
-            rounds[-1].append(piece[start : start + room])
+            rounds[-1].append(run[start : start + room])
             taken = len(rounds[-1][-1])
             start, room = start + taken, room - taken
     return rounds

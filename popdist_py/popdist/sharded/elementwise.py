@@ -39,17 +39,17 @@ def check_elementwise(
     """See that the optimizer treats each element by itself.
 
     Args:
-        optimizer_class: The kind.
-        defaults: Its keyword arguments.
-        settings: Those of a parameter group. A learning rate of 0 is tried as 0.01.
+        optimizer_class: Of torch or the program's own.
+        defaults: Keyword arguments of the optimizer.
+        settings: Of a parameter group. A learning rate of 0 is tried as 0.01.
         device: Where the parameters are.
 
     Returns:
-        The names of its state that have one number for each element.
+        The names in the optimizer's state of what has one number for each element.
 
     Raises:
         OptimizerError: If it does not; the message has the reason.
-        Exception: What it says of its arguments.
+        Exception: What the optimizer says of its arguments.
     """
     names = [kind.__name__ for kind in optimizer_class.__mro__]
     if reason := next((REASONS[name] for name in REASONS if name.lower() in map(str.lower, names)), None):

@@ -1,4 +1,4 @@
-"""The parameters of a sharded optimizer, each cut into one piece for each instance."""
+"""The parameters of a sharded optimizer, each cut into one shard for each instance."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ Named: TypeAlias = tuple[str, Parameter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParameter:
-    """One parameter and its pieces.
+    """One parameter and its shards.
 
     Attributes:
         name: For messages.
         whole: The parameter of the model.
-        ranges: Who has what.
-        mine: Those of this instance.
-        shard: This instance's piece, which shares memory with ``whole``: what the optimizer inside updates.
-        address: Where ``whole`` was.
+        ranges: For each instance the elements of its shard.
+        mine: The elements of this instance's shard.
+        shard: This instance's shard, which shares memory with ``whole``: what the optimizer inside updates.
+        address: Where ``whole`` was in memory when it was cut.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ShardedParameter:
         return self.whole.detach()
 
     def check(self) -> None:
-        """See that the parameter is where its pieces are, and that its gradient is dense.
+        """See that the parameter is where its shards are, and that its gradient is dense.
 
         Raises:
             OptimizerError: If it was given other memory, or the gradient is sparse.
@@ -58,43 +58,47 @@ class ShardedParameter:
             raise OptimizerError(f"the gradient of {self.name} is sparse: make it with sparse=False")
 
     def lend_gradient(self) -> None:
-        """Give the piece its part of the gradient; None where there is none."""
+        """Give the shard its part of the gradient; None where there is none."""
         gradient = self.whole.grad
         if isinstance(gradient, PartialGradient):
             gradient = gradient.content if gradient.ranges == self.ranges else gradient.whole
         if gradient is None:
             self.shard.grad = None
         else:
-            flat = flat_like(gradient.detach(), self.whole, self.name)
-            self.shard.grad = flat[self.mine.start : self.mine.stop].view(self.shard.shape)
+            self.shard.grad = self.shard_of(gradient.detach())
+
+    def shard_of(self, values: Tensor) -> Tensor:
+        """The part of ``values``, which has a number for each element of ``whole``, that belongs to the shard."""
+        flat = flat_like(values.view(self.whole.shape), self.whole, self.name)
+        return flat[self.mine.start : self.mine.stop].view(self.shard.shape)
 
 
 def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParameter]:
-    """Cut parameters into one piece of about equal size for each instance of ``group``.
+    """Cut parameters into one shard for each instance of ``group``; all instances get about as much.
 
-    Those that are trained now are dealt by themselves, so that everybody gets as much work; frozen ones have no
-    state and may be most of a model.
+    Those that are trained now are cut apart from the frozen ones, so that all instances get as much work: frozen
+    parameters have no state and may be most of a model.
 
     Raises:
         OptimizerError: If the memory of one has gaps or overlaps.
     """
     ranges: dict[str, list[range]] = {}
     for is_trained in (True, False):
-        dealt = [it for it in named if it[1].requires_grad is is_trained]
-        sizes = [whole.numel() for _, whole in dealt]
-        may_cut = [may_be_cut(whole) for _, whole in dealt]
+        some = [it for it in named if it[1].requires_grad is is_trained]
+        sizes = [whole.numel() for _, whole in some]
+        may_cut = [may_be_cut(whole) for _, whole in some]
         shares = deal_elements(sizes, len(group.instances), may_cut=may_cut)
-        ranges |= {name: owned for (name, _), *owned in zip(dealt, *shares, strict=True)}
+        ranges |= {name: owned for (name, _), *owned in zip(some, *shares, strict=True)}
     return [_shard(name, whole, tuple(ranges[name]), group.backend.instance_index) for name, whole in named]
 
 
 def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> ShardedParameter:
     mine = ranges[instance]
-    piece = flat_view(whole.detach(), name)[mine.start : mine.stop]
+    shard = flat_view(whole.detach(), name)[mine.start : mine.stop]
     if not whole.dim() and mine:
-        piece = whole.detach()  # torch picks the dtypes of operations by the number of dimensions
+        shard = whole.detach()  # torch picks the dtypes of operations by the number of dimensions
     return ShardedParameter(
-        name=name, whole=whole, ranges=ranges, mine=mine, shard=Parameter(piece), address=whole.data_ptr()
+        name=name, whole=whole, ranges=ranges, mine=mine, shard=Parameter(shard), address=whole.data_ptr()
     )
 
 

@@ -1,7 +1,7 @@
-"""An optimizer whose work and state are shared by the instances: each updates its part of every step.
+"""The optimizer whose work and state the instances share: each updates its own part of the weights.
 
-Each updates its own part of the weights, so what goes wrong on one is wrong for all: none goes on with weights of
-which a part is missing, or was updated with another learning rate.
+What goes wrong on one instance is wrong for all: none goes on with weights of which a part is missing, or was
+updated with another learning rate.
 """
 
 import hashlib
@@ -33,17 +33,17 @@ PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 def is_optimizer_class(kind: object) -> bool:
-    """Whether ``kind`` is one."""
+    """Whether ``kind`` is a class of torch's optimizers."""
     return isinstance(kind, type) and issubclass(kind, Optimizer)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of an optimizer says beside its parameters."""
+    """The settings of a parameter group: all that it holds beside the parameters."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Settings as further arguments of a call; what has no text of its own by its name only."""
+    """Settings as further arguments of a call, in words; those without a text of their own by name only."""
     return "".join(
         f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )
@@ -55,8 +55,8 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
     Args:
         group: All instances of the job.
         text: What they do, in words.
-        trouble: Why this one cannot.
-        settings: A digest of what must be equal.
+        trouble: Why this instance cannot.
+        settings: A digest of what must be equal on all instances.
 
     Raises:
         Exception: The ``trouble``.
@@ -209,7 +209,7 @@ class ShardedOptimizer(Optimizer):
         report(group, text, trouble, digest_of(self.param_groups, self.defaults))
 
     def _update(self) -> Exception | None:
-        """Update this instance's pieces; what went wrong, if anything did."""
+        """Update this instance's shards; the error, if there was one."""
         inside = self._settled_inside()
         try:
             for it in self._sharded:
@@ -273,11 +273,11 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def own_state(self) -> Mapping[Tensor, State]:
-        """What this instance holds of the state, by its pieces of the parameters."""
+        """The state that this instance holds, by its shards of the parameters."""
         return self._settled_inside().state
 
     def remember(self) -> Callable[[], None]:
-        """What gives this instance's part of the state, and the settings, back as they are now."""
+        """A function that makes this instance's state and the settings again what they are now."""
         inside = self._settled_inside()
         states = {piece: copy_state(state) for piece, state in inside.state.items()}
         settings = [settings_of(group) for group in self.param_groups]
@@ -291,7 +291,7 @@ class ShardedOptimizer(Optimizer):
         return give_back
 
     def _settled_inside(self) -> Optimizer:
-        """The optimizer of this instance's pieces, with the settings that the groups have now."""
+        """The optimizer of this instance's shards, with the settings that the groups have now."""
         assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
             within.update(settings_of(own))

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer as that of one which is not: gathered from the instances, and dealt to them."""
+"""The state of a sharded optimizer: gathered from the instances as the optimizer alone has it, or cut for them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import OptimizerError
-from popdist.gradients.shards import flat_like, flat_view
+from popdist.gradients.shards import flat_view
 from popdist.groups import Group
 from popdist.headers import name_instances
 from popdist.sharded.parameters import ShardedParameter
@@ -30,7 +30,7 @@ def gather_state(
     Args:
         group: All instances of the job.
         sharded: The parameters, the same on all instances.
-        states: This instance's, by piece.
+        states: This instance's, by shard.
         keys: Names of the state with one number for each element.
         text: Of the header.
 
@@ -41,25 +41,26 @@ def gather_state(
     """
     described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
     everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]
-    if trouble := next((it for it in everybody if isinstance(it, str)), None):
+    if trouble := next((said for said in everybody if isinstance(said, str)), None):
         raise OptimizerError(trouble)
-    for position, it in enumerate(sharded):
-        owners = [instance for instance, elements in enumerate(it.ranges) if elements]
+    for position, parameter in enumerate(sharded):
+        owners = [instance for instance, elements in enumerate(parameter.ranges) if elements]
         described = [everybody[owner][position] for owner in owners]
         if any(other != described[0] for other in described):
             raise OptimizerError(
-                f"the state of {it.name} is not of one step on {name_instances(owners)}, of which each has a part:"
-                " all instances must load a state, or none"
+                f"the state of {parameter.name} is not of one step on {name_instances(owners)}, of which each has "
+                "a part: all instances must load a state, or none"
             )
         if described and described[0]:
-            yield it, {key: _gather(group, it, states, key, value) for key, value in described[0].items()}
+            state = {key: _gather(group, parameter, states, key, value) for key, value in described[0].items()}
+            yield parameter, state
 
 
-def own_state(it: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
+def own_state(parameter: ShardedParameter, whole: State, keys: frozenset[str]) -> State:
     """This instance's part of the state of one parameter, in memory of its own."""
     return {
-        key: _piece(it, value).clone()
-        if _is_of_elements(key, value, keys, it.whole.shape)
+        key: parameter.shard_of(value).clone()
+        if _is_of_elements(key, value, keys, parameter.whole.shape)
         else value.clone()
         if isinstance(value, Tensor)
         else value
@@ -68,13 +69,8 @@ def own_state(it: ShardedParameter, whole: State, keys: frozenset[str]) -> State
 
 
 def copy_state(state: State) -> State:
-    """The same in memory of its own."""
+    """A copy of ``state`` in memory of its own."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-
-def _piece(it: ShardedParameter, value: Tensor) -> Tensor:
-    flat = flat_like(value.view(it.whole.shape), it.whole, it.name)
-    return flat[it.mine.start : it.mine.stop].view(it.shard.shape)
 
 
 def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.Size) -> bool:
@@ -85,20 +81,20 @@ def _describe_all(
     sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
 ) -> list[dict[str, Any]] | str:
     """The state of each parameter as JSON, or why there is none."""
-    if others := set(states) - {it.shard for it in sharded}:
+    if others := set(states) - {parameter.shard for parameter in sharded}:
         return f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
     try:
-        return [_describe(it, states.get(it.shard, {}), keys) for it in sharded]
+        return [_describe(parameter, states.get(parameter.shard, {}), keys) for parameter in sharded]
     except OptimizerError as error:
         return str(error)
 
 
-def _describe(it: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
+def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
     """The state as JSON; of what has a number for each element the dtype only."""
     return {
         key: ["elements", _name(value.dtype)]
-        if _is_of_elements(key, value, keys, it.shard.shape)
-        else _single_as_json(value, f"the state {key} of {it.name}")
+        if _is_of_elements(key, value, keys, parameter.shard.shape)
+        else _single_as_json(value, f"the state {key} of {parameter.name}")
         for key, value in state.items()
     }
 
@@ -118,21 +114,21 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _gather(
-    group: Group, it: ShardedParameter, states: Mapping[Tensor, State], key: str, described: Sequence[Any]
+    group: Group, parameter: ShardedParameter, states: Mapping[Tensor, State], key: str, described: Sequence[Any]
 ) -> Any:  # noqa: ANN401 - a tensor or a value
     kind, *content = described
     if kind == "value":
         return content[0]
     if kind == "tensor":
         dtype, shape, device_type, number = content
-        device = it.whole.device if device_type == it.whole.device.type else device_type
+        device = parameter.whole.device if device_type == parameter.whole.device.type else device_type
         return torch.full(shape, number, dtype=getattr(torch, dtype), device=device)
-    whole = torch.empty_like(it.whole, dtype=getattr(torch, content[0]), requires_grad=False)
-    flat = flat_view(whole, it.name)
-    if it.mine:
-        flat[it.mine.start : it.mine.stop] = states[it.shard][key].view(-1)
+    whole = torch.empty_like(parameter.whole, dtype=getattr(torch, content[0]), requires_grad=False)
+    flat = flat_view(whole, parameter.name)
+    if parameter.mine:
+        flat[parameter.mine.start : parameter.mine.stop] = states[parameter.shard][key].view(-1)
     if len(group.instances) > 1:
-        for owner, elements in enumerate(it.ranges):
+        for owner, elements in enumerate(parameter.ranges):
             if elements:
                 group.backend.broadcast(flat[elements.start : elements.stop], owner)
     return whole

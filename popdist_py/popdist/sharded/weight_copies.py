@@ -96,11 +96,11 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
 
     Args:
         group: All instances of the job, which all call this, with the same parameters.
-        host: Those of this host.
+        host: The instances of this host.
         named: Parameters that are dense in memory; those that are not on the CPU stay where they are.
 
     Returns:
-        Those that are shared, the same on all instances: none where a host is short of memory.
+        The parameters that are shared, the same on all instances: none where a host is short of memory.
 
     Raises:
         BackendError, CollectiveError: If an instance was lost, or does something else.

@@ -137,7 +137,7 @@ class AutomaticReduction:
 
 
 _all: Final[weakref.WeakSet[AutomaticReduction]] = weakref.WeakSet()
-"""Those of all models of this process."""
+"""Of all models of this process."""
 
 
 def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
