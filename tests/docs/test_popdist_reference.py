@@ -39,7 +39,8 @@ def public_names() -> set[str]:
     names |= {f"checkpoint.{name}" for name in checkpoint.__all__}
     names |= {f"popdist.testing.{name}" for name in testing.__all__}
     for word, kind in OBJECTS.items():
-        members = {*vars(kind), *inspect.get_annotations(kind)}
+        ours = [base for base in kind.__mro__ if base.__module__.startswith("popdist.")]
+        members = {name for base in ours for name in (*vars(base), *inspect.get_annotations(base))}
         names |= {f"{word}.{name}" for name in members if not name.startswith("_")}
     return names - NOT_FOR_PROGRAMS
 

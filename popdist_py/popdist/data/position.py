@@ -68,26 +68,18 @@ class EpochPosition:
             self._jump(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one, from its start; a no-op if it is the next one already.
-
-        Raises:
-            DatasetError: If it is no whole number from 0 up.
-        """
+        """See :meth:`EpochReader.set_epoch`."""
         epoch = whole_number("epoch", epoch, DatasetError, minimum=0)
         if self._is_running or epoch != self.epoch:
             self._jump(epoch)
         self._number += 1
 
     def state_dict(self) -> ReaderState:
-        """Everything to remember, in plain numbers."""
+        """See :meth:`EpochReader.state_dict`."""
         return self.identity | {"epoch": self.epoch, "position": self.num_read}
 
     def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Stand where ``state`` was taken.
-
-        Raises:
-            DatasetError: If ``state`` is none of a reader, or one of another dataset length, order or seed.
-        """
+        """See :meth:`EpochReader.load_state_dict`."""
         own = self.state_dict()
         if not _is_state(state, own):
             raise DatasetError(f"{state!r} is no state of a {self._reader}, such as {own}")
@@ -103,6 +95,42 @@ class EpochPosition:
 
     def _jump(self, epoch: int) -> None:
         self.epoch, self.num_read, self._is_running = epoch, 0, False
+
+
+class EpochReader:
+    """A sampler or a loader: what reads epoch after epoch, and goes on where it stood."""
+
+    _position: EpochPosition
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
+
+        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
+
+        Raises:
+            DatasetError: If it is no whole number from 0 up.
+        """
+        self._position.set_epoch(epoch)
+
+    def state_dict(self) -> ReaderState:
+        """Where the reading stands, in plain numbers: equal on all instances at the same step.
+
+        A loader counts the batches that the loop received, whatever its workers have read ahead. A sampler counts
+        what it has yielded: the workers of a DataLoader around it run ahead of the loop, so have none.
+        """
+        return self._position.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
+        """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
+
+        The job may have another number of instances and replicas, another micro batch size, accumulation and
+        number of workers: no sample is lost or seen twice. (Only then, and only when less than one sample a
+        replica remains, may the batch of an instance be empty.)
+
+        Raises:
+            DatasetError: If ``state`` is none of such a reader, or one of another dataset length, order or seed.
+        """
+        self._position.load_state_dict(state)
 
 
 def _is_state(state: object, own: ReaderState) -> bool:

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader, Dataset
 from popdist import context
 from popdist.data.batch import Batch
 from popdist.data.fetching import Fetched
-from popdist.data.position import EpochPosition, ReaderState
+from popdist.data.position import EpochPosition, EpochReader
 from popdist.training_loop import training_loop
 
 
-class ReplicaLoader(DataLoader[Batch]):
+class ReplicaLoader(EpochReader, DataLoader[Batch]):
     """Made by ``popdist.data_loader``: a torch DataLoader whose batches are :class:`Batch` objects.
 
     What a loop has received and what workers have read ahead are two things. The loader counts the first, so a run
@@ -45,32 +45,6 @@ class ReplicaLoader(DataLoader[Batch]):
         number = self._position.start()
         self._begin()
         return self._received(super().__iter__(), number)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
-
-        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
-        """
-        self._position.set_epoch(epoch)
-
-    def state_dict(self) -> ReaderState:
-        """Where the loop stands, in plain numbers: after the last batch that it received.
-
-        Equal on all instances at the same step, whatever their workers have read ahead.
-        """
-        return self._position.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
-
-        The job may have another number of instances and replicas, and the loader another micro batch size,
-        accumulation and number of workers: no sample is lost or seen twice. (Only then, and only when less than
-        one sample a replica remains, may a batch of an instance be empty.)
-
-        Raises:
-            DatasetError: If ``state`` is no state of a loader, or one of another dataset length, order or seed.
-        """
-        self._position.load_state_dict(state)
 
     def _begin(self) -> None:
         """Called at each start, before anything is read."""

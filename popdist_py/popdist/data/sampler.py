@@ -1,16 +1,16 @@
 """The batch sampler that feeds one instance's replicas, exactly once an epoch, resumable at any size."""
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
 from popdist import context
 from popdist.data.epoch import deal_epoch, plan_epochs
-from popdist.data.position import EpochPosition, ReaderState
+from popdist.data.position import EpochPosition, EpochReader
 from popdist.training_loop import training_loop
 
 
-class ReplicaSampler(Sampler[list[int]]):
+class ReplicaSampler(EpochReader, Sampler[list[int]]):
     """Yields, for each step, the indices of this instance's combined batch: the samples of all its local replicas.
 
     Give it to a ``torch.utils.data.DataLoader`` as ``batch_sampler`` and each batch to
@@ -68,33 +68,6 @@ class ReplicaSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Start the next epoch, or the rest of the one that was loaded."""
         return self._batches(self._position.start())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one to be iterated, from its start; a no-op if it is the next one already.
-
-        So a loop may set its epoch each time, also after :meth:`load_state_dict` in the middle of that epoch.
-        """
-        self._position.set_epoch(epoch)
-
-    def state_dict(self) -> ReaderState:
-        """Where this iteration stands, in plain numbers: equal on all instances at the same step.
-
-        It counts what this sampler has yielded. With ``num_workers=0`` that is what the loop received; the workers
-        of a DataLoader run ahead of it.
-        """
-        return self._position.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int | bool]) -> None:
-        """Continue where ``state`` was taken: the next iteration yields the rest of its epoch, which may be empty.
-
-        The job may have another number of instances and replicas, another micro batch size and accumulation: no
-        index is lost or seen twice. (Only then, and only when less than one sample a replica remains, may the
-        batch of an instance be empty.)
-
-        Raises:
-            DatasetError: If ``state`` is no state of a sampler, or one of another dataset length, order or seed.
-        """
-        self._position.load_state_dict(state)
 
     def _batches(self, number: int) -> Iterator[list[int]]:
         """Count what is yielded as read."""
