@@ -4,9 +4,10 @@ A shim that is killed before its agent has reported leaves no trace on the contr
 waiting for it. So while a job starts, the shims below the launcher are looked for.
 """
 
+import math
 import os
 import selectors
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from poprun.errors import LaunchError
@@ -20,12 +21,6 @@ _READ_BYTES = 64 * 1024
 _KEPT_BYTES = 16 * 1024
 _JOB_PREFIXES = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", "MPI_LOCAL")
 _SETTINGS_MARK = "_MCA_"
-
-
-def living_shims(roots: Iterable[int]) -> set[int]:
-    """The shims below the processes ``roots``, and agents that have not left their shim's session yet."""
-    below = {key.pid for root in roots for key in descendants(root)}
-    return {pid for pid in below if words_of(pid) == list(SHIM_WORDS)}
 
 
 class StartWatch:
@@ -43,28 +38,24 @@ class StartWatch:
         self.has_runtime = has_runtime
         self._next_seconds = now_seconds + _INTERVAL_SECONDS
         self._seen: set[int] = set()
-        self._idle_since_seconds: float | None = None
+        self._idle_since_seconds = math.inf
         self.has_lost_one = False
         self.idle_seconds = 0.0
 
-    def look(self, roots: Iterable[int], reported: Collection[int], now_seconds: float) -> None:
+    def look(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
         """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
         if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _INTERVAL_SECONDS
-            self.note(living_shims(roots), reported, now_seconds)
+            below = {key.pid for root in roots for key in descendants(root)}
+            living = {pid for pid in below if words_of(pid) == list(SHIM_WORDS)}
+            self.note(living, reported, now_seconds)
 
-    def note(self, living: Collection[int], reported: Collection[int], now_seconds: float) -> None:
-        """Take note of the shims and agents that live now."""
-        self.has_lost_one = self.has_lost_one or bool(self._seen - set(living) - set(reported))
-        self._seen |= set(living)
-        if set(living) - set(reported):
-            self._idle_since_seconds = None
-            self.idle_seconds = 0.0
-        else:
-            self._idle_since_seconds = (
-                now_seconds if self._idle_since_seconds is None else self._idle_since_seconds
-            )
-            self.idle_seconds = now_seconds - self._idle_since_seconds
+    def note(self, living: set[int], reported: set[int], now_seconds: float) -> None:
+        """Take note of the shims, and of the agents that have not left their shim's session, that live now."""
+        self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
+        self._seen |= living
+        self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
+        self.idle_seconds = max(0.0, now_seconds - self._idle_since_seconds)
 
 
 class LauncherProcesses:

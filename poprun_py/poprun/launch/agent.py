@@ -16,16 +16,13 @@ import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from poprun.launch.mpi_leftovers import remove_abandoned
-from poprun.launch.program_watch import ProgramWatch
+from poprun.launch.program_watch import ProgramWatch, StackQuestion
 from poprun.messages.control import RECEIVE_BYTES, Link, Message, ProtocolError, connect, is_remote, notice_death
 from poprun.process.spawn import ProcessStart, become_subreaper, start_process, take_memory_from
 from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, send, terminate
-
-if TYPE_CHECKING:
-    from poprun.launch.program_watch import StackQuestion
 
 _GRACE_SECONDS = 5.0
 _LEFTOVER_SECONDS = 1.0

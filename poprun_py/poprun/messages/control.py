@@ -202,11 +202,7 @@ class Handshake:
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> "Seal":
-        """Check that the other side knows the key; the seal for all further messages.
-
-        Raises:
-            ProtocolError: If it does not.
-        """
+        """Check that the other side knows the key, else raise ProtocolError; the seal for all further messages."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not _is_same(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")
@@ -234,11 +230,7 @@ class Seal:
         return mark + _SEPARATOR + line
 
     def open(self, line: bytes) -> bytes:
-        """The text of a sealed line.
-
-        Raises:
-            ProtocolError: If it was not sealed by the other side, or is not the next of its lines.
-        """
+        """The text of a sealed line, which must be the other side's and the next of its lines."""
         mark, _, text = line.partition(_SEPARATOR)
         if not _is_same(mark, self._mark(self._receiving_key, self._num_received, text)):
             raise ProtocolError("a control message does not bear the seal of this job")
