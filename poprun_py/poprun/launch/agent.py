@@ -174,13 +174,8 @@ def detach_streams() -> None:
 def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, life_reader: int) -> int:
     """Be the agent of instance ``index``; the exit code of the agent's process.
 
-    Args:
-        address: Where poprun's control socket is.
-        key: The job's key, for a control socket of the network; else empty.
-        index: Global index of the instance.
-        runtime: Process that started the shim.
-        shim: Process that started the agent.
-        life_reader: Pipe whose other end the shim holds open as long as it lives.
+    ``runtime`` is the process that started the ``shim``, which holds the other end of the pipe ``life_reader``
+    open as long as it lives.
     """
     os.setsid()
     try:

@@ -185,12 +185,7 @@ def new_key() -> str:
 
 
 class Handshake:
-    """One side of the proof that both know the key.
-
-    Args:
-        key: The job's key, as :func:`new_key` made it.
-        is_agent: Which side this is.
-    """
+    """One side of the proof that both know the key."""
 
     def __init__(self, key: str, *, is_agent: bool) -> None:
         self._key = bytes.fromhex(key)

@@ -30,11 +30,7 @@ class _Held(NamedTuple):
 
 
 class Folder:
-    """The lines of one stream of several instances that wait to be folded.
-
-    Args:
-        instances: Who will print; those that say no more are :meth:`end`-ed.
-    """
+    """The lines of one stream that wait to be folded, of all instances that print until :meth:`end` is called."""
 
     def __init__(self, instances: Iterable[int]) -> None:
         self._queues: dict[int, deque[_Held]] = {instance: deque() for instance in sorted(instances)}

@@ -67,14 +67,7 @@ def tagged(tag: bytes, lines: bytes) -> bytes:
 
 
 class Tags:
-    """The tags of one of poprun's streams.
-
-    Args:
-        plan: The job; it says whether there are tags at all, and which.
-        stream: ``stdout`` or ``stderr``.
-        is_terminal: Whether people read them: then they are short.
-        is_coloured: Whether each instance has its colour.
-    """
+    """The tags of one of poprun's streams, as the plan wants them: short where people read, perhaps coloured."""
 
     def __init__(self, plan: LaunchPlan, stream: str, *, is_terminal: bool, is_coloured: bool) -> None:
         self._plan = plan

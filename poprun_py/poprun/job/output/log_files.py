@@ -16,14 +16,8 @@ class LogFiles:
     """The open logs of one attempt of a job: ``<folder>/instance-<n>.out.log`` and ``….err.log``.
 
     They are appended to. One that can be written no further, such as on a full disk, ends there: the first is told
-    of when it happens, and the job goes on.
-
-    Args:
-        log_dir: What ``--log-dir`` names, as an absolute path; made if it is not there.
-        job_id: Name of the folder below it.
-        restart_count: Name of the folder below that.
-        num_instances: How many instances the job has.
-        warn: Called with a sentence, from the thread that writes.
+    of when it happens, by a call of ``warn`` from the thread that writes, and the job goes on. ``log_dir`` is an
+    absolute path, which is made if it is not there; in it are folders for the job's id and the count of restarts.
 
     Raises:
         PlanError: If the folder or a log cannot be made.

@@ -38,14 +38,10 @@ class BottomRow:
     def render(
         self, stream: str, instances: tuple[int, ...], tag: bytes, lines: bytes, step: bytes = b""
     ) -> bytes:
-        """The bytes that show ``lines`` and then ``step`` on the terminal.
+        """The bytes that show whole ``lines``, steps of bars among them, and then ``step`` on the terminal.
 
-        Args:
-            stream: The name of the stream that they came on.
-            instances: Who wrote them; one instance unless they were folded.
-            tag: What stands before each.
-            lines: Whole lines, steps of bars among them.
-            step: The beginning of a bar's next step, see `LineSplitter.step`.
+        They came on ``stream`` from one instance, unless they were folded. ``step`` is the beginning of a bar's
+        next step, see `LineSplitter.step`.
         """
         writer = (stream, instances)
         if len(step) > _MAX_STEP_BYTES or _CURSOR_UP in step:
