@@ -18,9 +18,10 @@ from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows
 from popdist.groups import Group
+from popdist.host_memory.addition import node_additions
 from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
-from popdist.tree import Node, finish, span
+from popdist.tree import Node, span
 
 if TYPE_CHECKING:
     from popdist.gradients.overlap import Overlap
@@ -96,7 +97,7 @@ class SharedRows:
             [self._rows_in(block.of(instance), position) for position, _ in enumerate(owned)]
             for instance, owned in enumerate(self._nodes)
         ]
-        pairs = self._pairs()
+        pairs = node_additions([node for owned in self._nodes for node in owned], self._num_replicas)
         self._reductions = [
             self._host.reduction(
                 [part[kind] for owned in parts for part in owned],
@@ -106,18 +107,6 @@ class SharedRows:
             for kind in range(len(self._gradients.kinds))
         ]
         return True
-
-    def _pairs(self) -> list[tuple[int, int]]:
-        """Which parts are added to which, in the order of the tree over all replicas."""
-        pairs: list[tuple[int, int]] = []
-
-        def add(left: int, right: int) -> int:
-            pairs.append((left, right))
-            return left
-
-        numbers = {node: number for number, node in enumerate(node for owned in self._nodes for node in owned)}
-        finish(numbers, self._num_replicas, add)
-        return pairs
 
     def _place_mine(self, memory: Tensor) -> None:
         own = self._nodes[self._host.rank]
