@@ -1,6 +1,6 @@
 """Jobs that share a machine: they never hold the same virtual IPU, and what they hold comes back at every end.
 
-Holds poprun.start, poprun.vipu.__main__ and poprun.vipu.listing.
+Holds poprun.lease.claims, poprun.lease.pool_client, poprun.start, poprun.vipu.__main__ and poprun.vipu.listing.
 """
 
 import json
