@@ -85,7 +85,9 @@ def run_tests(tests: Iterable[str], root: Path, seconds: float) -> int | None:
 
 
 def sound(tests: Sequence[str], root: Path, seconds: float) -> set[str]:
-    """Those of ``tests`` that pass while no bug is planted."""
+    """Those of ``tests`` that pass while no bug is planted; they are asked one by one if not all do."""
+    if run_tests(tests, root, 10 * seconds) == 0:
+        return set(tests)
     return {test for test in tests if run_tests([test], root, seconds) == 0}
 
 

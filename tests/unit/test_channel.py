@@ -1,5 +1,6 @@
 """The end of a channel: who still waits in it is not left waiting, and nothing comes after it."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from popdist.comm import channel
 from popdist.comm.channel import Channel
 from popdist.errors import BackendError
+from tests.running import DEADLINE_SECONDS
 
 
 def broken() -> None:
@@ -37,5 +39,27 @@ def test_close(monkeypatch: pytest.MonkeyPatch, query: object, is_broken_off: bo
     assert done == ["before"]
     assert broken_off == [process_group] * is_broken_off
     assert made.is_broken
+    with pytest.raises(BackendError, match="instance 1 was closed"):
+        made.wait()
+
+
+def test_a_channel_with_work_left_is_broken_off() -> None:
+    """What waits for an instance that does not come ends with an error, and what stands behind it is not done."""
+    is_broken_off = threading.Event()
+    done: list[str] = []
+    made: Any = Channel(object(), 2, 0, break_off=lambda _: is_broken_off.set(), find_lost=lambda: [1])
+
+    def wait_for_lost() -> None:
+        assert is_broken_off.wait(DEADLINE_SECONDS)
+        raise RuntimeError("the connection was closed")
+
+    made.issue(wait_for_lost, [torch.ones(1)])
+    made.issue(lambda: done.append("after"), [torch.ones(1)])
+    made.close()
+    was_broken_off = is_broken_off.is_set()
+    is_broken_off.set()
+
+    assert was_broken_off
+    assert done == []
     with pytest.raises(BackendError, match="instance 1 was closed"):
         made.wait()
