@@ -189,7 +189,7 @@ class GradientMemory:
 
 
 ParameterKind = tuple[int, bool, torch.device, torch.dtype]
-"""What tells whether a parameter's place in the rows is still right: identity, whether it is trained, and kind."""
+"""A parameter's identity, whether it is trained, device and dtype: while they stay, its place in the rows does."""
 
 
 class ModelGradients:
@@ -237,7 +237,7 @@ class ModelGradients:
 
 
 def _parameters_of(module: nn.Module | None) -> list[Parameter]:
-    """The parameters in ``module``, if it is still there, in a fixed order; a tied one may come twice.
+    """The parameters of ``module`` in a fixed order, none of None; a tied parameter may come twice.
 
     Several times faster than ``module.parameters()``, because every step asks for them.
     """

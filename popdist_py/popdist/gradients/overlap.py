@@ -234,7 +234,7 @@ class LastMicroBatch:
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, in place of ``right``, which is this step's: ``left`` is still needed where it is."""
+    """The sum, written over ``right``, a copy of what this step sends: ``left`` is still needed."""
     return torch.add(left, right, out=right)
 
 

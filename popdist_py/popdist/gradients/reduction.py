@@ -31,7 +31,7 @@ from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
 
-Reduction: TypeAlias = Literal["mean", "sum"]
+MeanOrSum: TypeAlias = Literal["mean", "sum"]
 """What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
 
 COURTESY_SECONDS: Final = 1.0
@@ -84,7 +84,7 @@ class GradientSum:
         self._is_awaited = True
         self._early: OverlappedSum | None = None
 
-    def announce(self, accumulation: int, heaviest: float, reduction: Reduction) -> None:
+    def announce(self, accumulation: int, heaviest: float, reduction: MeanOrSum) -> None:
         """Tell the others this instance's heaviest weight; for a mean, all weights are divided by the job's.
 
         Raises:
@@ -148,7 +148,7 @@ class GradientSum:
         self._rows.push(rows)
         self._weights.push(weight)
 
-    def finish(self, reduction: Reduction, not_finite: NotFinite | None = None) -> None:
+    def finish(self, reduction: MeanOrSum, not_finite: NotFinite | None = None) -> None:
         """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
 
         Args:
@@ -203,7 +203,7 @@ class GradientSum:
             self._early.end()
 
     def _parts(self) -> GradientParts | None:
-        """The parts of the sum that the instances need, where not all get all of it anyway."""
+        """The parts of the sum that the instances need; None where all of them get the whole sum."""
         if self._memory.shared is not None or len(self._group.instances) == 1:
             return None
         return parts_of(self._gradients)
@@ -312,17 +312,17 @@ def _announce(group: Group, accumulation: int, heaviest: float, offer: int) -> E
 
 
 def check_reduction(reduction: str) -> None:
-    """See that ``reduction`` is one.
+    """See that ``reduction`` is ``"mean"`` or ``"sum"``.
 
     Raises:
-        BatchError: If it is not.
+        BatchError: If it is neither.
     """
     if reduction not in ("mean", "sum"):
         raise BatchError(f"reduction={reduction!r} must be 'mean' or 'sum'")
 
 
 def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
-    """See that nobody is missing.
+    """See that ``group`` is the whole job.
 
     Raises:
         CollectiveError: If ``group`` is only a part of the job.

@@ -19,7 +19,7 @@ from popdist import context
 from popdist.errors import BatchError, MicroBatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
-from popdist.gradients.reduction import GradientSum, NotFinite, Reduction, not_finite_error
+from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.layout import ReplicaLayout
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callab
 
 def _reduce_all(
     memory: GradientMemory,
-    reduction: Reduction,
+    reduction: MeanOrSum,
     buffers: ReplicaBuffers | None = None,
     not_finite: NotFinite | None = None,
 ) -> None:

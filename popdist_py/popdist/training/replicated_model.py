@@ -12,7 +12,7 @@ from popdist.errors import BatchError, MicroBatchError, WeightsError, seed_numbe
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.partial_gradients import clip_grad_norm
-from popdist.gradients.reduction import Reduction, check_reduction, refuse_step
+from popdist.gradients.reduction import MeanOrSum, check_reduction, refuse_step
 from popdist.training import optimizers
 from popdist.training.backward import AutomaticReduction
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
@@ -85,7 +85,7 @@ class ModelSteps:
         batch: Nest,
         accumulation: int,
         *,
-        reduction: Reduction,
+        reduction: MeanOrSum,
         weights: Sequence[float] | None,
         split: Split | None,
     ) -> Iterator[Nest]:
@@ -124,7 +124,7 @@ class ModelSteps:
                 self._end()
             raise
 
-    def finish(self, reduction: Reduction) -> None:
+    def finish(self, reduction: MeanOrSum) -> None:
         """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
         check_reduction(reduction)
         step = self.step or self.begin(1)
@@ -269,7 +269,7 @@ class ReplicatedModel(nn.Module):
         batch: Nest,
         accumulation: int = 1,
         *,
-        reduction: Reduction = "mean",
+        reduction: MeanOrSum = "mean",
         weights: Sequence[float] | None = None,
         split: Split | None = None,
     ) -> Iterator[Nest]:
@@ -342,7 +342,7 @@ class ReplicatedModel(nn.Module):
         accumulation = whole_number("accumulation", accumulation, BatchError)
         return self._model_steps.micro_batch(index, weight, accumulation)
 
-    def reduce_gradients(self, reduction: Reduction = "mean") -> None:
+    def reduce_gradients(self, reduction: MeanOrSum = "mean") -> None:
         """End a step: ``.grad`` of each parameter becomes that of all replicas, and buffers are made equal.
 
         Micro batches that were left out count as empty ones. Every instance calls it, also one without any.

@@ -7,7 +7,7 @@ from torch import Tensor
 from popdist.errors import BatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
-from popdist.gradients.reduction import GradientSum, NotFinite, Reduction, not_finite_error
+from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.gradients.rows import GradientRows
 from popdist.groups import Group
 from popdist.progress import progress_page
@@ -51,7 +51,7 @@ class Step:
         self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
         self._has_run = False
 
-    def announce(self, heaviest: float, reduction: Reduction) -> None:
+    def announce(self, heaviest: float, reduction: MeanOrSum) -> None:
         """Tell the others that this instance begins a step of a whole batch, and its heaviest weight."""
         self._sum.announce(self.accumulation, heaviest, reduction)
 
@@ -99,7 +99,7 @@ class Step:
         self._has_run = True
         self._push(rows, weight)
 
-    def finish(self, reduction: Reduction) -> None:
+    def finish(self, reduction: MeanOrSum) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step.
 
         Raises:
@@ -172,7 +172,7 @@ class PlainStep:
         self._weight: float | None = None
         gradients.clear()
 
-    def announce(self, heaviest: float, _reduction: Reduction) -> None:
+    def announce(self, heaviest: float, _reduction: MeanOrSum) -> None:
         """See that there is something to do.
 
         Raises:
@@ -195,13 +195,13 @@ class PlainStep:
         return 0
 
     def take(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated: it stays where it is."""
+        """A gradient has been accumulated; nothing is done with it."""
 
     def collect(self, weight: float) -> None:
         """The micro batch has seen its backward passes."""
         self._weight = weight
 
-    def finish(self, reduction: Reduction) -> None:
+    def finish(self, reduction: MeanOrSum) -> None:
         """Leave each ``.grad`` as it is; for a sum, times the weight.
 
         Raises:
