@@ -8,11 +8,11 @@ import pytest
 
 from popdist.contract import Endpoint
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.launcher_processes import StartWatch
 from poprun.job.orders import JobIdentity
 from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import LOST, InstanceState, JobSnapshot, Phase
+from poprun.launch.launchers import StartWatch
 from tests.planning import planned
 
 IDENTITY = JobIdentity(job_id="j", restart_count=1, began_at_seconds=80.0)

@@ -1,6 +1,6 @@
 """Shims that are lost before they report."""
 
-from poprun.job.launcher_processes import StartWatch
+from poprun.launch.launchers import StartWatch
 
 
 def test_a_shim_that_reports_is_not_lost() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks
-from poprun.job.launcher_processes import LauncherProcesses, StartWatch
 from poprun.job.orders import JobIdentity, start_order
 from poprun.job.outcome import JobEnd, exit_code
 from poprun.job.output.streams import ProgramStreams
@@ -19,7 +18,7 @@ from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import Limits, Phase
-from poprun.launch.launchers import launch_commands
+from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
 from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
 from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
 from poprun.plan.plan import LauncherKind, LaunchPlan

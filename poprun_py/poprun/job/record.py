@@ -32,8 +32,8 @@ from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
     from poprun.job.hangs import Hang
-    from poprun.job.launcher_processes import StartWatch
     from poprun.job.signals import ReceivedSignals
+    from poprun.launch.launchers import StartWatch
 
 _NO_PROGRAM: Final = "it is neither a program for this machine nor a script that begins with #!"
 
