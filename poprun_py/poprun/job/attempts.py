@@ -1,9 +1,10 @@
 """A job and its restarts: attempt after attempt, until one ends well or there are no more.
 
-The way of a job: `attempts` runs one `loop` after the other. The loop hears the agents (`agents`), the launcher
-(`launcher_processes`) and the user (`signals`); `record` takes note of what `events` make of it; `policy` decides
-from a snapshot; the loop acts through `orders` and `output`. `outcome` is the exit code. What only some jobs need
-is loaded when they do: `hangs` and `stacks`, `monitors`, `key_proofs`, and `report` after a failure.
+The way of a job: `attempts` runs one `loop` after the other. The loop starts the launcher and hears the agents
+(`agents`) and the user (`signals`); `record` takes note of what they tell; `policy` decides from a snapshot of it;
+the loop acts, by the order that starts a program (`orders`), through the programs' streams (`output`), and by
+stopping. `outcome` is the exit code. What only some jobs need is loaded when they do: `hangs` and `stacks`,
+`monitors`, `key_proofs`, and `report` after a failure.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The launchers: the commands that start one shim for each instance, directly, through MPI, or by srun. Pure.
+"""The launchers: the commands that start a shim for each instance, directly, by MPI or srun, and their processes.
 
 An MPI runtime is told to bind no process to cores (threads and placement are poprun's) and to take more processes
 than cores without complaint. Flags: MPICH's "Using the Hydra Process Manager" and mpiexec.gforker's usage; Open
@@ -37,14 +37,15 @@ SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch"
 """The shim in a bare interpreter: no site packages, no user's sitecustomize, a few milliseconds."""
 
 _SLURM_RANK: Final = "SLURM_PROCID"
+
 SHIM_VARIABLES: Final = (CONTROL_ADDRESS, CONTROL_KEY_FILE, RANK_VARIABLE)
 """What the shims on other hosts need: their names stand in the command line, the runtime carries their values."""
 
-_INTERVAL_SECONDS: Final = 0.2
-_READ_BYTES = 64 * 1024
-_KEPT_BYTES = 16 * 1024
-_JOB_PREFIXES = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", "MPI_LOCAL")
-_SETTINGS_MARK = "_MCA_"
+_LOOK_SECONDS: Final = 0.2
+_READ_BYTES: Final = 64 * 1024
+_KEPT_BYTES: Final = 16 * 1024
+_JOB_PREFIXES: Final = ("PMI_", "PMIX_", "PRTE_", "OMPI_COMM_", "HYDI_", "MPI_LOCAL")
+_SETTINGS_MARK: Final = "_MCA_"
 
 
 class LaunchCommand(NamedTuple):
@@ -224,7 +225,7 @@ class StartWatch:
 
     def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
         self.has_runtime = has_runtime
-        self._next_seconds = now_seconds + _INTERVAL_SECONDS
+        self._next_seconds = now_seconds + _LOOK_SECONDS
         self._seen: set[int] = set()
         self._idle_since_seconds = math.inf
         self.has_lost_one = False
@@ -233,7 +234,7 @@ class StartWatch:
     def look(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
         """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
         if self.has_runtime and now_seconds >= self._next_seconds:
-            self._next_seconds = now_seconds + _INTERVAL_SECONDS
+            self._next_seconds = now_seconds + _LOOK_SECONDS
             below = {key.pid for root in roots for key in descendants(root)}
             living = {pid for pid in below if words_of(pid) == list(SHIM_WORDS)}
             self.note(living, reported, now_seconds)
