@@ -72,9 +72,6 @@ class SharedRows:
 
         Returns:
             The first of :attr:`mine`; None on all instances where the host has no room.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
         """
         if not self._reductions and not self._connect(own):
             return None

@@ -274,13 +274,7 @@ class OverlappedSum:
         announced.peek()
 
     def begin(self, micro_batches: TreeSum[GradientRows], replicas: TreeSum[GradientRows], weight: float) -> None:
-        """The last micro batch begins.
-
-        Args:
-            micro_batches: The sum of its replica's micro batches before it.
-            replicas: The sum of this instance's replicas before its own.
-            weight: What the micro batch counts.
-        """
+        """The last micro batch begins: see :class:`LastMicroBatch`."""
         if weight:
             self._last = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
@@ -324,9 +318,6 @@ class OverlappedSum:
 
         Returns:
             The sums over the job, if they are right.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
         """
         if self._num_sent:
             self._overlap.channel.wait()

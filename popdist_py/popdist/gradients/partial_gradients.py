@@ -65,12 +65,7 @@ class PartialGradient(Tensor):
 
     @property
     def whole(self) -> Tensor:
-        """The gradient as an ordinary tensor; gathered, if need be.
-
-        Raises:
-            CollectiveError: If the instances do other things.
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """The gradient as an ordinary tensor; gathered, if need be."""
         if not self.is_whole:
             self._step.gather()
         return self.content
@@ -156,12 +151,7 @@ class StepGradients:
             self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
 
     def gather(self) -> None:
-        """Make all gradients whole, and ordinary tensors; every instance calls it.
-
-        Raises:
-            CollectiveError: If the instances do other things.
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Make all gradients whole, and ordinary tensors; every instance calls it."""
         pairs = [(parameter(), gradient()) for parameter, gradient in self._members]
         self.group.agree(
             f"gather {len(pairs)} gradients, in parts because of a ShardedOptimizer: read them on all instances"
@@ -235,9 +225,6 @@ class GradientParts:
 
         Returns:
             The first of ``own``; what stands elsewhere in it is nothing in particular.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
         """
         rows_of_nodes = zip(*(it.rows for it in own), strict=True)
         for row_of_nodes, wanted in zip(rows_of_nodes, self._wanted, strict=True):

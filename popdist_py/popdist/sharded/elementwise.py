@@ -36,7 +36,7 @@ def check_elementwise(
     settings: Mapping[str, Any],
     device: torch.device,
 ) -> frozenset[str]:
-    """See that the optimizer treats each element by itself.
+    """See that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
 
     Args:
         optimizer_class: Of torch or the program's own.
@@ -46,10 +46,6 @@ def check_elementwise(
 
     Returns:
         The names in the optimizer's state of what has one number for each element.
-
-    Raises:
-        OptimizerError: If it does not; the message has the reason.
-        Exception: What the optimizer says of its arguments.
     """
     names = [kind.__name__ for kind in optimizer_class.__mro__]
     if reason := next((REASONS[name] for name in REASONS if name.lower() in map(str.lower, names)), None):

@@ -44,11 +44,7 @@ class ShardedParameter:
         return self.whole.detach()
 
     def check(self) -> None:
-        """See that the parameter is where its shards are, and that its gradient is dense.
-
-        Raises:
-            OptimizerError: If it was given other memory, or the gradient is sparse.
-        """
+        """See that the parameter is where its shards are, and that its gradient is dense."""
         if self.whole.data_ptr() != self.address:
             raise OptimizerError(
                 f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "
@@ -78,9 +74,6 @@ def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParame
 
     Those that are trained now are cut apart from the frozen ones, so that all instances get as much work: frozen
     parameters have no state and may be most of a model.
-
-    Raises:
-        OptimizerError: If the memory of one has gaps or overlaps.
     """
     ranges: dict[str, list[range]] = {}
     for is_trained in (True, False):

@@ -57,11 +57,6 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
         text: What they do, in words.
         trouble: Why this instance cannot.
         settings: A digest of what must be equal on all instances.
-
-    Raises:
-        Exception: The ``trouble``.
-        OptimizerError: If it is another instance's, or the settings differ.
-        CollectiveError, BackendError: If the instances do other things, or one was lost.
     """
     told = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:

@@ -33,11 +33,6 @@ def gather_state(
         states: This instance's, by shard.
         keys: Names of the state with one number for each element.
         text: Of the header.
-
-    Raises:
-        OptimizerError: If a state holds something else than tensors and single values, or the instances have
-            different ones of the same parameter.
-        CollectiveError, BackendError: If the instances do other things, or one was lost.
     """
     described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
     everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]

@@ -39,9 +39,6 @@ class WeightCopies:
             group: All instances of the job, which all call this.
             named: The same on all.
             owner: The optimizer, which alone may step on them from now on.
-
-        Raises:
-            BackendError, CollectiveError: If an instance was lost, or does something else.
         """
         host = _host_of(group.backend)
         if host is not None:
@@ -56,9 +53,6 @@ class WeightCopies:
         Args:
             group: All instances of the job, which all call this.
             sharded: All parameters that were given to :meth:`share`.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
         """
         if self._exchanges is None:
             inside = [it for it in sharded if id(it.whole) in self._shared]
@@ -101,9 +95,6 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
 
     Returns:
         The parameters that are shared, the same on all instances: none where a host is short of memory.
-
-    Raises:
-        BackendError, CollectiveError: If an instance was lost, or does something else.
     """
     flats = [(it, flat_view(it.detach(), name)) for name, it in named if it.device.type == "cpu" and it.numel()]
     if not flats:

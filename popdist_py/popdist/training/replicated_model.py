@@ -57,12 +57,7 @@ class ModelSteps:
         self._prepare()
 
     def begin(self, accumulation: int) -> Step | PlainStep:
-        """Start a step, from no gradients.
-
-        Raises:
-            MicroBatchError: If there is one already; it is abandoned on all instances.
-            CollectiveError: If only a part of the job is here.
-        """
+        """Start a step, from no gradients."""
         if self.step is not None:
             self.abandon()
             raise MicroBatchError(
@@ -153,9 +148,6 @@ class MicroBatchScope:
     """Within it the process is one replica: its random states are in place, and its gradients are expected.
 
     Leaving it takes the gradients. Leaving it by an exception abandons the step on every instance.
-
-    Raises:
-        BatchError: If there is no such micro batch, or it is done already.
     """
 
     def __init__(self, steps: ModelSteps, step: Step | PlainStep, index: int, weight: float) -> None:

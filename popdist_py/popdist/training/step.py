@@ -22,9 +22,6 @@ class Step:
         buffers: Of the model.
         accumulation: Micro batches of each local replica.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
-
-    Raises:
-        CollectiveError: If only a part of the job is here.
     """
 
     def __init__(
@@ -60,9 +57,6 @@ class Step:
 
         Returns:
             The job-wide number of its replica.
-
-        Raises:
-            BatchError: If there is no such micro batch, or it or a later one is done.
         """
         if not self._position <= index < self._num_micro_batches:
             num_local_replicas = self._memory.layout.num_local_replicas
@@ -80,11 +74,7 @@ class Step:
             self._sum.take(parameter)
 
     def collect(self, weight: float) -> None:
-        """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``.
-
-        Raises:
-            BatchError, MicroBatchError, CollectiveError, BackendError: As :meth:`GradientSum.unit`.
-        """
+        """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``."""
         unit = self._sum.unit()
         if self._checks_finite and weight and self._not_finite is None:
             parameter = self._gradients.not_finite()
@@ -100,12 +90,7 @@ class Step:
         self._push(rows, weight)
 
     def finish(self, reduction: MeanOrSum) -> None:
-        """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step.
-
-        Raises:
-            BatchError, GradientError, MicroBatchError, CollectiveError, BackendError: As
-                :meth:`GradientSum.finish`.
-        """
+        """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.unit()
         self._skip_to(self._num_micro_batches)
         self._sum.finish(reduction, self._not_finite)
@@ -173,22 +158,13 @@ class PlainStep:
         gradients.clear()
 
     def announce(self, heaviest: float, _reduction: MeanOrSum) -> None:
-        """See that there is something to do.
-
-        Raises:
-            BatchError: If the micro batch weighs nothing.
-            PopdistError: What was found where nothing could be raised.
-        """
+        """See that the micro batch weighs something."""
         self._group.raise_failure()
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
 
     def begin(self, index: int, _weight: float) -> int:
-        """Get ready for micro batch ``index``, which is 0; the number of its replica.
-
-        Raises:
-            BatchError: If there is no such micro batch, or it is done.
-        """
+        """Get ready for micro batch ``index``, which is 0; the number of its replica."""
         position = 0 if self._weight is None else 1
         if index or position:
             raise _out_of_order(index, position, num_local_replicas=1, accumulation=1)
@@ -202,12 +178,7 @@ class PlainStep:
         self._weight = weight
 
     def finish(self, reduction: MeanOrSum) -> None:
-        """Leave each ``.grad`` as it is; for a sum, times the weight.
-
-        Raises:
-            BatchError: If there was no micro batch, or it had no weight: then there is no mean.
-            GradientError: If gradients are checked and one is not finite.
-        """
+        """Leave each ``.grad`` as it is; for a sum, times the weight."""
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
         if self._checks_finite and self._weight:
