@@ -58,7 +58,7 @@ def execute_on_instances(
     if not callable(fn):
         raise CollectiveError(f"execute_on_instances(..., {fn!r}): expected a function to call")
     given, members = list(instances), job.group.instances
-    if not given or any(it not in members for it in given):
+    if not given or any(instance not in members for instance in given):
         asked = ", ".join(map(str, given))
         raise CollectiveError(
             f"execute_on_instances({{{asked}}}, ...): expected one or several of {name_instances(members)}"

@@ -91,7 +91,7 @@ def on_preemption(
     """
     asked = _check(fn, signals, exit_code)
     if context.is_initialized():
-        names = ", ".join(signal.Signals(it).name for it in asked)
+        names = ", ".join(signal.Signals(signum).name for signum in asked)
         context.current_group().agree(f"on_preemption(signals=({names}), {exit_code=})")
     _restore()
     _prepare_process()

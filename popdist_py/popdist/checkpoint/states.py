@@ -43,7 +43,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
     """The states of sharded optimizers, to which all instances bring their parts; whole on those that ``keep``."""
     sharded = {name: it for name, it in named.items() if isinstance(it, ShardedOptimizer)}
-    return {name: it.gather_state_dict(keep=keep) for name, it in sharded.items()}
+    return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
 
 def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where: str) -> None:
@@ -135,7 +135,7 @@ def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> li
     known = {name for group in optimizer.param_groups for name in group}
     theirs, own = (
         [name for name in saved if name not in known],
-        [it for it in optimizer.defaults if it not in saved],
+        [name for name in optimizer.defaults if name not in saved],
     )
     if not theirs or not own:
         return []

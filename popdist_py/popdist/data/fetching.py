@@ -87,7 +87,7 @@ class MapFetcher(Dataset[Any]):
         return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
 
     def _rows(self, indices: list[int]) -> list[Any]:
-        """What collating the rows one by one would give, taken at once."""
+        """The rows at ``indices``, taken at once: what collating them one by one would give."""
         rows = torch.tensor(indices)
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 

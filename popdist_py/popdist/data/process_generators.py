@@ -92,7 +92,7 @@ def _are_rows_in_place() -> bool:
         return False
     left, right = random.Random(1), random.Random(2)  # noqa: S311 - as above
     right.random()
-    if any(bytes(_row_of(it)) != _read(it)[0] for it in (left, right)):
+    if any(bytes(_row_of(generator)) != _read(generator)[0] for generator in (left, right)):
         return False
     _row_of(left)[:] = bytes(_row_of(right))
     return left.getstate() == right.getstate()

@@ -47,7 +47,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(super().__iter__(), number)
 
     def _begin(self) -> None:
-        """Called at each start, before anything is read."""
+        """Prepare for a start, before anything is read."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
         """Count what the loop receives as read."""

@@ -26,7 +26,7 @@ Reseed = Callable[[int], object]
 
 @dataclass(slots=True)
 class Randomness:
-    """Gives work that reads samples the generators it wants, and the process its own ones back.
+    """The generators that reading samples draws from: set for each sample, and afterwards as they were.
 
     Attributes:
         used: Names of the generators that the dataset was seen to draw from; None before the first work.
@@ -43,27 +43,29 @@ class Randomness:
         if self.used is None:
             return isolated(lambda reseed: self._learn(work, reseed))
         while True:
-            watched = [it for it in GENERATORS if it.name not in self.used]
-            before = [it.look() for it in watched]
+            watched = [generator for generator in GENERATORS if generator.name not in self.used]
+            before = [generator.look() for generator in watched]
             try:
                 result = self._seeded(work)
             finally:
-                after = [it.look() for it in watched]
+                after = [generator.look() for generator in watched]
                 if after != before:
                     self._undo(watched, before, after)
             if after == before:
                 return result
 
     def _seeded(self, work: Callable[[Reseed | None], T]) -> T:
-        """What ``work`` returns when the generators are set that are known to be used."""
-        return isolated(work, [it for it in GENERATORS if it.name in self.used]) if self.used else work(None)
+        """What ``work`` returns when the generators that are known to be used are set."""
+        if not self.used:
+            return work(None)
+        return isolated(work, [generator for generator in GENERATORS if generator.name in self.used])
 
     def _undo(self, watched: list[Generator], before: list[object], after: list[object]) -> None:
-        """Let those that were drawn from go on as before, and count them among the used ones."""
-        for it, seen, found in zip(watched, before, after, strict=True):
+        """Let generators that were drawn from go on as before, and count them as used."""
+        for generator, seen, found in zip(watched, before, after, strict=True):
             if found != seen:
-                it.undo(seen)
-                self.used = (self.used or frozenset()) | {it.name}
+                generator.undo(seen)
+                self.used = (self.used or frozenset()) | {generator.name}
 
     def _learn(self, work: Callable[[Reseed | None], T], reseed_all: Reseed) -> T:
         """Set all generators, and see which of them each sample draws from."""
@@ -71,12 +73,13 @@ class Randomness:
         expected: dict[str, object] = {}
 
         def find() -> None:
-            used.update(it.name for it in GENERATORS if it.look() != expected.get(it.name, it.look()))
+            found = {generator.name: generator.look() for generator in GENERATORS}
+            used.update(name for name, look in found.items() if look != expected.get(name, look))
 
         def reseed(seed: int) -> None:
             find()
             reseed_all(seed)
-            expected.update({it.name: it.look() for it in GENERATORS})
+            expected.update({generator.name: generator.look() for generator in GENERATORS})
 
         result = work(reseed)
         find()
@@ -86,12 +89,12 @@ class Randomness:
 
 def isolated(work: Callable[[Reseed], T], generators: Sequence[Generator] = GENERATORS) -> T:
     """What ``work`` returns, called once; the generators' states are afterwards what they were before."""
-    own = [it.get() for it in generators]
+    own = [generator.get() for generator in generators]
     try:
         return work(_seeding(generators))
     finally:
-        for it, state in zip(generators, own, strict=True):
-            it.set(state)
+        for generator, state in zip(generators, own, strict=True):
+            generator.set(state)
 
 
 def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
@@ -116,7 +119,7 @@ def draws_nothing(dataset: object) -> bool:
 
 
 def _seeding(generators: Sequence[Generator]) -> Reseed:
-    seeds = [it.seed for it in generators]
+    seeds = [generator.seed for generator in generators]
     if len(seeds) == 1:
         return seeds[0]
 

@@ -24,7 +24,7 @@ from popdist.training_loop import training_loop
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Made by :func:`shard_iterable`: the items of this instance's replicas."""
+    """The items of a stream that belong to this instance's replicas; made by :func:`shard_iterable`."""
 
     def __init__(self, stream: Iterable[Any]) -> None:
         self.stream = stream
@@ -143,13 +143,12 @@ class StreamFetcher(IterableDataset[Any]):
     def _make(self, read: list[Any], share: Share) -> Fetched:
         start = share.stop - len(read)
 
+        def collate(indices: list[int], reseed: Reseed) -> Any:  # noqa: ANN401 - whatever the collate function makes
+            samples = [read[number - start] for number in indices]
+            return self._collation.collate(samples, share.epoch, indices[0], reseed)
+
         def make(reseed: Reseed) -> list[Any]:
-            return [
-                self._collation.collate([read[it - start] for it in indices], share.epoch, indices[0], reseed)
-                if indices
-                else None
-                for indices in self._collation.split(share)
-            ]
+            return [collate(indices, reseed) if indices else None for indices in self._collation.split(share)]
 
         return share, isolated(make)
 
@@ -186,7 +185,8 @@ class StreamLoader(ReplicaLoader):
                 told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {step}").wait()
                 if not any(told) or (self._ends_with_first and not all(told)):
                     break
-                stop, total = max(it[1] for it in told if it), sum(it[0] for it in told if it)
+                here = [numbers for numbers in told if numbers]
+                stop, total = max(end for _, end in here), sum(size for size, _ in here)
                 if share is None:
                     share = Share(epoch=epoch, step=step, stop=stop, num_samples_job=total, indices=[])
                     contents = [None] * (len(self._replicas) * self._accumulation)
