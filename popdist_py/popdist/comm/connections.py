@@ -5,7 +5,7 @@ of its own, made before or after. All connections are made at the start: afterwa
 and an instance that has finished may leave while others go on.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -148,7 +148,7 @@ class Connections:
         return self._channels.get(types.pop()) if len(types) == 1 else None
 
     def _channel_over(self, process_group: Any, break_off: Callable[[Any], None]) -> Channel:  # noqa: ANN401 - as above
-        others = [instance for instance in range(self.num_instances) if instance != self.instance_index]
+        others = self.peers_among(range(self.num_instances))
         return Channel(
             process_group,
             self.num_instances,
@@ -156,6 +156,10 @@ class Connections:
             break_off=break_off,
             find_lost=lambda: [other for other in others if self.is_lost(other)],
         )
+
+    def peers_among(self, instances: Iterable[int]) -> list[int]:
+        """All of ``instances`` but this one."""
+        return [instance for instance in instances if instance != self.instance_index]
 
     def is_lost(self, peer: int) -> bool:
         """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""

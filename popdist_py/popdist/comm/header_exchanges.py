@@ -36,9 +36,8 @@ class GlooHeaderExchange:
         self._connections = connections
         self._instances = instances
         self._header = header
-        self._received = {
-            peer: torch.empty(len(header), dtype=torch.int64) for peer in peers_of(connections, instances)
-        }
+        peers = connections.peers_among(instances)
+        self._received = {peer: torch.empty(len(header), dtype=torch.int64) for peer in peers}
         self._sent = torch.tensor(header, dtype=torch.int64)
         self._works: dict[int, list[dist.Work]] = {}
         self._failures: dict[int, RuntimeError] = {}
@@ -113,7 +112,7 @@ class MemoryHeaderExchange:
         self._short_messages = short_messages
         self._instances = instances
         self._received = {connections.instance_index: header}
-        peers = peers_of(connections, instances)
+        peers = connections.peers_among(instances)
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
@@ -140,11 +139,6 @@ class MemoryHeaderExchange:
                 self._received[instance] = message
                 late.remove(instance)
         return late
-
-
-def peers_of(connections: Connections, instances: tuple[int, ...]) -> list[int]:
-    """All of ``instances`` but this one."""
-    return [instance for instance in instances if instance != connections.instance_index]
 
 
 _NO_ROOM = -1

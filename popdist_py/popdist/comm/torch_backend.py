@@ -12,7 +12,7 @@ from torch import distributed as dist
 from popdist.comm.backend import SerialBackend
 from popdist.comm.channel import Channel, as_backend_error, swap
 from popdist.comm.connections import Connections
-from popdist.comm.header_exchanges import GlooHeaderExchange, MemoryHeaderExchange, MemoryOfSubsets, peers_of
+from popdist.comm.header_exchanges import GlooHeaderExchange, MemoryHeaderExchange, MemoryOfSubsets
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 
@@ -127,10 +127,8 @@ class TorchBackend:
         if self._is_whole_job:
             return [(self._connections.nccl if data.is_cuda else self._connections.gloo).broadcast(data, root)]
         if self.instance_index == root:
-            return [
-                self._connections.gloo.send([data], peer, 0)
-                for peer in peers_of(self._connections, self.instances)
-            ]
+            peers = self._connections.peers_among(self.instances)
+            return [self._connections.gloo.send([data], peer, 0) for peer in peers]
         return [self._connections.gloo.recv([data], root, 0)]
 
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
