@@ -10,12 +10,14 @@ from itertools import zip_longest
 from typing import Final
 
 from tests.architecture.floors import FLOORS
+from tests.architecture.rooms import draw_map
 from tests.architecture.source_tree import ROOT, graph, modules
 
 PLACES: Final = (
     ("docs/architecture.md", "poprun"),
     ("docs/architecture.md", "popdist"),
     ("CONTRIBUTING.md", "floors"),
+    ("docs/tests.md", "tests"),
 )
 """Each document with the name of a drawing in it."""
 
@@ -74,6 +76,7 @@ DRAWINGS: Final[dict[str, Callable[[], str]]] = {
     "poprun": lambda: draw_package("poprun"),
     "popdist": lambda: draw_package("popdist"),
     "floors": draw_floors,
+    "tests": draw_map,
 }
 
 

@@ -38,7 +38,7 @@ def _is_content(node: ast.stmt) -> bool:
 
 @cache
 def holders() -> dict[str, tuple[str, ...]]:
-    """Module → the files of tests that hold it, those that hold the fewest others first."""
+    """Module → the files of tests that hold it."""
     named = {path: frozenset(_names_in(path)) for path in _TESTS.rglob("*.py")}
     num_owners = Counter(helper for path in named for helper in _helpers(path, named))
     held = {
@@ -46,10 +46,15 @@ def holders() -> dict[str, tuple[str, ...]]:
         for path in named
         if path.name.startswith("test_") and path.parent.name != "architecture"
     }
-    by_focus = sorted(held, key=lambda path: (len(held[path]), path))
-    return {
-        room: tuple(str(path.relative_to(_TESTS)) for path in by_focus if room in held[path]) for room in rooms()
-    }
+    return {room: tuple(_by_focus(room, held)) for room in rooms()}
+
+
+def _by_focus(room: str, held: Mapping[Path, set[str]]) -> list[str]:
+    """The files that hold a module: those named after it first, then those that hold the fewest others."""
+    name = room.rpartition(".")[2]
+    found = [path for path, names in held.items() if room in names]
+    found.sort(key=lambda path: (name not in path.stem, len(held[path]), path))
+    return [str(path.relative_to(_TESTS)) for path in found]
 
 
 def _parts(path: Path, named: Mapping[Path, frozenset[str]], num_owners: Mapping[Path, int]) -> set[Path]:
