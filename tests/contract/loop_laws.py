@@ -123,6 +123,31 @@ def law_buffers_are_those_of_all_replicas() -> None:
     assert all(popdist.broadcast_object(digest, root) == digest for root in range(popdist.num_instances()))
 
 
+class Seen(nn.Linear):
+    """Keeps the mean of what it has seen last."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Look at ``x``."""
+        self.seen.copy_(x.detach().mean(0))
+        return super().forward(x)
+
+
+def law_replicas_without_samples_have_no_say_in_the_buffers() -> None:
+    """Neither do they count in the mean."""
+    num_samples = max(1, popdist.num_replicas() - 1)
+    model = popdist.ReplicatedModel(Seen())
+    for x, _ in model.micro_batches(share((torch.full((num_samples, 4), 6.0), torch.zeros(num_samples)))):
+        model(x).sum().backward()
+
+    assert torch.equal(model.state_dict()["seen"], torch.full((4,), 6.0))
+
+
 def law_a_lost_step_leaves_no_trace_in_the_buffers() -> None:
     """When an instance raises within a micro batch of its own loop, all have the buffers of before again."""
     if popdist.num_replicas() == 1:

@@ -25,6 +25,12 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     assert counts == [len([name for name in vars(collective_laws) if name.startswith("law_")])] * num_instances
 
 
+@pytest.mark.parametrize("num_hosts", [2, 4])
+def test_sums_between_hosts(forked_world: ForkedWorlds, num_hosts: int) -> None:
+    """The laws of sums hold where not all instances, or none, share the memory of a host."""
+    forked_world(collective_laws.run_sums, num_instances=4, num_hosts=num_hosts, timeout_seconds=DEADLINE_SECONDS)
+
+
 def meet_late(signal: Path) -> list[list[int]]:
     """Instance 1 comes only when instance 0 has given up waiting once; what each gets in the end."""
     popdist.init(timeout_seconds=DEADLINE_SECONDS)

@@ -54,7 +54,7 @@ def judge(bug: Bug, root: Path, seconds: float) -> str:
         code = run_tests(bug.tests, root, seconds)
     finally:
         path.write_text(text, encoding="utf-8")
-    return {0: SURVIVED, 1: CAUGHT, None: f"{CAUGHT}: the tests hang"}.get(code, UNDECIDED)
+    return {0: SURVIVED, 1: CAUGHT, None: f"{UNDECIDED}: its tests take too long"}.get(code, UNDECIDED)
 
 
 def run_tests(tests: Iterable[str], root: Path, seconds: float) -> int | None:

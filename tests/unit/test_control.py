@@ -1,7 +1,7 @@
 """The messages between poprun and its agents."""
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from poprun.messages import control
@@ -40,6 +40,7 @@ def test_messages_survive_any_cut(sent: list[dict[str, object]], num_bytes: int)
 
 
 @given(st.lists(st.binary(max_size=40).filter(lambda line: b"\n" not in line), max_size=6), st.integers(1, 50))
+@example([b"x" * 30, b"short"], 25)
 def test_a_line_that_is_too_long_takes_no_other_with_it(lines: list[bytes], num_bytes: int) -> None:
     """Those that are short enough come through, the others are counted, and memory stays bounded."""
     reader = LineReader()

@@ -20,7 +20,9 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("code", "verdict"), [(1, "caught"), (0, "SURVIVED"), (None, "caught: the tests hang")])
+@pytest.mark.parametrize(
+    ("code", "verdict"), [(1, "caught"), (0, "SURVIVED"), (None, "UNDECIDED: its tests take too long")]
+)
 def test_a_bug_is_planted_and_taken_out(
     tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, verdict: str
 ) -> None:
