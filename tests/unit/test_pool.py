@@ -130,6 +130,14 @@ def test_partitions_are_kept(pool: Pool) -> None:
     assert pool.state().taken == frozenset()
 
 
+def test_a_partition_may_be_given_its_own_ipus_again(pool: Pool) -> None:
+    """Where there are no others, too: what it has is as good as free for it."""
+    made = pool.create_partition("p", CLUSTER, 8)
+
+    assert pool.reset_partition("p", CLUSTER).ipus == made.ipus
+    assert len(pool.state().taken) == 8
+
+
 def test_a_partition_in_use(pool: Pool) -> None:
     """Who uses it is told; it is neither removed nor changed, and a second job waits."""
     pool.create_partition("p", CLUSTER, 4)
