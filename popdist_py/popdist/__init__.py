@@ -68,7 +68,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.preemption import on_preemption as on_preemption
     from popdist.progress import report as report
     from popdist.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-    from popdist.training.backward import all_reduce_gradients as all_reduce_gradients
+    from popdist.training.outside_step import all_reduce_gradients as all_reduce_gradients
     from popdist.training.replicated_model import ReplicatedModel as ReplicatedModel
     from popdist.weights import broadcast_weights as broadcast_weights
     from popdist.weights import checksum as checksum
@@ -96,7 +96,7 @@ _NAMES_OF_MODULES = {
     "instances": "execute_on_instances first_on_host is_main",
     "preemption": "check_preemption on_preemption",
     "progress": "report",
-    "training.backward": "all_reduce_gradients",
+    "training.outside_step": "all_reduce_gradients",
     "training.replicated_model": "ReplicatedModel",
     "sharded.sharded_optimizer": "ShardedOptimizer",
     "weights": "broadcast_weights checksum",

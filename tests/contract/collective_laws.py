@@ -20,7 +20,7 @@ from torch import Tensor
 import popdist
 from popdist import context
 from popdist.collectives import DTYPES, FLOATS, exchange
-from popdist.comm.header_exchanges import MemoryOfSubsets
+from popdist.comm.torch_backend import MemoryOfSubsets
 from popdist.errors import BackendError
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.waiting import wait_until

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from popdist.contract import Endpoint, read_node_counts
 from popdist.environments import Launcher, detect
-from popdist.environments.slurm import first_node, meeting_ports, read_slurm
+from popdist.environments.slurm import first_node, read_slurm, store_ports
 from popdist.errors import ContractError
 
 TASK = {
@@ -99,8 +99,8 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
 @given(st.integers(1, 10**9), st.integers(0, 10**6))
 def test_a_step_has_ports_of_its_own(job: int, step: int) -> None:
     """Different from each other, below those of outgoing connections, and the same wherever they are asked for."""
-    ports = meeting_ports(f"{job}.{step}")
-    assert ports == meeting_ports(f"{job}.{step}")
+    ports = store_ports(f"{job}.{step}")
+    assert ports == store_ports(f"{job}.{step}")
     assert len(set(ports)) == len(ports) == 8
     assert all(1024 <= port < 32_768 for port in ports)
-    assert ports[0] != meeting_ports(f"{job + 1}.{step}")[0]
+    assert ports[0] != store_ports(f"{job + 1}.{step}")[0]

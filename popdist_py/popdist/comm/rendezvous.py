@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from popdist.contract import STORE, STORE_DESCRIPTOR, Contract, Endpoint
 from popdist.environments import Environment, Launcher
-from popdist.environments.slurm import meeting_ports
+from popdist.environments.slurm import store_ports
 from popdist.errors import BackendError
 
 LOOPBACK: Final = "127.0.0.1"
@@ -166,14 +166,14 @@ def _open_slurm_store(contract: Contract, node: str | None, timeout_seconds: flo
         time.sleep(_PAUSE_SECONDS)
     raise BackendError(
         f"instance {contract.instance_index} found no instance 0 of step {contract.job_id} at {host}, ports "
-        f"{', '.join(map(str, meeting_ports(contract.job_id)))}, within {timeout_seconds:g} seconds: {_CURE}"
+        f"{', '.join(map(str, store_ports(contract.job_id)))}, within {timeout_seconds:g} seconds: {_CURE}"
     )
 
 
 def _serve(contract: Contract, host: str, timeout_seconds: float) -> TCPStore:
     if contract.host_index != 0:
         raise BackendError(f"task 0 is not on the first node of the step, where the others look for it: {_CURE}")
-    for port in meeting_ports(contract.job_id):
+    for port in store_ports(contract.job_id):
         with suppress(OSError):
             listener = socket.create_server((host, port), family=_family(host), backlog=BACKLOG)
             store = _tcp_store(contract, Endpoint(host=host, port=port), listener.detach(), _ANSWER)
@@ -184,7 +184,7 @@ def _serve(contract: Contract, host: str, timeout_seconds: float) -> TCPStore:
 
 
 def _answers(contract: Contract, host: str) -> Iterator[TCPStore]:
-    for port in meeting_ports(contract.job_id):
+    for port in store_ports(contract.job_id):
         with suppress(OSError, RuntimeError):
             socket.create_connection((host, port), timeout=_ANSWER.total_seconds()).close()
             store = _tcp_store(contract, Endpoint(host=host, port=port), None, _ANSWER)

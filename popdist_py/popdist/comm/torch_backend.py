@@ -1,9 +1,20 @@
 """Instances connected by torch.distributed: gloo for headers and CPU tensors, NCCL for CUDA tensors.
 
+Headers go from each instance to each other one directly: a lost or late instance is known by its number, and a
+subset of the instances needs no connections of its own.
+
+A subset begins to share memory when its instances first have data for each other: before, nobody knows that they
+will. All of them come to that place together, as their headers prove, and they tell each other where their pages
+are as they tell headers. No store is asked: the instance that keeps the store may have left.
+
 Where the instances share a host, headers and CPU tensors go through its memory in place of gloo.
 """
 
+import time
 from collections.abc import Collection
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +23,199 @@ from torch import distributed as dist
 from popdist.comm.backend import SerialBackend
 from popdist.comm.channel import Channel, as_backend_error, swap
 from popdist.comm.connections import Connections
-from popdist.comm.header_exchanges import GlooHeaderExchange, MemoryHeaderExchange, MemoryOfSubsets
+from popdist.errors import BackendError
+from popdist.headers import NUM_WORDS, name_instances
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.segments import PAGE_BYTES, Reservation
+from popdist.host_memory.short_messages import ShortMessages
+
+if TYPE_CHECKING:
+    from threading import Thread
+
+
+class GlooHeaderExchange:
+    """An exchange of headers between instances over gloo."""
+
+    def __init__(self, connections: Connections, instances: tuple[int, ...], header: list[int]) -> None:
+        connections.check_open()
+        self._connections = connections
+        self._instances = instances
+        self._header = header
+        peers = connections.peers_among(instances)
+        self._received = {peer: torch.empty(len(header), dtype=torch.int64) for peer in peers}
+        self._sent = torch.tensor(header, dtype=torch.int64)
+        self._works: dict[int, list[dist.Work]] = {}
+        self._failures: dict[int, RuntimeError] = {}
+        self._thread: Thread | None = None
+        for peer, row in self._received.items():
+            try:
+                self._works[peer] = [
+                    connections.control.recv([row], peer, 0),
+                    connections.control.send([self._sent], peer, 0),
+                ]
+            except RuntimeError as error:
+                self._failures[peer] = error
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every member's header, in order; see `popdist.comm.backend`."""
+        if timeout_seconds is None and self._thread is None:
+            self._receive()
+        else:
+            self._thread = self._thread or self._connections.in_background(self._receive)
+            self._thread.join(timeout_seconds)
+            if self._thread.is_alive():
+                raise BackendError(
+                    f"{name_instances(tuple(self._works))} did not come within {timeout_seconds:g} seconds"
+                )
+        if self._failures:
+            raise BackendError(self._blame()) from next(iter(self._failures.values()))
+        return self._headers()
+
+    def peek(self) -> list[list[int]] | None:
+        """Every member's header if all have come; see `popdist.comm.backend`."""
+        with suppress(BackendError):
+            self._thread = self._thread or self._connections.in_background(self._receive)
+        is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
+        return self._headers() if is_there else None
+
+    def _headers(self) -> list[list[int]]:
+        return [self._received[i].tolist() if i in self._received else self._header for i in self._instances]
+
+    def _receive(self) -> None:
+        """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
+        deadline = time.monotonic() + self._connections.timeout_seconds
+        while self._works and not self._failures:
+            peer = next(iter(self._works))
+            try:
+                for work in self._works[peer]:
+                    if not work.is_completed():  # else a wait was interrupted, and a second one would never end
+                        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            except RuntimeError as error:
+                self._failures[peer] = error
+            del self._works[peer]
+
+    def _blame(self) -> str:
+        """The reason to fail, with the instances that did not answer; of a timeout gloo names a single one."""
+        peer, error = next(iter(self._failures.items()))
+        if "timed out" in str(error).lower():
+            return f"{name_instances([peer])} did not come within {self._connections.timeout_seconds:g} seconds"
+        lost = {*self._failures, *(other for other in self._works if self._connections.is_lost(other))}
+        return f"the connection to {name_instances(lost)} was closed: it ended or was lost"
+
+
+class MemoryHeaderExchange:
+    """An exchange of headers between instances that share memory."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        short_messages: ShortMessages,
+        instances: tuple[int, ...],
+        header: list[int],
+    ) -> None:
+        self._connections = connections
+        self._short_messages = short_messages
+        self._instances = instances
+        self._received = {connections.instance_index: header}
+        peers = connections.peers_among(instances)
+        self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
+
+    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+        """Every member's header, in order; see `popdist.comm.backend`."""
+        limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if late := self._receive(time.monotonic() + limit):
+            raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
+        return [self._received[instance] for instance in self._instances]
+
+    def peek(self) -> list[list[int]] | None:
+        """Every member's header if all have come; see `popdist.comm.backend`."""
+        with suppress(BackendError):
+            if not self._receive(time.monotonic()):
+                return [self._received[instance] for instance in self._instances]
+        return None
+
+    def _receive(self, deadline: float) -> list[int]:
+        """Take the headers that come until ``deadline``; the instances that are late."""
+        late = [instance for instance in self._instances if instance not in self._received]
+        for instance in tuple(late):
+            seconds_left = max(deadline - time.monotonic(), 0.0)
+            message = self._short_messages.receive(instance, self._numbers[instance], seconds_left)
+            if message is not None:
+                self._received[instance] = message
+                late.remove(instance)
+        return late
+
+
+_NO_ROOM = -1
+
+
+class MemoryOfSubsets:
+    """The memory that subsets of the instances share: those subsets that this instance is in."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._made: dict[tuple[int, ...], HostCollectives | None] = {}
+        self._failures: dict[tuple[int, ...], str] = {}
+
+    def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
+        """The collectives of ``instances``, which all ask for them at the same time.
+
+        Returns:
+            None on all of them where the job does not share a host's memory, or one of them has no room.
+
+        Raises:
+            BackendError: If one was lost or did not come in time, now or when they first asked.
+        """
+        if instances in self._failures:
+            raise BackendError(self._failures[instances])
+        if instances not in self._made:
+            try:
+                self._made[instances] = self._make(instances)
+            except BackendError as error:
+                self._failures[instances] = str(error)
+                raise
+        return self._made[instances]
+
+    def close(self) -> None:
+        """Leave all subsets: the other instances see it."""
+        for made in self._made.values():
+            if made is not None:
+                made.close()
+
+    def _make(self, instances: tuple[int, ...]) -> HostCollectives | None:
+        host, short_messages = self._connections.host, self._connections.short_messages
+        if host is None or short_messages is None:
+            return None
+        page, part = _page_of(host.group), None
+        offsets = self._tell(short_messages, instances, _NO_ROOM if page is None else page.offset)
+        if page is not None and _NO_ROOM not in offsets:
+            with suppress(OSError, ValueError):
+                part = host.group.part(instances, page, offsets)
+        have_all = all(self._tell(short_messages, instances, int(part is not None)))
+        return _collectives_of(part) if part is not None and have_all else None
+
+    def _tell(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
+        """The number of each of ``instances``."""
+        words = [number] + [0] * (NUM_WORDS - 1)
+        return [
+            first for first, *_ in MemoryHeaderExchange(self._connections, short_messages, instances, words).wait()
+        ]
+
+
+def _page_of(group: HostGroup) -> Reservation | None:
+    with suppress(BackendError):
+        return group.reserve(PAGE_BYTES)
+    return None
+
+
+def _collectives_of(part: HostGroup) -> HostCollectives | None:
+    """None on all instances of the part where one has no room for what they send."""
+    try:
+        return HostCollectives(part)
+    except BackendError:
+        part.flags.raise_failure()
+        return None
 
 
 class TorchBackend:

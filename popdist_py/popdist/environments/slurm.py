@@ -64,7 +64,7 @@ def step_name(env: Mapping[str, str]) -> str:
     return f"{env[JOB]}.{env[STEP]}" if JOB in env and STEP in env else ""
 
 
-def meeting_ports(step: str) -> tuple[int, ...]:
+def store_ports(step: str) -> tuple[int, ...]:
     """Ports at which the tasks of ``step`` may meet, the same for all of them, in the order to be tried.
 
     Slurm gives a step no port of its own. Neighbouring steps begin far from each other.

@@ -13,9 +13,9 @@ from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum, check_reduction, refuse_step
-from popdist.training import optimizers
-from popdist.training.backward import AutomaticReduction
+from popdist.training import outside_step
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
+from popdist.training.outside_step import AutomaticReduction
 from popdist.training.randomness import ReplicaRandomness
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
@@ -41,7 +41,7 @@ class ModelSteps:
 
     def _prepare(self) -> None:
         """Make what a copy makes anew."""
-        optimizers.watch()
+        outside_step.watch()
         self.step: Step | PlainStep | None = None
         self.gradients = ModelGradients(self._module)
         self._buffers = ReplicaBuffers(self._module)
@@ -72,7 +72,7 @@ class ModelSteps:
             memory = self.gradients.memory(group, self.layout)
             self.step = Step(memory, self._buffers, accumulation=accumulation, checks_finite=checks_finite)
         self.automatic.step = self.step
-        optimizers.begin_step(self, self._module)
+        outside_step.begin_step(self, self._module)
         return self.step
 
     def micro_batches(
@@ -139,7 +139,7 @@ class ModelSteps:
     def _end(self) -> None:
         self.step = self.automatic.step = None
         self.automatic.is_computing = False
-        optimizers.end_step(self)
+        outside_step.end_step(self)
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
             self._buffers.begin_step()  # the next pass may be one outside the loop, which nothing announces
 
