@@ -203,7 +203,7 @@ def _read(file: str) -> str:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """See that the machine has what a plan of another time or place counts on."""
+    """Check that the machine has what a plan of another time or place counts on."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.tell(f"warning: {difference}")
 

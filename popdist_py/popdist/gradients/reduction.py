@@ -312,7 +312,7 @@ def _announce(group: Group, accumulation: int, heaviest: float, offer: int) -> E
 
 
 def check_reduction(reduction: str) -> None:
-    """See that ``reduction`` is ``"mean"`` or ``"sum"``.
+    """Check that ``reduction`` is ``"mean"`` or ``"sum"``.
 
     Raises:
         BatchError: If it is neither.
@@ -322,7 +322,7 @@ def check_reduction(reduction: str) -> None:
 
 
 def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
-    """See that ``group`` is the whole job.
+    """Check that ``group`` is the whole job.
 
     Raises:
         CollectiveError: If ``group`` is only a part of the job.

@@ -36,7 +36,7 @@ def check_elementwise(
     settings: Mapping[str, Any],
     device: torch.device,
 ) -> frozenset[str]:
-    """See that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
+    """Check that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
 
     Args:
         optimizer_class: Of torch or the program's own.

@@ -44,7 +44,7 @@ class ShardedParameter:
         return self.whole.detach()
 
     def check(self) -> None:
-        """See that the parameter is where its shards are, and that its gradient is dense."""
+        """Check that the parameter is where its shards are, and that its gradient is dense."""
         if self.whole.data_ptr() != self.address:
             raise OptimizerError(
                 f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "

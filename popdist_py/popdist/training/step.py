@@ -158,7 +158,7 @@ class PlainStep:
         gradients.clear()
 
     def announce(self, heaviest: float, _reduction: MeanOrSum) -> None:
-        """See that the micro batch weighs something."""
+        """Check that the micro batch weighs something."""
         self._group.raise_failure()
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")

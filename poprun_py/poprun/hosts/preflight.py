@@ -225,7 +225,7 @@ class _Examiner:
         self._problems += judge_names(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
-        """See that the hosts with nothing wrong have the virtual IPUs that the job uses."""
+        """Check that the hosts with nothing wrong have the virtual IPUs that the job uses."""
         bad = {problem.host for problem in self._problems}
         asked = [name for name in answers if name in self._plan.hosts and name not in bad]
         question = {"ask": "slots", "folders": list(_FOLDERS)}
@@ -256,7 +256,7 @@ class _Examiner:
         return choice
 
     async def _try_routes(self, routes: Mapping[str, HostRoute]) -> None:
-        """See that every host reaches this machine and the host of instance 0 from its address for the job.
+        """Check that every host reaches this machine and the host of instance 0 from its address for the job.
 
         Here the agents report, there the instances meet.
         """

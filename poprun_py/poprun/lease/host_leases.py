@@ -136,7 +136,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """See that each host has a pool of its own, or the job would wait for itself.
+    """Check that each host has a pool of its own, or the job would wait for itself.
 
     Args:
         machines: What tells the pools of the hosts from each other, by host.
@@ -239,7 +239,7 @@ class HostKeeper:
                 self._process.stdin.close()
 
     def end(self, until: float) -> None:
-        """See that the process has ended, before the monotonic time ``until``."""
+        """Check that the process has ended, before the monotonic time ``until``."""
         try:
             self._process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:

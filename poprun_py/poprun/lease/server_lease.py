@@ -245,7 +245,7 @@ def as_here(cluster: Cluster, gpus: Sequence[Gpu], aliases: Collection[str]) -> 
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
-    """See that the job runs where it can use what the server hands out: a machine's own only on that machine.
+    """Check that the job runs where it can use what the server hands out: a machine's own only on that machine.
 
     ``boot_id`` is the run of the kernel here, which is the server's on its own machine.
     """
@@ -302,7 +302,7 @@ def _slots_on(plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str
 
 
 def _check_visible(cluster: Cluster, names: Sequence[str]) -> None:
-    """See that the GPUs are among those that ``CUDA_VISIBLE_DEVICES`` leaves here."""
+    """Check that the GPUs are among those that ``CUDA_VISIBLE_DEVICES`` leaves here."""
     missing = [ipu.name for ipu in cluster.ipus if ipu.name in names and not ipu.device]
     if missing:
         raise PlanError(

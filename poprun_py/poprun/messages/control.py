@@ -114,7 +114,7 @@ def encode(message: Message) -> bytes:
 
 
 def check_event(message: Message) -> None:
-    """See that a message is an event with all its fields.
+    """Check that a message is an event with all its fields.
 
     Raises:
         ProtocolError: If not.
@@ -197,7 +197,7 @@ class Handshake:
         return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
 
     def check(self, other_nonce: bytes, proof: bytes) -> "Seal":
-        """See that the other side knows the key, else raise ProtocolError; the seal for all further messages."""
+        """Check that the other side knows the key, else raise ProtocolError; the seal for all further messages."""
         expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
         if not _is_same(expected, proof):
             raise ProtocolError("the other side does not know the key of this job")

@@ -44,7 +44,7 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """See that the GPUs and the cores that a plan of another time or place names are here.
+    """Check that the GPUs and the cores that a plan of another time or place names are here.
 
     Args:
         plan: What is to be started.

@@ -16,7 +16,7 @@ _NUM_CHOICES: Final = 3
 
 
 def check_count(option: str, count: int, *, minimum: int = 1) -> None:
-    """See that the value of ``option`` lies between ``minimum`` and ``MAX_COUNT``.
+    """Check that the value of ``option`` lies between ``minimum`` and ``MAX_COUNT``.
 
     Raises:
         PlanError: If not.
@@ -28,7 +28,7 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 
 
 def check_counts(*, num_instances: int, num_replicas: int | None, num_hosts: int) -> None:
-    """See that instances divide over hosts and replicas over instances.
+    """Check that instances divide over hosts and replicas over instances.
 
     Args:
         num_instances: Processes in the job.

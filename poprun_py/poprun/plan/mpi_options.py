@@ -168,7 +168,7 @@ def merged(variables: Variables, stronger: Variables) -> Variables:
 
 
 def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
-    """See that a job of ``num_instances`` has every instance of ``pairs``.
+    """Check that a job of ``num_instances`` has every instance of ``pairs``.
 
     Raises:
         PlanError: If it lacks one.

@@ -198,7 +198,7 @@ def _read_instance_variables(read: FieldReader) -> tuple[tuple[int, Variables], 
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:
-    """See that the values of a plan that somebody wrote fit together as those of a made plan do.
+    """Check that the values of a plan that somebody wrote fit together as those of a made plan do.
 
     Raises:
         PlanError: If not; the message names the file ``source`` and the key.

@@ -103,7 +103,7 @@ def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
 
 
 def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
-    """See that each instance has its task: a job that does not fit would wait for ever."""
+    """Check that each instance has its task: a job that does not fit would wait for ever."""
     tasks = _tasks(allocation, hosts)
     if not tasks:
         return

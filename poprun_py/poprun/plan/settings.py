@@ -142,7 +142,7 @@ class VipuSettings:
 
 
 def check_output(output: OutputSettings, num_instances: int) -> None:
-    """See that the values of ``output`` are possible in a job of ``num_instances``.
+    """Check that the values of ``output`` are possible in a job of ``num_instances``.
 
     Raises:
         PlanError: If one is not.
@@ -161,7 +161,7 @@ def check_output(output: OutputSettings, num_instances: int) -> None:
 
 
 def check_ending(ending: EndingSettings) -> None:
-    """See that the values of ``ending`` are possible.
+    """Check that the values of ``ending`` are possible.
 
     Raises:
         PlanError: If one is not.
@@ -180,7 +180,7 @@ def check_ending(ending: EndingSettings) -> None:
 
 
 def check_remote(remote: RemoteSettings) -> None:
-    """See that the values of ``remote`` are possible.
+    """Check that the values of ``remote`` are possible.
 
     Raises:
         PlanError: If one is not.
@@ -208,7 +208,7 @@ def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
 
 
 def check_path(option: str, path: str | None) -> None:
-    """See that the value of ``option`` can be a path, if there is one.
+    """Check that the value of ``option`` can be a path, if there is one.
 
     Raises:
         PlanError: If not.
@@ -218,7 +218,7 @@ def check_path(option: str, path: str | None) -> None:
 
 
 def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
-    """See that the values of ``vipu`` are possible in a job of ``num_instances``.
+    """Check that the values of ``vipu`` are possible in a job of ``num_instances``.
 
     Raises:
         PlanError: If one is not.
@@ -255,7 +255,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
 
 
 def check_tag_format(template: str) -> None:
-    """See that ``template`` can be filled.
+    """Check that ``template`` can be filled.
 
     Raises:
         PlanError: If it names what there is not, or a brace has no partner.

@@ -84,7 +84,7 @@ def pod_of(text: str) -> Cluster:
 
 
 def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:
-    """See that an allocation and a cluster are there.
+    """Check that an allocation and a cluster are there.
 
     Raises:
         PartitionError: If one is not.
@@ -99,7 +99,7 @@ def check_names(ours: Cluster, allocation: str | None, cluster: str | None = Non
 
 
 def check_hosts_of(cluster: Cluster, hosts: Sequence[str]) -> None:
-    """See that ``hosts`` are among those of a cluster that names its hosts.
+    """Check that ``hosts`` are among those of a cluster that names its hosts.
 
     Raises:
         PlanError: If one is not.

@@ -37,7 +37,7 @@ def pool_file(named: str | None) -> str:
 
 
 def prepare_folder(file: str) -> None:
-    """See that ``file`` can be a pool, and make the folder of the default one.
+    """Check that ``file`` can be a pool, and make the folder of the default one.
 
     Args:
         file: Absolute path of the pool.

@@ -117,7 +117,7 @@ class IpuWish:
     partition: PartitionWish | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
-        """See that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
+        """Check that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
 
         Raises:
             PartitionError: If there is no such allocation.

@@ -77,7 +77,7 @@ def _runs_by_itself(file: str) -> bool:
 
 
 def _check_interpreter(program: str, file: str, working_directory: str) -> None:
-    """See that the interpreter in a script's ``#!`` line exists; execve(2) would name the script instead."""
+    """Check that the interpreter in a script's ``#!`` line exists; execve(2) would name the script instead."""
     try:
         with open(file, "rb") as script:
             head = script.read(_HEAD_BYTES)

@@ -7,7 +7,7 @@ _MODE = 0o666
 
 
 def check_target(path: str) -> None:
-    """See that a file can be written at ``path``, by making one beside it for a moment.
+    """Check that a file can be written at ``path``, by making one beside it for a moment.
 
     Raises:
         OSError: If it cannot: the directory is missing or cannot be written, ``path`` is a directory, a device or

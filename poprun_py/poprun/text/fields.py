@@ -35,7 +35,7 @@ class FieldReader:
     noun: str = "a plan"
 
     def expect_keys(self, keys: Collection[str]) -> None:
-        """See that the mapping has exactly ``keys``.
+        """Check that the mapping has exactly ``keys``.
 
         Raises:
             PlanError: If one is missing or unknown.

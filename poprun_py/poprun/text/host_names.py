@@ -49,7 +49,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """See that every name can be a host's, and none comes twice.
+    """Check that every name can be a host's, and none comes twice.
 
     Raises:
         PlanError: If not; the message names the host.
