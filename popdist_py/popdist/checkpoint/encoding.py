@@ -92,7 +92,9 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
         return {"tuple": encode(list(state), place, tensors)}
     if isinstance(state, Mapping):
         name = next((name for name, kind in _MAPPINGS.items() if isinstance(state, kind)), "dict")
-        encoded = {name: [[_key(key, place), encode(it, f"{place}.{key}", tensors)] for key, it in state.items()]}
+        encoded = {
+            name: [[_key(key, place), encode(value, f"{place}.{key}", tensors)] for key, value in state.items()]
+        }
         versions = getattr(state, _VERSIONS, None)
         return encoded if versions is None else encoded | {_VERSIONS: encode(versions, place, tensors)}
     raise CheckpointError(

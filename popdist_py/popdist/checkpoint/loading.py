@@ -79,7 +79,10 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
             name: found.forms[name].empty() for name in _needed(found, {*named, *replica_states})
         }
     broadcast_tensors(group, f"{call}, {len(tensors)} tensors", tensors.values())
-    things = {**stateful_of(named), **{name: it for name, it in replica_states.items() if name in found.states}}
+    things = {
+        **stateful_of(named),
+        **{name: thing for name, thing in replica_states.items() if name in found.states},
+    }
     states = {name: decode(found.states[name], tensors) for name in things}
     _load_everywhere(group, call, things, states, where)
     if is_writer(group):

@@ -63,7 +63,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
             name: encode(gathered[name] if name in gathered else thing.state_dict(), name, tensors)
             for name, thing in things.items()
         }
-        values = {name: encode(it, name, tensors) for name, it in named.items() if name not in things}
+        values = {name: encode(value, name, tensors) for name, value in named.items() if name not in things}
     for name, thing in replica_states_of(named).items():
         states[name] = encode(_gather_replica_states(group, name, thing), name, tensors)
     with together(group, f"{call}, writing"):

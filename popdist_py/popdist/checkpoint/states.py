@@ -42,7 +42,7 @@ def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
     """The states of sharded optimizers, to which all instances bring their parts; whole on those that ``keep``."""
-    sharded = {name: it for name, it in named.items() if isinstance(it, ShardedOptimizer)}
+    sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
 

@@ -178,7 +178,7 @@ class Connections:
         """Run ``wait`` in a thread: gloo closes all connections when a wait of its own takes too long."""
         self.check_open()
         thread = Thread(target=wait, daemon=True)
-        self._waiting = [it for it in self._waiting if it.is_alive()] + [thread]
+        self._waiting = [other for other in self._waiting if other.is_alive()] + [thread]
         thread.start()
         return thread
 

@@ -115,7 +115,10 @@ class TwoLevelReduction:
         length = len(out)
         width = -(-length // (max(1, length // CHUNK_SIZE) * self._size)) * self._size
         starts = range(0, max(1, length), max(1, width))
-        in_turns(self._reduce([row[it : it + width] for row in rows], op, out[it : it + width]) for it in starts)
+        in_turns(
+            self._reduce([row[start : start + width] for row in rows], op, out[start : start + width])
+            for start in starts
+        )
 
     def empty_shares(self, like: Tensor, width: int) -> Tensor:
         """Room for what a member sends to all others by :meth:`reduce_scatter`: zeros, of the dtype of the sum.
@@ -209,9 +212,9 @@ def in_turns(works: Iterable[Iterator[None]]) -> None:
     """
     begun: list[Iterator[None]] = []
     for work in works:
-        begun = [it for it in (work, *begun) if _goes_on(it)]
+        begun = [other for other in (work, *begun) if _goes_on(other)]
     while begun:
-        begun = [it for it in begun if _goes_on(it)]
+        begun = [other for other in begun if _goes_on(other)]
 
 
 _END = object()

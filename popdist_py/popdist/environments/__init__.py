@@ -72,11 +72,18 @@ def detect(env: Mapping[str, str]) -> Environment:
 def _detect_ranks(env: Mapping[str, str]) -> Environment:
     """The job that another launcher's ranks describe, with one replica for each instance."""
     found = [
-        Environment(launcher=it, contract=job) for it, read in _READERS.items() if (job := read(env)) is not None
+        Environment(launcher=launcher, contract=job)
+        for launcher, read in _READERS.items()
+        if (job := read(env)) is not None
     ]
-    jobs = {(it.contract.instance_index, it.contract.num_instances): it for it in found}
+    jobs = {
+        (environment.contract.instance_index, environment.contract.num_instances): environment
+        for environment in found
+    }
     if len(jobs) > 1:
-        told = "; ".join(f"{it.launcher} tells of rank {rank} of {size}" for (rank, size), it in jobs.items())
+        told = "; ".join(
+            f"{environment.launcher} tells of rank {rank} of {size}" for (rank, size), environment in jobs.items()
+        )
         raise ContractError(f"{told}: start the program with one launcher, not with two inside each other")
     if found:
         return found[0]
@@ -140,7 +147,7 @@ def _refuse_half(env: Mapping[str, str]) -> None:
     """
     for name, missing, harmless in ((names.RANK, names.WORLD_SIZE, 0), (names.WORLD_SIZE, names.RANK, 1)):
         text = env.get(name, "")
-        is_told_by_mpi = any(it in env for it in (names.OMPI_RANK, names.HYDRA_RANK))
+        is_told_by_mpi = any(variable in env for variable in (names.OMPI_RANK, names.HYDRA_RANK))
         if missing not in env and text.isdecimal() and int(text) > harmless and not is_told_by_mpi:
             raise ContractError(
                 f"{name}={text} is set and {missing} is not: start the program with poprun or torchrun, or unset "

@@ -134,7 +134,7 @@ class ReplicaBuffers:
             if (now := buffer.now()) is not None and not (now is buffer.tensor and buffer.is_unwritten)
         }
         differs = [(now != self._buffers[name].start).any() for name, now in found.items()]
-        flags = torch.stack([it.to(differs[0].device) for it in differs]).tolist() if differs else []
+        flags = torch.stack([flag.to(differs[0].device) for flag in differs]).tolist() if differs else []
         return {name: now for (name, now), is_changed in zip(found.items(), flags, strict=True) if is_changed}
 
     def changed(self) -> int:

@@ -58,7 +58,7 @@ NEAR: Final = 16
 def joined(runs: Sequence[range]) -> list[range]:
     """Join runs that are near each other; all runs in ascending order."""
     found: list[range] = []
-    for run in sorted((it for it in runs if it), key=lambda it: it.start):
+    for run in sorted((run for run in runs if run), key=lambda run: run.start):
         if found and run.start - found[-1].stop < NEAR:
             found[-1] = range(found[-1].start, run.stop)
         else:
@@ -82,14 +82,14 @@ def scatter_sum(
     reduction = sum_over_hosts(group, layout, own[0].device)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
-        runs = [it[number] if number < len(it) else [] for it in rounds]
-        shares = reduction.empty_shares(own[0], max(sum(map(len, it)) for it in runs))
+        runs = [parts[number] if number < len(parts) else [] for parts in rounds]
+        shares = reduction.empty_shares(own[0], max(sum(map(len, asked)) for asked in runs))
         for instance, asked in enumerate(runs):
             for row, share in zip(own, reduction.share_of(shares, instance), strict=False):
                 _take(row, asked, share)
         total = reduction.reduce_scatter(shares)
         mine = runs[group.backend.instance_index]
-        lengths = [len(it) for it in mine]
+        lengths = [len(run) for run in mine]
         for run, part in zip(mine, total[: sum(lengths)].split(lengths), strict=True):
             own[0][run.start : run.stop] = part
 
@@ -97,7 +97,7 @@ def scatter_sum(
 def _take(row: Tensor, runs: Sequence[range], into: Tensor) -> None:
     """Copy ``runs`` of ``row`` to the beginning of ``into``."""
     if runs:
-        torch.cat([row[it.start : it.stop] for it in runs], out=into[: sum(map(len, runs))])
+        torch.cat([row[run.start : run.stop] for run in runs], out=into[: sum(map(len, runs))])
 
 
 class ReplicaTree:

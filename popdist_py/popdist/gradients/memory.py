@@ -51,7 +51,9 @@ class SharedRows:
         self._nodes = nodes
         self._num_replicas = num_replicas
         self._gradients = gradients
-        self._row_bytes = [-(-it.size * it.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for it in gradients.kinds]
+        self._row_bytes = [
+            -(-kind.size * kind.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for kind in gradients.kinds
+        ]
         self._num_bytes = max(map(len, nodes)) * sum(self._row_bytes)
         self._reserved: Reservation | None = None
         self._reductions: list[Reduction] = []
@@ -218,7 +220,10 @@ class ModelGradients:
     def find(self) -> FlatGradients:
         """The gradients of the parameters of this moment; the same object until these change."""
         module = self._module()
-        kinds = [(id(it), it.requires_grad, it.device, it.dtype) for it in _parameters_of(module)]
+        kinds = [
+            (id(parameter), parameter.requires_grad, parameter.device, parameter.dtype)
+            for parameter in _parameters_of(module)
+        ]
         if kinds != self._kinds:
             self._found = FlatGradients(module.named_parameters() if module is not None else ())
             self._kinds = kinds
@@ -249,4 +254,4 @@ def _parameters_of(module: nn.Module | None) -> list[Parameter]:
             if child is not None and child not in seen:
                 seen.add(child)
                 waiting.append(child)
-    return [it for it in found if it is not None]
+    return [parameter for parameter in found if parameter is not None]

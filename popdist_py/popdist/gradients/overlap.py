@@ -94,8 +94,10 @@ class Overlap:
         self.buckets = make_buckets(gradients.kinds)
         self.expected: set[int] = set()
         members = {index: parameter for kind in gradients.kinds for index, parameter, _ in kind.members}
-        self.bucket_of = {id(members[index]): k for k, it in enumerate(self.buckets) for index in it.members}
-        self.members = [[members[index] for index in it.members] for it in self.buckets]
+        self.bucket_of = {
+            id(members[index]): k for k, bucket in enumerate(self.buckets) for index in bucket.members
+        }
+        self.members = [[members[index] for index in bucket.members] for bucket in self.buckets]
         self._digest = digest_of(self.buckets)
         self._reduction = sum_between(channel, layout)
         self._has_given_up = False
@@ -118,7 +120,10 @@ class Overlap:
 
     def num_expected(self) -> list[int]:
         """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""
-        return [sum(id(it) in self.expected for it in members) + (not self.expected) for members in self.members]
+        return [
+            sum(id(member) in self.expected for member in members) + (not self.expected)
+            for members in self.members
+        ]
 
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
         """The sum of the step that begins; None where its gradients shall not go early.
@@ -366,7 +371,7 @@ class OverlappedSum:
 
     def _send_rest(self, own: Sequence[GradientRows]) -> None:
         for bucket in self._overlap.buckets[self._num_sent :]:
-            self._send([it.rows[bucket.kind][bucket.run] for it in own])
+            self._send([node.rows[bucket.kind][bucket.run] for node in own])
 
     def _is_final(self, last: GradientRows) -> bool:
         """Whether what was sent early has the bits of ``last``."""

@@ -113,7 +113,9 @@ class PartialGradient(Tensor):
                 args[0].here if args[0].dim() else args[0].content, *args[1:]
             )  # by dimensions torch picks the dtype
             return args[0]
-        plain_args, plain_kwargs = tree_map_only(PartialGradient, lambda it: it.whole, (args, kwargs or {}))
+        plain_args, plain_kwargs = tree_map_only(
+            PartialGradient, lambda gradient: gradient.whole, (args, kwargs or {})
+        )
         return func(*plain_args, **plain_kwargs)
 
 
@@ -171,10 +173,10 @@ def _uncover(parameter: Parameter, gradient: PartialGradient) -> None:
 @torch.no_grad()
 def gather_parts(group: Group, gradients: Sequence[PartialGradient]) -> None:
     """Make ``gradients``, the same on all instances, whole; all call it, after they have agreed to."""
-    for kind in group_by_kind([it for it in gradients if not it.is_whole]):
+    for kind in group_by_kind([gradient for gradient in gradients if not gradient.is_whole]):
         ShardExchange(kind, group.backend).run()
-    for it in gradients:
-        it.is_whole = True
+    for gradient in gradients:
+        gradient.is_whole = True
 
 
 def _is_number(value: object) -> bool:
@@ -183,11 +185,11 @@ def _is_number(value: object) -> bool:
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Divide gradients by a scaler's scale; what one instance finds, all have found."""
-    parts = [it for it in gradients if isinstance(it, PartialGradient)]
+    parts = [gradient for gradient in gradients if isinstance(gradient, PartialGradient)]
     group = parts[0]._step.group  # noqa: SLF001 - of this module
     group.agree(f"unscale {len(gradients)} gradients, look for NaN and infinity")
-    here = [it.here if isinstance(it, PartialGradient) else it for it in gradients]
-    torch._amp_foreach_non_finite_check_and_unscale_([it for it in here if it.numel()], found_inf, inv_scale)
+    here = [gradient.here if isinstance(gradient, PartialGradient) else gradient for gradient in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_([part for part in here if part.numel()], found_inf, inv_scale)
     found_inf.copy_(group.backend.all_gather(found_inf.reshape(1)).amax().reshape(found_inf.shape))
 
 
@@ -208,9 +210,9 @@ class GradientParts:
             runs: list[list[range]] = [[] for _ in ranges[0]]
             for index, parameter, start in kind.members:
                 times = num_reals(parameter) // max(1, parameter.numel())
-                for wanted, it in zip(runs, ranges[index], strict=True):
-                    wanted.append(range(start + times * it.start, start + times * it.stop))
-            self._wanted.append([joined(it) for it in runs])
+                for wanted, run in zip(runs, ranges[index], strict=True):
+                    wanted.append(range(start + times * run.start, start + times * run.stop))
+            self._wanted.append([joined(wanted_runs) for wanted_runs in runs])
         digest = hashlib.blake2b(repr(ranges).encode(), digest_size=7).digest()
         self.number = 1 + int.from_bytes(digest, "little")
 
@@ -226,7 +228,7 @@ class GradientParts:
         Returns:
             The first of ``own``; what stands elsewhere in it is nothing in particular.
         """
-        rows_of_nodes = zip(*(it.rows for it in own), strict=True)
+        rows_of_nodes = zip(*(node.rows for node in own), strict=True)
         for row_of_nodes, wanted in zip(rows_of_nodes, self._wanted, strict=True):
             scatter_sum(group, layout, row_of_nodes, wanted)
             if over != 1:
@@ -249,7 +251,7 @@ def parts_of(gradients: FlatGradients) -> GradientParts | None:
     """The parts that the instances update; None where, as far as this one knows, an instance needs more."""
     parameters = {index: parameter for kind in gradients.kinds for index, parameter, _ in kind.members}
     ranges = [ranges_of(parameters[index]) for index in range(len(parameters))]
-    found = [it for it in ranges if it is not None]
+    found = [own_ranges for own_ranges in ranges if own_ranges is not None]
     if not found or len(found) < len(ranges):
         return None
     known = _known.get(gradients)
@@ -268,13 +270,15 @@ def clip_grad_norm(
     norms has the bits of torch's for any number of instances. Where gradients are in parts, an instance takes
     those of the parameters that it has most of; only what several have a part of must be sent first.
     """
-    parameters = [it for it in module.parameters() if it.grad is not None]
-    gradients = [it.grad for it in parameters if it.grad is not None]
+    parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
     group.agree(text)
     if not gradients:
         return torch.tensor(0.0)
-    gather_parts(group, [it for it in gradients if isinstance(it, PartialGradient) and it.is_cut])
+    gather_parts(
+        group, [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
+    )
     norms = _norms(group, gradients, norm_type)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if must_be_finite and not total.isfinite():
@@ -286,11 +290,11 @@ def clip_grad_norm(
 def _norms(group: Group, gradients: list[Tensor], norm_type: float) -> list[Tensor]:
     """The norm of each gradient, in its dtype, on the device of the first."""
     device, own = gradients[0].device, group.backend.instance_index
-    sizes = [it.numel() for it in gradients]
+    sizes = [gradient.numel() for gradient in gradients]
     shares = deal_elements(sizes, len(group.instances), may_cut=[False] * len(sizes))
     owner_of = [
-        it.holder if isinstance(it, PartialGradient) else _owner([share[i] for share in shares])
-        for i, it in enumerate(gradients)
+        gradient.holder if isinstance(gradient, PartialGradient) else _owner([share[i] for share in shares])
+        for i, gradient in enumerate(gradients)
     ]
     found = torch.zeros(len(gradients), dtype=torch.float64)
     for index, (gradient, owner) in enumerate(zip(gradients, owner_of, strict=True)):
@@ -305,4 +309,4 @@ def _norms(group: Group, gradients: list[Tensor], norm_type: float) -> list[Tens
 
 
 def _owner(ranges: list[range]) -> int:
-    return next((owner for owner, it in enumerate(ranges) if it), 0)
+    return next((owner for owner, run in enumerate(ranges) if run), 0)

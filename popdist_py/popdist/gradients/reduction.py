@@ -237,7 +237,7 @@ class GradientSum:
 
     def _add_over_network(self, own: Sequence[GradientRows]) -> GradientRows:
         memory = self._memory
-        for row_of_nodes in zip(*(it.rows for it in own), strict=True):
+        for row_of_nodes in zip(*(node.rows for node in own), strict=True):
             add_instances(self._group, memory.layout, list(row_of_nodes))
         if memory.overlap is None and self._announced is not None:  # all instances are together here
             channel = self._group.backend.channel([kind.device for kind in self._gradients.kinds])

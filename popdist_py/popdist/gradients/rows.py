@@ -167,8 +167,8 @@ class FlatGradients:
     @cached_property
     def _text(self) -> str:
         rows = (
-            f"{sum(num_reals(it) for _, it, _ in kind.members)} {str(kind.dtype).removeprefix('torch.')} "
-            f"on {kind.device.type}"
+            f"{sum(num_reals(parameter) for _, parameter, _ in kind.members)} "
+            f"{str(kind.dtype).removeprefix('torch.')} on {kind.device.type}"
             for kind in self.kinds
         )
         digest = hashlib.blake2b("\n".join(self._orders).encode(), digest_size=4).hexdigest()
@@ -176,15 +176,15 @@ class FlatGradients:
 
     def used(self) -> int:
         """Which parameters have a gradient now: bit i stands for ``names[i]``."""
-        return sum(1 << i for kind in self.kinds for i, it, _ in kind.members if it.grad is not None)
+        return sum(1 << i for kind in self.kinds for i, parameter, _ in kind.members if parameter.grad is not None)
 
     def not_finite(self) -> int | None:
         """The first parameter whose gradient holds NaN or infinity; None when there is none."""
         found = [
             i
             for kind in self.kinds
-            for i, it, _ in kind.members
-            if it.grad is not None and not it.grad.isfinite().all()
+            for i, parameter, _ in kind.members
+            if parameter.grad is not None and not parameter.grad.isfinite().all()
         ]
         return min(found, default=None)
 
@@ -196,7 +196,7 @@ class FlatGradients:
 
     def make_rows(self, rows: Rows | None = None) -> GradientRows:
         """Room in ``rows``, which have the kinds' sizes and dtypes; None for new ones, all zero."""
-        rows = rows or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in self.kinds]
+        rows = rows or [torch.zeros(kind.size, dtype=kind.dtype, device=kind.device) for kind in self.kinds]
         slots = {
             id(parameter): _slot(row, start, parameter)
             for kind, row in zip(self.kinds, rows, strict=True)

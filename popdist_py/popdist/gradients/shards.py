@@ -156,11 +156,11 @@ class ShardExchange:
         self._backend = backend
         self._like = tensors[0].content
         width = max(1, CHUNK_BYTES // self._like.element_size())
-        flats = [flat_view(it.content, "a tensor in pieces") for it in tensors]
+        flats = [flat_view(tensor.content, "a tensor in pieces") for tensor in tensors]
         self._rounds: list[list[list[Tensor]]] = []
         for member, instance in enumerate(backend.instances):
-            owned = zip(flats, (it.ranges[instance] for it in tensors), strict=True)
-            for number, views in enumerate(in_rounds([flat[it.start : it.stop] for flat, it in owned], width)):
+            owned = zip(flats, (tensor.ranges[instance] for tensor in tensors), strict=True)
+            for number, views in enumerate(in_rounds([flat[run.start : run.stop] for flat, run in owned], width)):
                 if number == len(self._rounds):
                     self._rounds.append([[] for _ in backend.instances])
                 self._rounds[number][member] = views

@@ -275,10 +275,10 @@ class Flags:
         """Raise if a rank that is waited for will not come, or this one shall wait no more."""
         self.raise_failure()
         awaited, states = missing(), [page[STATE] for page in self._pages]
-        gone = {*self._watch.ended(awaited), *(it for it in awaited if states[it] == HAS_LEFT)}
+        gone = {*self._watch.ended(awaited), *(rank for rank in awaited if states[rank] == HAS_LEFT)}
         if gone := gone.intersection(missing()):
             raise BackendError(f"the connection to {self.name(sorted(gone))} was closed: it ended or was lost")
-        if given_up := [it for it in missing() if states[it] == GAVE_UP]:
+        if given_up := [rank for rank in missing() if states[rank] == GAVE_UP]:
             raise BackendError(f"{self.name(given_up)} had given up waiting, or failed, in a collective before")
 
     def _disagreement(self, place: int) -> str:

@@ -204,7 +204,9 @@ class AllReduce:
             self._num_bytes = self._slots.num_bytes
         if num_bytes > self._slots.whole_bytes:
             return None
-        even, odd = ([it[: tensor.numel()].view(shape) for it in self._slots.of_parity(i, dtype)] for i in (0, 1))
+        even, odd = (
+            [slot[: tensor.numel()].view(shape) for slot in self._slots.of_parity(i, dtype)] for i in (0, 1)
+        )
         prepared = self._prepared[op, dtype, shape] = _PreparedSum(
             purpose=purpose(_ALL_REDUCE[op], kind=KINDS[dtype], count=tensor.numel()),
             mine=(even[self._rank], odd[self._rank]),
@@ -254,7 +256,7 @@ class AllReduce:
     def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
         """Each rank adds a share of the piece and takes the others'."""
         flags, rank, slots = self._flags, self._rank, self._slots
-        shares = [share(len(piece), it, self._size, piece.element_size()) for it in range(self._size)]
+        shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
         mine = shares[rank]
         rows = slots.next(piece.dtype)
         for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
@@ -264,7 +266,7 @@ class AllReduce:
         if mine:
             part = slice(mine.start, mine.stop)
             own, total = piece[part], results[rank][part]
-            parts = [own if it == rank else row[part] for it, row in enumerate(rows)]
+            parts = [own if other == rank else row[part] for other, row in enumerate(rows)]
             combine(parts, total, [held[: len(mine)] for held in memory])
             own.copy_(total)
         flags.meet(reason)
@@ -356,12 +358,12 @@ class HostCollectives:
         if self._is_alone:
             outputs[0].copy_(tensor)
             return
-        data, into = as_bytes(tensor), [as_bytes(it) for it in outputs]
+        data, into = as_bytes(tensor), [as_bytes(output) for output in outputs]
         self._slots.fit(len(data))
         reason = purpose(_ALL_GATHER, count=len(data))
-        pieces = [_cut(it, self._slots.num_bytes) for it in into]
+        pieces = [_cut(output, self._slots.num_bytes) for output in into]
         for index, piece in enumerate(_cut(data, self._slots.num_bytes)):
-            slots = [it[: len(piece)] for it in self._slots.next(torch.uint8)]
+            slots = [slot[: len(piece)] for slot in self._slots.next(torch.uint8)]
             slots[self._rank].copy_(piece)
             self._flags.meet(reason)
             slots[self._rank] = piece
@@ -379,7 +381,7 @@ class HostCollectives:
         reason = purpose(_REDUCE[op], kind=KINDS[tensor.dtype], root=root + 1, count=len(tensor))
         for piece in _cut(tensor, width):
             length = len(piece)
-            rows = [it[:length] for it in self._slots.next(tensor.dtype)]
+            rows = [slot[:length] for slot in self._slots.next(tensor.dtype)]
             if self._rank != root:
                 rows[self._rank].copy_(piece)
             self._flags.meet(reason)
@@ -397,7 +399,7 @@ class HostCollectives:
         width = self._slots.num_bytes // (self.size * output.element_size())
         memory = combine.memory((width,))
         reason = purpose(_REDUCE_SCATTER[op], kind=KINDS[output.dtype], count=len(output))
-        pieces = [_cut(it, width) for it in tensors]
+        pieces = [_cut(tensor, width) for tensor in tensors]
         for index, out in enumerate(_cut(output, width)):
             length = len(out)
             slots = self._slots.next(output.dtype)
@@ -406,7 +408,7 @@ class HostCollectives:
                     slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
             self._flags.meet(reason)
             first = self._rank * width
-            rows = [it[first : first + length] for it in slots]
+            rows = [slot[first : first + length] for slot in slots]
             rows[self._rank] = pieces[self._rank][index]
             combine(rows, out, [held[:length] for held in memory])
 
@@ -416,7 +418,7 @@ class HostCollectives:
             outputs[0].copy_(tensors[0])
             return
         flags, mine = self._flags, self._rank
-        sent, received = [as_bytes(it) for it in tensors], [as_bytes(it) for it in outputs]
+        sent, received = [as_bytes(tensor) for tensor in tensors], [as_bytes(tensor) for tensor in outputs]
         flags.say(max(map(len, [*sent, *received])))
         flags.meet(purpose(_ALL_TO_ALL))
         most = max(flags.said())

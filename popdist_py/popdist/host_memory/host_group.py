@@ -89,7 +89,7 @@ class HostGroup:
             BackendError: If a rank did not come in time, or there is no memory for the group.
         """
         names = names or Names(members=tuple(range(size)))
-        exchange = SegmentExchange(store, rank, [names.of([it]) for it in range(size)], timeout_seconds)
+        exchange = SegmentExchange(store, rank, [names.of([other]) for other in range(size)], timeout_seconds)
         try:
             fence, segment = make_fence(), Segment()
         except BackendError:
@@ -105,12 +105,14 @@ class HostGroup:
         if found is None:
             segment.close()
             return None
-        windows = {other: map_window(it.descriptor, 0, PAGE_BYTES) for other, it in found.items()} | {rank: window}
+        windows = {other: map_window(theirs.descriptor, 0, PAGE_BYTES) for other, theirs in found.items()} | {
+            rank: window
+        }
         flags = Flags(
-            [memoryview(windows[it]).cast("Q") for it in range(size)],
+            [memoryview(windows[other]).cast("Q") for other in range(size)],
             rank=rank,
             names=names,
-            watch=ProcessWatch({other: it.pid for other, it in found.items()}),
+            watch=ProcessWatch({other: theirs.pid for other, theirs in found.items()}),
             fence=fence,
             timeout_seconds=timeout_seconds,
         )
@@ -149,10 +151,12 @@ class HostGroup:
             OSError, ValueError: If the process may map no more.
         """
         places = zip(ranks, offsets, strict=True)
-        pages = [page.row if it == self.rank else self._map(it, offset, PAGE_BYTES) for it, offset in places]
-        found = {place: self._found[it] for place, it in enumerate(ranks) if it != self.rank}
-        watch = ProcessWatch({place: it.pid for place, it in found.items()})
-        flags = self.flags.part(ranks, [as_words(it) for it in pages], watch)
+        pages = [
+            page.row if other == self.rank else self._map(other, offset, PAGE_BYTES) for other, offset in places
+        ]
+        found = {place: self._found[other] for place, other in enumerate(ranks) if other != self.rank}
+        watch = ProcessWatch({place: theirs.pid for place, theirs in found.items()})
+        flags = self.flags.part(ranks, [as_words(page) for page in pages], watch)
         return HostGroup(self._segment, found, flags, flags.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
@@ -173,12 +177,12 @@ class HostGroup:
             offset, trouble = -1, str(error)
         self.flags.say(offset + 1)
         self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
-        offsets = [it - 1 for it in self.flags.said()]
+        offsets = [word - 1 for word in self.flags.said()]
         if not trouble and -1 not in offsets:
             try:
                 rows = [
-                    self._map(rank, it, num_bytes) if reserved is None or rank != self.rank else reserved.row
-                    for rank, it in enumerate(offsets)
+                    self._map(rank, offset, num_bytes) if reserved is None or rank != self.rank else reserved.row
+                    for rank, offset in enumerate(offsets)
                 ]
             except (OSError, ValueError) as error:
                 trouble = f"cannot map {num_bytes} bytes of each rank: {error}"

@@ -82,7 +82,7 @@ class Reduction:
 def _place_of(rows: Sequence[Tensor], outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]) -> Place:
     if any(out.dtype != rows[0].dtype for out in outputs):
         return "cast outputs"
-    is_into_rows = [it.data_ptr() for it in outputs] == [it.data_ptr() for it in rows]
+    is_into_rows = [row.data_ptr() for row in outputs] == [row.data_ptr() for row in rows]
     return "rows" if is_into_rows and order == additions(len(rows)) else "outputs"
 
 
@@ -117,14 +117,14 @@ class _BlockByBlock:
         is_half = dtype in HALVES
         pieces = list(blocks(elements, dtype.itemsize, len(rows)))
         targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
-        self._blocks = [_Block([row[it] for row in rows], [out[it] for out in targets]) for it in pieces]
+        self._blocks = [_Block([row[piece] for row in rows], [out[piece] for out in targets]) for piece in pieces]
         self._order = order
         self._combine = combine
         self._divide: Callable[[Any, float], object] = Tensor.div_
         self._copy: Callable[[Any, Any], object] = Tensor.copy_
         if path == "numpy":
             self._combine, self._divide, self._copy = np.add, divide, np.copyto
-            self._blocks = [_Block(*([it.numpy() for it in part] for part in block)) for block in self._blocks]
+            self._blocks = [_Block(*([row.numpy() for row in part] for part in block)) for block in self._blocks]
         longest = max((piece.stop - piece.start for piece in pieces), default=0)
         self._wide = [torch.empty(longest, dtype=torch.float32) for _ in rows] if is_half else None
 

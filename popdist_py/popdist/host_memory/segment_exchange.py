@@ -122,13 +122,17 @@ class SegmentExchange:
         mine = _Announcement(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
         with ExitStack() as stack:
             listener = stack.enter_context(_listen(mine))
-            announced = [_Announcement(**it) for it in self._tell_all("segments", asdict(mine))]
-            others = {rank: it for rank, it in enumerate(announced) if rank != self._rank}
-            found = {rank: seen for rank, it in others.items() if (seen := _open_through_proc(it)) is not None}
+            announced = [_Announcement(**values) for values in self._tell_all("segments", asdict(mine))]
+            others = {rank: announcement for rank, announcement in enumerate(announced) if rank != self._rank}
+            found = {
+                rank: seen
+                for rank, announcement in others.items()
+                if (seen := _open_through_proc(announcement)) is not None
+            }
             connections = {
                 rank: stack.enter_context(made)
-                for rank, it in others.items()
-                if rank not in found and (made := _connect(it, self._rank)) is not None
+                for rank, announcement in others.items()
+                if rank not in found and (made := _connect(announcement, self._rank)) is not None
             }
             asked = self._tell_all("connections", sorted(connections))
             self._serve(listener, segment, sum(self._rank in them for them in asked))
@@ -138,8 +142,8 @@ class SegmentExchange:
         has_all = len(found) == len(others)
         if all(self._tell_all("found", has_all)):
             return found
-        for it in found.values():
-            os.close(it.descriptor)
+        for theirs in found.values():
+            os.close(theirs.descriptor)
         return None
 
     def _tell_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds

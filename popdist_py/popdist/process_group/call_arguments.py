@@ -39,7 +39,7 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 def bare(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors without their gradients: autograd does not follow what is written into them."""
-    return [it.data for it in tensors]
+    return [tensor.data for tensor in tensors]
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN401 - ReduceOp or its enumeration
@@ -50,7 +50,7 @@ def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN4
     if reduce_op == SUM:
         return "sum"
     op = _OPS.get(getattr(reduce_op, "op", reduce_op))
-    return None if op == "mean" and not all(it.is_floating_point() for it in tensors) else op
+    return None if op == "mean" and not all(tensor.is_floating_point() for tensor in tensors) else op
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -63,9 +63,9 @@ def check_rows(rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size
     for row, tensor in zip(rows, tensors, strict=True):
         if len(row) != size:
             raise ValueError(f"expected a tensor for each of the {size} ranks, got {len(row)}")
-        for it in row:
-            if it.numel() != tensor.numel() or it.dtype != tensor.dtype or not it.is_cpu:
-                raise ValueError(f"expected {_describe(tensor)} for every rank, got {_describe(it)}")
+        for part in row:
+            if part.numel() != tensor.numel() or part.dtype != tensor.dtype or not part.is_cpu:
+                raise ValueError(f"expected {_describe(tensor)} for every rank, got {_describe(part)}")
 
 
 def check_parts(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> None:

@@ -61,7 +61,11 @@ class HostMessages:
         """
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):
-            works += [(rank, begin(rank, it)) for rank, it in tensors.items() if it.numel() and rank != self._rank]
+            works += [
+                (rank, begin(rank, tensor))
+                for rank, tensor in tensors.items()
+                if tensor.numel() and rank != self._rank
+            ]
         return partial(self._wait, works)
 
     def _wait(self, works: Sequence[tuple[int, Any]]) -> None:

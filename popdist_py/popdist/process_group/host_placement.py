@@ -35,7 +35,7 @@ def connect(
     store: Store, rank: int, size: int, *, timeout_seconds: float, names: Names
 ) -> HostCollectives | SeveralHosts:
     """Connect the ranks of a group, which all call this; the collectives that fit their hosts."""
-    called = [names.of([it]) for it in range(size)]
+    called = [names.of([rank]) for rank in range(size)]
     machines = tell_all(PrefixStore("machine", store), rank, called, machine(), timeout_seconds)
     num_local = ranks_of_each(machines)
     neighbours = None

@@ -41,7 +41,7 @@ def reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, root: int) -> N
 def all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
     """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
     for row, tensor in zip(outputs, tensors, strict=True):
-        places = [_place(it) for it in row]
+        places = [_place(tensor) for tensor in row]
         host.all_gather(places, _flat(tensor))
         _give_back(row, places)
 
@@ -52,14 +52,14 @@ def reduce_scatter(
     """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
     for output, row in zip(outputs, inputs, strict=True):
         place = _place(output)
-        host.reduce_scatter(place, [_flat(it) for it in row], op)
+        host.reduce_scatter(place, [_flat(tensor) for tensor in row], op)
         _give_back([output], [place])
 
 
 def all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
-    places = [_place(it) for it in outputs]
-    host.all_to_all(places, [_flat(it) for it in inputs])
+    places = [_place(output) for output in outputs]
+    host.all_to_all(places, [_flat(tensor) for tensor in inputs])
     _give_back(outputs, places)
 
 
@@ -73,7 +73,7 @@ def all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Seq
 
 def reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
     """:func:`reduce_scatter` of inputs that are one tensor each, one rank's part after the other."""
-    reduce_scatter(host, outputs, [_parts(_flat(it), host) for it in inputs], op)
+    reduce_scatter(host, outputs, [_parts(_flat(tensor), host) for tensor in inputs], op)
 
 
 def all_to_all_single(

@@ -135,7 +135,7 @@ class SeveralHosts:
                 rows = [mine]
             else:
                 rows = [torch.empty_like(mine) for _ in range(place.num_local)]
-                self._neighbours.all_gather([it.view(-1) for it in rows], mine.view(-1))
+                self._neighbours.all_gather([row.view(-1) for row in rows], mine.view(-1))
             for rank, output in enumerate(outputs):
                 output.copy_(rows[rank % place.num_local][rank // place.num_local])
 

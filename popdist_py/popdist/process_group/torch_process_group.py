@@ -92,7 +92,7 @@ class PopdistProcessGroup(TorchGroups):
 
     def _takes(self, *tensors: Tensor) -> bool:
         """Whether popdist itself does what is asked of these tensors."""
-        return {(it.is_cpu, it.layout) for it in tensors} <= _TAKEN
+        return {(tensor.is_cpu, tensor.layout) for tensor in tensors} <= _TAKEN
 
     def _do(self, do: Callable[..., None], opts: Options, results: object, *arguments: object) -> Work:
         return self._queue.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)

@@ -58,14 +58,16 @@ def check_elementwise(
     halves, half = start.clone().view(-1), start.numel() // 2
     for part in (slice(None, half), slice(half, None)):
         try:
-            _train(make, halves[part], [it.view(-1)[part] for it in gradients])
+            _train(make, halves[part], [gradient.view(-1)[part] for gradient in gradients])
         except Exception as error:
             raise OptimizerError(_refusal(optimizer_class, f"does not take a row of numbers: {error}")) from error
     if not torch.equal(whole.view(-1), halves):
         raise OptimizerError(
             _refusal(optimizer_class, "updates a half of a parameter to other bits than the whole")
         )
-    return frozenset(name for name, it in state.items() if isinstance(it, Tensor) and it.shape == whole.shape)
+    return frozenset(
+        name for name, value in state.items() if isinstance(value, Tensor) and value.shape == whole.shape
+    )
 
 
 def _make(

@@ -77,7 +77,7 @@ def shard_parameters(named: Sequence[Named], group: Group) -> list[ShardedParame
     """
     ranges: dict[str, list[range]] = {}
     for is_trained in (True, False):
-        some = [it for it in named if it[1].requires_grad is is_trained]
+        some = [pair for pair in named if pair[1].requires_grad is is_trained]
         sizes = [whole.numel() for _, whole in some]
         may_cut = [may_be_cut(whole) for _, whole in some]
         shares = deal_elements(sizes, len(group.instances), may_cut=may_cut)
@@ -98,8 +98,9 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
 def describe(named: Sequence[Named]) -> str:
     """What must be the same on all instances, in words: how many, and a digest of what they are."""
     text = "\n".join(
-        f"{name} {tuple(it.shape)} {it.stride()} {it.dtype} {it.device.type} {it.requires_grad}"
-        for name, it in named
+        f"{name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {parameter.device.type} "
+        f"{parameter.requires_grad}"
+        for name, parameter in named
     )
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return f"{len(named)} parameters, names and shapes {digest}"

@@ -78,7 +78,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
 def digest_of(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
     """A number for the settings ``names`` of an optimizer's groups, as far as they have a text of their own."""
     known = sorted(names)
-    texts = [repr([group.get(it) for it in known if isinstance(group.get(it), PLAIN)]) for group in groups]
+    texts = [repr([group.get(name) for name in known if isinstance(group.get(name), PLAIN)]) for group in groups]
     return int.from_bytes(hashlib.blake2b("\n".join(texts).encode(), digest_size=7).digest(), "little")
 
 
@@ -151,7 +151,7 @@ class ShardedOptimizer(Optimizer):
         except Exception:
             del self.param_groups[-1]
             raise
-        inner = {**settings, "params": [it.shard for it in sharded if it.mine]}
+        inner = {**settings, "params": [parameter.shard for parameter in sharded if parameter.mine]}
         if self._inside is None:
             self._inside = self._optimizer_class([inner], **self._given)
             self.defaults = self._inside.defaults
@@ -161,7 +161,7 @@ class ShardedOptimizer(Optimizer):
             group.setdefault(name, value)
         self._keys |= keys
         self._sharded += sharded
-        remember([(it.whole, it.ranges) for it in sharded], self)
+        remember([(parameter.whole, parameter.ranges) for parameter in sharded], self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
@@ -197,8 +197,8 @@ class ShardedOptimizer(Optimizer):
         """Wait until all instances are here, so that nobody reads the weights any more."""
         trouble: OptimizerError | None = None
         try:
-            for it in self._sharded:
-                it.check()
+            for parameter in self._sharded:
+                parameter.check()
         except OptimizerError as error:
             trouble = error
         report(group, text, trouble, digest_of(self.param_groups, self.defaults))
@@ -207,14 +207,14 @@ class ShardedOptimizer(Optimizer):
         """Update this instance's shards; the error, if there was one."""
         inside = self._settled_inside()
         try:
-            for it in self._sharded:
-                it.lend_gradient()
+            for parameter in self._sharded:
+                parameter.lend_gradient()
             quiet_step(inside)
         except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
             return error
         finally:
-            for it in self._sharded:
-                it.shard.grad = None
+            for parameter in self._sharded:
+                parameter.shard.grad = None
         for own, within in zip(self.param_groups, inside.param_groups, strict=True):
             own.update(settings_of(within))
         return None
@@ -238,9 +238,9 @@ class ShardedOptimizer(Optimizer):
         """What ``state_dict`` gives, on the instances that ``keep`` it; the others take part and keep nothing."""
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._settled_inside().state
-        for it, state in gather_state(self._group(), self._sharded, inner, self._keys, text):
+        for parameter, state in gather_state(self._group(), self._sharded, inner, self._keys, text):
             if keep:
-                self.state[it.whole] = state
+                self.state[parameter.whole] = state
         try:
             return super().state_dict()
         finally:
@@ -255,8 +255,10 @@ class ShardedOptimizer(Optimizer):
         """
         super().load_state_dict(dict(state_dict))
         inside = self._settled_inside()
-        mine = [it for it in self._sharded if it.mine and it.whole in self.state]
-        states = {it.shard: own_state(it, self.state[it.whole], self._keys) for it in mine}
+        mine = [parameter for parameter in self._sharded if parameter.mine and parameter.whole in self.state]
+        states = {
+            parameter.shard: own_state(parameter, self.state[parameter.whole], self._keys) for parameter in mine
+        }
         inside.__setstate__({"state": defaultdict(dict, states), "param_groups": inside.param_groups})
         self.state.clear()
 
@@ -294,16 +296,16 @@ class ShardedOptimizer(Optimizer):
 
     def _named(self, parameters: list[Parameter]) -> list[Named]:
         model = self._model()
-        names = {} if model is None else {id(it): name for name, it in model.named_parameters()}
-        for it in parameters:
-            if id(it) not in names:
+        names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+        for parameter in parameters:
+            if id(parameter) not in names:
                 raise OptimizerError(
-                    f"a parameter of shape {tuple(it.shape)} is none of the model's: give ShardedOptimizer "
+                    f"a parameter of shape {tuple(parameter.shape)} is none of the model's: give ShardedOptimizer "
                     "parameters of the ReplicatedModel that it was made with"
                 )
         if len(set(map(id, parameters))) < len(parameters):
             raise OptimizerError("a group of parameters holds one of them twice: name each once")
-        return [(names[id(it)], it) for it in parameters]
+        return [(names[id(parameter)], parameter) for parameter in parameters]
 
     def _group(self) -> Group:
         context.ensure_init()

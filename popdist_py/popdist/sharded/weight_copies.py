@@ -55,8 +55,8 @@ class WeightCopies:
             sharded: All parameters that were given to :meth:`share`.
         """
         if self._exchanges is None:
-            inside = [it for it in sharded if id(it.whole) in self._shared]
-            apart = [it for it in sharded if id(it.whole) not in self._shared]
+            inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
+            apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
             self._exchanges = [*_exchanges(apart, group.backend), *_exchanges(inside, _peers(group.backend))]
         for exchange in self._exchanges:
             exchange.run()
@@ -65,7 +65,7 @@ class WeightCopies:
 def _exchanges(sharded: Sequence[ShardedParameter], backend: Backend) -> list[ShardExchange]:
     if len(backend.instances) == 1:
         return []
-    return [ShardExchange(it, backend) for it in group_by_kind(sharded)]
+    return [ShardExchange(tensors, backend) for tensors in group_by_kind(sharded)]
 
 
 def _host_of(backend: Backend) -> HostGroup | None:
@@ -96,7 +96,11 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
     Returns:
         The parameters that are shared, the same on all instances: none where a host is short of memory.
     """
-    flats = [(it, flat_view(it.detach(), name)) for name, it in named if it.device.type == "cpu" and it.numel()]
+    flats = [
+        (parameter, flat_view(parameter.detach(), name))
+        for name, parameter in named
+        if parameter.device.type == "cpu" and parameter.numel()
+    ]
     if not flats:
         return []
     sizes = [-(-flat.nbytes // _LINE_BYTES) * _LINE_BYTES for _, flat in flats]
@@ -157,7 +161,7 @@ _MOST_LOOKED_AT: Final = 48
 def _release_unused(group: Group, host: HostGroup) -> None:
     """Give back the copies of optimizers before this one that no instance of the host reads any more."""
     copies = _copies.get(host, [])
-    unused = sum(1 << i for i, it in enumerate(copies[:_MOST_LOOKED_AT]) if it.storage.expired())
+    unused = sum(1 << i for i, weights in enumerate(copies[:_MOST_LOOKED_AT]) if weights.storage.expired())
     told = group.start("ShardedOptimizer, which copies before are unused", [unused]).wait()
     first = group.instances.index(group.backend.instance_index) - host.rank
     for (other,) in told[first : first + host.size]:
