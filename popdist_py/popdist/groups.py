@@ -8,11 +8,18 @@ instance has taken the same number of headers.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from popdist import headers
 from popdist.comm.backend import Backend, HeaderExchange
 from popdist.errors import BackendError, CollectiveError, PopdistError
 from popdist.progress import progress_page
+
+CAUSE_FIRST_SECONDS: Final = 1.0
+"""How long an instance waits before it raises an error of which another one has the cause.
+
+A launcher reports the failure that comes first, and that shall be the cause.
+"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,18 +3,15 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from popdist.context import current_job, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError
-from popdist.groups import Group
+from popdist.groups import CAUSE_FIRST_SECONDS, Group
 from popdist.headers import name_instances
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-COURTESY_SECONDS: Final = 1.0
-"""How long the others wait after a failure: launchers report what comes first, and that shall be the cause."""
 
 
 def is_main() -> bool:
@@ -112,5 +109,5 @@ def end_together(group: Group, text: str, failure: str) -> None:
     """
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
-        time.sleep(COURTESY_SECONDS)
+        time.sleep(CAUSE_FIRST_SECONDS)
         raise CollectiveError(failure.format(name_instances(failed)))

@@ -373,7 +373,7 @@ def law_who_leaves_before_all_have_spoken_ends_it_for_all() -> None:
     store = context._state.store
     assert store is not None
     if is_last():
-        with mock.patch.object(reduction, "FAREWELL_SECONDS", 0.01):
+        with mock.patch.object(reduction, "ABANDON_SECONDS", 0.01):
             for x, y in early.micro_batches(full_batch()):
                 cross_entropy(early(x), y).backward()
                 break

@@ -311,7 +311,7 @@ BUGS = (
     Bug(
         "a step that is abandoned is not told to the others",
         "popdist",
-        '                    self._say("abandoned").wait(FAREWELL_SECONDS)\n',
+        '                    self._say("abandoned").wait(ABANDON_SECONDS)\n',
         "",
         ("contract/test_training.py::test_laws[1-3]", "contract/test_training.py::test_laws[2-6]"),
     ),

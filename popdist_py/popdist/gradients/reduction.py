@@ -25,7 +25,7 @@ from popdist.gradients.memory import GradientMemory
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
-from popdist.groups import Exchange, Group
+from popdist.groups import CAUSE_FIRST_SECONDS, Exchange, Group
 from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
@@ -34,10 +34,7 @@ from popdist.tree import TreeSum, finish
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
 """What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
 
-COURTESY_SECONDS: Final = 1.0
-"""How long an instance waits before it raises an error of which another instance has the cause."""
-
-FAREWELL_SECONDS: Final = 3.0
+ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
 
 _STATES: Final = ("mean", "sum", "abandoned", "not finite")
@@ -191,9 +188,9 @@ class GradientSum:
             if self._is_awaited:
                 with suppress(PopdistError):
                     if self._announced is not None:
-                        self._announced.wait(FAREWELL_SECONDS)
+                        self._announced.wait(ABANDON_SECONDS)
                         self.unit()
-                    self._say("abandoned").wait(FAREWELL_SECONDS)
+                    self._say("abandoned").wait(ABANDON_SECONDS)
         finally:
             self._is_awaited = False
             self._end_early()
@@ -304,7 +301,7 @@ class GradientSum:
 def refuse_step(group: Group, accumulation: int) -> None:
     """Tell the others, in place of a step, that this instance could not split its batch. Never raises."""
     with suppress(PopdistError):
-        _announce(group, accumulation, _CANNOT_SPLIT, 0).wait(FAREWELL_SECONDS)
+        _announce(group, accumulation, _CANNOT_SPLIT, 0).wait(ABANDON_SECONDS)
 
 
 def _announce(group: Group, accumulation: int, heaviest: float, offer: int) -> Exchange:
@@ -339,7 +336,7 @@ def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
 
     A launcher reports the failure that comes first, and the cause is theirs.
     """
-    time.sleep(COURTESY_SECONDS)
+    time.sleep(CAUSE_FIRST_SECONDS)
     return MicroBatchError(f"{name_instances(instances)} {reason}, so this step has no gradient on any instance")
 
 

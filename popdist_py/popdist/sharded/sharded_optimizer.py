@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from popdist import context
 from popdist.errors import OptimizerError
-from popdist.gradients.reduction import COURTESY_SECONDS, check_whole_job
+from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
-from popdist.groups import Group
+from popdist.groups import CAUSE_FIRST_SECONDS, Group
 from popdist.headers import name_instances
 from popdist.sharded.elementwise import check_elementwise, quiet_step
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
@@ -62,7 +62,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
     if trouble is not None:
         raise trouble
     if failed := [i for i, (has_failed, _) in zip(group.instances, told, strict=True) if has_failed]:
-        time.sleep(COURTESY_SECONDS)  # they shall end first, with the cause
+        time.sleep(CAUSE_FIRST_SECONDS)  # they shall end first, with the cause
         raise OptimizerError(
             f"{name_instances(failed)} failed in {text} (see the error there), so a part of the weights was not "
             "updated"

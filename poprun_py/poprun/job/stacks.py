@@ -191,14 +191,14 @@ class StackInquiry:
         )
         if is_awaited and now_seconds < self._deadline_seconds:
             return None
-        return "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._closing()])
+        return "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._last_lines()])
 
     def _heading(self, statuses: Sequence[InstanceStatus]) -> list[str]:
         if self._hang is not None:
             return describe_hang(self._hang, statuses)
         return ["where the instances stand, the latest call last" if self._answers else "no program runs"]
 
-    def _closing(self) -> list[str]:
+    def _last_lines(self) -> list[str]:
         if self._hang is None:
             return []
         if self._hang_timeout_seconds is None:
@@ -209,7 +209,7 @@ class StackInquiry:
         standings = {
             index: read_standing(answer["text"], answer["processes"])
             if answer is not None
-            else Standing(processes=(_silence(statuses[index]),))
+            else Standing(processes=(_without_answer(statuses[index]),))
             for index, answer in self._answers.items()
         }
         threads = [stack for standing in standings.values() for stack in standing.threads]
@@ -221,5 +221,5 @@ class StackInquiry:
         )
 
 
-def _silence(status: InstanceStatus) -> str:
+def _without_answer(status: InstanceStatus) -> str:
     return "no answer" if status.state is InstanceState.RUNNING else "it has ended"
