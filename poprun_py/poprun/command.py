@@ -19,6 +19,7 @@ from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import program_on_another_machine, resolve_program
 from poprun.text import screen
 from poprun.text.formats import ReportFormat, VersionFormat
+from poprun.text.input_files import read_text
 
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
@@ -186,8 +187,8 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     if line.verbosity:
         screen.tell(f"reading the plan from {source}")
     try:
-        text = sys.stdin.read() if file == "-" else _read(file)
-    except (OSError, UnicodeError) as error:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
         raise PlanError(f"--plan {file}: {getattr(error, 'strerror', None) or error}") from None
     plan = read_plan(text, source)
     if not line.program:
@@ -195,11 +196,6 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     if plan.program:
         raise UsageError(f"--plan: {source} names its program: leave out {line.program[0]}")
     return replace(plan, program=_program(line, plan.working_directory))
-
-
-def _read(file: str) -> str:
-    with open(file, encoding="utf-8") as stream:
-        return stream.read()
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:

@@ -92,9 +92,9 @@ def test_what_is_read(text: str, texts: dict[str, tuple[str, ...]]) -> None:
         ("log-dir:\nhost: a", "job.yaml:1: log-dir has no value: give it one, or leave the line out"),
         ("- host", "job.yaml:1: a file of options has lines such as num-instances: 4"),
         ("host: a\nlog-dir: 'x\n", "job.yaml:3: this is no YAML: "),
-        ("a: *b", "job.yaml:1: this is no YAML: found undefined alias"),
+        ("a: *b", "job.yaml:1: this is no YAML: found the alias *b, which is not read here: write the value out"),
         ("a: \x00", "job.yaml: this is no YAML: "),
-        ("[" * 5000, "job.yaml: this is no YAML: "),
+        ("[" * 5000, "job.yaml:1: this is no YAML: more than 32 lists and mappings in each other"),
     ],
 )
 def test_what_is_refused(text: str, what: str) -> None:

@@ -13,6 +13,7 @@ from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.text.formats import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 from poprun.text.host_names import read_host_file
+from poprun.text.input_files import read_text
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
 """What variables and files may hold, by name."""
@@ -126,9 +127,8 @@ def _read_config_file(path: str) -> tuple[Given, ...]:
     from poprun.cli.config_file import read_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
 
     try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read()
-    except (OSError, UnicodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"--import-config {path}: {getattr(error, 'strerror', None) or error}") from None
     return read_config(text, path, NOT_LOCAL)
 

@@ -17,6 +17,7 @@ import yaml
 from poprun.cli.option import HELP_ALL, Given, Option
 from poprun.errors import UsageError
 from poprun.text.atomic_file import check_target, write_whole
+from poprun.text.input_files import YamlError, compose_yaml
 
 _NULL: Final = "tag:yaml.org,2002:null"
 _TEXT: Final = "tag:yaml.org,2002:str"
@@ -79,12 +80,10 @@ def config_text(given: Iterable[Given]) -> str:
 
 def _compose(text: str, source: str) -> yaml.Node | None:
     try:
-        node: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UsageError(f"{source}{line}: this is no YAML: {error.problem}") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UsageError(f"{source}: this is no YAML: {' '.join(str(error).split())}") from None
+        node = compose_yaml(text)
+    except YamlError as error:
+        line = "" if error.line is None else f":{error.line}"
+        raise UsageError(f"{source}{line}: this is no YAML: {error}") from None
     return node
 
 

@@ -4,9 +4,7 @@ Pure: values in, values and text out. The file states what the plan states, with
 nothing that follows from it. Reading is strict, because a plan that is misread starts the wrong processes.
 """
 
-import json
 import re
-from collections import Counter
 from dataclasses import asdict, fields
 from typing import Final
 
@@ -28,6 +26,7 @@ from poprun.plan.settings import (
 from poprun.plan.topology import Binding, MpiKind, MpiRuntime, ProcessPlacement
 from poprun.text.fields import FieldReader
 from poprun.text.host_names import fold_hosts, parse_hosts
+from poprun.text.input_files import YamlError, parse_json, parse_yaml
 from poprun.text.ranges import fold_numbers, parse_numbers
 
 VERSION: Final = 1
@@ -143,32 +142,20 @@ def read_plan(text: str, source: str) -> LaunchPlan:
         PlanError: If it is neither, or states no plan; the message names the file.
     """
     try:
-        values = (
-            json.loads(text, object_pairs_hook=_unique_keys) if text.lstrip().startswith("{") else _read_yaml(text)
-        )
-    except (ValueError, RecursionError) as error:
+        values = parse_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
+    except ValueError as error:
         raise PlanError(
             f"{source}: {error}: a plan is made with poprun --dry-run --topology-format json > plan.json"
         ) from None
     return plan_from_dict(values, source)
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"{twice} comes twice")
-    return values
-
-
 def _read_yaml(text: str) -> object:
-    import yaml  # noqa: PLC0415 - most plans are JSON, and most jobs have no plan file
-
     try:
-        values: object = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"neither JSON nor YAML ({' '.join(str(error).split())})") from None
-    return values
+        return parse_yaml(text)
+    except YamlError as error:
+        line = "" if error.line is None else f", line {error.line}"
+        raise ValueError(f"neither JSON nor YAML ({error}{line})") from None
 
 
 def _read_mpi(read: FieldReader) -> MpiRuntime | None:

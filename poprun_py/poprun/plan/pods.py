@@ -14,6 +14,7 @@ from poprun.plan.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluste
 from poprun.plan.topology import Gpu
 from poprun.text.fields import FieldReader
 from poprun.text.host_names import parse_hosts
+from poprun.text.input_files import parse_yaml
 from poprun.text.ranges import parse_numbers
 
 _NAME: Final = re.compile(r"(?:Bow-)?POD[-_]?(\d+)", re.IGNORECASE)
@@ -54,12 +55,10 @@ def read_pod(text: str, source: str) -> Cluster:
     Raises:
         PlanError: If it is no YAML, or describes no pod; the message names the file and the key.
     """
-    import yaml  # noqa: PLC0415 - most jobs know no pod
-
     try:
-        values: object = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise PlanError(f"{source}: no YAML ({' '.join(str(error).split())})") from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise PlanError(f"{source}: no YAML ({error})") from None
     if isinstance(values, dict):
         values = dict.fromkeys(_OPTIONAL) | values
     read = FieldReader(source=source, values=values)

@@ -8,6 +8,7 @@ from poprun.plan.pods import named_pod, on_machine, read_pod
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu
 from poprun.text.host_names import fold_hosts
+from poprun.text.input_files import read_text
 
 
 def choose_cluster(
@@ -76,11 +77,11 @@ def pod_of(text: str) -> Cluster:
     if found is not None:
         return found
     try:
-        with open(text, encoding="utf-8") as file:
-            return read_pod(file.read(), text)
-    except (OSError, UnicodeError) as error:
+        description = read_text(text)
+    except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or error
         raise PlanError(f"pod {text}: {problem}: give a name such as POD16, or a YAML file") from None
+    return read_pod(description, text)
 
 
 def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:

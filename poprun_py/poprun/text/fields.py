@@ -175,7 +175,7 @@ class FieldReader:
         return PlanError(f"{self.source}: {self.path}{key} must be {description}, not {_shown(found)}")
 
     def _names(self, keys: Collection[str]) -> str:
-        words = ", ".join(f"{self.path}{key}" for key in keys)
+        words = ", ".join(f"{self.path}{key:.60}" for key in keys)
         return f"{words} {'is' if len(keys) == 1 else 'are'}"
 
 

@@ -12,6 +12,7 @@ from itertools import groupby, product
 from typing import Final
 
 from poprun.errors import PlanError, UsageError
+from poprun.text.input_files import read_text
 
 MAX_HOSTS: Final = 65_536
 MAX_NAME_LENGTH: Final = 253
@@ -176,9 +177,8 @@ def read_host_file(path: str) -> tuple[str, ...]:
         PlanError: If a host comes twice.
     """
     try:
-        with open(path, encoding="utf-8") as stream:
-            lines = stream.read().splitlines()
-    except (OSError, UnicodeError) as error:
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
         raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from None
     hosts: list[str] = []
     for number, line in enumerate(lines, start=1):

@@ -1,0 +1,152 @@
+"""Files that a user names: read whole within bounds, and what JSON or YAML makes of them.
+
+A file may come from somebody else, by mistake or on purpose. It has :data:`MAX_BYTES` at most, lists and mappings
+stand :data:`MAX_DEPTH` deep in each other at most, and YAML has no aliases, with which a few lines stand for more
+values than there is memory. Whatever is beyond these bounds is an error at once.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import yaml
+
+MAX_BYTES: Final = 16 * 10**6
+MAX_DEPTH: Final = 32
+STDIN: Final = "-"
+
+
+def read_text(file: str) -> str:
+    """The text of ``file``, or of the standard input for ``-``, in UTF-8.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is longer than 16 MB, or not in UTF-8.
+    """
+    if file != STDIN:
+        with open(file, "rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    elif sys.stdin is None:
+        raise OSError("the standard input is closed")
+    else:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"longer than {MAX_BYTES // 10**6} MB, which no such file is")
+    return data.decode()
+
+
+def parse_json(text: str) -> object:
+    """The value that ``text`` is in JSON.
+
+    Raises:
+        ValueError: If it is none, has a key twice, or is too deep.
+    """
+    try:
+        values: object = json.loads(text, object_pairs_hook=_unique_keys)
+    except RecursionError:
+        raise _too_deep() from None
+    layer = [values]
+    for _ in range(MAX_DEPTH):
+        layer = [inner for value in layer for inner in _inside(value)]
+    if layer:
+        raise _too_deep()
+    return values
+
+
+def _inside(value: object) -> list[object]:
+    """The lists and mappings in a list or a mapping; none in any other value."""
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [inner for inner in values if isinstance(inner, (dict, list))]
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice} comes twice")
+    return values
+
+
+def parse_yaml(text: str) -> object:
+    """The value that ``text`` is in YAML.
+
+    Raises:
+        ValueError: If it is none, is too deep, or has an alias; the message is one line.
+    """
+    with _loading(text) as loader:
+        value: object = loader.get_single_data()
+    return value
+
+
+def compose_yaml(text: str) -> "yaml.Node | None":
+    """The nodes of ``text`` in YAML, with their lines; None for an empty one.
+
+    Raises:
+        ValueError: As :func:`parse_yaml` does.
+    """
+    with _loading(text) as loader:
+        node: yaml.Node | None = loader.get_single_node()
+    return node
+
+
+class YamlError(ValueError):
+    """What is wrong with a text in YAML, in one line.
+
+    Attributes:
+        line: Number of the line, from 1, or None.
+    """
+
+    def __init__(self, problem: str, line: int | None = None) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
+@contextmanager
+def _loading(text: str) -> Iterator[Any]:
+    import yaml  # noqa: PLC0415 - yaml is expensive, and most jobs have no such file
+
+    try:
+        loader = _loader()(text)
+        try:
+            yield loader
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        raise YamlError(error.problem or "", error.problem_mark.line + 1 if error.problem_mark else None) from None
+    except yaml.YAMLError as error:
+        raise YamlError(" ".join(str(error).split())) from None
+
+
+@cache
+def _loader() -> Any:  # noqa: ANN401 - a class of yaml's, which is not loaded before
+    import yaml  # noqa: PLC0415 - as above
+
+    class Loader(yaml.SafeLoader):
+        """A loader that goes :data:`MAX_DEPTH` deep and follows no alias."""
+
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401 - as yaml has it
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call] # the stubs' gap
+            mark = event.start_mark
+            if isinstance(event, yaml.AliasEvent):
+                problem = f"found the alias *{event.anchor}, which is not read here: write the value out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+            is_deeper = isinstance(event, yaml.CollectionStartEvent)
+            self.depth += is_deeper
+            if self.depth > MAX_DEPTH:
+                raise yaml.MarkedYAMLError(problem=str(_too_deep()), problem_mark=mark)
+            node = super().compose_node(parent, index)
+            self.depth -= is_deeper
+            return node
+
+    return Loader
+
+
+def _too_deep() -> ValueError:
+    return ValueError(f"more than {MAX_DEPTH} lists and mappings in each other, as in no such file")
