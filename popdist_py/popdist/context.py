@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from popdist.contract import VERSION, Contract
 from popdist.environments import Environment, Launcher, detect
@@ -31,6 +31,10 @@ DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu
 """For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
 
 
+Checks: TypeAlias = Literal["full", "off"]
+"""Whether the checks are made that cost time: see ``popdist.training.checks``."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Job:
     """An initialized job.
@@ -39,11 +43,13 @@ class Job:
         environment: What the environment said when ``init()`` was called.
         asked: The arguments of ``init()``.
         group: The instances that take part in collectives now; fewer inside ``execute_on_instances``.
+        is_checked: Whether the checks are made that cost time.
     """
 
     environment: Environment
-    asked: tuple[str | None, float]
+    asked: tuple[str | None, float, Checks]
     group: Group
+    is_checked: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,7 +113,7 @@ def limited_to(group: Group) -> Iterator[None]:
         job.group = outer
 
 
-def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None:
+def init(backend: str | None = None, *, timeout_seconds: float = 1800.0, checks: Checks = "full") -> None:
     """Connect this instance with the others of its job; needed before the first collective.
 
     The first ``ReplicatedModel`` calls it with the defaults where the program has not. All instances call it, with
@@ -123,19 +129,23 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
             where they are all on one host, over gloo where they are not; CUDA tensors over NCCL. ``"gloo"``
             refuses CUDA tensors, ``"nccl"`` CPU tensors.
         timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
+        checks: ``"full"`` looks for what would go wrong without a word, in the first steps of a model and then in
+            every 100th; ``"off"`` leaves out those checks that cost time.
 
     Raises:
         ContractError: If the environment promises a job and does not describe one.
-        BackendError: If the backend is unknown, the instances could not be connected, or ``init()`` was called
-            before with other arguments.
+        BackendError: If the backend or ``checks`` is unknown, the instances could not be connected, or ``init()``
+            was called before with other arguments.
         CollectiveError: If the instances gave different arguments, compute with different numbers of threads or
             choices of algorithms, or have different versions of popdist; names who has which.
     """
-    asked = (backend, timeout_seconds)
+    asked = (backend, timeout_seconds, checks)
     if backend not in tuple(DEVICE_TYPES):
         raise BackendError(f"unknown backend {backend!r}: choose 'gloo', 'nccl', or None for the tensor's device")
     if not 0 < as_float(timeout_seconds) < math.inf:
         raise BackendError(f"timeout_seconds={timeout_seconds!r} must be a finite number greater than 0")
+    if checks not in ("full", "off"):
+        raise BackendError(f"checks={checks!r} must be 'full' or 'off'")
     if _state.job is not None:
         if _state.job.asked != asked:
             raise BackendError(f"init{asked} after init{_state.job.asked}: call finalize() between them")
@@ -152,13 +162,13 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0) -> None
     group = Group(connected, found.contract.num_instances, _state.notice)
     try:
         group.agree(
-            f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}), "
+            f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}), "
             f"{found.contract.num_replicas} replicas, popdist {VERSION}, {computes}, job {found.contract.job_id!r}"
         )
     except Exception:
         connected.close()
         raise
-    _state.job = Job(environment=found, asked=asked, group=group)
+    _state.job = Job(environment=found, asked=asked, group=group, is_checked=checks == "full")
     atexit.unregister(_leave_at_exit)
     atexit.register(_leave_at_exit)
 

@@ -67,10 +67,12 @@ def test_half_a_contract_is_an_error_in_every_query(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_init_cannot_do_is_refused() -> None:
-    """An unknown backend lists the choices; a timeout is a finite number greater than 0."""
+    """An unknown backend lists the choices; a timeout is finite and greater than 0, checks are full or off."""
     with pytest.raises(popdist.BackendError, match=r"unknown backend 'mpi': choose 'gloo', 'nccl', or None"):
         popdist.init("mpi")
     for timeout_seconds in (0, -1.0, float("inf"), float("nan")):
         with pytest.raises(popdist.BackendError, match="greater than 0"):
             popdist.init(timeout_seconds=timeout_seconds)
+    with pytest.raises(popdist.BackendError, match=r"checks='some' must be 'full' or 'off'"):
+        popdist.init(checks="some")  # type: ignore[arg-type] # the subject
     assert not popdist.is_initialized()

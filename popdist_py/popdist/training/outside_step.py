@@ -29,6 +29,7 @@ from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.layout import ReplicaLayout
+from popdist.training.checks import CheckedSteps
 from popdist.training_loop import training_loop
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ class AutomaticReduction:
         gradients: Of its parameters.
         buffers: Of the model; they are made equal with the gradients.
         layout: Of the job.
+        checked_steps: Of the model: a reduction is a step.
         checks_finite: Whether to look for NaN and infinity.
 
     Attributes:
@@ -156,6 +158,7 @@ class AutomaticReduction:
         gradients: ModelGradients,
         buffers: ReplicaBuffers,
         layout: ReplicaLayout,
+        checked_steps: CheckedSteps,
         *,
         checks_finite: bool,
     ) -> None:
@@ -165,6 +168,7 @@ class AutomaticReduction:
         self._gradients = gradients
         self._buffers = buffers
         self._layout = layout
+        self._checked_steps = checked_steps
         self._checks_finite = checks_finite
         self._num_suspensions = 0
         self._watched: dict[int, weakref.ref[Parameter]] = {}
@@ -232,6 +236,7 @@ class AutomaticReduction:
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
             _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, found)
+            self._checked_steps.end_step()
             self._buffers.begin_step()
         elif found is not None:
             raise not_finite_error(found, gradients)

@@ -14,6 +14,7 @@ from popdist.gradients.memory import ModelGradients
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum, check_reduction, refuse_step
 from popdist.training import outside_step
+from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.randomness import ReplicaRandomness
@@ -45,8 +46,14 @@ class ModelSteps:
         self.step: Step | PlainStep | None = None
         self.gradients = ModelGradients(self._module)
         self._buffers = ReplicaBuffers(self._module)
+        self._checked_steps = CheckedSteps()
         self.automatic = AutomaticReduction(
-            self._module, self.gradients, self._buffers, self.layout, checks_finite=self._checks_finite
+            self._module,
+            self.gradients,
+            self._buffers,
+            self.layout,
+            self._checked_steps,
+            checks_finite=self._checks_finite,
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,11 +73,17 @@ class ModelSteps:
             )
         training_loop.begin_step(self)
         group, checks_finite = context.current_group(), self._checks_finite
+        is_checked = self._checked_steps.is_next_checked()
         if self.layout.num_replicas == accumulation == 1:
-            self.step = PlainStep(group, self.gradients, checks_finite=checks_finite)
+            self.step = PlainStep(group, self.gradients, is_checked=is_checked, checks_finite=checks_finite)
         else:
-            memory = self.gradients.memory(group, self.layout)
-            self.step = Step(memory, self._buffers, accumulation=accumulation, checks_finite=checks_finite)
+            self.step = Step(
+                self.gradients.memory(group, self.layout),
+                self._buffers,
+                accumulation=accumulation,
+                is_checked=is_checked,
+                checks_finite=checks_finite,
+            )
         self.automatic.step = self.step
         outside_step.begin_step(self, self._module)
         return self.step
@@ -128,6 +141,7 @@ class ModelSteps:
         except BaseException:
             self.abandon()
             raise
+        self._checked_steps.end_step()
         self._end()
 
     def abandon(self) -> None:

@@ -21,13 +21,21 @@ class Step:
         memory: Of the gradients of the model's parameters. The ``.grad`` of those that are trained is set to None.
         buffers: Of the model.
         accumulation: Micro batches of each local replica.
+        is_checked: Whether the checks are made that cost time.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
     """
 
     def __init__(
-        self, memory: GradientMemory, buffers: ReplicaBuffers, *, accumulation: int, checks_finite: bool
+        self,
+        memory: GradientMemory,
+        buffers: ReplicaBuffers,
+        *,
+        accumulation: int,
+        is_checked: bool,
+        checks_finite: bool,
     ) -> None:
         self.accumulation = accumulation
+        self.is_checked = is_checked
         self._memory = memory
         self._gradients = memory.gradients
         self._buffers = buffers
@@ -145,12 +153,14 @@ class PlainStep:
     Args:
         group: The one instance of the job.
         gradients: Of the model's parameters. The ``.grad`` of those that are trained is set to None.
+        is_checked: Whether the checks are made that cost time.
         checks_finite: Whether to look for NaN and infinity in the gradient.
     """
 
     accumulation = 1
 
-    def __init__(self, group: Group, gradients: ModelGradients, *, checks_finite: bool) -> None:
+    def __init__(self, group: Group, gradients: ModelGradients, *, is_checked: bool, checks_finite: bool) -> None:
+        self.is_checked = is_checked
         self._group = group
         self._gradients = gradients
         self._checks_finite = checks_finite
