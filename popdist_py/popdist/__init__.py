@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist import checkpoint as checkpoint
+    from popdist import packing as packing
     from popdist.collectives import all_gather as all_gather
     from popdist.collectives import all_reduce as all_reduce
     from popdist.collectives import barrier as barrier
@@ -105,7 +106,9 @@ _NAMES_OF_MODULES = {
 
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
-_PUBLIC = [*_MODULE_OF, "__version__", "checkpoint"]
+_PUBLIC_FOLDERS = ("checkpoint", "packing")
+
+_PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 
 if not TYPE_CHECKING:  # type checkers take the imports above
     __all__ = list(_PUBLIC)
@@ -118,8 +121,8 @@ if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in po
 
 
 def __getattr__(name: str) -> object:
-    if name == "checkpoint":
-        return import_module("popdist.checkpoint")
+    if name in _PUBLIC_FOLDERS:
+        return import_module(f"popdist.{name}")
     if name == "__version__":
         return import_module("popdist.contract").VERSION
     if name not in _MODULE_OF:

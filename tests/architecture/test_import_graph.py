@@ -42,6 +42,7 @@ TORCH_FACING = frozenset(
         "training",
         "sharded",
         "data",
+        "packing",
         "weights",
         "instances",
         "testing",

@@ -1,0 +1,358 @@
+"""Which sequences share a row of the batch: packing as a matter of counts, not of samples.
+
+A strategy says how often each pack (a set of lengths that fit into one row) is used. It follows from the
+histogram of lengths alone, so a corpus of 16 million sequences costs what its 512 different lengths cost.
+Packing is the cutting-stock problem: rows are stock of ``max_length`` tokens, sequences are the pieces.
+
+The names are those of M. M. Krell, M. Kosec, S. P. Perez, A. Fitzgibbon: "Efficient Sequence Packing without
+Cross-contamination" (https://arxiv.org/abs/2107.02027), which measured the first three.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from popdist.errors import DatasetError, whole_number
+
+Pack = tuple[int, ...]
+"""The lengths of the sequences of one row, longest first."""
+
+Histogram = NDArray[np.int64]
+"""Element i counts the sequences of length i + 1."""
+
+MAX_COUNT: Final = 2**53
+"""Sequences in all: what a float holds exactly, since the linear programme counts in floats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingStrategy:
+    """How often each pack is used, so that every sequence of a histogram is in exactly one.
+
+    ``print(strategy)`` shows it as a table.
+
+    Attributes:
+        algorithm: Name of the function that made it.
+        max_length: Tokens of a row. At least 1.
+        max_sequences_per_pack: How many sequences a row may hold; None for as many as fit.
+        packs: How often each pack is used, at least once. Empty for an empty histogram.
+        lower_bound: No packing of these sequences under these limits has fewer rows than this.
+    """
+
+    algorithm: str
+    max_length: int
+    max_sequences_per_pack: int | None
+    packs: Mapping[Pack, int] = field(hash=False)
+    lower_bound: int
+
+    @property
+    def num_packs(self) -> int:
+        """Rows."""
+        return sum(self.packs.values())
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in all rows."""
+        return sum(len(pack) * count for pack, count in self.packs.items())
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens in all rows."""
+        return sum(sum(pack) * count for pack, count in self.packs.items())
+
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of all rows that are no sequence's."""
+        return self.num_packs * self.max_length - self.num_tokens
+
+    @property
+    def efficiency(self) -> float:
+        """Real tokens over all tokens, 0 to 1; 1 without rows."""
+        return self.num_tokens / (self.num_packs * self.max_length) if self.packs else 1.0
+
+    @property
+    def packing_factor(self) -> float:
+        """Mean number of sequences in a row, at least 1; 1 without rows."""
+        return self.num_sequences / self.num_packs if self.packs else 1.0
+
+    @property
+    def gap(self) -> float:
+        """How many more rows than the lower bound, as a part of it: 0 is a packing that nothing can beat."""
+        return (self.num_packs - self.lower_bound) / self.lower_bound if self.packs else 0.0
+
+    def histogram(self) -> Histogram:
+        """The sequences of each length, which this strategy packs: int64 of shape ``[max_length]``."""
+        counts = np.zeros(self.max_length, np.int64)
+        for pack, count in self.packs.items():
+            for length in pack:
+                counts[length - 1] += count
+        return counts
+
+    def digest(self) -> str:
+        """32 hexadecimal digits that name the packs and their counts, the same on every machine."""
+        words = repr((self.max_length, sorted(self.packs.items())))
+        return hashlib.sha256(words.encode()).hexdigest()[:32]
+
+    def __str__(self) -> str:
+        return table([self])
+
+
+_COLUMNS: Final = (
+    "strategy",
+    "most a pack",
+    "packs",
+    "efficiency",
+    "packing factor",
+    "padding tokens",
+    "bound",
+    "gap",
+)
+
+
+def table(strategies: Iterable[PackingStrategy]) -> str:
+    """Strategies as rows of text, one line each, under a line of headings."""
+    rows = [_COLUMNS, *(_cells(strategy) for strategy in strategies)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.rjust(width) if number else cell.ljust(width) for number, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cells(strategy: PackingStrategy) -> tuple[str, ...]:
+    return (
+        strategy.algorithm,
+        str(strategy.max_sequences_per_pack or "any"),
+        f"{strategy.num_packs:,}",
+        f"{strategy.efficiency:.3%}",
+        f"{strategy.packing_factor:.4f}",
+        f"{strategy.padding_tokens:,}",
+        f"{strategy.lower_bound:,}",
+        f"{strategy.gap:.4%}",
+    )
+
+
+def unpacked(histogram: Iterable[int], max_length: int = 512) -> PackingStrategy:
+    """One row for each sequence: what padding does, to compare others with.
+
+    Raises:
+        DatasetError: As :func:`spfhp`.
+    """
+    counts = check_histogram(histogram, max_length)
+    packs: dict[Pack, int] = {(length,): int(counts[length - 1]) for length in lengths_of(counts)}
+    return make_strategy("none", packs, counts, max_length, 1)
+
+
+def spfhp(
+    histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
+) -> PackingStrategy:
+    """Shortest pack first, on a histogram: from the longest length down, into the pack with most room.
+
+    Sequences of one length that no pack has room for open a pack each. Time O(lengths x max_length).
+
+    Args:
+        histogram: Element i counts the sequences of length i + 1; may be all zeros.
+        max_length: Tokens of a row. At least 1.
+        max_sequences_per_pack: At least 1; None for as many as fit.
+
+    Raises:
+        DatasetError: If a count is negative or no whole number, a sequence is longer than ``max_length``, or a
+            limit is below 1. The message names the length.
+    """
+    return _greedy("spfhp", histogram, max_length, max_sequences_per_pack)
+
+
+def lpfhp(
+    histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
+) -> PackingStrategy:
+    """Longest pack first, on a histogram: from the longest length down, into the pack with least room that fits.
+
+    This is best fit decreasing (D. S. Johnson, 1973), for all sequences of a length at once: what it opens takes
+    as many of that length as fit. It needs no scipy and is close to the best where rows hold many sequences.
+
+    Args:
+        histogram: Element i counts the sequences of length i + 1; may be all zeros.
+        max_length: Tokens of a row. At least 1.
+        max_sequences_per_pack: At least 1; None for as many as fit.
+
+    Raises:
+        DatasetError: As :func:`spfhp`.
+    """
+    return _greedy("lpfhp", histogram, max_length, max_sequences_per_pack)
+
+
+def _greedy(
+    algorithm: str, histogram: Iterable[int], max_length: int, max_sequences_per_pack: int | None
+) -> PackingStrategy:
+    counts = check_histogram(histogram, max_length)
+    limit = check_limit(max_sequences_per_pack)
+    fill = best_fit if algorithm == "lpfhp" else _worst_fit
+    return make_strategy(algorithm, fill(counts, max_length, limit or max_length), counts, max_length, limit)
+
+
+class _OpenPacks:
+    """Packs that are being filled, by the room that they have left."""
+
+    def __init__(self, max_length: int, limit: int) -> None:
+        self.limit = limit
+        self.by_room: list[list[tuple[Pack, int]]] = [[] for _ in range(max_length + 1)]
+        self.closed: dict[Pack, int] = {}
+
+    def add(self, pack: Pack, count: int, room: int) -> None:
+        """``count`` packs that are as full as ``pack``; those that can take no more are closed."""
+        if not count:
+            return
+        if room == 0 or len(pack) == self.limit:
+            self.closed[pack] = self.closed.get(pack, 0) + count
+        else:
+            self.by_room[room].append((pack, count))
+
+    def close(self) -> dict[Pack, int]:
+        """All packs, as they are now."""
+        for packs in self.by_room:
+            for pack, count in packs:
+                self.closed[pack] = self.closed.get(pack, 0) + count
+        return self.closed
+
+
+def _worst_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
+    """Packs by :func:`spfhp`."""
+    packs = _OpenPacks(max_length, limit)
+    for length in reversed(lengths_of(counts)):
+        remaining = int(counts[length - 1])
+        for room in range(max_length, length - 1, -1):
+            while remaining and packs.by_room[room]:
+                pack, count = packs.by_room[room].pop()
+                used = min(count, remaining)
+                packs.add(pack, count - used, room)
+                packs.add((*pack, length), used, room - length)
+                remaining -= used
+        packs.add((length,), remaining, max_length - length)
+    return packs.close()
+
+
+def best_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
+    """Packs by :func:`lpfhp`, of a checked histogram; a pack holds at most ``limit`` sequences."""
+    packs = _OpenPacks(max_length, limit)
+    for length in reversed(lengths_of(counts)):
+        remaining = int(counts[length - 1])
+        for room in range(length, max_length + 1):
+            while remaining and packs.by_room[room]:
+                pack, count = packs.by_room[room].pop()
+                remaining = _fill(packs, pack, count, room, (length, remaining))
+        _fill(packs, (), remaining, max_length, (length, remaining))
+    return packs.close()
+
+
+def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, piece: tuple[int, int]) -> int:
+    """Put as many sequences as fit into each of ``count`` packs; how many of ``piece`` remain."""
+    length, remaining = piece
+    most = min(room // length, packs.limit - len(pack))
+    full = min(count, remaining // most)
+    packs.add(pack + (length,) * most, full, room - length * most)
+    rest = min(remaining - full * most, most - 1) if count > full else 0
+    if rest:
+        packs.add(pack + (length,) * rest, 1, room - length * rest)
+    if pack:
+        packs.add(pack, count - full - bool(rest), room)
+    return remaining - full * most - rest
+
+
+def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
+    """``histogram`` as int64 of shape ``[max_length]``, longer ends of zeros left out.
+
+    Raises:
+        DatasetError: As :func:`spfhp`.
+    """
+    whole_number("max_length", max_length, DatasetError)
+    try:
+        given = np.asarray(list(histogram))
+    except TypeError:
+        given = np.empty((0, 0))
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise DatasetError(
+            f"a histogram of type {type(histogram).__name__} is no row of whole numbers: element i counts the "
+            "sequences of length i + 1"
+        )
+    if given.size and given.min() < 0:
+        length = int(given.argmin()) + 1
+        raise DatasetError(
+            f"the histogram counts {given.min()} sequences of length {length}: a count is at least 0"
+        )
+    if given[max_length:].any():
+        length = int(np.flatnonzero(given)[-1]) + 1
+        raise DatasetError(
+            f"{int(given[max_length:].sum())} sequences are longer than max_length={max_length}, the longest has "
+            f"{length} tokens: shorten them first, or take a larger max_length"
+        )
+    counts = np.zeros(max_length, np.int64)
+    counts[: min(given.size, max_length)] = given[:max_length]
+    if float(counts.sum(dtype=np.float64)) > MAX_COUNT:
+        raise DatasetError(
+            f"the histogram counts {counts.sum(dtype=np.float64):.3g} sequences: at most 2**53 are packed"
+        )
+    return counts
+
+
+def check_limit(max_sequences_per_pack: int | None) -> int | None:
+    """``max_sequences_per_pack`` as an int.
+
+    Raises:
+        DatasetError: If it is below 1 or no whole number.
+    """
+    if max_sequences_per_pack is None:
+        return None
+    return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)
+
+
+def lengths_of(counts: Histogram) -> list[int]:
+    """The lengths that occur, shortest first."""
+    lengths: list[int] = (np.flatnonzero(counts) + 1).tolist()
+    return lengths
+
+
+def make_strategy(
+    algorithm: str,
+    packs: Mapping[Pack, int],
+    counts: Histogram,
+    max_length: int,
+    limit: int | None,
+    *,
+    bound: int = 0,
+) -> PackingStrategy:
+    """A strategy with the best of ``bound`` and of the bounds that any packing has."""
+    merged: dict[Pack, int] = {}
+    for pack, count in packs.items():
+        key = tuple(sorted(pack, reverse=True))
+        merged[key] = merged.get(key, 0) + count
+    return PackingStrategy(
+        algorithm=algorithm,
+        max_length=max_length,
+        max_sequences_per_pack=limit,
+        packs=MappingProxyType(dict(sorted(merged.items(), reverse=True))),
+        lower_bound=max(bound, _simple_bound(counts, max_length, limit)),
+    )
+
+
+def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
+    """All tokens in full rows; all sequences in packs of the limit; a row for each one longer than half a row."""
+    num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
+    num_sequences = int(counts.sum())
+    num_long = int(counts[max_length // 2 :].sum())
+    by_limit = math.ceil(num_sequences / limit) if limit else 0
+    return max(math.ceil(num_tokens / max_length), by_limit, num_long)
+
+
+class Algorithm(Protocol):
+    """A function that makes a strategy, such as :func:`lpfhp`."""
+
+    def __call__(
+        self, histogram: Iterable[int], max_length: int = 512, max_sequences_per_pack: int | None = None
+    ) -> PackingStrategy:
+        """The strategy for ``histogram``."""
