@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.collectives import broadcast as broadcast
     from popdist.collectives import broadcast_object as broadcast_object
     from popdist.collectives import gather as gather
-    from popdist.collectives import weighted_mean as weighted_mean
     from popdist.compat import checkNumIpusPerReplica as checkNumIpusPerReplica
     from popdist.compat import finalizeBackend as finalizeBackend
     from popdist.compat import getDeviceId as getDeviceId
@@ -65,6 +64,8 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.instances import execute_on_instances as execute_on_instances
     from popdist.instances import first_on_host as first_on_host
     from popdist.instances import is_main as is_main
+    from popdist.metrics.mean import Mean as Mean
+    from popdist.metrics.mean import weighted_mean as weighted_mean
     from popdist.preemption import check_preemption as check_preemption
     from popdist.preemption import on_preemption as on_preemption
     from popdist.progress import report as report
@@ -77,7 +78,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     __version__: str
 
 _NAMES_OF_MODULES = {
-    "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather weighted_mean",
+    "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather",
     "compat": (
         "checkNumIpusPerReplica finalizeBackend getDeviceId getInstanceIndex getLocalInstanceIndex "
         "getNumInstances getNumIpusPerReplica getNumLocalReplicas getNumTotalReplicas getReplicaIndexOffset "
@@ -95,6 +96,7 @@ _NAMES_OF_MODULES = {
         "MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError"
     ),
     "instances": "execute_on_instances first_on_host is_main",
+    "metrics.mean": "Mean weighted_mean",
     "preemption": "check_preemption on_preemption",
     "progress": "report",
     "training.outside_step": "all_reduce_gradients",

@@ -1,4 +1,4 @@
-"""The collectives of a job: sums, copies, barriers, JSON values, rows and means of all instances.
+"""The collectives of a job: sums, copies, barriers, JSON values and rows of all instances.
 
 Every call first proves that all instances make the same one, with the same shape, dtype and arguments; so a
 difference is an error on every instance that names who brought what, never a hang and never a wrong result. An
@@ -9,7 +9,6 @@ least float32, so that every instance has the same bits whatever the number of i
 """
 
 import json
-import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, Final, Literal, TypeVar, get_args
@@ -21,7 +20,7 @@ from popdist.comm.backend import Backend
 from popdist.context import current_group, device
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
-from popdist.headers import as_floats, as_words, name_instances
+from popdist.headers import name_instances
 from popdist.progress import progress_page
 from popdist.tree import tree_sum
 
@@ -280,39 +279,6 @@ def _encode(value: object) -> tuple[bytes, str | None]:
         return json.dumps(value, allow_nan=False).encode(), None
     except (TypeError, ValueError, RecursionError) as error:
         return b"", str(error)
-
-
-def weighted_mean(total: float, count: float) -> float:
-    """The mean over everything that all instances counted: the sum of totals divided by the sum of counts.
-
-    It is exact whatever the split: never a mean of means. ``weighted_mean(loss_sum, num_samples)`` is the loss per
-    sample, ``weighted_mean(num_correct, num_samples)`` the accuracy.
-
-    Args:
-        total: What this instance summed up.
-        count: Over how many, in any unit; 0 on an instance that saw nothing, with a ``total`` of 0.
-
-    Returns:
-        The same float on every instance: both sums are rounded once, so it does not depend on their order.
-
-    Raises:
-        CollectiveError: If no instance counted anything, an instance makes another call, or what is given is no
-            number or a negative count.
-        NotInitializedError: Before ``popdist.init()``.
-        BackendError: If an instance was lost or came too late.
-    """
-    try:
-        words = as_words([float(total), float(count)])
-    except (TypeError, ValueError):
-        raise CollectiveError(f"weighted_mean({total!r}, {count!r}): expected two numbers") from None
-    if not 0 <= count < math.inf:
-        raise CollectiveError(f"weighted_mean({total!r}, {count!r}): expected a finite count of at least 0")
-    totals, counts = zip(*map(as_floats, exchange(words, "weighted_mean()").wait()), strict=True)
-    if not (num_counted := math.fsum(counts)):
-        raise CollectiveError(
-            f"weighted_mean: the counts {list(counts)} of all instances add up to 0: there is no mean"
-        )
-    return math.fsum(totals) / num_counted
 
 
 def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:

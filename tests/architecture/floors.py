@@ -59,6 +59,7 @@ POPDIST: Final[Floors] = (
     {"context": "the one global: which job this process is in"},
     {
         "collectives": "sums, copies, barriers, values for all",
+        "metrics": "means over all instances, exact for any split",
         "weights": "weights made equal, and proved equal",
     },
     {

@@ -12,7 +12,7 @@ PUBLIC = """
 BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError MicroBatchError
 NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError
 checkpoint packing check_preemption on_preemption
-ReplicaSampler ReplicatedModel ShardedOptimizer
+Mean ReplicaSampler ReplicatedModel ShardedOptimizer
 broadcast_object data_loader first_on_host gather job_id shard_iterable
 all_gather all_reduce all_reduce_gradients barrier broadcast broadcast_weights checksum device devices
 execute_on_instances finalize init instance_index ipus_per_replica is_initialized is_main

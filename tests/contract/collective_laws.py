@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from fractions import Fraction
 from typing import Any
 from unittest import mock
 
@@ -282,10 +283,32 @@ def law_weighted_mean_is_exact() -> None:
     assert popdist.weighted_mean(1e300 if index == 0 else 1.0, 1) == (1e300 + (size - 1)) / size
     with refused(popdist.CollectiveError, "add up to 0"):
         popdist.weighted_mean(0, 0)
-    with refused(popdist.CollectiveError, "expected two numbers"):
-        popdist.weighted_mean("a", 1)  # type: ignore[arg-type]  # the mistake that is tested
-    with refused(popdist.CollectiveError, "a finite count of at least 0"):
-        popdist.weighted_mean(1.0, -2)
+
+
+def law_means_do_not_depend_on_the_split() -> None:
+    """Totals of all magnitudes, dealt to the instances in any way, have the exact mean, rounded once."""
+    index, size, draw = popdist.instance_index(), popdist.num_instances(), random.Random(3)  # noqa: S311 - no secret
+    for largest in (0, 30, 300):
+        totals = [draw.uniform(-1, 1) * 10.0 ** draw.randint(-largest, largest) for _ in range(24)]
+        counts = [draw.randint(0, 9) for _ in totals]
+        wanted = float(sum(map(Fraction, totals)) / sum(counts))
+        own, own_counts = totals[index::size], counts[index::size]
+        assert popdist.weighted_mean(own, own_counts) == wanted
+        assert popdist.weighted_mean(torch.tensor(own, dtype=torch.float64), torch.tensor(own_counts)) == wanted
+        mean = popdist.Mean()
+        for total, count in zip(reversed(own), reversed(own_counts), strict=True):
+            mean.add(torch.tensor(total, dtype=torch.float64, requires_grad=True), count)
+        assert mean.compute() == mean.compute() == wanted
+
+
+def law_a_mean_that_one_instance_refuses_is_refused_on_all() -> None:
+    """That instance says what is wrong, the others who, and nobody waits."""
+    last = popdist.num_instances() - 1
+    for wrong, fault in (("a", "expected numbers"), (1.0, "a finite count of at least 0")):
+        is_mine = popdist.instance_index() == last
+        with refused(popdist.CollectiveError, fault if is_mine else f"instance {last} brought no numbers"):
+            popdist.weighted_mean(wrong if is_mine else 1.0, -2 if is_mine else 1)  # type: ignore[arg-type]  # the mistake
+    popdist.barrier()
 
 
 def law_some_instances_work_alone() -> None:

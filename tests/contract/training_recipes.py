@@ -195,12 +195,12 @@ def recipe_closure() -> nn.Module:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 
     def closure() -> float:
-        total = torch.zeros((), dtype=torch.float64)
+        mean = popdist.Mean()
         for x, y in model.micro_batches(batch()):
             loss = cross_entropy(model(x), y)
             loss.backward()
-            total += loss.detach().double() * len(x)
-        return popdist.weighted_mean(float(total), len(batch()[0]))
+            mean.add(loss.detach() * len(x), len(x))
+        return mean.compute()
 
     for _ in range(NUM_STEPS):
         optimizer.step(closure)

@@ -1,0 +1,1 @@
+"""Figures of merit over all instances of a job."""

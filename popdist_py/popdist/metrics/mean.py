@@ -1,0 +1,238 @@
+"""Means over everything that the instances of a job counted, exact for any split.
+
+A floating-point sum depends on its order, and a program that adds up its losses adds them in another order for
+each split. Here a sum is a whole number of units of 2^-1074, the smallest float above 0, of which every float is
+a multiple: nothing is rounded before the mean is taken.
+"""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from popdist import headers
+from popdist.context import current_group
+from popdist.errors import CollectiveError
+from popdist.headers import name_instances
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Numbers: TypeAlias = "float | Tensor | Iterable[float | Tensor]"
+"""A number, a tensor of numbers, or several of them."""
+
+_UNIT_EXPONENT: Final = 1074
+"""Sums are whole numbers of units of 2 to the power of minus this."""
+
+_WORD_BITS: Final = 64
+
+_REFUSED: Final = -1
+"""What an instance sends in place of the length of its message, when it has no sums to send."""
+
+
+class _ExactSum:
+    """The exact sum of floats and integers.
+
+    Attributes:
+        num_units: The sum of the finite numbers, in units.
+        infinite: The sum of the others: 0, an infinity, or NaN.
+    """
+
+    def __init__(self, num_units: int = 0, infinite: float = 0.0) -> None:
+        self.num_units = num_units
+        self.infinite = infinite
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Add ``numbers``, which are floats and integers."""
+        for number in numbers:
+            if isinstance(number, int):
+                self.num_units += number << _UNIT_EXPONENT
+            elif math.isfinite(number):
+                numerator, denominator = number.as_integer_ratio()  # the latter is a power of 2
+                self.num_units += numerator << (_UNIT_EXPONENT + 1 - denominator.bit_length())
+            else:
+                self.infinite += number
+
+    def to_words(self) -> list[int]:
+        """The sum as signed 64-bit integers: as many as its bits span, and three."""
+        (infinite,) = headers.as_words([self.infinite])
+        num_zero_words = 0
+        if self.num_units:
+            num_zero_words = ((self.num_units & -self.num_units).bit_length() - 1) // _WORD_BITS
+        significant = self.num_units >> num_zero_words * _WORD_BITS
+        num_words = significant.bit_length() // _WORD_BITS + 1
+        data = significant.to_bytes(num_words * _WORD_BITS // 8, "little", signed=True)
+        words = [
+            int.from_bytes(data[start : start + 8], "little", signed=True) for start in range(0, len(data), 8)
+        ]
+        return [infinite, num_zero_words, num_words, *words]
+
+    @classmethod
+    def from_words(cls, words: list[int]) -> "_ExactSum":
+        """Inverse of :meth:`to_words`; takes what it reads off the front of ``words``."""
+        infinite, num_zero_words, num_words = words[:3]
+        data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[3 : 3 + num_words])
+        del words[: 3 + num_words]
+        num_units = int.from_bytes(data, "little", signed=True) << num_zero_words * _WORD_BITS
+        return cls(num_units, headers.as_floats([infinite])[0])
+
+
+def weighted_mean(total: Numbers, count: Numbers) -> float:
+    """The mean over everything that all instances counted: the sum of all totals divided by the sum of all counts.
+
+    Never a mean of means. ``weighted_mean(num_correct, num_samples)`` is the accuracy, and
+    ``weighted_mean([loss.item() * len(x), ...], num_samples)`` the loss per sample. All that is given here is
+    added without rounding, over all instances, and the quotient is rounded once. So it is the same for every
+    split if the numbers are: give one total for each micro batch, in a list or tensor. A total of several micro
+    batches that the program added up itself was rounded on the way, in another order for every split.
+    :class:`Mean` takes one total after the other.
+
+    Args:
+        total: What this instance summed up: a number, a tensor of any shape, or a list of these, whose elements
+            are all added. NaN and infinity make the mean NaN or infinity.
+        count: Over how many, in any unit: as ``total``, finite and at least 0. 0 on an instance that saw nothing,
+            with a ``total`` of 0.
+
+    Returns:
+        The same float on every instance.
+
+    Raises:
+        CollectiveError: If no instance counted anything, an instance makes another call, or what one gave is no
+            number or a negative count; on every instance.
+        NotInitializedError: Before ``popdist.init()``.
+        BackendError: If an instance was lost or came too late.
+    """
+    mean = Mean()
+    try:
+        mean.add(total, count)
+    except CollectiveError as error:
+        fault = str(error).removeprefix("Mean.add")
+        _gather(None, "weighted_mean()", f"weighted_mean{fault}")
+        raise
+    return mean._over_all("weighted_mean()")  # noqa: SLF001 - of this module
+
+
+class Mean:
+    """The exact mean over what all instances add to it; for a loss, an accuracy or any other metric.
+
+    ::
+
+        loss = popdist.Mean()
+        for batch in loader:
+            for x, y in batch:
+                loss.add(loss_fn(model(x), y) * len(x), len(x))
+        print(loss.compute())
+
+    Nothing is rounded when totals are added, so their order, and which instance adds which of them, change no bit.
+    Add one total for each micro batch: one that the program has added up over several was rounded on the way.
+    """
+
+    def __init__(self) -> None:
+        self._total = _ExactSum()
+        self._count = _ExactSum()
+
+    def add(self, total: Numbers, count: Numbers) -> None:
+        """Add ``total``, which was summed up over ``count``; on this instance, which waits for nobody.
+
+        Args:
+            total: A number, a tensor of any shape, or a list of these, whose elements are all added.
+            count: As ``total``, finite and at least 0.
+
+        Raises:
+            CollectiveError: If one is no number, or a count is negative or not finite; then nothing is added.
+        """
+        try:
+            totals, counts = _flat(total), _flat(count)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise CollectiveError(
+                f"Mean.add({_shown(total)}, {_shown(count)}): expected numbers, tensors, or lists of them"
+            ) from None
+        if not all(0 <= number < math.inf for number in counts):
+            raise CollectiveError(
+                f"Mean.add({_shown(total)}, {_shown(count)}): expected a finite count of at least 0"
+            )
+        self._total.add(totals)
+        self._count.add(counts)
+
+    def compute(self) -> float:
+        """The sum of the totals of all instances divided by the sum of their counts; every instance calls it.
+
+        It changes nothing: more may be added afterwards.
+
+        Returns:
+            The same float on every instance: the exact quotient, rounded once; an infinity if it is too large.
+
+        Raises:
+            CollectiveError: If no instance counted anything, or one makes another call.
+            NotInitializedError: Before ``popdist.init()``.
+            BackendError: If an instance was lost or came too late.
+        """
+        return self._over_all("Mean.compute()")
+
+    def _over_all(self, text: str) -> float:
+        """The mean over all instances, which are all in the call ``text``."""
+        total, count = _ExactSum(), _ExactSum()
+        for words in _gather([*self._total.to_words(), *self._count.to_words()], text):
+            for known in (total, count):
+                received = _ExactSum.from_words(words)
+                known.num_units += received.num_units
+                known.infinite += received.infinite
+        if not count.num_units:
+            raise CollectiveError(f"{text}: the counts of all instances add up to 0, so there is no mean")
+        if total.infinite:  # NaN is, too
+            return total.infinite
+        try:
+            return total.num_units / count.num_units  # which Python rounds correctly, however large they are
+        except OverflowError:
+            return math.inf if total.num_units > 0 else -math.inf
+
+
+def _flat(numbers: object) -> list[float]:
+    """All numbers in ``numbers``, as floats and integers.
+
+    Raises:
+        TypeError, ValueError, OverflowError, RuntimeError: If something in it is no real number.
+    """
+    if isinstance(numbers, float | int):
+        return [numbers]
+    if isinstance(numbers, str | bytes | dict | set):
+        raise TypeError
+    to_list: Any = getattr(numbers, "tolist", None)  # tensors, and arrays and numbers of numpy
+    if to_list is not None:
+        return _flat(to_list())
+    if isinstance(numbers, Iterable):
+        return [number for item in numbers for number in _flat(item)]
+    try:
+        return [operator.index(numbers)]  # type: ignore[arg-type] # raises what is caught
+    except TypeError:
+        return [float(numbers)]  # type: ignore[arg-type] # raises what the caller catches
+
+
+def _shown(numbers: object) -> str:
+    """``numbers`` in a message: a long list or tensor by its type alone."""
+    text = repr(numbers)
+    return text if len(text) <= 60 else f"a {type(numbers).__name__}"  # noqa: PLR2004 - most of a line
+
+
+def _gather(message: list[int] | None, text: str, fault: str | None = None) -> list[list[int]]:
+    """The messages of all instances: in one header, or in as many as the longest one takes.
+
+    Raises:
+        CollectiveError: If an instance has none, on every instance; ``fault`` on that one.
+    """
+    group = current_group()
+    own = message or []
+    received: list[list[int]] = [[] for _ in group.instances]
+    num_sent, longest = 0, 1
+    while num_sent < longest:
+        piece = own[num_sent : num_sent + headers.MAX_NUMBERS - 1]
+        sent = group.start(text, [_REFUSED if message is None else len(own), *piece]).wait()
+        lengths = [numbers[0] for numbers in sent]
+        refused = [instance for instance, it in zip(group.instances, lengths, strict=True) if it == _REFUSED]
+        if refused:
+            reason = f"{text}: {name_instances(refused)} brought no numbers (see the error there)"
+            raise CollectiveError(fault or reason)
+        for known, numbers in zip(received, sent, strict=True):
+            known.extend(numbers[1:])
+        num_sent, longest = num_sent + headers.MAX_NUMBERS - 1, max(lengths)
+    return received
