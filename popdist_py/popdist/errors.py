@@ -46,7 +46,7 @@ class DatasetError(PopdistError):
 
 
 class WeightsError(PopdistError):
-    """The weights of some instances differ although they were just made equal."""
+    """The weights of some instances differ, or were written where each replica would write them."""
 
 
 class OptimizerError(PopdistError):

@@ -1,18 +1,21 @@
 """Making the weights of all instances equal, and proving that they are."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from popdist.context import current_group
 from popdist.errors import CollectiveError, WeightsError
 from popdist.groups import Group
-from popdist.headers import name_instances
+from popdist.headers import MAX_NUMBERS, name_instances
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
 """A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""
@@ -157,3 +160,135 @@ def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str,
     pairs = zip_longest(lines[other], lines[root], fillvalue="nothing more")
     theirs, roots = next((theirs, roots) for theirs, roots in pairs if theirs != roots)
     return f"instance {other} has {theirs}, instance {root} has {roots}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSums:
+    """A checksum of each parameter of a module, as it was at one moment.
+
+    Attributes:
+        names: Of the parameters.
+        parameters: In the order of the module.
+        sums: For each, the sum of its memory, read as 64-bit integers, modulo 2**64.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[Tensor]
+    sums: Sequence[int]
+
+    @property
+    def word(self) -> int:
+        """A 64-bit checksum of them all, which is never 0."""
+        return _word(self.sums) or 1
+
+    def first_change(self) -> int | None:
+        """The position of the first parameter that is no longer what it was; None when all are."""
+        pairs = zip(self.sums, _sums(self.parameters), strict=True)
+        return next((i for i, (before, now) in enumerate(pairs) if before != now), None)
+
+
+def sum_parameters(module: nn.Module) -> ParameterSums:
+    """The checksums of the parameters of ``module`` that instances must have alike.
+
+    Left out are those that may differ: tensors of a class of their own, such as a DTensor, of which each instance
+    has a part; and those without numbers to add: lazy, sparse, or on the device "meta".
+    """
+    named = [(name, it) for name, it in module.named_parameters() if _is_comparable(it)]
+    parameters = [it for _, it in named]
+    return ParameterSums(names=[name for name, _ in named], parameters=parameters, sums=_sums(parameters))
+
+
+def compare_sums(
+    group: Group, words: Iterable[int], own: ParameterSums | None, timeout_seconds: float | None = None
+) -> None:
+    """Find the first parameter that differs between instances, if one does; every instance calls this.
+
+    Args:
+        group: All instances of the job.
+        words: What each has said of its parameters, 0 for nothing: then it has no say.
+        own: This instance's, of which it has said ``word``; None if it has said 0.
+        timeout_seconds: How long to wait for each answer.
+
+    Raises:
+        WeightsError: If the instances differ; it names the parameter and the instances.
+        CollectiveError, BackendError: If the instances do other things, or one was lost.
+    """
+    if len(set(words) - {0}) <= 1:
+        return
+    sums = own.sums if own is not None else ()
+    told = group.start("the weights differ, count them", [len(sums)]).wait(timeout_seconds)
+    counts = {count for (count,) in told} - {0}
+    if len(counts) > 1:
+        raise WeightsError(
+            f"the instances no longer have the same model: it has {min(counts)} parameters on one of them and "
+            f"{max(counts)} on another"
+        )
+    span = range(counts.pop())
+    while True:
+        step = -(-len(span) // MAX_NUMBERS)
+        parts = [span[start : start + step] for start in range(0, len(span), step)]
+        asked = [_word(sums[part.start : part.stop]) for part in parts] if sums else []
+        text = f"the weights differ, look at {span.start} to {span.stop}"
+        told = group.start(text, asked).wait(timeout_seconds)
+        answers = {i: numbers for i, numbers in zip(group.instances, told, strict=True) if numbers}
+        place = next(k for k, answer in enumerate(zip(*answers.values(), strict=True)) if len(set(answer)) > 1)
+        span = parts[place]
+        if len(span) == 1:
+            name = own.names[span.start] if own is not None else f"parameter {span.start}"
+            raise _no_longer_equal(name, {i: numbers[place] for i, numbers in answers.items()})
+
+
+def _no_longer_equal(name: str, sums: Mapping[int, int]) -> WeightsError:
+    first = min(sums)
+    others = [instance for instance, value in sums.items() if value != sums[first]]
+    return WeightsError(
+        f"the weights of the instances are no longer equal: {name} of {name_instances(others)} is not that of "
+        f"instance {first}. It may have begun some steps ago. The usual reasons: one instance left out a step, as "
+        "for a NaN that it alone has seen; a learning rate follows a loss of one instance, in place of its mean "
+        "over all; load_state_dict() on one instance only; a layer that was made after ReplicatedModel, with "
+        "another seed on each instance. popdist.broadcast_weights(model) makes them equal"
+    )
+
+
+def _is_comparable(parameter: Tensor) -> bool:
+    if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
+        return False
+    return type(parameter.data) is Tensor
+
+
+_WORD_BYTES: Final = 8
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By the bytes of an element: what the last elements are read as, which fill no word."""
+
+
+@torch.no_grad()
+def _sums(tensors: Iterable[Tensor]) -> list[int]:
+    """The sum of each tensor's memory; those on one device are waited for once."""
+    found = [_sum_of(tensor) for tensor in tensors]
+    devices: dict[torch.device, list[int]] = {}
+    for i, total in enumerate(found):
+        devices.setdefault(total.device, []).append(i)
+    sums = [0] * len(found)
+    for members in devices.values():
+        for i, value in zip(members, torch.stack([found[i] for i in members]).tolist(), strict=True):
+            sums[i] = value
+    return sums
+
+
+def _sum_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() * flat.itemsize % _WORD_BYTES:
+        flat = flat.clone()
+    num_whole = flat.nbytes // _WORD_BYTES * _WORD_BYTES // flat.itemsize
+    total = flat[:num_whole].view(torch.int64).sum()
+    if num_whole < len(flat):
+        total += flat[num_whole:].view(_INTEGERS[flat.itemsize]).sum()
+    return total
+
+
+def _word(sums: Sequence[int]) -> int:
+    """A signed 64-bit digest of 64-bit sums; of one, the sum itself."""
+    if len(sums) == 1:
+        return sums[0]
+    digest = hashlib.blake2b(struct.pack(f"={len(sums)}q", *sums), digest_size=_WORD_BYTES).digest()
+    return int.from_bytes(digest, "little", signed=True)

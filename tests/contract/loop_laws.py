@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import popdist
 from popdist.data.batch import MicroBatch
 from popdist.training.randomness import ReplicaRandomness
-from tests.contract import training_laws
+from tests.contract import check_laws, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import (
     Net,
@@ -31,9 +31,10 @@ CPU = torch.device("cpu")
 
 
 def run_all() -> int:
-    """Every law of training_laws.py and of this file; how many there were."""
+    """Every law of training_laws.py, check_laws.py and of this file; how many there were."""
     popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
-    laws = [*training_laws.laws_of(training_laws), *training_laws.laws_of(sys.modules[__name__])]
+    modules = (training_laws, check_laws, sys.modules[__name__])
+    laws = [law for module in modules for law in training_laws.laws_of(module)]
     for law in laws:
         popdist.barrier()
         law()

@@ -14,14 +14,14 @@ import pytest
 import popdist
 from popdist import context
 from popdist.testing import run_world
-from tests.contract import loop_laws, training_laws, training_recipes
+from tests.contract import check_laws, loop_laws, training_laws, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 3), (2, 6), (3, 3), (4, 8)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
-    """Every law of training_laws.py and loop_laws.py, on every instance."""
+    """Every law of training_laws.py, check_laws.py and loop_laws.py, on every instance."""
     world = run_world if num_instances == 2 else forked_world
     counts = world(
         loop_laws.run_all,
@@ -29,8 +29,8 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int)
         num_replicas=num_replicas,
         timeout_seconds=DEADLINE_SECONDS,
     )
-    laws = [*training_laws.laws_of(training_laws), *training_laws.laws_of(loop_laws)]
-    assert counts == [len(laws)] * num_instances
+    modules = (training_laws, check_laws, loop_laws)
+    assert counts == [sum(len(training_laws.laws_of(module)) for module in modules)] * num_instances
 
 
 def crash() -> None:

@@ -1,11 +1,24 @@
-"""The schedule of the checks that cost time."""
+"""The schedule of the checks that cost time, and the checksums of parameters."""
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import popdist
 from popdist.context import Checks
 from popdist.training.checks import is_checked
+from popdist.weights import sum_parameters
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.int32,
+    torch.bool,
+)
 
 
 def test_the_first_steps_and_every_100th_are_checked() -> None:
@@ -33,3 +46,37 @@ def test_a_model_counts_its_own_steps(checks: Checks, numbers: list[int]) -> Non
     finally:
         popdist.finalize()
     assert found == numbers
+
+
+def module_of(*tensors: Tensor) -> nn.Module:
+    """A module with nothing but parameters."""
+    return nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checksum_sees_each_bit(dtype: torch.dtype) -> None:
+    """Of tensors of any length; a change has the parameter's position."""
+    for length in range(1, 18):
+        module = module_of(torch.zeros(2), torch.zeros(length).to(dtype))
+        before = sum_parameters(module)
+        data = module.get_parameter("1").data.view(torch.uint8)
+        for place in range(len(data)):
+            data[place] ^= 1
+            assert before.first_change() == 1
+            assert sum_parameters(module).word != before.word
+            data[place] ^= 1
+        assert before.first_change() is None
+
+
+def test_a_checksum_is_of_numbers_and_not_of_memory() -> None:
+    """Strides and places in memory play no part; neither does a parameter without numbers."""
+    rows = torch.randn(3, 5)
+    places = torch.empty(16)
+    places[1:] = rows.flatten()
+    expected = sum_parameters(module_of(rows)).word
+    assert sum_parameters(module_of(rows.t().contiguous().t())).word == expected
+    assert sum_parameters(module_of(places[1:])).word == expected
+    lazy = nn.ModuleList([module_of(rows), nn.LazyLinear(3), nn.Linear(2, 2, device="meta")])
+    assert sum_parameters(lazy).word == expected
+    assert sum_parameters(module_of(torch.zeros(0))).sums == [0]
+    assert sum_parameters(nn.Identity()).word != 0

@@ -5,7 +5,8 @@ micro batch weighs, without waiting for an answer: a micro batch's share of the 
 only after the first backward pass. When the step ends, each says whether it is complete, what its micro batches
 weigh, which parameters were used and which buffers changed, and only then are gradients added: in the memory of
 the host, over the network, or where that was done already while the last backward pass ran. An instance that left
-its loop says that instead, so nobody waits for gradients that never come.
+its loop says that instead, so nobody waits for gradients that never come. In a step that is checked, the first of
+these headers carries a checksum of the weights.
 """
 
 import hashlib
@@ -18,7 +19,14 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.errors import BatchError, CollectiveError, GradientError, MicroBatchError, PopdistError
+from popdist.errors import (
+    BatchError,
+    CollectiveError,
+    GradientError,
+    MicroBatchError,
+    PopdistError,
+    WeightsError,
+)
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
 from popdist.gradients.memory import GradientMemory
@@ -30,6 +38,7 @@ from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
+from popdist.weights import ParameterSums, compare_sums
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
 """What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
@@ -37,7 +46,7 @@ MeanOrSum: TypeAlias = Literal["mean", "sum"]
 ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
 
-_STATES: Final = ("mean", "sum", "abandoned", "not finite")
+_STATES: Final = ("mean", "sum", "abandoned", "not finite", "written")
 """What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
 
 _CANNOT_SPLIT: Final = -1.0
@@ -57,6 +66,8 @@ class GradientSum:
     Args:
         memory: Of the gradients, which must be the same on all instances.
         buffers: Of the model, made equal with the gradients; None leaves them alone.
+        weights: Checksums of the model's parameters, which must be equal on all instances and stay so to the end
+            of the step; None where the step is not checked.
 
     Attributes:
         used: The parameters that had a gradient on this instance: bit i stands for the i-th.
@@ -65,12 +76,15 @@ class GradientSum:
         CollectiveError: If only a part of the job is here.
     """
 
-    def __init__(self, memory: GradientMemory, buffers: ReplicaBuffers | None = None) -> None:
+    def __init__(
+        self, memory: GradientMemory, buffers: ReplicaBuffers | None = None, weights: ParameterSums | None = None
+    ) -> None:
         check_whole_job(memory.group, memory.layout)
         self._memory = memory
         self._group = memory.group
         self._gradients = memory.gradients
         self._buffers = buffers
+        self._weight_sums = weights
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
         self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
@@ -91,39 +105,47 @@ class GradientSum:
         self._scales = reduction == "mean"
         if len(self._group.instances) == 1:
             self._group.raise_failure()
-            self._set_unit([heaviest])
+            self._unit = self._unit_of([heaviest])
             return
         overlap = self._memory.overlap
         if overlap is not None and self._parts() is None:
             self._early = overlap.begin_step(scales=self._scales)
         offer = 0 if self._early is None else self._early.number
-        self._announced = _announce(self._group, accumulation, heaviest, offer)
+        self._announced = _announce(self._group, accumulation, heaviest, offer, self._weights_word)
         self._unit = None
         if self._early is not None:
             self._early.listen(self._announced)
 
-    def unit(self) -> float:
+    def unit(self, timeout_seconds: float | None = None) -> float:
         """What weights are divided by before they scale a gradient; waits for the others once, if at all.
 
         Raises:
             BatchError: If the whole job has no sample in this step.
             MicroBatchError: If an instance could not split its batch.
+            WeightsError: If the step is checked, and the weights of the instances differ.
             CollectiveError, BackendError: If the instances disagree, or one was lost.
         """
         if self._unit is None and self._announced is not None:
             try:
-                self._set_unit([weight for words in self._announced.wait() for weight in as_floats(words[:1])])
+                told = self._announced.wait(timeout_seconds)
+                unit = self._unit_of([weight for words in told for weight in as_floats(words[:1])])
+                compare_sums(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
             except PopdistError:
                 self._is_awaited = False
                 raise
+            self._unit = unit
         return self._unit or 1.0
 
-    def _set_unit(self, heaviest: list[float]) -> None:
+    def _unit_of(self, heaviest: list[float]) -> float:
         if refused := [instance for instance, weight in enumerate(heaviest) if weight == _CANNOT_SPLIT]:
             raise _lost_step(refused, "could not split the batch into micro batches (see the error there)")
         if not any(heaviest):
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
-        self._unit = max(heaviest) if self._scales else 1.0
+        return max(heaviest) if self._scales else 1.0
+
+    @property
+    def _weights_word(self) -> int:
+        return 0 if self._weight_sums is None else self._weight_sums.word
 
     def begin_last(self, micro_batches: TreeSum[GradientRows], weight: float) -> None:
         """The last micro batch of this instance begins: from now on gradients may go early.
@@ -155,6 +177,8 @@ class GradientSum:
         Raises:
             BatchError: If the weights of the whole job add up to 0, so that there is no mean.
             GradientError: If an instance has found a gradient that is not finite.
+            WeightsError: If the step is checked, and the weights of the instances differ, or were written since it
+                began.
             MicroBatchError: If another instance has left its loop, or could not split its batch.
             CollectiveError: If the instances do other things, or have other parameters.
             BackendError: If an instance was lost or did not come in time.
@@ -164,9 +188,12 @@ class GradientSum:
         parts = self._parts()
         way = 0 if self._early is None else self._early.close(list(self._rows.nodes.values()))
         way = way if parts is None else parts.number
-        states = self._say(reduction if not_finite is None else "not finite", way).wait()
-        self._check([_STATES[state[0]] for state in states], not_finite)
-        total = self._total_weight([state[3:] for state in states])
+        written = None if self._weight_sums is None else self._weight_sums.first_change()
+        state = reduction if not_finite is None else "not finite"
+        states = self._say(state if written is None else "written", way).wait()
+        self._check([_STATES[state[0]] for state in states], not_finite, written)
+        compare_sums(self._group, [state[3] for state in states], self._weight_sums)
+        total = self._total_weight([state[4:] for state in states])
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
@@ -187,9 +214,7 @@ class GradientSum:
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
-                    if self._announced is not None:
-                        self._announced.wait(ABANDON_SECONDS)
-                        self.unit()
+                    self.unit(ABANDON_SECONDS)
                     self._say("abandoned").wait(ABANDON_SECONDS)
         finally:
             self._is_awaited = False
@@ -268,10 +293,11 @@ class GradientSum:
         digest = hashlib.blake2b(self._mask_as_bytes(), digest_size=7).digest()
         weights = as_words(self._weights.nodes.values())
         text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
-        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), way]
+        word = self._weights_word if self._announced is None else 0
+        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), way, word]
         return self._group.start(text, [*numbers, *weights])
 
-    def _check(self, states: list[str], not_finite: NotFinite | None) -> None:
+    def _check(self, states: list[str], not_finite: NotFinite | None, written: int | None) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""
         owners = {
             state: [i for i, other in zip(self._group.instances, states, strict=True) if other == state]
@@ -280,6 +306,10 @@ class GradientSum:
         if "abandoned" in owners:
             reason = "left the micro_batches loop before its end (by break, return or an exception)"
             raise _lost_step(owners["abandoned"], reason)
+        if "written" in owners:
+            asked = [] if written is None else [written]
+            found = self._group.start("name the parameter that was written", asked).wait()
+            raise self._written_error(owners["written"], min(numbers for numbers in found if numbers)[0])
         if "not finite" in owners:
             found = self._group.start("name the gradient that is not finite", not_finite or ()).wait()
             replica, parameter = min(numbers for numbers in found if numbers)
@@ -287,6 +317,16 @@ class GradientSum:
         if len(owners) > 1:
             wanted = "; ".join(f"{name_instances(instances)}: {state}" for state, instances in owners.items())
             raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
+
+    def _written_error(self, instances: list[int], position: int) -> WeightsError:
+        sums = self._weight_sums
+        name = f"parameter {position}" if sums is None else sums.names[position]
+        return WeightsError(
+            f"{name} was written in a micro batch, on {name_instances(instances)}: so the result depends on how "
+            "many micro batches an instance computes, and this step has no gradient on any instance. Write a "
+            "parameter once for all replicas, outside of the loop over micro batches (as after optimizer.step()); "
+            "or make it a buffer, which is combined over the replicas"
+        )
 
     def _total_weight(self, weights: list[list[int]]) -> float:
         """The weights of the whole job, added in the order of the gradients: equal bits for every split."""
@@ -301,11 +341,11 @@ class GradientSum:
 def refuse_step(group: Group, accumulation: int) -> None:
     """Tell the others, in place of a step, that this instance could not split its batch. Never raises."""
     with suppress(PopdistError):
-        _announce(group, accumulation, _CANNOT_SPLIT, 0).wait(ABANDON_SECONDS)
+        _announce(group, accumulation, _CANNOT_SPLIT, 0, 0).wait(ABANDON_SECONDS)
 
 
-def _announce(group: Group, accumulation: int, heaviest: float, offer: int) -> Exchange:
-    return group.start(f"micro_batches(accumulation={accumulation})", [*as_words([heaviest]), offer])
+def _announce(group: Group, accumulation: int, heaviest: float, offer: int, weights_word: int) -> Exchange:
+    return group.start(f"micro_batches(accumulation={accumulation})", [*as_words([heaviest]), offer, weights_word])
 
 
 def check_reduction(reduction: str) -> None:

@@ -31,6 +31,7 @@ from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_f
 from popdist.layout import ReplicaLayout
 from popdist.training.checks import CheckedSteps
 from popdist.training_loop import training_loop
+from popdist.weights import ParameterSums, sum_parameters
 
 if TYPE_CHECKING:
     from popdist.training.step import PlainStep, Step
@@ -235,7 +236,8 @@ class AutomaticReduction:
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
-            _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, found)
+            weights = sum_parameters(self._module) if self._checked_steps.is_next_checked() else None
+            _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, weights, found)
             self._checked_steps.end_step()
             self._buffers.begin_step()
         elif found is not None:
@@ -266,10 +268,11 @@ def _reduce_all(
     memory: GradientMemory,
     reduction: MeanOrSum,
     buffers: ReplicaBuffers | None = None,
+    weights: ParameterSums | None = None,
     not_finite: NotFinite | None = None,
 ) -> None:
     """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
-    total = GradientSum(memory, buffers)
+    total = GradientSum(memory, buffers, weights)
     if buffers is not None:
         buffers.end_replica(has_run=True)
     total.used = memory.gradients.used()

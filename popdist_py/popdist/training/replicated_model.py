@@ -20,7 +20,7 @@ from popdist.training.outside_step import AutomaticReduction
 from popdist.training.randomness import ReplicaRandomness
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
-from popdist.weights import broadcast_weights
+from popdist.weights import broadcast_weights, sum_parameters
 
 
 class ModelSteps:
@@ -82,6 +82,7 @@ class ModelSteps:
                 self._buffers,
                 accumulation=accumulation,
                 is_checked=is_checked,
+                weights=sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None,
                 checks_finite=checks_finite,
             )
         self.automatic.step = self.step

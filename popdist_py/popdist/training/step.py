@@ -12,6 +12,7 @@ from popdist.gradients.rows import GradientRows
 from popdist.groups import Group
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
+from popdist.weights import ParameterSums
 
 
 class Step:
@@ -22,6 +23,7 @@ class Step:
         buffers: Of the model.
         accumulation: Micro batches of each local replica.
         is_checked: Whether the checks are made that cost time.
+        weights: Checksums of the model's parameters, where these are compared.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
     """
 
@@ -32,6 +34,7 @@ class Step:
         *,
         accumulation: int,
         is_checked: bool,
+        weights: ParameterSums | None,
         checks_finite: bool,
     ) -> None:
         self.accumulation = accumulation
@@ -40,7 +43,7 @@ class Step:
         self._gradients = memory.gradients
         self._buffers = buffers
         self._checks_finite = checks_finite
-        self._sum = GradientSum(memory, buffers)
+        self._sum = GradientSum(memory, buffers, weights)
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
         self._position = 0
         self._not_finite: NotFinite | None = None
