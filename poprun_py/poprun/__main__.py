@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from poprun.errors import PoprunError
+from poprun.errors import LaunchError, PoprunError
 from poprun.text.screen import abandon_stdout, own_line, show
+from poprun.text.system_errors import SHORTAGES, explain
 
 BROKEN_PIPE = 141
 
@@ -15,7 +16,6 @@ BROKEN_PIPE = 141
 def main() -> None:
     """Run poprun with the words of this process and end it."""
     _end_at_interrupt()
-    _open_closed_streams()
     exit_code = run_command(sys.argv[1:])
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -31,6 +31,7 @@ def run_command(words: Sequence[str]) -> int:
         what poprun prints.
     """
     try:
+        _open_closed_streams()
         return _run(words)
     except PoprunError as error:
         return _fail(str(error), error.exit_code)
@@ -39,7 +40,7 @@ def run_command(words: Sequence[str]) -> int:
         return BROKEN_PIPE
     except OSError as error:
         abandon_stdout()
-        return _fail(str(error), PoprunError.exit_code)
+        return _fail_of_system(error)
 
 
 def _end_at_interrupt() -> None:
@@ -82,8 +83,17 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    sys.stderr.write(own_line(f"error: {message}"))
+    if sys.stderr is not None:
+        sys.stderr.write(own_line(f"error: {message}"))
     return exit_code
+
+
+def _fail_of_system(error: OSError) -> int:
+    """Say what the system refuses: what there is too much of, or the file that it is about."""
+    if error.errno in SHORTAGES:
+        return _fail(explain(error.errno), LaunchError.exit_code)
+    what = explain(error.errno) if error.errno else str(error)
+    return _fail(f"{error.filename}: {what}" if error.filename else what, PoprunError.exit_code)
 
 
 if __name__ == "__main__":

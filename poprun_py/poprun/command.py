@@ -15,6 +15,7 @@ from poprun.plan.planner import facts_within, make_plan, request_within
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
+from poprun.probe.job_needs import check_system
 from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import program_on_another_machine, resolve_program
 from poprun.text import screen
@@ -44,8 +45,11 @@ def run(line: CommandLine) -> int:
         return _examine_machine(line.report_format)
     if not (line.program or line.given):
         raise _no_program(line)
+    starts = not (line.is_dry_run or line.emitted)
+    if starts:
+        check_system()
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
-    if line.is_dry_run or line.emitted is not None:
+    if not starts:
         _preview_lease(plan, facts, line)
         screen.show(_print_out(plan, line))
         return 0
@@ -82,6 +86,7 @@ def _examine_machine(report_format: ReportFormat) -> int:
     from poprun.doctor.diagnosis import can_run, diagnose, render_findings  # noqa: PLC0415 - rich is expensive
     from poprun.doctor.facts import examine  # noqa: PLC0415 - jobs go without
 
+    check_system()
     findings = diagnose(examine(os.environ))
     screen.show(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
     return 0 if can_run(findings) else 1

@@ -10,6 +10,7 @@ from poprun.job.attempts import run_job
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment
 from poprun.plan.topology import MachineFacts
+from poprun.probe.job_needs import find_loopback_problem
 from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
@@ -82,6 +83,8 @@ def start_job(
     Raises:
         PoprunError: If it cannot have what it needs, or cannot be started.
     """
+    if plan.num_instances > 1 and (problem := find_loopback_problem()):
+        screen.tell(f"warning: {problem}")
     if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
         return _run(plan, network, verbosity, announce)
     from poprun.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool

@@ -36,6 +36,7 @@ BARE = replace(
     ),
     ssh="",
     slurm="",
+    loopback_problem="the loopback address 127.0.0.1 cannot be reached: ip link set lo up",
 )
 
 HEALTHY_TABLE = """\
@@ -68,6 +69,8 @@ cores     ok       4 (0-3), 2 NUMA nodes; the control group grants the time of 2
 memory    ok       16.0 GiB; the control group grants 4.0 GiB; ulimit -v 2.0 GiB for each process
 /dev/shm  warning  0.1 GiB free, where data loaders leave their batches
                    → start the container with --shm-size 8g, or mount -o remount,size=8g /dev/shm
+loopback  fails    the loopback address 127.0.0.1 cannot be reached
+                   → ip link set lo up
 ssh       absent   none: no jobs on other hosts
                    → install an ssh client (Debian: apt install openssh-client)
 Slurm     absent   none
@@ -86,7 +89,7 @@ def test_the_table(facts: InstallationFacts, table: str) -> None:
     ("facts", "failing"),
     [
         (HEALTHY, set()),
-        (BARE, {"torch", "popdist"}),
+        (BARE, {"torch", "popdist", "loopback"}),
         (replace(HEALTHY, can_share_memory=False), {"/dev/shm"}),
         (replace(HEALTHY, memory=MemoryLimits()), {"/dev/shm"}),
         (replace(HEALTHY, libraries=replace(HEALTHY.libraries, has_gloo=False)), {"torch"}),

@@ -76,7 +76,29 @@ def test_each_event_has_its_status(
     assert after_event(before, event, phase, NOW) == after
 
 
+def test_an_agent_that_cannot_begin_says_why() -> None:
+    """Before its program has started the error number is the reason; afterwards the program is lost with it."""
+    lost = {"event": "agent_lost", "instance": 0, "errno": errno.EMFILE}
+    cannot_start = replace(
+        AWAITED,
+        state=InstanceState.ENDED,
+        exit_code=NOT_BOUND,
+        problem="its agent cannot start: too many open files: raise the limit with `ulimit -n`",
+        exited_at_seconds=NOW,
+    )
+
+    assert after_event(AWAITED, lost, Phase.STARTING, NOW) == cannot_start
+    assert after_event(AWAITED, {**lost, "errno": 0}, Phase.STARTING, NOW).problem == AGENT_KILLED
+    assert after_event(RUNNING, lost, Phase.RUNNING, NOW).problem == AGENT_KILLED
+    assert after_event(AWAITED, lost, Phase.STOPPING, NOW).problem == ""
+
+
 FAILED_STARTS = [
+    (
+        {"event": "failed_to_start", "errno": errno.EAGAIN, "place": "x"},
+        NOT_BOUND,
+        "cannot run x: too many processes: raise the limit with `ulimit -u`, or that of the control group",
+    ),
     (
         {"event": "failed_to_start", "errno": errno.ENOENT, "place": "x"},
         NOT_FOUND,

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from poprun.job.report.findings import hint, in_bytes
+from poprun.job.report.findings import find_shortage, hint, in_bytes
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, InstanceStatus, MemoryCurve
 from poprun.probe.limits import Evidence, KillCounts, MemoryLimits
@@ -31,6 +31,20 @@ def ended(code: int, memory: MemoryCurve = LARGE, problem: str = "") -> Instance
 def limited(**limits: int) -> Evidence:
     """A machine of which the limits are known, too."""
     return Evidence(before=COUNTED.before, after=COUNTED.after, limits=MemoryLimits(**limits))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("[vm:9] PMIX ERROR: PMIX_ERR_SYS_LIMITS_PIPES in file x.c at line 119", "too many open files"),
+        ("[proxy:0@vm] pipe error (Too many open files)", "too many open files"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "too many processes"),
+        ("mpiexec: killing job", ""),
+    ],
+)
+def test_what_a_launcher_ran_out_of(line: str, said: str) -> None:
+    """Each runtime has words of its own for it."""
+    assert find_shortage(["before", line, "after"]).partition(":")[0] == said
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from poprun.job.outcome import JobEnd, exit_code, first_failure
 from poprun.job.report.endings import describe_code
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.report.printed_report import render_attempts, render_end
+from poprun.job.report.printed_report import explain, render_attempts, render_end
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
 from tests.planning import planned
 
@@ -176,3 +176,23 @@ def test_a_program_that_left_has_not_failed() -> None:
     assert render_end(left, planned(num_instances=2)) == ["the program left when it was asked to: exit code 143"]
     assert render_attempts([lost, left])[1] == "attempt 1: left when it was asked to, 2.0 s"
     assert SHIM_KILLED in render_attempts([lost, left])[0]
+
+
+def test_no_traceback_of_a_shim_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Below a launcher only shims run Python before the program does; what the runtime itself says is kept."""
+    end = JobEnd(
+        statuses=[GOOD], has_started=False, launcher_ended_early=True, launcher_code=255, stop_reason="it ended"
+    )
+    output = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1',
+        "KeyboardInterrupt",
+        "[n1] no host n2",
+    ]
+
+    explain(end, planned(num_instances=1), {}, output, None)
+
+    told = capsys.readouterr().err
+    assert "[n1] no host n2" in told
+    assert "Traceback" not in told
+    assert "KeyboardInterrupt" not in told

@@ -58,7 +58,7 @@ def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
     """The findings of all that a job on this machine, or on several, needs."""
     return tuple(
         finding
-        for judge in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _other_hosts)
+        for judge in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _loopback, _other_hosts)
         for finding in judge(facts)
     )
 
@@ -175,6 +175,12 @@ def _shared_memory(facts: InstallationFacts) -> Iterator[Finding]:
         yield Finding(_SHARED_MEMORY, State.WARNING, found, remedy)
     else:
         yield Finding(_SHARED_MEMORY, State.OK, f"{_size(free)} free")
+
+
+def _loopback(facts: InstallationFacts) -> Iterator[Finding]:
+    if facts.loopback_problem:
+        found, _, remedy = facts.loopback_problem.rpartition(": ")
+        yield Finding("loopback", State.FAILS, found, remedy)
 
 
 def _other_hosts(facts: InstallationFacts) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from poprun.plan.topology import MachineFacts
+from poprun.probe.job_needs import find_loopback_problem
 from poprun.probe.limits import MemoryLimits, cpu_quota, memory_limits
 from poprun.probe.machine import machine_facts
 from poprun.process.spawn import answer_of
@@ -79,6 +80,7 @@ class InstallationFacts:
         ssh: What the ssh client says of itself; empty when there is none.
         slurm: What srun says of itself; empty when there is none.
         slurm_job: Number of the Slurm job that this process is in, or empty.
+        loopback_problem: Why processes cannot reach each other at the loopback address; empty when they can.
     """
 
     python: str
@@ -91,6 +93,7 @@ class InstallationFacts:
     ssh: str
     slurm: str
     slurm_job: str
+    loopback_problem: str = ""
 
 
 def examine(environment: Mapping[str, str]) -> InstallationFacts:
@@ -106,6 +109,7 @@ def examine(environment: Mapping[str, str]) -> InstallationFacts:
         ssh=_version_of("ssh", "-V"),
         slurm=_version_of("srun", "--version"),
         slurm_job=environment.get("SLURM_JOB_ID", ""),
+        loopback_problem=find_loopback_problem(),
     )
 
 

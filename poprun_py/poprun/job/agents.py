@@ -24,6 +24,7 @@ from poprun.messages.control import (
     peer_user,
     tcp_address,
 )
+from poprun.text.system_errors import explain
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork
@@ -130,9 +131,7 @@ class AgentLinks:
             try:
                 connection = listener.accept()[0]
             except OSError as error:
-                raise LaunchError(
-                    f"cannot hear an agent: {error.strerror}; raise the limit with `ulimit -n`"
-                ) from None
+                raise LaunchError(f"cannot hear an agent: {explain(error.errno or 0)}") from None
             meet(connection)
             return ()
 
@@ -181,10 +180,10 @@ class AgentLinks:
         if kind == VIEW_EVENT and instance < 0:
             self._let_go(link)
             self._show_to(link)
-        elif kind == "agent_lost" and message["instance"] in range(self._num_instances):
+        elif kind == "agent_lost" and instance < 0 and message["instance"] in range(self._num_instances):
             self._drop(link)
             if message["instance"] not in self._agents:
-                yield message["instance"], {"event": LOST, "is_silent": False}
+                yield message["instance"], message
         elif instance >= 0 and kind not in ("hello", "stream"):
             yield instance, message
         elif instance >= 0 or not self._introduce(link, message):

@@ -22,6 +22,7 @@ from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import wished_job_id
+from poprun.probe.job_needs import raise_open_files, users_open_files
 from poprun.process.spawn import become_subreaper
 from poprun.text.screen import say
 
@@ -67,12 +68,14 @@ def run_job(
     """
     file = _checked_report_file(plan)
     become_subreaper()
+    raise_open_files(plan.num_instances)
     identity = JobIdentity(
         job_id=wished_job_id(environ) or os.urandom(6).hex(),
         restart_count=0,
         began_at_seconds=time.monotonic(),
         network=network,
         leases=tuple(leases),
+        open_files=users_open_files(),
     )
     ends: list[JobEnd] = []
     error = ""

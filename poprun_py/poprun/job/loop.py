@@ -115,6 +115,7 @@ class Attempt:
             launch_commands(self._plan, network),
             {**self._identity.launcher_environment(self._environ), **control},
             self._plan.working_directory,
+            self._identity.open_files_of_launcher,
         )
         if not self._streams.is_inherited:
             import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started

@@ -30,6 +30,7 @@ class JobIdentity:
         began_at_seconds: Monotonic time at which the first attempt began.
         network: How the hosts of the job reach each other; None when there is only this machine.
         leases: What the job holds.
+        open_files: The user's soft limit of open files, above which poprun may have raised its own; 0 for none.
     """
 
     job_id: str
@@ -37,6 +38,7 @@ class JobIdentity:
     began_at_seconds: float
     network: "JobNetwork | None" = None
     leases: "tuple[HeldLease, ...]" = ()
+    open_files: int = 0
 
     def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
         """The part of ``environ`` that the launcher gets."""
@@ -46,6 +48,15 @@ class JobIdentity:
         """The descriptors that an agent is given: those of its program, and the leases, which it keeps."""
         leases = [lease.descriptor for lease in self.leases if lease.descriptor is not None]
         return [*streams, *leases] if streams else []
+
+    @property
+    def open_files_of_launcher(self) -> int:
+        """The soft limit of open files for the launcher; 0 for poprun's own.
+
+        On one machine it needs as many as poprun, and the agents give the programs the user's. Other hosts have
+        limits of their own, and nothing is passed on to them.
+        """
+        return 0 if self.network is None else self.open_files
 
     @property
     def keepers(self) -> tuple[int, ...]:
@@ -82,6 +93,7 @@ def start_order(
         "progress_bytes": USED_BYTES,
         "announcement_at": ANNOUNCEMENT_AT,
         "announcement_format": ANNOUNCEMENT_FORMAT,
+        "open_files": identity.open_files if identity.network is None else 0,
         "grace_seconds": plan.ending.stop_timeout_seconds,
     }
 

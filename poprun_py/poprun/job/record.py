@@ -29,6 +29,7 @@ from poprun.job.state import (
 )
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
+from poprun.text.system_errors import SHORTAGES, explain
 
 if TYPE_CHECKING:
     from poprun.job.hangs import Hang
@@ -61,11 +62,19 @@ def after_event(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
         return _with_problem(status, SHIM_KILLED, now_seconds)
     if kind == "ended":
         return replace(status, state=InstanceState.ENDED)
-    if kind == LOST and not is_over:
-        ended = replace(status, state=InstanceState.ENDED)
-        problem = HOST_LOST if event["is_silent"] else AGENT_KILLED
-        return ended if phase >= Phase.STOPPING else _with_problem(ended, problem, now_seconds)
+    if kind in (LOST, "agent_lost") and not is_over:
+        return _after_loss(status, event, phase, now_seconds)
     return status
+
+
+def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now_seconds: float) -> InstanceStatus:
+    ended = replace(status, state=InstanceState.ENDED)
+    if phase >= Phase.STOPPING:
+        return ended
+    if event.get("errno") and status.state in (InstanceState.AWAITED, InstanceState.READY):
+        problem = f"its agent cannot start: {explain(event['errno'])}"
+        return replace(ended, exit_code=NOT_BOUND, problem=problem, exited_at_seconds=now_seconds)
+    return _with_problem(ended, HOST_LOST if event.get("is_silent") else AGENT_KILLED, now_seconds)
 
 
 def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: float) -> InstanceStatus:
@@ -96,8 +105,9 @@ def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase) -> 
 
 def _failed_start(event: dict[str, Any]) -> tuple[int, str]:
     number = event["errno"]
-    reason = _NO_PROGRAM if number == errno.ENOEXEC else os.strerror(number)
-    return NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE, f"cannot run {event['place']}: {reason}"
+    reason = _NO_PROGRAM if number == errno.ENOEXEC else explain(number)
+    code = NOT_BOUND if number in SHORTAGES else NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
+    return code, f"cannot run {event['place']}: {reason}"
 
 
 def _failed_binding(event: dict[str, Any]) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
@@ -19,6 +20,7 @@ from poprun.job.hangs import Hang, describe_hang
 from poprun.job.report.endings import name_instances
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.messages.control import Message
+from poprun.process.spawn import start_thread
 
 _MOST_READING_SECONDS = 1.0
 
@@ -57,8 +59,9 @@ def read_lines(places: Collection[Place]) -> dict[Place, str]:
     """
     found: dict[Place, str] = {}
     reader = threading.Thread(target=_read, args=(sorted(places), found), name="poprun-sources", daemon=True)
-    reader.start()
-    reader.join(_MOST_READING_SECONDS)
+    with suppress(OSError):  # there can be no more threads
+        start_thread(reader)
+        reader.join(_MOST_READING_SECONDS)
     return dict(found)
 
 

@@ -176,6 +176,9 @@ def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, l
 
     ``runtime`` is the process that started the ``shim``, which holds the other end of the pipe ``life_reader``
     open as long as it lives.
+
+    Raises:
+        OSError: If the system refuses what it needs, such as one more file; poprun was told if it could be.
     """
     os.setsid()
     try:
@@ -183,10 +186,14 @@ def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, l
         control = connect(address, key.text, _CONNECT_SECONDS)
         if is_remote(address):
             notice_death(control.connection)
-    except (OSError, ProtocolError):
+    except (ConnectionError, TimeoutError, ProtocolError):
         return 1  # poprun is gone: there is nobody to tell
     hello = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
-    Agent(control, life_reader, hello, streams, key).run()
+    try:
+        Agent(control, life_reader, hello, streams, key).run()
+    except OSError as error:
+        control.send({"event": "agent_lost", "instance": index, "errno": error.errno or 0})
+        raise
     forget_key(key)
     control.close()
     return 0
@@ -365,7 +372,13 @@ class Agent:
         kept = [int(environment[name]) for name in order["descriptor_variables"] if name in environment]
         streams = self._streams[:NUM_STREAMS]
         start = ProcessStart(
-            order["words"], order["working_directory"], environment, streams, signal.SIGKILL, kept
+            order["words"],
+            order["working_directory"],
+            environment,
+            streams,
+            signal.SIGKILL,
+            kept,
+            order["open_files"],
         )
         try:
             self._program = start_process(start)

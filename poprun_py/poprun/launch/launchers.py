@@ -27,6 +27,7 @@ from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
 from poprun.process.spawn import ProcessStart, start_process
 from poprun.process.tree import descendants, reap, words_of
+from poprun.text.system_errors import explain
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork
@@ -258,8 +259,16 @@ class LauncherProcesses:
         self.exit_code: int | None = None
         """Exit code of the first one that failed, negative for a signal; 0 when none has, None while all run."""
 
-    def start(self, commands: Iterable[LaunchCommand], environ: Mapping[str, str], working_directory: str) -> None:
+    def start(
+        self,
+        commands: Iterable[LaunchCommand],
+        environ: Mapping[str, str],
+        working_directory: str,
+        open_files: int = 0,
+    ) -> None:
         """Start every command in the working directory, to which the user's words for the runtime may refer.
+
+        ``open_files`` is their soft limit of open files; 0 for this process's own.
 
         Raises:
             LaunchError: If one cannot be executed.
@@ -274,12 +283,13 @@ class LauncherProcesses:
                 environment={**inherited, **command.environment},
                 streams=(null, writer, writer),
                 death_signal=command.death_signal,
+                open_files=open_files,
             )
             try:
                 self._running.add(start_process(start))
             except OSError as error:
                 verb = "enter" if error.filename == working_directory else "run"
-                raise LaunchError(f"cannot {verb} {error.filename}: {error.strerror}") from None
+                raise LaunchError(f"cannot {verb} {error.filename}: {explain(error.errno or 0)}") from None
         os.close(null)
         os.close(writer)
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._read(reader))

@@ -2,15 +2,17 @@
 
 How the program ended is the agent's to tell, so the shim ends with 0 whatever that was: a runtime that heard of a
 failure would end the other instances before they could be stopped in order. It ends with 1 when its agent was
-killed, or when the process that started it has gone (Hydra's proxy can die without mpiexec noticing), so that the
-agent ends its tree.
+killed or could not begin, or when the process that started it has gone (Hydra's proxy can die without mpiexec
+noticing), so that the agent ends its tree.
 """
 
 import os
 import select
+import signal
 import stat
 import sys
 from contextlib import suppress
+from typing import NoReturn
 
 _SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, _SOURCE_ROOT)
@@ -32,22 +34,42 @@ _MOST_BYTES = 1024
 def main() -> None:
     """Fork the agent, then live until it ends, the runtime's process ends, or the runtime kills this one."""
     close_unnamed()
-    runtime, shim = os.getppid(), os.getpid()
+    runtime = os.getppid()
     try:
         key = read_key(os.environ.get(CONTROL_KEY_FILE, ""))
     except OSError as error:
         sys.exit(f"poprun: no key of the job on {os.uname().nodename}: {error}")
     address, index = os.environ[CONTROL_ADDRESS], int(os.environ[os.environ[RANK_VARIABLE]])
+    try:
+        exit_code = live(address, key, index, runtime)
+    except OSError as error:
+        exit_code = error.errno or 1
+    if exit_code:
+        tell_of_loss(address, key.text, index, exit_code if exit_code > 1 else 0)
+    sys.exit(1 if exit_code else 0)
+
+
+def live(address: str, key: HeldKey, index: int, runtime: int) -> int:
+    """Fork the agent and wait for it; 0 when all is well, 1 when it was killed, else an error number."""
+    shim = os.getpid()
     life_reader, life_writer = os.pipe()
     agent = os.fork()
     if agent == 0:
         os.close(life_writer)
-        os._exit(run_agent(address, key, index, runtime, shim, life_reader))
+        be_agent(address, key, index, runtime, shim, life_reader)
     os.close(life_reader)
-    exit_code = wait_for(agent, runtime)
-    if exit_code:
-        tell_of_loss(address, key.text, index)
-    sys.exit(exit_code)
+    return wait_for(agent, runtime)
+
+
+def be_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, life_reader: int) -> NoReturn:
+    """Be the agent to its end; the exit code of its process says why it could not begin, as an error number."""
+    exit_code = 1
+    try:
+        exit_code = run_agent(address, key, index, runtime, shim, life_reader)
+    except OSError as error:
+        exit_code = error.errno or 1
+    finally:
+        os._exit(exit_code)
 
 
 def read_key(file: str) -> HeldKey:
@@ -73,18 +95,24 @@ def close_unnamed() -> None:
                 os.close(int(name))
 
 
-def tell_of_loss(address: str, key: str, index: int) -> None:
-    """Say that the agent is gone: one that had not reported leaves no other trace, and Hydra says nothing."""
+def tell_of_loss(address: str, key: str, index: int, number: int) -> None:
+    """Say that the agent is gone: one that had not reported leaves no other trace, and Hydra says nothing.
+
+    ``number`` is the error number that says why, or 0. Returns when poprun has heard it: then it does not take the
+    end of this process for the first thing that went wrong.
+    """
     try:
         link = connect(address, key, _CONNECT_SECONDS)
-        link.send({"event": "agent_lost", "instance": index})
+        link.send({"event": "agent_lost", "instance": index, "errno": number})
+        link.connection.settimeout(_CONNECT_SECONDS)
+        link.connection.recv(1)
         link.close()
     except (OSError, ProtocolError):
         return  # poprun is gone, too
 
 
 def wait_for(agent: int, runtime: int) -> int:
-    """Wait until one of the two processes has ended; this process's exit code."""
+    """Wait until one of the two processes has ended; 0 when the agent did so well, else 1 or its error number."""
     poll = select.poll()
     poll.register(os.pidfd_open(agent), select.POLLIN)
     try:
@@ -93,8 +121,15 @@ def wait_for(agent: int, runtime: int) -> int:
         return 1
     poll.poll()
     ended, status = os.waitpid(agent, os.WNOHANG)
-    return 0 if ended and status == 0 else 1
+    return max(os.waitstatus_to_exitcode(status), 0) or int(status != 0) if ended else 1
+
+
+def say_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
+    """Say why the shim itself has failed; its calls tell a user of poprun nothing."""
+    sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")
 
 
 if __name__ == "__main__":
+    sys.excepthook = say_in_one_line
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
     main()

@@ -13,7 +13,7 @@ Messages are JSON objects, one a line. An agent sends *events*, poprun sends *or
 | `signal_unhandled`| no process of the program handles a signal          | signal                           |
 | `stacks`          | where the program stands                            | text, processes                  |
 | `stream`          | this socket is one of the program's streams         | instance, stream                 |
-| `agent_lost`      | a shim's agent ended before it had reported         | instance                         |
+| `agent_lost`      | a shim's agent ended, or cannot go on; errno or 0   | instance, errno                  |
 | `view`            | a monitor wants to look at the job                  |                                  |
 | `exited`          | the program ended; negative codes are signals       | code, at_seconds, was_stopped, … |
 | `shim_lost`       | the MPI runtime killed the shim                     |                                  |
@@ -76,7 +76,7 @@ Message = dict[str, object]
 EVENT_FIELDS: dict[str, dict[str, type]] = {
     "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
     "stream": {"instance": int, "stream": int},
-    "agent_lost": {"instance": int},
+    "agent_lost": {"instance": int, "errno": int},
     VIEW_EVENT: {},
     "started": {"pid": int},
     "failed_to_hold": {"errno": int},

@@ -38,7 +38,11 @@ class RunningJob:
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs of this user in this network namespace, by process id; the oldest first, as a rule."""
+    """The jobs of this user in this network namespace, by process id; the oldest first, as a rule.
+
+    Raises:
+        OSError: If there is no /proc to find them in.
+    """
     text = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
     found = {match[1]: int(match[2]) for match in _NAME.finditer(text)}
     jobs = [RunningJob(pid=pid, address=address) for address, pid in found.items()]

@@ -51,6 +51,8 @@ def main() -> None:
         command.main(prog_name="poprun-top", standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
+    except OSError as error:  # there is no /proc
+        sys.exit(f"poprun-top: no jobs can be found: {error.filename}: {error.strerror}")
 
 
 def attach(pid: int) -> None:

@@ -8,12 +8,16 @@ Not with `subprocess`: importing it would cost each start of a job more than the
 
 import errno
 import os
+import resource
 import select
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+if TYPE_CHECKING:
+    from threading import Thread
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -78,6 +82,7 @@ class ProcessStart(NamedTuple):
         streams: The three descriptors that become its standard input, output and error.
         death_signal: What the kernel sends it when the process that starts it dies.
         kept: Further descriptors that it inherits under their own numbers.
+        open_files: Its soft limit of open files; 0 for that of the process that starts it.
     """
 
     words: Sequence[str]
@@ -86,6 +91,7 @@ class ProcessStart(NamedTuple):
     streams: Sequence[int]
     death_signal: int
     kept: Iterable[int] = ()
+    open_files: int = 0
 
 
 def start_process(start: ProcessStart) -> int:
@@ -96,9 +102,14 @@ def start_process(start: ProcessStart) -> int:
     Raises:
         OSError: If the program cannot be executed, with its path or the working directory as file name.
     """
-    reader, writer = os.pipe()
     parent = os.getpid()
-    pid = os.fork()
+    reader, writer = _pipe_for(start)
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(reader)
+        os.close(writer)
+        raise OSError(error.errno, error.strerror, start.words[0]) from None
     if pid == 0:
         _become(start, parent, writer)
     os.close(writer)
@@ -111,8 +122,15 @@ def start_process(start: ProcessStart) -> int:
     return pid
 
 
+def _pipe_for(start: ProcessStart) -> tuple[int, int]:
+    try:
+        return os.pipe()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, start.words[0]) from None
+
+
 def _become(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
-    place = start.working_directory
+    place = start.words[0]
     try:
         os.setsid()
         die_with_parent(start.death_signal)
@@ -123,6 +141,10 @@ def _become(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
         for signum in _TO_DEFAULT:
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if start.open_files > 0:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (start.open_files, hard))
+        place = start.working_directory
         os.chdir(place)
         place = start.words[0]
         os.execvpe(place, list(start.words), dict(start.environment))  # noqa: S606 - starting programs is the purpose
@@ -145,6 +167,18 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
                 os.close(descriptor)
     for descriptor in kept:
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
+
+
+def start_thread(thread: "Thread") -> None:
+    """Start a thread.
+
+    Raises:
+        OSError: If there can be no more; Python has a RuntimeError for it, whose text alone says so.
+    """
+    try:
+        thread.start()
+    except RuntimeError:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:

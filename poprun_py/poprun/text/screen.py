@@ -43,7 +43,8 @@ def tell(text: str) -> None:
 
 def abandon_stdout() -> None:
     """Send what is still unwritten nowhere, so that the interpreter does not try again when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def has_color() -> bool:

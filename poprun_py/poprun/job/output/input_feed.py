@@ -13,6 +13,8 @@ import threading
 from contextlib import suppress
 from typing import Final
 
+from poprun.process.spawn import start_thread
+
 _READ_BYTES: Final = 64 * 1024
 _BACKGROUND_MILLISECONDS: Final = 500
 _JOIN_SECONDS: Final = 1.0
@@ -29,13 +31,18 @@ class InputFeed:
         self._thread = threading.Thread(target=self._run, name="poprun-input", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
-        self._thread.start()
+        """Begin to read.
+
+        Raises:
+            OSError: If there can be no more threads.
+        """
+        start_thread(self._thread)
 
     def end(self) -> None:
         """Read no more."""
         os.close(self._stop_writer)
-        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_SECONDS)
         os.close(self._stop_reader)
 
     def _run(self) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.job.output.lines import LineSplitter, Tags, tagged
 from poprun.plan.plan import LaunchPlan
+from poprun.process.spawn import start_thread
 from poprun.text.screen import Level, say
 
 if TYPE_CHECKING:
@@ -257,13 +258,18 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="poprun-relay", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
-        self._thread.start()
+        """Begin to read.
+
+        Raises:
+            OSError: If there can be no more threads.
+        """
+        start_thread(self._thread)
 
     def finish(self, timeout_seconds: float) -> None:
         """Read what the pipes still hold and end; give up on a reader that does not read within the timeout."""
-        os.write(self._stop_writer, b".")
-        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            os.write(self._stop_writer, b".")
+            self._thread.join(timeout_seconds)
 
     def tail(self, instance: int) -> list[str]:
         """The last lines that ``instance`` wrote to its standard error."""

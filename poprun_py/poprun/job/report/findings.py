@@ -1,8 +1,9 @@
 """The findings about a failure: last words, what the machine knows, and the probable cause."""
 
+import errno
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,8 +11,15 @@ from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, InstanceStatus
 from poprun.probe.limits import Evidence, MemoryLimits
+from poprun.text.system_errors import explain
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
+_SHORTAGES: Final = {
+    errno.EMFILE: re.compile(r"Too many open files|SYS_LIMITS_(?:PIPES|SOCKETS|FILES)", re.IGNORECASE),
+    errno.EAGAIN: re.compile(
+        r"Resource temporarily unavailable|SYS_LIMITS_CHILDREN|Unable to start listen thread", re.IGNORECASE
+    ),
+}
 _CRASH_REPORT: Final = "Fatal Python error"
 _NEARLY: Final = 0.9
 _UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -26,15 +34,23 @@ class Findings:
         evidence: What is known of the machine.
         words: What the instances that ended with an error said last, by index.
         launcher_words: What the launcher said last.
+        shortage: What the launcher ran out of, and what to do; empty when it said nothing of that.
     """
 
     evidence: Evidence = field(default_factory=Evidence)
     words: Mapping[int, LastWords] = field(default_factory=dict)
     launcher_words: LastWords = field(default_factory=LastWords)
+    shortage: str = ""
 
     def words_of(self, instance: int) -> LastWords:
         """What an instance said last."""
         return self.words.get(instance, LastWords())
+
+
+def find_shortage(launcher_output: Sequence[str]) -> str:
+    """What the launcher ran out of, as its own or its shims' lines tell, and what to do; "" for nothing."""
+    numbers = (number for number, pattern in _SHORTAGES.items() if any(map(pattern.search, launcher_output)))
+    return next(map(explain, numbers), "")
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:

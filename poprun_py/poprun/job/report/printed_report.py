@@ -7,14 +7,16 @@ from typing import Final
 
 from poprun.job.outcome import JobEnd, first_failure, has_left
 from poprun.job.report.endings import describe_code, describe_others, name_code, name_instances
-from poprun.job.report.findings import Findings, hint
+from poprun.job.report.findings import Findings, find_shortage, hint
 from poprun.job.report.last_words import last_words
-from poprun.job.state import SHIM_KILLED, InstanceStatus
+from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.text.screen import Level, say
 
 _MAX_SURVIVORS: Final = 10
+_HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
+_EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
 _ABORT: Final = re.compile(r"Abort\(-?\d+\) on node \d+ ")
 """What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
 
@@ -86,7 +88,8 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
     which = f"instance {failed.index} failed first" if len(end.statuses) > 1 else "the program failed"
     findings = end.findings or Findings()
     said = findings.words_of(failed.index)
-    why = hint(failed, said, findings.evidence)
+    is_loss = failed.problem in (SHIM_KILLED, AGENT_KILLED)
+    why = (is_loss and findings.shortage) or hint(failed, said, findings.evidence)
     return [
         f"{which}: {failed.problem or describe_code(failed.exit_code or 0)} ({_place(failed, plan)})",
         *([f"  {why}"] if why else []),
@@ -98,9 +101,11 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
 def _render_launcher_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     name = plan.mpi.launcher if plan.mpi is not None else "the launcher"
     reason = end.stop_reason
+    findings = end.findings or Findings()
+    if findings.shortage:
+        return [f"{name} ended before the program: {findings.shortage}"]
     if end.launcher_code:
         reason = f"{name} ended before the program: {describe_code(end.launcher_code)}"
-    findings = end.findings or Findings()
     return [reason, *(f"  | {line}" for line in findings.launcher_words.lines)]
 
 
@@ -115,6 +120,17 @@ def _place(failed: InstanceStatus, plan: LaunchPlan) -> str:
     first, last = instance.replicas[0], instance.replicas[-1]
     replicas = f"replica {first}" if first == last else f"replicas {first}-{last}"
     return f"host {instance.host}, {replicas}"
+
+
+def without_tracebacks(launcher_output: Sequence[str]) -> list[str]:
+    """The lines without Python's tracebacks: below a launcher only shims run Python before the program does."""
+    kept: list[str] = []
+    is_inside = False
+    for line in launcher_output:
+        is_inside = bool(_HEADER.match(line)) or (is_inside and line.startswith("  "))
+        if not is_inside and not _EXCEPTION.match(line):
+            kept.append(line)
+    return kept
 
 
 def explain(
@@ -137,7 +153,8 @@ def explain(
     findings = Findings(
         evidence=Evidence() if kills_before is None else evidence_since(kills_before),
         words={index: last_words(tail) for index, tail in tails.items()},
-        launcher_words=last_words(launcher_output),
+        launcher_words=last_words(without_tracebacks(launcher_output)),
+        shortage=find_shortage(launcher_output),
     )
     explained = replace(end, statuses=blame_aborter(end.statuses, tails, end.launcher_code), findings=findings)
     if lines := render_end(explained, plan):
