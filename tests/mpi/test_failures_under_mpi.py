@@ -1,11 +1,17 @@
-"""Ranks that end by an exception after MPI has begun, whose MPI_Finalize would wait for the others for ever."""
+"""Ranks that fail after MPI has begun, whose MPI_Finalize would wait for the others for ever.
 
+`tests/process/test_startup_hook.py` has all ways to end, without MPI.
+"""
+
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests import leftovers
-from tests.running import MpiEnvironment, Poprun
+from tests.process.test_endings import interrupt
+from tests.process.test_hangs import read_until
+from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun
 
 PROGRAM = """
 import atexit, sys
@@ -30,21 +36,32 @@ def _shared_memory_of_mpich() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_shared_memory_of_mpich")
-@pytest.mark.parametrize("how", ["raise ValueError('bad batch')", "sys.excepthook = None; 1 / 0"])
-def test_a_rank_that_raises_ends_the_job(mpi: MpiEnvironment, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "code", "end", "said"),
+    [
+        ("sys.excepthook = None; 1 / 0", 1, "exit code 1", "ZeroDivisionError: "),
+        ("sys.exit(7)", 7, "exit code 7", ""),
+        ("raise KeyboardInterrupt", 130, "SIGINT, interrupt", "KeyboardInterrupt"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(mpi: MpiEnvironment, how: str, code: int, end: str, said: str) -> None:
     """With its traceback, after what it does at exit."""
     finished = Poprun(python=mpi.python)("--launcher=mpi", "-n2", str(mpi.python), "-c", PROGRAM.format(how=how))
 
-    assert finished.code == 1
-    assert "instance 1 failed first: exit code 1" in finished.err
-    assert "Error: " in finished.err
+    assert finished.code == code
+    assert f"instance 1 failed first: {end}" in finished.err
+    assert said in finished.err
     assert "[1,1]<stdout>:saved" in finished.out
 
 
 GOOD = """
-import code, time
+import code, sys, time
 from mpi4py import MPI
 code.InteractiveInterpreter().runcode("1 / 0")
+try:
+    sys.exit(7)
+except SystemExit:
+    pass
 if MPI.COMM_WORLD.rank == 0:
     time.sleep(0.5)
 print("done", flush=True)
@@ -52,8 +69,30 @@ print("done", flush=True)
 
 
 def test_a_rank_that_ends_well_waits_for_the_others(mpi: MpiEnvironment) -> None:
-    """Also when something has printed a traceback before and the program went on."""
+    """Also when something has printed a traceback before, or was to exit, and the program went on."""
     finished = Poprun(python=mpi.python)("--launcher=mpi", "-n2", "--no-tag-output", str(mpi.python), "-c", GOOD)
 
     assert finished.succeeded().lines == ["done", "done"]
     assert finished.err.count("ZeroDivisionError") == 2
+
+
+EARLY = """
+import time
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 0:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.usefixtures("_shared_memory_of_mpich")
+def test_a_rank_that_ends_before_the_others_is_seen_to_wait(mpi: MpiEnvironment) -> None:
+    """In MPI_Finalize, which the other one never comes to."""
+    words = ("--launcher=mpi", "--hang-report=1", "-n2", str(mpi.python), "-c", EARLY)
+    with Poprun(python=mpi.python).started(*words) as process:
+        said = read_until(process, "the job goes on")
+        interrupt(process, signal.SIGTERM)
+        process.communicate(timeout=DEADLINE_SECONDS)
+
+    assert "instance 1 waits in MPI_Finalize" in said
+    assert "instance 0 did not arrive: it has not called MPI_Finalize yet" in said
+    assert "time.sleep(600)" not in said.partition("instance 1:\n")[2]

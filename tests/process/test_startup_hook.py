@@ -1,14 +1,21 @@
-"""What poprun has every Python program do when it starts, seen from the program: next to nothing."""
+"""What poprun has every Python program do when it starts, seen from the program: next to nothing.
+
+Holds popdist.startup.sitecustomize.
+"""
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.running import Poprun, run
+from popdist import stack_signal, startup
+from popdist.contract import PROGRESS_DESCRIPTOR
+from popdist.progress import PAGE_BYTES, Progress
+from tests.running import DEADLINE_SECONDS, Poprun, run
 
 LOOK = """
 import json, os, subprocess, sys
@@ -95,3 +102,122 @@ def test_the_program_behind_a_shell_is_found(poprun: Poprun, program: str) -> No
     found = look(poprun, "sh", "-c", f"{sys.executable} {program}; {sys.executable} {program}; true")
 
     assert [one["is_listening"] for one in found] == [True, True]
+
+
+MPI = """
+import os
+
+def Is_initialized(): return True
+def Is_finalized(): return False
+
+class Finalizer:
+    def __del__(self, write=os.write): write(1, b"finalized\\n")
+
+finalizer = Finalizer()
+"""
+"""As much of mpi4py as the hook asks; it says when the interpreter takes it apart, where mpi4py finalizes."""
+
+ENDING = """
+import atexit, sys, threading, time
+import mpi4py.MPI
+atexit.register(lambda: print("saved"))
+"""
+
+FAILING = {
+    "sys.exit(7)": 7,
+    "raise SystemExit(7)": 7,
+    "sys.exit('text')": 1,
+    "sys.exit((1, 2))": 1,
+    "sys.exit(SystemExit(6))": 6,
+    "sys.exit(-1)": 255,
+    "sys.exit(2**100)": 255,
+    "sys.exit(True)": 1,
+    "sys.exit(256)": 0,
+    "raise KeyboardInterrupt": -2,
+    "raise BaseException('all')": 1,
+    "raise GeneratorExit": 1,
+    "1 / 0": 1,
+    "sys.excepthook = lambda *_: sys.exit(9)\n1 / 0": 9,
+    "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nsys.exit(7)": 7,
+    "try: sys.exit(7)\nfinally: print('at last')": 7,
+    "try: 1 / 0\nexcept ZeroDivisionError as error: raise SystemExit(3) from error": 3,
+    "error = SystemExit(1)\nerror.code = 4\nraise error": 4,
+    "class Own(SystemExit): pass\nraise Own(5)": 5,
+}
+"""How a program ends after MPI_Init, and its exit code; it fails, so nobody is waited for."""
+
+ENDING_WELL = (
+    "",
+    "sys.exit()",
+    "sys.exit(0)",
+    "sys.exit(False)",
+    "raise SystemExit",
+    "error = SystemExit(5)\ndel error.code\nraise error",
+    "try: sys.exit(7)\nexcept SystemExit as error: print(error.code, error.args)",
+    "try: raise SystemExit(7)\nexcept SystemExit as error: assert error.code == 7\nsys.exit(0)",
+    "thread = threading.Thread(target=sys.exit, args=(5,))\nthread.start()\nthread.join()",
+    "import os\nif os.fork() == 0: sys.exit(7)\nprint(os.wait()[1])",
+    "assert SystemExit.code.__name__ == 'code'\nassert sys.exit.__name__ == 'exit'",
+)
+
+
+def end(folder: Path, text: str, *, is_watched: bool) -> tuple[int, str, str, Progress | None]:
+    """How a program ends, with the hook of a job under MPI or without: code, output, errors, its page."""
+    (folder / "mpi4py").mkdir(exist_ok=True)
+    (folder / "mpi4py" / "__init__.py").touch()
+    (folder / "mpi4py" / "MPI.py").write_text(MPI)
+    (folder / "program.py").write_text(ENDING + text)
+    page = os.memfd_create(stack_signal.PAGE_NAME)
+    os.ftruncate(page, PAGE_BYTES)
+    own = {PROGRESS_DESCRIPTOR: str(page), "PMI_RANK": "1"} if is_watched else {}
+    places = [*startup.__path__, str(folder)] if is_watched else [str(folder)]
+    finished = subprocess.run(
+        [sys.executable, "program.py"],
+        env=os.environ | own | {"PYTHONPATH": os.pathsep.join(places)},
+        cwd=folder,
+        pass_fds=[page],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_SECONDS,
+    )
+    said = Progress.read(os.pread(page, PAGE_BYTES, 0))
+    os.close(page)
+    return finished.returncode, finished.stdout, finished.stderr, said
+
+
+@pytest.mark.parametrize(("text", "code"), FAILING.items())
+def test_a_program_that_fails_ends_as_without_the_hook_before_it_finalizes(
+    tmp_path: Path, text: str, code: int
+) -> None:
+    """Its threads and what it does at exit come first; its code and all that it prints are Python's."""
+    code_here, out, err, page = end(tmp_path, text, is_watched=True)
+    plain_code, plain_out, plain_err, _ = end(tmp_path, text, is_watched=False)
+
+    assert (code_here, out, err) == (plain_code, plain_out.removesuffix("finalized\n"), plain_err)
+    assert plain_code == code
+    assert plain_out.endswith("saved\nfinalized\n")
+    assert page is not None
+    assert page.collective == ""
+
+
+@pytest.mark.parametrize("text", ENDING_WELL)
+def test_a_program_that_ends_well_says_that_it_finalizes(tmp_path: Path, text: str) -> None:
+    """So does one that caught its exit, and one whose thread or child exits."""
+    code, out, err, page = end(tmp_path, text, is_watched=True)
+
+    assert (code, out, err) == end(tmp_path, text, is_watched=False)[:3]
+    assert code == 0
+    assert out.endswith("saved\nfinalized\n")
+    assert page is not None
+    assert (page.collective, page.num_waits, page.has_joined) == ("MPI_Finalize", 1, False)
+    assert page.waiting_since_seconds is not None
+
+
+def test_the_hook_of_a_job_without_mpi_leaves_exits_alone(poprun: Poprun) -> None:
+    """Nothing waits there."""
+    program = "import sys; print(type(sys.exit).__name__, type(vars(SystemExit)['code']).__name__)"
+
+    finished = poprun("--launcher", "local", sys.executable, "-c", program)
+
+    assert finished.succeeded().out.endswith("builtin_function_or_method member_descriptor\n")

@@ -150,3 +150,26 @@ def test_the_words_when_all_have_arrived_or_some_have_ended() -> None:
 
     assert words(together)[1:] == ["all have arrived: the network between them, or a GPU, may be stuck"]
     assert words(left)[1:] == ["instance 1 has ended"]
+
+
+def test_the_words_when_a_program_is_in_mpi_finalize() -> None:
+    """Those that use popdist are told of as ever; who finalizes while others wait keeps them waiting."""
+    early = [
+        waiting(0, "MPI_Finalize"),
+        status(1, Progress(pid=5)),
+        status(2, Progress(has_joined=True, num_steps=2)),
+    ]
+    apart = [waiting(0, "MPI_Finalize"), waiting(1, "init()")]
+
+    assert words(early)[1:] == [
+        "instance 1 did not arrive: it has not called MPI_Finalize yet",
+        "instance 2 did not arrive: it has done 2 steps",
+    ]
+    assert words(apart)[1:] == ["instance 1 waits in init()", "instance 0 will take part in nothing more"]
+
+
+def test_a_program_that_has_ended_waits_no_more() -> None:
+    """Whatever its page says last."""
+    last = waiting(0, "MPI_Finalize")
+
+    assert (last.is_waiting, replace(last, state=InstanceState.EXITED).is_waiting) == (True, False)

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 """As the contract calls it, which a Python without popdist cannot import."""
 
+MPI_PREFIXES = ("PMI_", "PMIX_")
+"""How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
+
+FINALIZE = b"MPI_Finalize"
+WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s", 160
+"""Where the page says what the program waits in: number of waits, time, name; and where its changes end."""
+
+FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
+
 
 def begin() -> None:
     """Take the page of progress and register what belongs to it, unless a living process has the page."""
@@ -33,9 +42,8 @@ def begin() -> None:
     if holder not in (0, os.getpid()) and signals.is_alive(holder):
         return
     signals.announce(page, signals.register(page))
-    import atexit  # noqa: PLC0415 - only the program itself pays for it
-
-    atexit.register(end_after_failure, os.getpid())  # what is registered first is called last
+    if any(name.startswith(MPI_PREFIXES) for name in os.environ):
+        watch_ending(page)
 
 
 def load_stack_signal() -> ModuleType:
@@ -50,31 +58,142 @@ def load_stack_signal() -> ModuleType:
     return module
 
 
-def end_after_failure(pid: int) -> None:
-    """End a program at once that an exception has ended, when mpi4py would now wait for the other instances.
+class ExitCode:
+    """The attribute ``code`` of SystemExit, and what Python read there when it ended the program.
 
-    Its MPI_Finalize waits for every instance, and those wait for this one. The traceback has been printed and
-    everything else that was to be done at exit has been done.
+    A SystemExit leaves no other trace: Python reads its code, forgets it and calls what is registered at exit. So
+    this stands before the attribute of the interpreter's own until then, and does what that does.
+
+    Attributes:
+        last_words: The code in a tuple, which is empty as long as no SystemExit has ended the program.
     """
+
+    def __init__(self) -> None:
+        import gc  # noqa: PLC0415 - only programs of MPI jobs pay for it
+
+        self.last_words: tuple[object, ...] = ()
+        self._original = SystemExit.__dict__["code"]
+        self._attributes = gc.get_referents(SystemExit.__dict__)[0]  # the dict that the type shows read-only
+
+    def __get__(self, error: BaseException | None, kind: type[BaseException] | None = None) -> object:
+        code = self._original.__get__(error, kind)
+        if error is not None and sys._getframe().f_back is None:  # noqa: SLF001 - called by no Python code
+            self.last_words = (code,)
+        return code
+
+    def __set__(self, error: BaseException, code: object) -> None:
+        self._original.__set__(error, code)
+
+    def __delete__(self, error: BaseException) -> None:
+        self._original.__delete__(error)
+
+    def begin(self) -> None:
+        """Take the attribute's place."""
+        self._place(self)
+
+    def end(self) -> None:
+        """Give it back: the interpreter takes its types apart after this."""
+        self._place(self._original)
+
+    def _place(self, attribute: object) -> None:
+        self._attributes["code"] = attribute
+        clear = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache  # noqa: SLF001 - documented
+        clear()  # attributes of types are kept there
+
+
+def exit_with_exception(*status: object) -> None:
+    """What sys.exit does from Python 3.12 on; before that it makes an exception only when somebody catches it."""
+    first = status[0] if status else None
+    if isinstance(first, SystemExit):
+        raise first
+    raise SystemExit(*(first if isinstance(first, tuple) else status if first is not None else ()))
+
+
+def watch_ending(page: int) -> None:
+    """Have the program end at once after a failure, when it is one of an MPI job."""
+    import atexit  # noqa: PLC0415 - only such programs pay for it
+
+    ending = ExitCode()
+    ending.begin()
+    atexit.register(end_before_finalize, os.getpid(), page, ending)  # what is registered first is called last
+    if sys.version_info < (3, 12):
+        exit_with_exception.__name__ = exit_with_exception.__qualname__ = "exit"
+        exit_with_exception.__doc__ = sys.exit.__doc__
+        sys.exit = exit_with_exception  # type: ignore[assignment]
+
+
+def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
+    """End a program that has failed at once, when mpi4py would now wait for the other instances.
+
+    Its MPI_Finalize waits for every instance, and those wait for this one. What the program says of its end has
+    been printed, its threads have ended, and everything else that was to be done at exit has been done. One that
+    ends well says on its page that it waits now.
+    """
+    ending.end()
     mpi = sys.modules.get("mpi4py.MPI")
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if mpi is None or os.getpid() != pid or not has_ended_program(error):
+    if mpi is None or os.getpid() != pid or not mpi.Is_initialized() or mpi.Is_finalized():
         return
-    if mpi.Is_initialized() and not mpi.Is_finalized():
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError, AttributeError):
-                continue
-        os._exit(1)
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    status = exit_status(ending.last_words[0]) if ending.last_words else int(has_ended_program(error))
+    if status == 0:
+        say_finalize(page)
+        return
+    flush()
+    if type(error) is KeyboardInterrupt and not ending.last_words:
+        import signal  # noqa: PLC0415 - as above
+
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(pid, signal.SIGINT)
+        status = FIRST_OF_SIGNALS + signal.SIGINT
+    os._exit(status & LARGEST_CODE)
+
+
+def exit_status(code: object) -> int:
+    """What Python calls exit(3) with for the ``code`` of a SystemExit; the system sees the last eight bits."""
+    if code is None:
+        return 0
+    if not isinstance(code, int):
+        return 1
+    return code & 0xFFFFFFFF if code.bit_length() < LONG_BITS else LARGEST_CODE
 
 
 def has_ended_program(error: BaseException | None) -> bool:
     """Whether ``error``, which was printed last, came out of the main program; extensions print others, too."""
-    if not isinstance(error, Exception) or error.__traceback__ is None:
+    if error is None or error.__traceback__ is None:
         return False
     frame = error.__traceback__.tb_frame
     return frame.f_back is None and frame.f_globals.get("__name__") in ("__main__", "runpy")
+
+
+def flush() -> None:
+    """Write out what is still kept in memory of what Python and extensions have printed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            continue
+    try:
+        import ctypes  # noqa: PLC0415 - as above
+
+        ctypes.CDLL(None).fflush(None)
+    except (ImportError, OSError, AttributeError):
+        return
+
+
+def say_finalize(page: int) -> None:
+    """Write on the page, as `popdist.progress` does, that the program waits for the others in MPI_Finalize."""
+    import struct  # noqa: PLC0415 - as above
+    import time  # noqa: PLC0415
+
+    num_changes, num_waits = (_number_at(page, place) for place in (CHANGES_ENDED_AT, WAIT_AT))
+    changed = struct.pack("=Q", num_changes + 1)
+    os.pwrite(page, changed, CHANGES_ENDED_AT)
+    os.pwrite(page, struct.pack(WAIT_FORMAT, num_waits + 1, time.monotonic(), FINALIZE), WAIT_AT)
+    os.pwrite(page, changed, 0)
+
+
+def _number_at(page: int, place: int) -> int:
+    return int.from_bytes(os.pread(page, 8, place), sys.byteorder)
 
 
 if __name__ == "sitecustomize":

@@ -1,12 +1,13 @@
 """The hang of a job: who waits for whom while no instance makes progress, found and put into words. Pure.
 
-Only programs that use popdist say that they wait. Their clocks play no part: what counts is for how long poprun
-has heard of no change, from any instance that runs. An instance that computes, compiles or saves for long without
-a word looks the same, so a hang is something to tell of; whether it is one, the stacks say.
+Programs that use popdist say that they wait, and Python programs of an MPI job when they end. Their clocks play no
+part: what counts is for how long poprun has heard of no change, from any instance that runs. An instance that
+computes, compiles or saves for long without a word looks the same, so a hang is something to tell of; whether it
+is one, the stacks say.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,9 @@ from poprun.job.state import InstanceState, InstanceStatus
 _MEMBERS: Final = r" among instances? ([0-9, andto]+)$"
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
 _RUN: Final = r"(\d+)(?: to (\d+))?"
+
+FINALIZE: Final = "MPI_Finalize"
+"""What a program of an MPI job waits in at its end, until every other one is there."""
 
 _MOST_LETTERS: Final = 80
 
@@ -87,11 +91,14 @@ def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
     lines[0] = f"no progress for {hang.idle_seconds:.0f} s: {lines[0]}"
     groups: dict[str, list[int]] = {}
     for index in hang.absent:
-        groups.setdefault(_describe_absence(statuses[index].progress or Progress()), []).append(index)
+        text = _describe_absence(statuses[index].progress or Progress(), hang.waiting)
+        groups.setdefault(text, []).append(index)
     lines += [f"{name_instances(indices)} did not arrive: {text}" for text, indices in groups.items()]
     if hang.ended:
         lines.append(f"{name_instances(hang.ended)} {'has' if len(hang.ended) == 1 else 'have'} ended")
-    elif not hang.absent:
+    if FINALIZE in hang.waiting and len(hang.waiting) > 1:
+        lines.append(f"{name_instances(hang.waiting[FINALIZE])} will take part in nothing more")
+    elif not hang.absent and not hang.ended:
         everyone = "all have arrived" if len(hang.waiting) == 1 else "each has arrived in one of these"
         lines.append(f"{everyone}: the network between them, or a GPU, may be stuck")
     return lines
@@ -101,9 +108,9 @@ def _verb(indices: Sequence[int], verb: str) -> str:
     return f"{verb}s" if len(indices) == 1 else verb
 
 
-def _describe_absence(progress: Progress) -> str:
+def _describe_absence(progress: Progress, awaited_in: Collection[str]) -> str:
     if not progress.has_joined:
-        return "it has not called popdist yet"
+        return f"it has not called {'popdist' if set(awaited_in) != {FINALIZE} else FINALIZE} yet"
     done = f"it has done {progress.num_steps} step{'s' if progress.num_steps > 1 else ''}"
     parts = [
         f"it reported step {progress.step}" if progress.step is not None else "",

@@ -141,8 +141,9 @@ class InstanceStatus:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the program said that it waits for others."""
-        return self.progress is not None and self.progress.waiting_since_seconds is not None
+        """Whether the program runs and said that it waits for others."""
+        is_told = self.progress is not None and self.progress.waiting_since_seconds is not None
+        return is_told and self.state is InstanceState.RUNNING
 
     @property
     def has_failed(self) -> bool:
