@@ -2,6 +2,7 @@
 
 import random
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -30,15 +31,19 @@ from tests.contract.training_laws import (
 CPU = torch.device("cpu")
 
 
-def run_all() -> int:
-    """Every law of training_laws.py, check_laws.py and of this file; how many there were."""
-    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+def all_laws() -> list[Callable[[], None]]:
+    """Every law of training_laws.py, check_laws.py and of this file."""
     modules = (training_laws, check_laws, sys.modules[__name__])
-    laws = [law for module in modules for law in training_laws.laws_of(module)]
-    for law in laws:
+    return [law for module in modules for law in training_laws.laws_of(module)]
+
+
+def run_all() -> int:
+    """Every law; how many there were."""
+    popdist.init(timeout_seconds=training_laws.TIMEOUT_SECONDS)
+    for law in all_laws():
         popdist.barrier()
         law()
-    return len(laws)
+    return len(all_laws())
 
 
 def draw() -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ import torch
 
 from popdist.contract import Contract, Endpoint
 from popdist.testing import run_world
-from tests.contract import loop_laws, overlap_laws, overlap_losses, training_laws, training_recipes
+from tests.contract import loop_laws, overlap_laws, overlap_losses, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.training_laws import laws_of
 from tests.docs.markdown import ROOT
@@ -61,11 +61,11 @@ def test_recipes_have_the_same_bits(forked_world: ForkedWorlds) -> None:
 
 
 def test_training_laws(forked_world: ForkedWorlds) -> None:
-    """Every law of training_laws.py and loop_laws.py, where each instance is alone on its host."""
+    """Every law of training_laws.py, check_laws.py and loop_laws.py, where each instance is alone on its host."""
     counts = forked_world(
         loop_laws.run_all, num_instances=2, num_replicas=6, num_hosts=2, timeout_seconds=DEADLINE_SECONDS
     )
-    assert counts == [len(laws_of(training_laws)) + len(laws_of(loop_laws))] * 2
+    assert counts == [len(loop_laws.all_laws())] * 2
 
 
 @pytest.mark.parametrize("way", overlap_losses.WAYS)
