@@ -5,14 +5,14 @@ follows fits; different ones raise the same error everywhere, and the group can 
 instance has taken the same number of headers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from popdist import headers
 from popdist.comm.backend import Backend, HeaderExchange
-from popdist.errors import BackendError, CollectiveError, PopdistError
+from popdist.errors import BackendError, CollectiveError
 from popdist.progress import progress_page
 
 CAUSE_FIRST_SECONDS: Final = 1.0
@@ -103,7 +103,7 @@ class Group:
         self._notice = notice
         self._num_job_instances = num_job_instances
         self._unfinished: list[Exchange] = []
-        self._failure: PopdistError | None = None
+        self._owed: list[Callable[[], object]] = []
 
     @property
     def instances(self) -> tuple[int, ...]:
@@ -120,11 +120,11 @@ class Group:
         Raises:
             ValueError: If there are too many numbers, or one does not fit.
             CollectiveError, BackendError: If an exchange that was started before failed.
-            PopdistError: The one that was left by :meth:`fail_next`.
         """
-        self.raise_failure()
         for exchange in tuple(self._unfinished):
             exchange.wait()
+        while self._owed:
+            self._owed.pop(0)()
         if len(self.instances) < self._num_job_instances:
             text = f"{text} among {headers.name_instances(self.instances)}"
         with self.doing(text):
@@ -143,15 +143,9 @@ class Group:
         """
         self.start(text).wait()
 
-    def fail_next(self, failure: PopdistError) -> None:
-        """Make this instance's next collective raise ``failure``, which was found where nothing can be raised."""
-        self._failure = failure
-
-    def raise_failure(self) -> None:
-        """Raise what :meth:`fail_next` left, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+    def owe(self, tell: Callable[[], object]) -> None:
+        """Have ``tell`` called before the next exchange: the others still wait for what it says."""
+        self._owed.append(tell)
 
     def take_notice(self, received: Sequence[Sequence[int]]) -> None:
         """Learn from the headers of all members whether one was asked to leave."""

@@ -168,10 +168,26 @@ def law_a_lost_step_leaves_no_trace_in_the_buffers() -> None:
                     raise_error("enough")
         model.reduce_gradients()
     assert popdist.checksum(model) == before
-    if is_last():
-        with refused(popdist.MicroBatchError, "this instance left"):
-            popdist.barrier()
     check_recovered(popdist.ReplicatedModel(Net()))
+
+
+def law_a_step_by_hand_does_not_go_on_after_an_exception() -> None:
+    """Whoever catches it within the step is told so, and the next step works on all instances."""
+    model = popdist.ReplicatedModel(Net())
+    x, y = share(samples(2 * popdist.num_replicas()))
+    with step_lost(f"instance {popdist.num_instances() - 1} left the micro_batches loop"):
+        with suppress(KeyError), model.micro_batch(0, accumulation=2):
+            cross_entropy(model(x), y).backward()
+            if is_last():
+                raise_error("enough")
+        if is_last():
+            with refused(popdist.MicroBatchError, "micro batch 0 of this step was left by an exception"):
+                model.micro_batch(1, accumulation=2)
+            with refused(popdist.MicroBatchError, "begin the next one with micro_batch"):
+                model.reduce_gradients()
+        else:
+            model.reduce_gradients()
+    check_recovered(model)
 
 
 def law_a_step_by_hand_has_the_bits_of_the_loop() -> None:
@@ -333,8 +349,6 @@ def law_an_optimizer_waits_for_the_gradients() -> None:
             cross_entropy(model(x), y).backward()
             torch.optim.SGD(other.parameters()).step()
             torch.optim.SGD(model.parameters()).step()
-    with refused(popdist.MicroBatchError, "this instance left"):
-        popdist.barrier()
     check_recovered(model)
 
 

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy, embedding
 
 import popdist
 from popdist import context
+from popdist.gradients import reduction
 from popdist.layout import parts
 from tests.contract.collective_laws import refused
 
@@ -305,38 +306,72 @@ def check_recovered(model: popdist.ReplicatedModel) -> None:
 
 
 def law_leaving_the_loop_is_an_error_on_every_instance() -> None:
-    """By break or exception: the others hear of it, the optimizer here refuses its step; then all is well."""
+    """By break or exception: the others hear of it, and every optimizer refuses its step; the next loop works."""
     model = popdist.ReplicatedModel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     for by in ("break", "exception"):
         leave(model, by=by)
-        if is_last():
-            with refused(popdist.MicroBatchError, "this instance left a micro_batches loop"):
-                optimizer.step()
+        with refused(popdist.MicroBatchError, r"without a gradient: the last step .* was lost on all instances"):
+            optimizer.step()
+        check_recovered(model)
         optimizer.step()
+
+
+def law_what_comes_after_a_lost_step_works_on_all_instances() -> None:
+    """The very next loop, and any collective before it."""
+    model = popdist.ReplicatedModel(Net())
+    for by in ("break", "exception"):
+        leave(model, by=by)
+        check_recovered(model)
+        leave(model, by=by)
+        popdist.barrier()
         check_recovered(model)
 
 
-def law_the_next_collective_refuses_too() -> None:
-    """When no optimizer comes first, the next call that needs the others raises on the instance that left."""
-    model = popdist.ReplicatedModel(Net())
-    leave(model, by="break")
+def law_those_that_come_late_hear_of_it_too() -> None:
+    """An instance that has left its loop, and waits no longer, tells them before the next thing that it does."""
+    store = context._state.store
+    if store is None:
+        return
+    model, name = popdist.ReplicatedModel(Net()), f"left in {popdist.num_replicas()}"
     if is_last():
-        with refused(popdist.MicroBatchError, "this instance left"):
-            popdist.barrier()
+        with mock.patch.object(reduction, "ABANDON_SECONDS", 0.0):
+            leave(model, by="exception")
+        store.set(name, "yes")
+    else:
+        store.wait([name])
+        leave(model, by="exception")
+    check_recovered(model)
+
+
+def law_a_loop_within_a_loop_is_an_error_on_every_instance() -> None:
+    """Of the same model: both steps are lost, on all instances; then all is well."""
+    model = popdist.ReplicatedModel(Net())
+    batch = share(samples(2 * popdist.num_replicas()))
+    kept = model.micro_batches(batch)
+    if is_last():
+        next(kept)
+        with refused(popdist.MicroBatchError, "a step began before the one before it had ended"):
+            train(model, batch)
+    else:
+        for pattern in ("left the micro_batches loop", "began this loop in the middle of another one"):
+            with refused(popdist.MicroBatchError, pattern):
+                train(model, batch)
     check_recovered(model)
 
 
 def law_a_batch_that_does_not_split_is_an_error_on_every_instance() -> None:
-    """Its own error where it is, naming the place; MicroBatchError elsewhere; then all is well."""
+    """Its own error where it is, naming the place; MicroBatchError elsewhere; no gradient stays; all goes on."""
     model = popdist.ReplicatedModel(Net())
     x, y = share(samples(2 * popdist.num_replicas()))
+    train(model, (x, y))
     if is_last():
         with refused(popdist.BatchError, r"batch\[1\] holds 1 samples"):
             train(model, (x, y[:1]))
     else:
         with refused(popdist.MicroBatchError, f"instance {popdist.num_instances() - 1} could not split"):
             train(model, (x, y))
+    assert all(parameter.grad is None for parameter in model.parameters())
     check_recovered(model)
 
 

@@ -125,6 +125,27 @@ def test_a_replica_gets_the_same_in_any_split(
     assert first[0] != second[0]
 
 
+@pytest.mark.parametrize("split", [(1, 1), (1, 2), (2, 2)])
+def test_a_batch_that_is_taken_for_a_micro_batch_is_an_error(split: tuple[int, int]) -> None:
+    """However many micro batches there are, two as well; the error has the loop to write, and evaluation works."""
+    loader = loaders(split, TensorDataset(torch.arange(8), torch.arange(8)), 4)[0]
+    wanted = r"(?s)unpacked.*for x, y in model\.micro_batches\(batch\):.*`for x, y in batch:`"
+    with pytest.raises(popdist.BatchError, match=wanted):
+        for _x, _y in loader:
+            pass
+    with pytest.raises(popdist.BatchError, match=wanted):
+        for _x, *_rest in loader:
+            pass
+    with pytest.raises(popdist.BatchError, match=wanted):
+        for _step, (_x, _y) in enumerate(loader):
+            pass
+    for batch in loader:
+        with pytest.raises(popdist.BatchError, match=r"was asked for \[0\]"):
+            batch[0]
+        assert [len(x) for x, _ in batch] == [len(x) for x, y in list(batch)]
+        assert len([*batch]) == len(batch)
+
+
 @pytest.mark.parametrize("dataset", [Augmented(), Augmented(late=True), Subset(Augmented(), range(40))])
 def test_augmentation_belongs_to_the_sample(dataset: Dataset[Tensor]) -> None:
     """It follows from seed, epoch and index, whatever the batches; also where one sample alone draws."""

@@ -168,6 +168,22 @@ def test_two_models_may_take_their_steps_together() -> None:
     assert all(parameter.grad is not None for model in (one, two) for parameter in model.parameters())
 
 
+def test_a_loop_that_zip_leaves_open_is_named_so() -> None:
+    """Not as one that was left by ``break``; whichever of the two loops it is."""
+    one, two = (popdist.ReplicatedModel(nn.Linear(3, 1)) for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters()) for model in (one, two)]
+    pairs: Any
+    for pairs in (((one, 2), (two, 2)), ((one, 2), (two, 1))):
+        loops = [model.micro_batches(torch.ones(4, 3), accumulation) for model, accumulation in pairs]
+        for x, y in zip(*loops, strict=False):
+            (one(x).sum() + two(y).sum()).backward()
+        del loops
+        lost = pairs[0][1] <= pairs[1][1]
+        optimizers[not lost].step()
+        with pytest.raises(popdist.MicroBatchError, match=r"beside another one in zip\(\).*strict=True"):
+            optimizers[lost].step()
+
+
 def test_a_module_that_is_wrapped_again_is_reduced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrapper before leaves the micro batches of the new one alone."""
     module, reduced = nn.Linear(2, 1), list[str]()

@@ -1,10 +1,16 @@
 """The batches of a loader: one step of this instance, micro batch by micro batch."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from opcode import opmap
+from typing import Any, Final, NamedTuple, NoReturn
 
+from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
+
+_UNPACKING: Final = {opmap["UNPACK_SEQUENCE"], opmap["UNPACK_EX"]}
+"""What Python does in ``x, y = batch``, and in ``for x, y in loader``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class Batch:
     """This instance's part of one step, ready for ``ReplicatedModel.micro_batches``.
 
     Iterating over it gives the contents of the micro batches that hold samples, which is the loop to write where
-    no gradients are wanted: ``for x, y in batch``. An instance may have none.
+    no gradients are wanted: ``for x, y in batch``. An instance may have none. It is no sample of its own: to take
+    it apart as one, in ``for x, y in loader`` or by ``batch[0]``, is a BatchError that shows the loop to write.
 
     Attributes:
         micro_batches: Of each local replica in turn, ``accumulation`` of them.
@@ -95,7 +102,28 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
+        caller = sys._getframe(1)  # noqa: SLF001 - there is no other way to tell `x, y = batch` from a loop
+        if caller.f_code.co_code[caller.f_lasti] in _UNPACKING:
+            raise _taken_apart("unpacked")
         return (micro.content for micro in self.micro_batches if micro.num_samples)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise _taken_apart(f"asked for [{key!r}]")
 
     def __len__(self) -> int:
         return sum(micro.num_samples > 0 for micro in self.micro_batches)
+
+
+def _taken_apart(how: str) -> BatchError:
+    """The error of a program that takes a batch for the tensors of one micro batch."""
+    return BatchError(
+        f"a batch of popdist.data_loader was {how}, and it holds this instance's micro batches, not one batch of "
+        """tensors. Write
+
+    for batch in loader:
+        for x, y in model.micro_batches(batch):
+            loss_fn(model(x), y).backward()
+        optimizer.step()
+
+and, where no gradients are wanted, `for batch in loader:` and `for x, y in batch:`"""
+    )

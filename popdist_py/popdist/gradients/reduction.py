@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import (
+    BackendError,
     BatchError,
     CollectiveError,
     GradientError,
@@ -49,8 +50,13 @@ ABANDON_SECONDS: Final = 3.0
 _STATES: Final = ("mean", "sum", "abandoned", "not finite", "written")
 """What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
 
-_CANNOT_SPLIT: Final = -1.0
-"""Said in place of the heaviest weight."""
+CANNOT_SPLIT: Final = -1.0
+IN_ANOTHER_LOOP: Final = -2.0
+_REFUSALS: Final = {
+    CANNOT_SPLIT: "could not split the batch into micro batches (see the error there)",
+    IN_ANOTHER_LOOP: "began this loop in the middle of another one over the same model (see the error there)",
+}
+"""Said in place of the heaviest weight by an instance that has none, and what it means."""
 
 
 class NotFinite(NamedTuple):
@@ -104,7 +110,6 @@ class GradientSum:
         """
         self._scales = reduction == "mean"
         if len(self._group.instances) == 1:
-            self._group.raise_failure()
             self._unit = self._unit_of([heaviest])
             return
         overlap = self._memory.overlap
@@ -137,8 +142,9 @@ class GradientSum:
         return self._unit or 1.0
 
     def _unit_of(self, heaviest: list[float]) -> float:
-        if refused := [instance for instance, weight in enumerate(heaviest) if weight == _CANNOT_SPLIT]:
-            raise _lost_step(refused, "could not split the batch into micro batches (see the error there)")
+        for refusal, reason in _REFUSALS.items():
+            if refused := [instance for instance, weight in enumerate(heaviest) if weight == refusal]:
+                raise _lost_step(refused, reason)
         if not any(heaviest):
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
         return max(heaviest) if self._scales else 1.0
@@ -210,15 +216,30 @@ class GradientSum:
         self._end_early()
 
     def abandon(self) -> None:
-        """Tell the others, unless all know already, that there will be no gradient. Never raises."""
+        """Tell the others, unless all know already, that there will be no gradient. Never raises.
+
+        Those that come later than ``ABANDON_SECONDS`` to their loop are told before the next thing that is done
+        with them.
+        """
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
-                    self.unit(ABANDON_SECONDS)
-                    self._say("abandoned").wait(ABANDON_SECONDS)
+                    try:
+                        self._tell_of_abandonment(ABANDON_SECONDS)
+                    except BackendError:
+                        self._group.owe(self._tell_late)
         finally:
             self._is_awaited = False
             self._end_early()
+
+    def _tell_late(self) -> None:
+        with suppress(BatchError, CollectiveError):
+            self._tell_of_abandonment(None)
+
+    def _tell_of_abandonment(self, timeout_seconds: float | None) -> None:
+        self.unit(timeout_seconds)
+        with suppress(BackendError):
+            self._say("abandoned").wait(timeout_seconds)
 
     def _end_early(self) -> None:
         if self._early is not None:
@@ -338,10 +359,10 @@ class GradientSum:
         return finish(partials, self._memory.layout.num_replicas, operator.add)
 
 
-def refuse_step(group: Group, accumulation: int) -> None:
-    """Tell the others, in place of a step, that this instance could not split its batch. Never raises."""
+def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT) -> None:
+    """Tell the others, in place of a step, that this instance cannot make it. Never raises."""
     with suppress(PopdistError):
-        _announce(group, accumulation, _CANNOT_SPLIT, 0, 0).wait(ABANDON_SECONDS)
+        _announce(group, accumulation, refusal, 0, 0).wait(ABANDON_SECONDS)
 
 
 def _announce(group: Group, accumulation: int, heaviest: float, offer: int, weights_word: int) -> Exchange:
@@ -377,7 +398,10 @@ def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
     A launcher reports the failure that comes first, and the cause is theirs.
     """
     time.sleep(CAUSE_FIRST_SECONDS)
-    return MicroBatchError(f"{name_instances(instances)} {reason}, so this step has no gradient on any instance")
+    return MicroBatchError(
+        f"{name_instances(instances)} {reason}, so this step has no gradient on any instance; if all instances "
+        "catch what they raise, the next loop works on all of them"
+    )
 
 
 def not_finite_error(found: NotFinite, gradients: FlatGradients) -> GradientError:

@@ -40,14 +40,25 @@ _in_step: Final[weakref.WeakKeyDictionary[object, weakref.ref[nn.Module]]] = wea
 """The modules in the middle of a step, by what makes the step: their gradients are incomplete."""
 
 
+_lost: Final[weakref.WeakKeyDictionary[object, tuple[weakref.ref[nn.Module], str]]] = weakref.WeakKeyDictionary()
+"""The modules whose last step was lost, by what made it, and why it was: they have no gradients."""
+
+
 def begin_step(owner: object, module: nn.Module) -> None:
     """From now on the gradients of ``module`` are incomplete, as long as there is the ``owner`` of the step."""
+    _lost.pop(owner, None)
     _in_step[owner] = weakref.ref(module)
 
 
 def end_step(owner: object) -> None:
     """The gradients of the owner's module are complete, or gone."""
     _in_step.pop(owner, None)
+
+
+def lose_step(owner: object, module: nn.Module, reason: str) -> None:
+    """The owner's step has left no gradient on any instance, so until its next one there is nothing to step on."""
+    end_step(owner)
+    _lost[owner] = (weakref.ref(module), reason)
 
 
 def is_in_step() -> bool:
@@ -96,9 +107,7 @@ def _count_step(*_: object) -> None:
 
 
 def _check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-    if context.is_initialized():
-        context.current_group().raise_failure()
-    if not _shared and not _in_step:
+    if not _shared and not _in_step and not _lost:
         return
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
@@ -115,6 +124,19 @@ def _check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             "optimizer.step() before the gradients of all replicas are there: call it after the "
             "micro_batches loop, or after model.reduce_gradients()"
         )
+    for reference, reason in _lost.values():
+        module = reference()
+        if module is not None and _has_nothing_for(updated, module):
+            raise MicroBatchError(
+                f"optimizer.step() without a gradient: {reason}. Begin the next step, which works on all "
+                "instances; where an exception is caught, go on with the next batch in place of this call"
+            )
+
+
+def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
+    """Whether parameters of ``module`` are to be updated, and none of them has a gradient."""
+    trained = [it for it in module.parameters() if it.requires_grad and id(it) in updated]
+    return bool(trained) and all(it.grad is None for it in trained)
 
 
 def _belongs_to_another(parameter: Tensor, optimizer: Optimizer) -> bool:

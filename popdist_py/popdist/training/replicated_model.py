@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,13 @@ from popdist.errors import BatchError, MicroBatchError, WeightsError, seed_numbe
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.partial_gradients import clip_grad_norm
-from popdist.gradients.reduction import MeanOrSum, check_reduction, refuse_step
+from popdist.gradients.reduction import (
+    CANNOT_SPLIT,
+    IN_ANOTHER_LOOP,
+    MeanOrSum,
+    check_reduction,
+    refuse_step,
+)
 from popdist.training import outside_step
 from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
@@ -21,6 +27,16 @@ from popdist.training.randomness import ReplicaRandomness
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
 from popdist.weights import broadcast_weights, sum_parameters
+
+LEFT: Final = (
+    "the last step of this model was lost on all instances, because a loop over its micro batches was left before "
+    "its end (by break, return or an exception) or raised an error, here or on another instance"
+)
+BESIDE: Final = (
+    "the last step of this model was lost, because the loop over its micro batches ran beside another one in "
+    "zip(), which does not take both to their ends: write zip(..., strict=True)"
+)
+"""Why a step has no gradient."""
 
 
 class ModelSteps:
@@ -44,6 +60,7 @@ class ModelSteps:
         """Make what a copy makes anew."""
         outside_step.watch()
         self.step: Step | PlainStep | None = None
+        self._left_at: int | None = None
         self.gradients = ModelGradients(self._module)
         self._buffers = ReplicaBuffers(self._module)
         self._checked_steps = CheckedSteps()
@@ -65,17 +82,11 @@ class ModelSteps:
 
     def begin(self, accumulation: int) -> Step | PlainStep:
         """Start a step, from no gradients."""
-        if self.step is not None:
-            self.abandon()
-            raise MicroBatchError(
-                "a step began before the one before it had ended: end each micro_batches loop, or call "
-                "reduce_gradients() after the micro batches; that step has no gradient on any instance"
-            )
         training_loop.begin_step(self)
         group, checks_finite = context.current_group(), self._checks_finite
         is_checked = self._checked_steps.is_next_checked()
         if self.layout.num_replicas == accumulation == 1:
-            self.step = PlainStep(group, self.gradients, is_checked=is_checked, checks_finite=checks_finite)
+            self.step = PlainStep(self.gradients, is_checked=is_checked, checks_finite=checks_finite)
         else:
             self.step = Step(
                 self.gradients.memory(group, self.layout),
@@ -86,6 +97,7 @@ class ModelSteps:
                 checks_finite=checks_finite,
             )
         self.automatic.step = self.step
+        self._left_at = None
         outside_step.begin_step(self, self._module)
         return self.step
 
@@ -105,9 +117,17 @@ class ModelSteps:
                 batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
             )
         except BatchError:
-            refuse_step(context.current_group(), accumulation)
+            self._refuse(accumulation, CANNOT_SPLIT)
             raise
-        step = self.begin(accumulation)
+        if self.step is not None:
+            self._refuse(accumulation, IN_ANOTHER_LOOP)
+            raise MicroBatchError(
+                "a step began before the one before it had ended: end each micro_batches loop of a model before "
+                "the next one, or call reduce_gradients() after the micro batches; neither of the two steps has a "
+                "gradient on any instance. To train on two batches at once, put them into one loop: "
+                "model.micro_batches((first, second))"
+            )
+        num_entered, step = MicroBatchScope.num_entered, self.begin(accumulation)
         try:
             step.announce(max(counts), reduction)
         except BaseException:
@@ -119,15 +139,18 @@ class ModelSteps:
                 with MicroBatchScope(self, step, index, counted):
                     yield to_device(content, self.gradients.device)
         self.finish(reduction)
+        MicroBatchScope.mark_beside(num_entered)
 
     def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
         """What to enter for micro batch ``index`` of the step; the first one starts it."""
         weight, is_first = check_weight(weight), self.step is None
+        if is_first and self._left_at is not None and index > self._left_at:
+            raise self._left_error()
         step = self.step or self.begin(accumulation)
         if step.accumulation != accumulation:
             raise BatchError(f"accumulation={accumulation} in a step that began with {step.accumulation}")
         try:
-            return MicroBatchScope(self, step, index, weight)
+            return MicroBatchScope(self, step, index, weight, is_alone=True)
         except BatchError:
             if is_first:
                 self._end()
@@ -136,6 +159,9 @@ class ModelSteps:
     def finish(self, reduction: MeanOrSum) -> None:
         """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
         check_reduction(reduction)
+        if self.step is None and self._left_at is not None:
+            error, self._left_at = self._left_error(), None
+            raise error
         step = self.step or self.begin(1)
         try:
             step.finish(reduction)
@@ -145,11 +171,30 @@ class ModelSteps:
         self._checked_steps.end_step()
         self._end()
 
-    def abandon(self) -> None:
+    def abandon(self, reason: str = LEFT) -> None:
         """End the step without a gradient on any instance, if there is one. Never raises."""
         if self.step is not None:
             self.step.abandon()
             self._end()
+            outside_step.lose_step(self, self._module, reason)
+
+    def leave(self, index: int | None, reason: str) -> None:
+        """Abandon the step in micro batch ``index`` of a loop of the program's own; None in ``micro_batches``."""
+        self._left_at = index
+        self.abandon(reason)
+
+    def _refuse(self, accumulation: int, refusal: float) -> None:
+        """Make no step, nor the one that is open, and tell the others so; there are no gradients anywhere."""
+        self.abandon()
+        self.gradients.clear()
+        refuse_step(context.current_group(), accumulation, refusal)
+        outside_step.lose_step(self, self._module, LEFT)
+
+    def _left_error(self) -> MicroBatchError:
+        return MicroBatchError(
+            f"micro batch {self._left_at} of this step was left by an exception, so the step has no gradient on "
+            "any instance: catch the exception outside the whole step, and begin the next one with micro_batch(0)"
+        )
 
     def _end(self) -> None:
         self.step = self.automatic.step = None
@@ -163,31 +208,49 @@ class MicroBatchScope:
     """Within it the process is one replica: its random states are in place, and its gradients are expected.
 
     Leaving it takes the gradients. Leaving it by an exception abandons the step on every instance.
+
+    Attributes:
+        num_entered: How many were entered so far in this process.
+        number: Which of them this one is, from 1.
+        leaving: Why the step is lost if this one is left by an exception.
     """
 
-    def __init__(self, steps: ModelSteps, step: Step | PlainStep, index: int, weight: float) -> None:
+    num_entered: ClassVar[int] = 0
+    _open: ClassVar[list["MicroBatchScope"]] = []
+
+    def __init__(
+        self, steps: ModelSteps, step: Step | PlainStep, index: int, weight: float, *, is_alone: bool = False
+    ) -> None:
         self._steps = steps
         self._step = step
+        self._index = index if is_alone else None
         self._weight = weight
         self._randomness = steps.randomness.of(step.begin(index, weight), steps.gradients.device)
+        self.number = 0
+        self.leaving = LEFT
+
+    @classmethod
+    def mark_beside(cls, num_entered: int) -> None:
+        """A loop has ended that began after ``num_entered`` scopes: those entered since are of loops beside it."""
+        for scope in cls._open:
+            if scope.number > num_entered:
+                scope.leaving = BESIDE
 
     def __enter__(self) -> None:
         self._randomness.__enter__()
         self._steps.automatic.is_computing = True
+        MicroBatchScope.num_entered += 1
+        self.number = MicroBatchScope.num_entered
+        self._open.append(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._open.remove(self)
         self._randomness.__exit__()
         if error is not None and self._steps.step is not self._step:
             return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
         self._steps.automatic.is_computing = False
         if error is not None:
-            self._steps.abandon()
-            context.current_group().fail_next(
-                MicroBatchError(
-                    "this instance left a micro_batches loop before its end (by break, return or an exception), "
-                    "so that step has no gradient on any instance; from here on a new loop may begin"
-                )
-            )
+            self._steps.leave(self._index, self.leaving)
             return
         try:
             self._step.collect(self._weight)
@@ -290,8 +353,8 @@ class ReplicatedModel(nn.Module):
 
         A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
         none, and still takes part. Leaving the loop before its end (by break, return or an exception) abandons
-        the step on every instance: the others raise ``MicroBatchError`` at the end of their loops, and here the
-        next optimizer step or popdist call does.
+        the step on every instance: the others raise ``MicroBatchError`` at the end of their loops, and an
+        optimizer's step raises it on all of them until the next loop, which works again where all have caught it.
 
         Args:
             batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along

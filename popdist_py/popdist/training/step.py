@@ -9,7 +9,6 @@ from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.gradients.rows import GradientRows
-from popdist.groups import Group
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
 from popdist.weights import ParameterSums
@@ -154,7 +153,6 @@ class PlainStep:
     without popdist.
 
     Args:
-        group: The one instance of the job.
         gradients: Of the model's parameters. The ``.grad`` of those that are trained is set to None.
         is_checked: Whether the checks are made that cost time.
         checks_finite: Whether to look for NaN and infinity in the gradient.
@@ -162,9 +160,8 @@ class PlainStep:
 
     accumulation = 1
 
-    def __init__(self, group: Group, gradients: ModelGradients, *, is_checked: bool, checks_finite: bool) -> None:
+    def __init__(self, gradients: ModelGradients, *, is_checked: bool, checks_finite: bool) -> None:
         self.is_checked = is_checked
-        self._group = group
         self._gradients = gradients
         self._checks_finite = checks_finite
         self._weight: float | None = None
@@ -172,7 +169,6 @@ class PlainStep:
 
     def announce(self, heaviest: float, _reduction: MeanOrSum) -> None:
         """Check that the micro batch weighs something."""
-        self._group.raise_failure()
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
 
