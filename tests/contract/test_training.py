@@ -1,7 +1,7 @@
 """Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
 
 Holds popdist.gradients.buffers, popdist.gradients.memory, popdist.gradients.reduction,
-popdist.training.outside_step and popdist.training.step.
+popdist.training.model_steps, popdist.training.outside_step and popdist.training.step.
 """
 
 import os

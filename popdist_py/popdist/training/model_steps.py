@@ -1,0 +1,256 @@
+"""The steps of one model on this instance: each is begun, computed in micro batches, and ended or abandoned."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Final
+
+from torch import nn
+
+from popdist import context
+from popdist.errors import BatchError, MicroBatchError
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.memory import ModelGradients
+from popdist.gradients.reduction import (
+    CANNOT_SPLIT,
+    IN_ANOTHER_LOOP,
+    MeanOrSum,
+    check_reduction,
+    refuse_step,
+)
+from popdist.training import outside_step
+from popdist.training.checks import CheckedSteps
+from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
+from popdist.training.outside_step import AutomaticReduction
+from popdist.training.randomness import ReplicaRandomness
+from popdist.training.step import PlainStep, Step
+from popdist.training_loop import training_loop
+from popdist.weights import sum_parameters
+
+LEFT: Final = (
+    "the last step of this model was lost on all instances, because a loop over its micro batches was left before "
+    "its end (by break, return or an exception) or raised an error, here or on another instance"
+)
+BESIDE: Final = (
+    "the last step of this model was lost, because the loop over its micro batches ran beside another one in "
+    "zip(), which does not take both to their ends: write zip(..., strict=True)"
+)
+"""Why a step has no gradient."""
+
+
+class ModelSteps:
+    """The steps of one module on this instance, one at a time.
+
+    Args:
+        module: Its gradients and buffers are those of all replicas after each step.
+        seed: Of the replicas' random states.
+        checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
+    """
+
+    def __init__(self, module: nn.Module, *, seed: int, checks_finite: bool) -> None:
+        contract = context.environment().contract
+        self.layout = contract.layout
+        self.randomness = ReplicaRandomness(seed, self.layout.replicas_of(contract.instance_index))
+        self._module = module
+        self._checks_finite = checks_finite
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what a copy makes anew."""
+        outside_step.watch()
+        self.step: Step | PlainStep | None = None
+        self._left_at: int | None = None
+        self.gradients = ModelGradients(self._module)
+        self._buffers = ReplicaBuffers(self._module)
+        self._checked_steps = CheckedSteps()
+        self.automatic = AutomaticReduction(
+            self._module,
+            self.gradients,
+            self._buffers,
+            self.layout,
+            self._checked_steps,
+            checks_finite=self._checks_finite,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("layout", "randomness", "_module", "_checks_finite")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def begin(self, accumulation: int) -> Step | PlainStep:
+        """Start a step, from no gradients."""
+        training_loop.begin_step(self)
+        group, checks_finite = context.current_group(), self._checks_finite
+        is_checked = self._checked_steps.is_next_checked()
+        if self.layout.num_replicas == accumulation == 1:
+            self.step = PlainStep(self.gradients, is_checked=is_checked, checks_finite=checks_finite)
+        else:
+            self.step = Step(
+                self.gradients.memory(group, self.layout),
+                self._buffers,
+                accumulation=accumulation,
+                is_checked=is_checked,
+                weights=sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None,
+                checks_finite=checks_finite,
+            )
+        self.automatic.step = self.step
+        self._left_at = None
+        outside_step.begin_step(self, self._module)
+        return self.step
+
+    def micro_batches(
+        self,
+        batch: Nest,
+        accumulation: int,
+        *,
+        reduction: MeanOrSum,
+        weights: Sequence[float] | None,
+        split: Split | None,
+    ) -> Iterator[Nest]:
+        """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
+        try:
+            check_reduction(reduction)
+            accumulation, contents, counts = split_batch(
+                batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
+            )
+        except BatchError:
+            self._refuse(accumulation, CANNOT_SPLIT)
+            raise
+        if self.step is not None:
+            self._refuse(accumulation, IN_ANOTHER_LOOP)
+            raise MicroBatchError(
+                "a step began before the one before it had ended: end each micro_batches loop of a model before "
+                "the next one, or call reduce_gradients() after the micro batches; neither of the two steps has a "
+                "gradient on any instance. To train on two batches at once, put them into one loop: "
+                "model.micro_batches((first, second))"
+            )
+        num_entered, step = MicroBatchScope.num_entered, self.begin(accumulation)
+        try:
+            step.announce(max(counts), reduction)
+        except BaseException:
+            self.abandon()
+            raise
+        for index, (content, weight) in enumerate(zip(contents, counts, strict=True)):
+            if content is not None:
+                counted = 1.0 if reduction == "sum" and weights is None else weight
+                with MicroBatchScope(self, step, index, counted):
+                    yield to_device(content, self.gradients.device)
+        self.finish(reduction)
+        MicroBatchScope.mark_beside(num_entered)
+
+    def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
+        """What to enter for micro batch ``index`` of the step; the first one starts it."""
+        weight, is_first = check_weight(weight), self.step is None
+        if is_first and self._left_at is not None and index > self._left_at:
+            raise self._left_error()
+        step = self.step or self.begin(accumulation)
+        if step.accumulation != accumulation:
+            raise BatchError(f"accumulation={accumulation} in a step that began with {step.accumulation}")
+        try:
+            return MicroBatchScope(self, step, index, weight, is_alone=True)
+        except BatchError:
+            if is_first:
+                self._end()
+            raise
+
+    def finish(self, reduction: MeanOrSum) -> None:
+        """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
+        check_reduction(reduction)
+        if self.step is None and self._left_at is not None:
+            error, self._left_at = self._left_error(), None
+            raise error
+        step = self.step or self.begin(1)
+        try:
+            step.finish(reduction)
+        except BaseException:
+            self.abandon()
+            raise
+        self._checked_steps.end_step()
+        self._end()
+
+    def abandon(self, reason: str = LEFT) -> None:
+        """End the step without a gradient on any instance, if there is one. Never raises."""
+        if self.step is not None:
+            self.step.abandon()
+            self._end()
+            outside_step.lose_step(self, self._module, reason)
+
+    def leave(self, index: int | None, reason: str) -> None:
+        """Abandon the step in micro batch ``index`` of a loop of the program's own; None in ``micro_batches``."""
+        self._left_at = index
+        self.abandon(reason)
+
+    def _refuse(self, accumulation: int, refusal: float) -> None:
+        """Make no step, nor the one that is open, and tell the others so; there are no gradients anywhere."""
+        self.abandon()
+        self.gradients.clear()
+        refuse_step(context.current_group(), accumulation, refusal)
+        outside_step.lose_step(self, self._module, LEFT)
+
+    def _left_error(self) -> MicroBatchError:
+        return MicroBatchError(
+            f"micro batch {self._left_at} of this step was left by an exception, so the step has no gradient on "
+            "any instance: catch the exception outside the whole step, and begin the next one with micro_batch(0)"
+        )
+
+    def _end(self) -> None:
+        self.step = self.automatic.step = None
+        self.automatic.is_computing = False
+        outside_step.end_step(self)
+        if self.layout.num_replicas > self.layout.num_local_replicas == 1:
+            self._buffers.begin_step()  # the next pass may be one outside the loop, which nothing announces
+
+
+class MicroBatchScope:
+    """Within it the process is one replica: its random states are in place, and its gradients are expected.
+
+    Leaving it takes the gradients. Leaving it by an exception abandons the step on every instance.
+
+    Attributes:
+        num_entered: How many were entered so far in this process.
+        number: Which of them this one is, from 1.
+        leaving: Why the step is lost if this one is left by an exception.
+    """
+
+    num_entered: ClassVar[int] = 0
+    _open: ClassVar[list["MicroBatchScope"]] = []
+
+    def __init__(
+        self, steps: ModelSteps, step: Step | PlainStep, index: int, weight: float, *, is_alone: bool = False
+    ) -> None:
+        self._steps = steps
+        self._step = step
+        self._index = index if is_alone else None
+        self._weight = weight
+        self._randomness = steps.randomness.of(step.begin(index, weight), steps.gradients.device)
+        self.number = 0
+        self.leaving = LEFT
+
+    @classmethod
+    def mark_beside(cls, num_entered: int) -> None:
+        """A loop has ended that began after ``num_entered`` scopes: those entered since are of loops beside it."""
+        for scope in cls._open:
+            if scope.number > num_entered:
+                scope.leaving = BESIDE
+
+    def __enter__(self) -> None:
+        self._randomness.__enter__()
+        self._steps.automatic.is_computing = True
+        MicroBatchScope.num_entered += 1
+        self.number = MicroBatchScope.num_entered
+        self._open.append(self)
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._open.remove(self)
+        self._randomness.__exit__()
+        if error is not None and self._steps.step is not self._step:
+            return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
+        self._steps.automatic.is_computing = False
+        if error is not None:
+            self._steps.leave(self._index, self.leaving)
+            return
+        try:
+            self._step.collect(self._weight)
+        except BaseException:
+            self._steps.abandon()
+            raise
