@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from poprun.errors import LaunchError, PoprunError
 from poprun.text.screen import abandon_stdout, own_line, show
-from poprun.text.system_errors import SHORTAGES, explain
+from poprun.text.system_errors import SHORTAGES, describe_error
 
 BROKEN_PIPE = 141
 
@@ -91,8 +91,8 @@ def _fail(message: str, exit_code: int) -> int:
 def _fail_of_system(error: OSError) -> int:
     """Say what the system refuses: what there is too much of, or the file that it is about."""
     if error.errno in SHORTAGES:
-        return _fail(explain(error.errno), LaunchError.exit_code)
-    what = explain(error.errno) if error.errno else str(error)
+        return _fail(describe_error(error.errno), LaunchError.exit_code)
+    what = describe_error(error.errno) if error.errno else str(error)
     return _fail(f"{error.filename}: {what}" if error.filename else what, PoprunError.exit_code)
 
 

@@ -24,7 +24,7 @@ from poprun.messages.control import (
     peer_user,
     tcp_address,
 )
-from poprun.text.system_errors import explain
+from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork
@@ -131,7 +131,7 @@ class AgentLinks:
             try:
                 connection = listener.accept()[0]
             except OSError as error:
-                raise LaunchError(f"cannot hear an agent: {explain(error.errno or 0)}") from None
+                raise LaunchError(f"cannot hear an agent: {describe_error(error.errno or 0)}") from None
             meet(connection)
             return ()
 

@@ -29,7 +29,7 @@ from poprun.job.state import (
 )
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
-from poprun.text.system_errors import SHORTAGES, explain
+from poprun.text.system_errors import SHORTAGES, describe_error
 
 if TYPE_CHECKING:
     from poprun.job.hangs import Hang
@@ -72,7 +72,7 @@ def _after_loss(status: InstanceStatus, event: dict[str, Any], phase: Phase, now
     if phase >= Phase.STOPPING:
         return ended
     if event.get("errno") and status.state in (InstanceState.AWAITED, InstanceState.READY):
-        problem = f"its agent cannot start: {explain(event['errno'])}"
+        problem = f"its agent cannot start: {describe_error(event['errno'])}"
         return replace(ended, exit_code=NOT_BOUND, problem=problem, exited_at_seconds=now_seconds)
     return _with_problem(ended, HOST_LOST if event.get("is_silent") else AGENT_KILLED, now_seconds)
 
@@ -105,7 +105,7 @@ def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase) -> 
 
 def _failed_start(event: dict[str, Any]) -> tuple[int, str]:
     number = event["errno"]
-    reason = _NO_PROGRAM if number == errno.ENOEXEC else explain(number)
+    reason = _NO_PROGRAM if number == errno.ENOEXEC else describe_error(number)
     code = NOT_BOUND if number in SHORTAGES else NOT_FOUND if number == errno.ENOENT else NOT_EXECUTABLE
     return code, f"cannot run {event['place']}: {reason}"
 

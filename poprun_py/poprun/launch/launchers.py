@@ -27,7 +27,7 @@ from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
 from poprun.process.spawn import ProcessStart, start_process
 from poprun.process.tree import descendants, reap, words_of
-from poprun.text.system_errors import explain
+from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork
@@ -289,7 +289,7 @@ class LauncherProcesses:
                 self._running.add(start_process(start))
             except OSError as error:
                 verb = "enter" if error.filename == working_directory else "run"
-                raise LaunchError(f"cannot {verb} {error.filename}: {explain(error.errno or 0)}") from None
+                raise LaunchError(f"cannot {verb} {error.filename}: {describe_error(error.errno or 0)}") from None
         os.close(null)
         os.close(writer)
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._read(reader))

@@ -12,6 +12,6 @@ SHORTAGES: Final = {
 """What there is too much of, by error number, and what to do."""
 
 
-def explain(number: int) -> str:
+def describe_error(number: int) -> str:
     """An error number in words."""
     return SHORTAGES.get(number) or os.strerror(number)

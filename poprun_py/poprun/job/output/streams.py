@@ -8,7 +8,7 @@ from poprun.errors import LaunchError, PlanError
 from poprun.job.orders import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import say
-from poprun.text.system_errors import explain
+from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
     from poprun.job.output.input_feed import InputFeed
@@ -113,7 +113,7 @@ class ProgramStreams:
             reader, writer = os.pipe()
         except OSError as error:
             raise LaunchError(
-                f"cannot open the output of instance {instance}: {explain(error.errno or 0)}"
+                f"cannot open the output of instance {instance}: {describe_error(error.errno or 0)}"
             ) from None
         self._pipes.append((reader, instance, stream))
         return writer

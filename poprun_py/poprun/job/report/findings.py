@@ -9,9 +9,9 @@ from typing import Final
 
 from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords
-from poprun.job.state import AGENT_KILLED, InstanceStatus
+from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
 from poprun.probe.limits import Evidence, MemoryLimits
-from poprun.text.system_errors import explain
+from poprun.text.system_errors import describe_error
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
 _SHORTAGES: Final = {
@@ -35,22 +35,32 @@ class Findings:
         words: What the instances that ended with an error said last, by index.
         launcher_words: What the launcher said last.
         shortage: What the launcher ran out of, and what to do; empty when it said nothing of that.
+        other_python: What to write instead, where another Python than poprun's own lacks a module; or empty.
     """
 
     evidence: Evidence = field(default_factory=Evidence)
     words: Mapping[int, LastWords] = field(default_factory=dict)
     launcher_words: LastWords = field(default_factory=LastWords)
     shortage: str = ""
+    other_python: str = ""
 
     def words_of(self, instance: int) -> LastWords:
         """What an instance said last."""
         return self.words.get(instance, LastWords())
 
+    def reason_of(self, failed: InstanceStatus) -> str:
+        """The likely reason why an instance failed, or "" when its end and its last words say all."""
+        if self.shortage and failed.problem in (AGENT_KILLED, SHIM_KILLED):
+            return self.shortage
+        if self.other_python and failed.exit_code == 1:
+            return self.other_python
+        return hint(failed, self.words_of(failed.index), self.evidence)
+
 
 def find_shortage(launcher_output: Sequence[str]) -> str:
     """What the launcher ran out of, as its own or its shims' lines tell, and what to do; "" for nothing."""
     numbers = (number for number, pattern in _SHORTAGES.items() if any(map(pattern.search, launcher_output)))
-    return next(map(explain, numbers), "")
+    return next(map(describe_error, numbers), "")
 
 
 def hint(failed: InstanceStatus, words: LastWords, evidence: Evidence) -> str:

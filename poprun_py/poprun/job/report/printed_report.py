@@ -7,9 +7,9 @@ from typing import Final
 
 from poprun.job.outcome import JobEnd, first_failure, has_left
 from poprun.job.report.endings import describe_code, describe_others, name_code, name_instances
-from poprun.job.report.findings import Findings, find_shortage, hint
+from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import last_words
-from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
+from poprun.job.state import SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.text.screen import Level, say
@@ -88,8 +88,7 @@ def _render_failure(end: JobEnd, failed: InstanceStatus, plan: LaunchPlan) -> li
     which = f"instance {failed.index} failed first" if len(end.statuses) > 1 else "the program failed"
     findings = end.findings or Findings()
     said = findings.words_of(failed.index)
-    is_loss = failed.problem in (SHIM_KILLED, AGENT_KILLED)
-    why = (is_loss and findings.shortage) or hint(failed, said, findings.evidence)
+    why = findings.reason_of(failed)
     return [
         f"{which}: {failed.problem or describe_code(failed.exit_code or 0)} ({_place(failed, plan)})",
         *([f"  {why}"] if why else []),
@@ -133,6 +132,15 @@ def without_tracebacks(launcher_output: Sequence[str]) -> list[str]:
     return kept
 
 
+def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[str]]) -> str:
+    failed = first_failure(end.statuses)
+    if failed is None or failed.exit_code != 1:
+        return ""
+    from poprun.probe.interpreter import words_for_own_python  # noqa: PLC0415 - importlib.util is expensive
+
+    return words_for_own_python(plan.program, plan.working_directory, tails.get(failed.index, ()))
+
+
 def explain(
     end: JobEnd,
     plan: LaunchPlan,
@@ -155,6 +163,7 @@ def explain(
         words={index: last_words(tail) for index, tail in tails.items()},
         launcher_words=last_words(without_tracebacks(launcher_output)),
         shortage=find_shortage(launcher_output),
+        other_python=_other_python(end, plan, tails),
     )
     explained = replace(end, statuses=blame_aborter(end.statuses, tails, end.launcher_code), findings=findings)
     if lines := render_end(explained, plan):

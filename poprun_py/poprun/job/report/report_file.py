@@ -9,7 +9,7 @@ from typing import Final
 from popdist import contract
 from poprun.job.outcome import JobEnd, exit_code, first_failure, shell_code
 from poprun.job.report.endings import name_code, signal_of
-from poprun.job.report.findings import Findings, hint
+from poprun.job.report.findings import Findings
 from poprun.job.state import InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
@@ -84,7 +84,7 @@ def _instance_to_dict(plan: LaunchPlan, end: JobEnd, status: InstanceStatus) -> 
         "signal": name_code(-signum) if code is not None and (signum := signal_of(code)) else "",
         "was_stopped": status.was_stopped,
         "problem": status.problem,
-        "hint": hint(status, words, findings.evidence) if status.has_failed else "",
+        "hint": findings.reason_of(status) if status.has_failed else "",
         "excerpt": list(words.lines),
         "duration_seconds": None if began is None or ended is None else round(ended - began, _DIGITS),
         "peak_memory_bytes": status.memory.peak_bytes or None,
