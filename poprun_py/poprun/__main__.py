@@ -1,13 +1,14 @@
 """The `poprun` program: words in, an exit code out, and for every mistake one message."""
 
+import errno
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from poprun.errors import LaunchError, PoprunError
-from poprun.text.screen import abandon_stdout, own_line, show
+from poprun.errors import LaunchError, OutputError, PoprunError
+from poprun.text.screen import abandon_stdout, say, show, write_any_letter
 from poprun.text.system_errors import SHORTAGES, describe_error
 
 BROKEN_PIPE = 141
@@ -32,6 +33,7 @@ def run_command(words: Sequence[str]) -> int:
     """
     try:
         _open_closed_streams()
+        write_any_letter()
         return _run(words)
     except PoprunError as error:
         return _fail(str(error), error.exit_code)
@@ -84,7 +86,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _fail(message: str, exit_code: int) -> int:
     if sys.stderr is not None:
-        sys.stderr.write(own_line(f"error: {message}"))
+        say(f"error: {message}")
     return exit_code
 
 
@@ -92,6 +94,8 @@ def _fail_of_system(error: OSError) -> int:
     """Say what the system refuses: what there is too much of, or the file that it is about."""
     if error.errno in SHORTAGES:
         return _fail(describe_error(error.errno), LaunchError.exit_code)
+    if not error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        return _fail(f"the output cannot be written: {error.strerror}", OutputError.exit_code)
     what = describe_error(error.errno) if error.errno else str(error)
     return _fail(f"{error.filename}: {what}" if error.filename else what, PoprunError.exit_code)
 

@@ -11,12 +11,13 @@
     │   ├── ServerLostError       69  it is not there, or does not answer
     │   └── LeaseEndedError       69  it has ended the lease of the job
     ├── LaunchError               70  the MPI runtime or an instance's agent could not be started
+    ├── OutputError               73  what poprun prints cannot be written
     ├── PoolError                 74  the pool of virtual IPUs cannot be used
     ├── ProgramNotExecutableError 126 the program is there and cannot be run
     └── ProgramNotFoundError      127 there is no such program
 
-2, 126 and 127 are the shell's own; 68, 69, 70 and 74 are EX_NOHOST, EX_UNAVAILABLE, EX_SOFTWARE and EX_IOERR of
-sysexits.h.
+2, 126 and 127 are the shell's own; 68, 69, 70, 73 and 74 are EX_NOHOST, EX_UNAVAILABLE, EX_SOFTWARE, EX_CANTCREAT
+and EX_IOERR of sysexits.h.
 A job that was started ends with the exit code of its first failing instance instead.
 """
 
@@ -53,6 +54,12 @@ class LaunchError(PoprunError):
     """The instances could not be brought to life."""
 
     exit_code = 70
+
+
+class OutputError(PoprunError):
+    """What poprun prints, or the programs print through it, cannot be written: the disk is full, for example."""
+
+    exit_code = 73
 
 
 class ProgramNotExecutableError(PoprunError):

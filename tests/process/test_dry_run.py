@@ -222,7 +222,7 @@ def test_a_full_disk(poprun: Poprun) -> None:
             check=False,
         )
 
-    assert answer.returncode == 2
+    assert answer.returncode == 73
     assert without_stamps(answer.stderr) == "[E] standard output cannot be written: No space left on device\n"
 
 
@@ -280,3 +280,37 @@ def test_a_job_for_a_cluster_is_printed(poprun: Poprun, tmp_path: Path) -> None:
     missing = poprun(*words, "--emit", "mpijob", "train.py")
     assert (missing.code, missing.out) == (2, "")
     assert "add --image NAME" in missing.err
+
+
+@pytest.mark.parametrize(
+    ("encoding", "separator", "name"), [("ascii", "|", r"tr\xe4n\u03bb"), ("latin-1", "·", "trän\\u03bb")]
+)
+def test_streams_without_unicode_show_rules_and_names_readably(
+    poprun: Poprun, encoding: str, separator: str, name: str
+) -> None:
+    """What the encoding lacks becomes ASCII, one letter for one of a rule: columns stay columns."""
+    answer = subprocess.run(
+        poprun.command("--dry-run", "--launcher", "local", "-n", "2", "echo", "tränλ"),
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
+        check=True,
+    )
+    title, _, heading, rule, *_ = lines = answer.stdout.decode(encoding).splitlines()
+
+    assert f"2 instances {separator} 2 replicas" in title
+    assert rule == "-" * len(heading)
+    assert any(name in line for line in lines)
+
+
+def test_names_that_are_no_text_in_the_c_locale_come_out_as_they_went_in(poprun: Poprun) -> None:
+    """Their bytes are written as they are, which most terminals then show rightly."""
+    answer = subprocess.run(
+        poprun.command("--dry-run", "--launcher", "local", "-n", "2", "echo", "tränλ"),
+        env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        timeout=DEADLINE_SECONDS,
+        check=True,
+    )
+
+    assert "tränλ".encode() in answer.stdout

@@ -161,6 +161,7 @@ def test_a_reader_that_leaves_ends_the_job(launcher: Poprun, num_instances: int)
     finished = run(["sh", "-c", '"$@" | head -1', "sh", *command])
 
     assert finished.succeeded().out.endswith("y\n")
+    assert finished.err == ""  # a shell says nothing of it either
 
 
 def on_terminal(command: list[str], cwd: Path | None = None) -> str:
@@ -274,8 +275,8 @@ def test_words_that_cannot_be_shown_are_no_traceback() -> None:
     """A full disk is told in one line, whatever was to be printed."""
     finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *Poprun().command("--help")])
 
-    assert finished.code == 2
-    assert finished.told == "[E] [Errno 28] No space left on device\n"
+    assert finished.code == 73
+    assert finished.told == "[E] the output cannot be written: No space left on device\n"
 
 
 def test_output_that_cannot_be_written_ends_the_job_and_is_told() -> None:
@@ -283,5 +284,13 @@ def test_output_that_cannot_be_written_ends_the_job_and_is_told() -> None:
     command = Poprun().command("--launcher", "local", "-n", "2", "yes")
     finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *command])
 
-    assert finished.code == 141
+    assert finished.code == 73
     assert "[E] the output cannot be written: No space left on device" in finished.told
+
+
+def test_a_full_disk_below_standard_error_is_no_end_of_the_job() -> None:
+    """What poprun itself has to say is lost, and the programs go on; no traceback takes its place."""
+    command = Poprun().command("--launcher", "local", "-n", "4", "--no-tag-output", "echo", "done")
+    finished = run(["sh", "-c", '"$@" 2> /dev/full', "sh", *command])
+
+    assert finished.succeeded().lines == ["done"] * 4

@@ -1,4 +1,7 @@
-"""Programs that do not know us, started without MPI."""
+"""Programs that do not know us, started without MPI.
+
+Holds poprun.probe.interpreter.
+"""
 
 import os
 import sys

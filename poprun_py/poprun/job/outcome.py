@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from poprun.errors import OutputError
 from poprun.job.state import AGENT_KILLED, EXIT_OF_SIGNAL, HOST_LOST, SHIM_KILLED, InstanceStatus
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class JobEnd:
         statuses: Every instance, by index.
         num_interrupts: Times that Ctrl-C was pressed.
         is_terminated: Whether poprun was asked to end.
-        is_output_closed: Whether nobody read poprun's output any more.
+        is_output_closed: Whether nobody read poprun's output any more, or it could not be written.
+        is_output_lost: Whether it could not be written although somebody would have read it.
         is_timed_out: Whether the job was stopped because it took too long.
         is_hung: Whether it was stopped because no instance made progress.
         started_at_epoch_seconds: When it began, in seconds since 1970.
@@ -55,6 +57,7 @@ class JobEnd:
     num_interrupts: int = 0
     is_terminated: bool = False
     is_output_closed: bool = False
+    is_output_lost: bool = False
     is_timed_out: bool = False
     is_hung: bool = False
     started_at_epoch_seconds: float = 0.0
@@ -105,5 +108,5 @@ def exit_code(end: JobEnd) -> int:
         ended_well = end.has_started and all(status.exit_code == 0 for status in end.statuses)
         return 0 if ended_well else shell_code(-signal.SIGTERM)
     if end.is_output_closed:
-        return shell_code(-signal.SIGPIPE)
+        return OutputError.exit_code if end.is_output_lost else shell_code(-signal.SIGPIPE)
     return _LAUNCH_FAILED if end.stop_reason else 0

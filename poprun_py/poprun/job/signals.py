@@ -22,7 +22,8 @@ class ReceivedSignals:
         num_interrupts: Times that Ctrl-C was pressed.
         wants_stacks: Whether the user asked where the programs stand (SIGQUIT).
         is_terminated: Whether poprun was asked to end.
-        is_output_closed: Whether nobody reads poprun's output any more.
+        is_output_closed: Whether nobody reads poprun's output any more, or it cannot be written.
+        is_output_lost: Whether it cannot be written although somebody would read it: the disk is full.
         passed_on: Signals for the programs, in the order in which they came.
         has_resized: Whether the terminal has another size.
         is_suspended: Whether Ctrl-Z was pressed.
@@ -34,6 +35,7 @@ class ReceivedSignals:
         self.wants_stacks = False
         self.is_terminated = False
         self.is_output_closed = False
+        self.is_output_lost = False
         self.passed_on: list[int] = []
         self.has_resized = False
         self.is_suspended = False
@@ -77,8 +79,9 @@ class ReceivedSignals:
             except BlockingIOError:
                 return
 
-    def note_closed_output(self) -> None:
-        """Tell the loop, from any thread, that nobody reads poprun's output any more."""
+    def note_closed_output(self, *, is_lost: bool) -> None:
+        """Tell the loop, from any thread, that nobody reads poprun's output any more, or that it is lost."""
+        self.is_output_lost |= is_lost
         self.is_output_closed = True
         os.write(self._writer, b"\0")
 

@@ -15,6 +15,7 @@ from poprun.messages.control import ProtocolError
 from poprun.messages.view import JobView
 from poprun.monitor.job_table import Rate, describe_seconds, rates, render
 from poprun.monitor.jobs import RunningJob, running_jobs, watch
+from poprun.text.screen import write_any_letter
 
 _REDRAWS_PER_SECOND: Final = 4
 _VIEWS_OF_A_RATE: Final = 8
@@ -47,6 +48,7 @@ def command(job: str | None) -> None:
 
 def main() -> None:
     """Run `poprun-top` with the words of this process and end it."""
+    write_any_letter()
     try:
         command.main(prog_name="poprun-top", standalone_mode=True)
     except KeyboardInterrupt:
@@ -58,6 +60,7 @@ def main() -> None:
 def attach(pid: int) -> None:
     """Draw the job of the poprun with process id ``pid`` until it ends; the terminal's Ctrl-C is that poprun's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_any_letter()
     for job in running_jobs():
         if job.pid == pid:
             _draw(job, Console(stderr=True), is_transient=True)

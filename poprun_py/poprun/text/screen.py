@@ -6,6 +6,7 @@ poprun: warning: 4 instances share 2 cores           on a terminal
 Only :func:`own_line` looks at the clock and at the stream.
 """
 
+import codecs
 import os
 import sys
 import time
@@ -14,18 +15,52 @@ from enum import StrEnum
 from io import TextIOWrapper
 from typing import Final
 
-from poprun.errors import UsageError
+from poprun.errors import OutputError
+
+_READABLE: Final = "poprun-readable"
+_ASCII: Final = {
+    **dict.fromkeys("─━", "-"),
+    **dict.fromkeys("│·", "|"),
+    **dict.fromkeys("├└╭╮╰╯", "+"),
+    **dict.fromkeys("█▉▊▋▌▍▎▏", "#"),
+    "…": "~",
+    "→": ">",
+}
+"""One letter for one, so that columns stay columns."""
+
+_BYTES_BELOW: Final = 0xDC00
+_FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
+
+
+def write_any_letter() -> None:
+    """Have both streams write what their encoding lacks in letters that it has.
+
+    Rules of tables become ASCII, bytes of names that were no text are written as they were (PEP 383), and other
+    letters stand as their numbers, as in Python's own text.
+    """
+    codecs.register_error(_READABLE, _in_other_letters)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=_READABLE)
+
+
+def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What to write for letters that cannot be encoded, and where to go on (`codecs.register_error`)."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letter, end = error.object[error.start], error.start + 1
+    if _FIRST_BYTE <= ord(letter) <= _LAST_BYTE:
+        return bytes((ord(letter) - _BYTES_BELOW,)), end
+    return _ASCII.get(letter) or letter.encode("ascii", "backslashreplace"), end
 
 
 def show(text: str) -> None:
-    """Write ``text`` to standard output, at once; what its encoding lacks becomes a question mark.
+    """Write ``text`` to standard output, at once.
 
     Raises:
-        UsageError: If it cannot be written, because the disk is full for example.
+        OutputError: If it cannot be written, because the disk is full for example.
         BrokenPipeError: If nobody reads it any more.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -33,12 +68,12 @@ def show(text: str) -> None:
         raise
     except OSError as error:
         abandon_stdout()
-        raise UsageError(f"standard output cannot be written: {error.strerror}") from None
+        raise OutputError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def tell(text: str) -> None:
-    """Write a line about what poprun does to standard error."""
-    sys.stderr.write(own_line(text))
+    """Write a line about what poprun does to standard error; that it cannot be written is no error."""
+    say(text)
 
 
 def abandon_stdout() -> None:

@@ -12,6 +12,7 @@ from poprun.errors import PartitionError, PoprunError
 from poprun.lease.server_client import RemotePool
 from poprun.plan.settings import DEFAULT_PORT, VipuSettings
 from poprun.pool.records import fold_names
+from poprun.text.screen import write_any_letter
 from poprun.vipu.listing import (
     Row,
     allocation_rows,
@@ -32,6 +33,7 @@ _TIMEOUT_SECONDS: Final = VipuSettings().server_timeout_seconds
 
 def main() -> None:
     """Run `vipu` with the words of this process and end it."""
+    write_any_letter()
     try:
         vipu.main(prog_name="vipu", standalone_mode=False)
     except PoprunError as error:

@@ -12,11 +12,11 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from poprun.job.output.lines import LineSplitter, Tags, tagged
 from poprun.plan.plan import LaunchPlan
@@ -63,14 +63,21 @@ class Source:
     is_raw: bool
 
 
+class OnClosed(Protocol):
+    """What is called when poprun's output has come to its end."""
+
+    def __call__(self, *, is_lost: bool) -> None:
+        """``is_lost``: it cannot be written, although somebody may read it."""
+
+
 class OutputStream:
     """One of poprun's own streams, written to until nobody reads it any more.
 
-    A reader that does not read blocks the caller. ``on_closed`` is called once when the reader has gone, or the
-    disk is full, which is said.
+    A reader that does not read blocks the caller. ``on_closed`` is called once when the reader has gone, or with
+    ``is_lost`` when the disk is full, which is said.
     """
 
-    def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
+    def __init__(self, descriptor: int, on_closed: "OnClosed") -> None:
         self._descriptor = descriptor
         self._on_closed = on_closed
         self._is_closed = False
@@ -85,9 +92,10 @@ class OutputStream:
                 select.select((), (self._descriptor,), ())
             except OSError as error:
                 self._is_closed = True
-                if error.errno != errno.EPIPE:
+                is_lost = error.errno != errno.EPIPE
+                if is_lost:
                     say(f"the output cannot be written: {error.strerror}", Level.ERROR)
-                self._on_closed()
+                self._on_closed(is_lost=is_lost)
 
 
 class Display:
@@ -143,7 +151,7 @@ class Display:
             self._output.write(self._row.render(self._stream, instances, tag, lines, step))
 
 
-def make_displays(plan: LaunchPlan, on_closed: Callable[[], None], *, has_colours: bool) -> dict[int, Display]:
+def make_displays(plan: LaunchPlan, on_closed: "OnClosed", *, has_colours: bool) -> dict[int, Display]:
     """The displays of both streams, by number; ``on_closed`` is called when nobody reads poprun's any more."""
     rows: dict[int, BottomRow] = {}  # a terminal's, which two streams may share
     displays = {}

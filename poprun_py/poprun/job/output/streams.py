@@ -1,7 +1,8 @@
 """The programs' standard streams while a job runs: opened for each instance, read, fed and finished."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import select
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import LaunchError, PlanError
@@ -13,7 +14,7 @@ from poprun.text.system_errors import describe_error
 if TYPE_CHECKING:
     from poprun.job.output.input_feed import InputFeed
     from poprun.job.output.log_files import LogFiles
-    from poprun.job.output.relay import Relay
+    from poprun.job.output.relay import OnClosed, Relay
 
 _STDIN: Final = 0
 _STDOUT: Final = 1
@@ -67,7 +68,14 @@ class ProgramStreams:
             if descriptor > _STDERR and descriptor != self._null:
                 os.close(descriptor)
 
-    def start(self, on_closed: Callable[[], None]) -> None:
+    @property
+    def has_no_reader(self) -> bool:
+        """Whether the one program has poprun's own standard output, and nobody reads that any more (poll(2))."""
+        poll = select.poll()
+        poll.register(_STDOUT, 0)
+        return self.is_inherited and any(events & select.POLLERR for _, events in poll.poll(0))
+
+    def start(self, on_closed: "OnClosed") -> None:
         """Begin to read and to feed; ``on_closed`` is called when nobody reads poprun's output any more."""
         if self._pipes:
             from poprun.job.output.relay import Relay, make_displays  # noqa: PLC0415 - loaded while shims started

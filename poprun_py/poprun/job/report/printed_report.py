@@ -1,6 +1,7 @@
 """The report that poprun prints at the end of a job: a failure in at most fifteen lines."""
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
@@ -44,6 +45,8 @@ def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
     is_let_down = plan.mpi is not None and bool(end.launcher_code)  # one cause for all lost shims
     if failed is not None and has_left(end):
         lines = [f"the program left when it was asked to: exit code {failed.exit_code}"]
+    elif failed is not None and end.is_output_closed and failed.exit_code == -signal.SIGPIPE:
+        lines = []  # as a shell, which says nothing of a program whose reader has gone
     elif failed is not None and not (failed.problem == SHIM_KILLED and is_let_down):
         lines = _render_failure(end, failed, plan)
     elif end.stop_reason and not (end.num_interrupts or end.is_terminated or end.is_output_closed):
