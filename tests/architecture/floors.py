@@ -44,10 +44,7 @@ POPDIST: Final[Floors] = (
         "stack_signal": "stacks on request",
         "startup": "what Python does first under poprun",
     },
-    {
-        "contract": "every variable between launcher and library",
-        "packing": "several sequences in one row of the batch",
-    },
+    {"contract": "every variable between launcher and library"},
     {
         "environments": "jobs of other launchers",
         "progress": "how far a program has come",
@@ -67,7 +64,10 @@ POPDIST: Final[Floors] = (
         "gradients": "where gradients lie and how they are added",
     },
     {"data": "datasets dealt to replicas"},
-    {"training": "the replicated model and its step"},
+    {
+        "training": "the replicated model and its step",
+        "packing": "several sequences in one row of the batch",
+    },
     {"sharded": "the sharded optimizer"},
     {
         "checkpoint": "states on the disk",

@@ -1,7 +1,8 @@
 """The loader that feeds one instance's replicas: torch's DataLoader, with the micro batches made one by one."""
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from torch.utils.data import Sampler, default_collate
 
@@ -17,7 +18,7 @@ from popdist.errors import DatasetError
 _DEALING_OPTIONS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
 
 
-class _Shares(Sampler[Share]):
+class EpochShares(Sampler[Share]):
     """This instance's share of each step of the epoch that is being started."""
 
     def __init__(self, plan: EpochPlan, replicas: range, position: EpochPosition) -> None:
@@ -36,6 +37,30 @@ class _Shares(Sampler[Share]):
             yield Share(epoch=epoch, step=number, stop=step.stop, num_samples_job=len(step), indices=indices)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPlan:
+    """What a loader was asked for; see :func:`data_loader`."""
+
+    micro_batch_size: int
+    accumulation: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+
+
+class LoaderMaker(Protocol):
+    """What makes a loader of something else than samples, such as ``popdist.packing.Packing``."""
+
+    def make_loader(
+        self,
+        dataset: Any,  # noqa: ANN401 - anything with a length and items
+        plan: LoaderPlan,
+        collate_fn: Collate | None,
+        options: Mapping[str, Any],
+    ) -> ReplicaLoader:
+        """The loader of ``dataset``."""
+
+
 def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     dataset: Any,  # noqa: ANN401 - anything with a length and items
     micro_batch_size: int,
@@ -45,6 +70,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     seed: int = 0,
     drop_last: bool = False,
     collate_fn: Collate | None = None,
+    packing: LoaderMaker | None = None,
     **options: Any,  # noqa: ANN401 - torch's own
 ) -> ReplicaLoader:
     """A torch DataLoader that gives this instance's replicas their samples, exactly once an epoch.
@@ -67,6 +93,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
         seed: Chooses the orders and the random numbers. Must be the same on all instances.
         drop_last: Leave out a remainder smaller than a full step.
         collate_fn: Makes a micro batch of a list of samples; None means torch's own.
+        packing: ``popdist.packing.Packing(...)`` puts several samples into one row. Both sizes then count rows.
         **options: Anything else that DataLoader takes, such as ``num_workers=4``, ``pin_memory=True``,
             ``prefetch_factor=4`` or ``persistent_workers=True``.
 
@@ -77,6 +104,15 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
             loader; a loader that was made before ``popdist.init()`` finds out when it is first iterated over.
     """
     _refuse_dealing(options)
+    if packing is not None:
+        plan = LoaderPlan(
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        return packing.make_loader(dataset, plan, collate_fn, options)
     collation = Collation(
         collate_fn=collate_fn or default_collate,
         num_replicas=context.environment().contract.layout.num_local_replicas,
@@ -116,7 +152,7 @@ def _map_loader(
         f"data_loader of {plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
         f"{drop_last=}",
     )
-    shares = _Shares(plan, contract.layout.replicas_of(contract.instance_index), position)
+    shares = EpochShares(plan, contract.layout.replicas_of(contract.instance_index), position)
     return ReplicaLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
 
 

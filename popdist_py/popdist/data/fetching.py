@@ -93,19 +93,19 @@ class MapFetcher(Dataset[Any]):
 
     def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:
         return [
-            self._collation.collate(self._read(share, indices, reseed), share.epoch, indices[0], reseed)
+            self._collation.collate(self._read(indices, share.epoch, reseed), share.epoch, indices[0], reseed)
             if indices
             else None
             for indices in self._collation.split(share)
         ]
 
-    def _read(self, share: Share, indices: list[int], reseed: Reseed | None) -> list[Any]:
+    def _read(self, indices: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
         """The samples; a dataset that reads a list of them at once draws for all as for the first one."""
         dataset = self.dataset
         read_all = getattr(dataset, "__getitems__", None)
         if reseed is None:
             return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
-        seeds = self._collation.seeds(share.epoch, indices)
+        seeds = self._collation.seeds(epoch, indices)
         if read_all is not None and not isinstance(dataset, Subset):
             reseed(seeds[0])
             return list(read_all(indices))

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from popdist import context
-from popdist.data.batch import Batch
+from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Fetched
 from popdist.data.position import EpochPosition, EpochReader
 from popdist.training_loop import training_loop
@@ -54,9 +54,13 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         with training_loop.read_loader() as ask:
             for share, contents in fetched:
                 self._position.read_to(share.stop, number)
-                yield Batch.of(share, contents, self._replicas, self._accumulation)
+                yield self._batch(share, contents)
                 ask()
         self._position.end_epoch(number)
+
+    def _batch(self, share: Share, contents: list[Any]) -> Batch:
+        """What the loop gets of ``share``."""
+        return Batch.of(share, contents, self._replicas, self._accumulation)
 
 
 def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch says so

@@ -181,7 +181,7 @@ class StreamLoader(ReplicaLoader):
         with training_loop.read_loader() as ask:
             for step in itertools.count():
                 share, contents = next(fetched, (None, []))
-                own = [] if share is None else [len(share.indices), share.stop]
+                own = [] if share is None else [self._num_samples(share, contents), share.stop]
                 told = exchange(own, f"data_loader over a stream, epoch {epoch}, step {step}").wait()
                 if not any(told) or (self._ends_with_first and not all(told)):
                     break
@@ -192,6 +192,10 @@ class StreamLoader(ReplicaLoader):
                     contents = [None] * (len(self._replicas) * self._accumulation)
                 self._position.read_to(stop, number)
                 share = share._replace(num_samples_job=total)
-                yield Batch.of(share, contents, self._replicas, self._accumulation)
+                yield self._batch(share, contents)
                 ask()
         self._position.end_epoch(number)
+
+    def _num_samples(self, share: Share, _contents: list[Any]) -> int:
+        """How many samples of a step this instance has."""
+        return len(share.indices)

@@ -1,9 +1,33 @@
 """Several sequences in one row of the batch, so that no time goes into padding.
 
->>> from popdist.packing import lpfhp
+>>> from popdist.packing import Packing, lpfhp
 """
 
+from popdist.packing.collation import Collator, Packed
 from popdist.packing.linear_programme import nnlshp, optimal
+from popdist.packing.packed_loader import PackedBatch, PackedMicroBatch, Packing
+from popdist.packing.sequences import attention_mask, label_counts, packed_betas, token_mean, unpack
 from popdist.packing.strategies import PackingStrategy, lpfhp, spfhp, unpacked
+from popdist.packing.stream_packing import PackedStream, StreamRow, pack_stream
 
-__all__ = ["PackingStrategy", "lpfhp", "nnlshp", "optimal", "spfhp", "unpacked"]
+__all__ = [
+    "Collator",
+    "Packed",
+    "PackedBatch",
+    "PackedMicroBatch",
+    "PackedStream",
+    "Packing",
+    "PackingStrategy",
+    "StreamRow",
+    "attention_mask",
+    "label_counts",
+    "lpfhp",
+    "nnlshp",
+    "optimal",
+    "pack_stream",
+    "packed_betas",
+    "spfhp",
+    "token_mean",
+    "unpack",
+    "unpacked",
+]

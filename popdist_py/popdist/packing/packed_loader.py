@@ -1,0 +1,383 @@
+"""The loader of packed rows: ``popdist.data_loader(..., packing=Packing(...))``.
+
+Rows are dealt to the replicas as samples are dealt without packing: full steps have equally many rows for each,
+what remains makes one smaller last step. A loop counts samples all the same, so that gradients weigh by
+sequences, or by tokens where the program says so, and never by rows.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from popdist import context
+from popdist.data.batch import Batch, MicroBatch, Share
+from popdist.data.data_loader import EpochShares, LoaderPlan
+from popdist.data.epoch import plan_epochs
+from popdist.data.fetching import Collate, Collation, MapFetcher
+from popdist.data.position import EpochPosition
+from popdist.data.replica_loader import ReplicaLoader
+from popdist.data.sample_randomness import Reseed
+from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
+from popdist.errors import BackendError, DatasetError, whole_number
+from popdist.packing.collation import TOKENS, Collator
+from popdist.packing.linear_programme import nnlshp, optimal
+from popdist.packing.packed_rows import PackedRows
+from popdist.packing.sample_lengths import TOO_LONG, LengthSource, Pieces, TooLong, cut_to_fit, find_lengths
+from popdist.packing.strategies import Algorithm, PackingStrategy, check_limit, lpfhp, spfhp
+from popdist.packing.stream_packing import PackedStream, StreamRow
+
+ALGORITHMS: Final[Mapping[str, Algorithm]] = {
+    "lpfhp": lpfhp,
+    "spfhp": spfhp,
+    "optimal": optimal,
+    "nnlshp": nnlshp,
+}
+
+SHARED_BYTES: Final = 2**22
+"""Larger arrays of sample numbers lie once in the memory of a host; smaller ones are not worth a meeting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How ``popdist.data_loader`` packs a dataset.
+
+    Attributes:
+        max_length: Tokens of a row. At least 1.
+        lengths: Tokens of each sample: a sequence of numbers, the name of a column of a dataset of the library
+            ``datasets``, or a function of a sample, which is called once for each, in the loader's workers. Not
+            for a stream that ``pack_stream`` has packed.
+        strategy: A :class:`PackingStrategy` of just these lengths, or the name of the function that makes it.
+        max_sequences_per_pack: How many sequences a row may hold; None for as many as fit.
+        too_long: What becomes of samples longer than a row: ``"error"``, ``"truncate"`` (their first tokens),
+            ``"drop"``, or ``"split"`` (into sequences of their own).
+        padding: What stands in padding, by field; ``input_ids`` must be there, unless there is a ``collate_fn``.
+        token_fields: Names of the fields with a value for each token; None for all that are as long as their
+            sample's ``input_ids``.
+        cache: File in which lengths that a function has counted are kept; it is written once on each host. One
+            that is there already is read.
+
+    Raises:
+        DatasetError: If one of them is not possible.
+    """
+
+    max_length: int
+    lengths: LengthSource | None = None
+    strategy: PackingStrategy | str = "lpfhp"
+    max_sequences_per_pack: int | None = None
+    too_long: TooLong = "error"
+    padding: Mapping[str, float] = field(default_factory=dict)
+    token_fields: tuple[str, ...] | None = None
+    cache: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("max_length", self.max_length, DatasetError)
+        check_limit(self.max_sequences_per_pack)
+        if self.too_long not in TOO_LONG:
+            raise DatasetError(f"too_long={self.too_long!r} must be one of {', '.join(map(repr, TOO_LONG))}")
+        if isinstance(self.strategy, PackingStrategy):
+            if self.strategy.max_length != self.max_length:
+                raise DatasetError(
+                    f"the strategy packs rows of {self.strategy.max_length} tokens, and "
+                    f"max_length={self.max_length}"
+                )
+        elif self.strategy not in ALGORITHMS:
+            raise DatasetError(
+                f"strategy={self.strategy!r} must be a PackingStrategy or one of "
+                f"{', '.join(map(repr, ALGORITHMS))}"
+            )
+
+    def make_loader(
+        self,
+        dataset: Any,  # noqa: ANN401 - anything with a length and items
+        plan: LoaderPlan,
+        collate_fn: Collate | None,
+        options: Mapping[str, Any],
+    ) -> ReplicaLoader:
+        """The loader of ``dataset``; see ``popdist.data_loader``.
+
+        Raises:
+            DatasetError: If the dataset cannot be packed so.
+            CollectiveError: If the instances differ in lengths, strategy or sizes.
+        """
+        collate = collate_fn or Collator(
+            max_length=self.max_length, padding=self.padding, token_fields=self.token_fields
+        )
+        contract = context.environment().contract
+        collation = Collation(
+            collate_fn=collate,
+            num_replicas=contract.layout.num_local_replicas,
+            accumulation=whole_number("accumulation", plan.accumulation, DatasetError),
+            seed=plan.seed,
+        )
+        if isinstance(dataset, ShardedIterable):
+            counting = replace(collation, collate_fn=_CountingCollate(collate))
+            return self._stream_loader(dataset, plan, counting, options)
+        pieces = self._pieces(dataset, int(options.get("num_workers", 0)))
+        rows = PackedRows(pieces.lengths, self._strategy_for(pieces), seed=plan.seed, shuffle=plan.shuffle)
+        if context.is_initialized():
+            rows.ordered = _once_on_host(rows.ordered)
+        return _map_loader(_PackedFetcher(dataset, collation, rows, pieces), rows, plan, options)
+
+    def _pieces(self, dataset: Any, num_workers: int) -> Pieces:  # noqa: ANN401 - as above
+        if self.lengths is None:
+            raise DatasetError(
+                "lengths is missing: give one number of tokens for each sample, the name of a column, or a "
+                "function of a sample, as in lengths=lambda sample: len(sample['input_ids'])"
+            )
+        lengths = find_lengths(dataset, self.lengths, num_workers=num_workers, cache=self.cache)
+        return cut_to_fit(lengths, self.max_length, self.too_long)
+
+    def _strategy_for(self, pieces: Pieces) -> PackingStrategy:
+        if isinstance(self.strategy, PackingStrategy):
+            return self.strategy
+        histogram = np.bincount(pieces.lengths, minlength=self.max_length + 1)[1:]
+        return ALGORITHMS[self.strategy](histogram, self.max_length, self.max_sequences_per_pack)
+
+    def _stream_loader(
+        self, dataset: ShardedIterable, plan: LoaderPlan, collation: Collation, options: Mapping[str, Any]
+    ) -> ReplicaLoader:
+        if self.lengths is not None or plan.shuffle or not isinstance(dataset.stream, PackedStream):
+            raise DatasetError(
+                "a stream is packed by popdist.packing.pack_stream, has no lengths and no order to shuffle: write "
+                "data_loader(shard_iterable(pack_stream(stream, max_length)), packing=Packing(max_length=...))"
+            )
+        whole_number("micro_batch_size", plan.micro_batch_size, DatasetError)
+        position = EpochPosition(
+            "data_loader",
+            {"seed": plan.seed},
+            f"data_loader of a packed stream, micro_batch_size={plan.micro_batch_size}, "
+            f"accumulation={plan.accumulation}, seed={plan.seed}, drop_last={plan.drop_last}",
+        )
+        rows_per_replica = plan.micro_batch_size * plan.accumulation
+        fetcher = StreamFetcher(dataset, collation, rows_per_replica, drop_last=plan.drop_last)
+        return _PackedStreamLoader(
+            fetcher, position, plan.accumulation, dict(options), ends_with_first=plan.drop_last
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch(Batch):
+    """This instance's part of one step, ready for ``ReplicatedModel.micro_batches``.
+
+    ``num_samples`` and ``num_samples_job`` count samples, and so does what a micro batch weighs. ``indices`` are
+    those of samples in the dataset, and numbers of rows in a stream.
+
+    Attributes:
+        num_rows: Rows of this instance.
+        num_tokens: Real tokens of this instance.
+    """
+
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this instance; 0 is legal."""
+        return sum(micro.num_samples for micro in self.micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMicroBatch(MicroBatch):
+    """The rows that one replica computes on in one forward and backward pass.
+
+    Attributes:
+        num_rows: Rows; may be 0.
+        num_tokens: Real tokens in them.
+    """
+
+    num_rows: int
+    num_tokens: int
+
+
+class _Filled(NamedTuple):
+    """One micro batch, as a worker sends it.
+
+    Attributes:
+        content: What the collate function made of the rows; None without rows.
+        num_rows: Rows.
+        num_samples: Samples in them.
+        num_tokens: Real tokens in them.
+        indices: Of the samples in the dataset, row by row; empty for a stream.
+    """
+
+    content: Any = None
+    num_rows: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    indices: tuple[int, ...] = ()
+
+
+def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple[int, ...]) -> PackedBatch:
+    """``batch``, whose micro batches hold what was ``filled``."""
+    contents = [each or _Filled() for each in filled]
+    return PackedBatch(
+        micro_batches=tuple(
+            PackedMicroBatch(
+                micro.replica, micro.step, each.num_samples, each.content, each.num_rows, each.num_tokens
+            )
+            for micro, each in zip(batch.micro_batches, contents, strict=True)
+        ),
+        epoch=batch.epoch,
+        step=batch.step,
+        indices=indices,
+        num_samples_job=batch.num_samples_job,
+        num_rows=sum(each.num_rows for each in contents),
+        num_tokens=sum(each.num_tokens for each in contents),
+    )
+
+
+class _PackedFetcher(MapFetcher):
+    """Reads the samples of rows and collates them.
+
+    Args:
+        dataset: Map-style.
+        collation: Makes micro batches of rows.
+        rows: Which samples share a row.
+        pieces: What the numbers of ``rows`` mean.
+    """
+
+    def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:  # noqa: ANN401 - as above
+        super().__init__(dataset, collation)
+        self._rows_of = rows
+        self._pieces = pieces
+
+    def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:
+        return [
+            self._fill(self._rows_of.samples(numbers, share.epoch), share.epoch, reseed) if numbers else None
+            for numbers in self._collation.split(share)
+        ]
+
+    def _fill(self, rows: list[list[int]], epoch: int, reseed: Reseed | None) -> _Filled:
+        places = [[self._pieces.place_of(piece) for piece in row] for row in rows]
+        indices = [sample for row in places for sample, _, _ in row]
+        samples = iter(self._read(indices, epoch, reseed))
+        filled = [[self._cut(next(samples), *place) for place in row] for row in places]
+        content = self._collation.collate(filled, epoch, indices[0], reseed)
+        num_tokens = sum(length for row in places for _, _, length in row)
+        return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
+
+    def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:  # noqa: ANN401 - any sample
+        """The part of ``sample`` that is packed; all of it, as a rule."""
+        whole = int(self._pieces.whole_lengths[index])
+        if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
+            raise DatasetError(
+                f"sample {index} has {len(sample[TOKENS])} tokens, and its length was given as {whole}: the "
+                "lengths are of another dataset or were counted before a change of it; count them again"
+            )
+        if length == whole:
+            return sample
+        collator = self._collation.collate_fn
+        if not isinstance(sample, Mapping) or not isinstance(collator, Collator):
+            raise DatasetError(
+                f"sample {index} has {whole} tokens and must be cut, which works for mappings without a "
+                "collate_fn only: cut long samples in the dataset"
+            )
+        return {
+            name: value[start : start + length] if collator.is_token_field(name, value, whole) else value
+            for name, value in sample.items()
+        }
+
+
+class _PackedLoader(ReplicaLoader):
+    """The loader of a packed dataset.
+
+    Args:
+        fetcher: Reads rows.
+        rows: Of all epochs.
+        position: Where the loop stands.
+        accumulation: Micro batches of each replica in a step.
+        options: For torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        fetcher: _PackedFetcher,
+        rows: PackedRows,
+        position: EpochPosition,
+        accumulation: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._rows = rows
+        super().__init__(fetcher, position, accumulation, options)
+
+    def _batch(self, share: Share, contents: list[Any]) -> PackedBatch:
+        step = range(share.stop - share.num_samples_job, share.stop)
+        share = share._replace(num_samples_job=self._rows.num_samples(step, share.epoch))
+        indices = tuple(chain.from_iterable(each.indices for each in contents if each is not None))
+        return _packed_batch(super()._batch(share, contents), contents, indices)
+
+
+def _map_loader(
+    fetcher: _PackedFetcher, rows: PackedRows, plan: LoaderPlan, options: Mapping[str, Any]
+) -> ReplicaLoader:
+    contract = context.environment().contract
+    if rows.num_rows < contract.num_replicas:
+        raise DatasetError(
+            f"{rows.num_rows} packed rows are fewer than the job's {contract.num_replicas} replicas, so some "
+            f"would never have a row: use at most --num-replicas {rows.num_rows}, or a smaller max_length"
+        )
+    epochs = plan_epochs(
+        rows.num_rows,
+        contract.num_replicas,
+        plan.micro_batch_size,
+        plan.accumulation,
+        drop_last=plan.drop_last,
+    )
+    position = EpochPosition(
+        "data_loader",
+        {"length": rows.num_rows, "shuffle": plan.shuffle, "seed": plan.seed, "packing": rows.digest},
+        f"data_loader of {rows.num_rows} packed rows with the digest {rows.digest}, "
+        f"micro_batch_size={plan.micro_batch_size}, accumulation={plan.accumulation}, shuffle={plan.shuffle}, "
+        f"seed={plan.seed}, drop_last={plan.drop_last}",
+    )
+    shares = EpochShares(epochs, contract.layout.replicas_of(contract.instance_index), position)
+    return _PackedLoader(fetcher, rows, position, plan.accumulation, {"sampler": shares, **options})
+
+
+class _CountingCollate:
+    """Collates the rows of a stream, and counts what they hold."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: list[StreamRow]) -> _Filled:
+        num_tokens = sum(row.num_tokens for row in rows)
+        return _Filled(self._collate(rows), len(rows), sum(map(len, rows)), num_tokens)
+
+
+class _PackedStreamLoader(StreamLoader):
+    """The loader of a packed stream."""
+
+    def _num_samples(self, _share: Share, contents: list[Any]) -> int:
+        return sum(each.num_samples for each in contents if each is not None)
+
+    def _batch(self, share: Share, contents: list[Any]) -> PackedBatch:
+        return _packed_batch(super()._batch(share, contents), contents, tuple(share.indices))
+
+
+def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
+    """``numbers``, which all instances of a host have alike, in one place that they all read.
+
+    Small ones stay where they are, and so do those of a host without room. The memory is given back when the job
+    ends.
+    """
+    backend = context.current_group().backend
+    host = backend.host_group or (backend.neighbours.group if backend.neighbours is not None else None)
+    if host is None or numbers.nbytes < SHARED_BYTES:
+        return numbers
+    try:
+        block = host.allocate(numbers.nbytes)
+    except BackendError:
+        return numbers
+    if host.rank:
+        block.release()
+    else:
+        block.mine.copy_(torch.from_numpy(numbers.view(np.uint8)))
+    host.barrier()
+    return block.of(0).numpy().view(numbers.dtype)

@@ -1,0 +1,252 @@
+"""How long each sample of a dataset is, and what becomes of those that are longer than a row.
+
+Lengths come from a sequence of numbers, a column of a dataset of the library ``datasets``, or a function of a
+sample, which is called once for each and whose results may be kept in a file.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from popdist import context
+from popdist.errors import DatasetError
+from popdist.instances import first_on_host, is_main
+
+TooLong = Literal["error", "truncate", "drop", "split"]
+
+TOO_LONG: Final = ("error", "truncate", "drop", "split")
+
+LengthSource = Iterable[int] | str | Callable[[Any], int]
+"""One number for each sample, the name of a column, or a function of a sample."""
+
+_COUNTING_BATCH: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """The sequences that are packed: samples, or parts of those that were split.
+
+    Attributes:
+        lengths: Tokens of each piece, 1 to ``max_length``.
+        whole_lengths: Tokens of each sample of the dataset, as it is read.
+        samples: Index in the dataset of each piece; None where piece i is sample i.
+        starts: First token of each piece in its sample; None where all are 0.
+    """
+
+    lengths: NDArray[np.int32]
+    whole_lengths: NDArray[np.int64]
+    samples: NDArray[np.int64] | None = None
+    starts: NDArray[np.int64] | None = None
+
+    def place_of(self, piece: int) -> tuple[int, int, int]:
+        """Sample, first token and number of tokens of a piece."""
+        sample = piece if self.samples is None else int(self.samples[piece])
+        start = 0 if self.starts is None else int(self.starts[piece])
+        return sample, start, int(self.lengths[piece])
+
+
+def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
+    """The pieces of samples of these lengths.
+
+    Raises:
+        DatasetError: If a length is below 1, which the message tells with its sample; if samples are longer than
+            ``max_length`` and ``too_long`` is ``"error"``; or if nothing is left.
+    """
+    if not len(lengths):
+        raise DatasetError("the dataset has no samples to pack: look at where it is made")
+    if lengths.min() < 1:
+        sample = int(lengths.argmin())
+        raise DatasetError(
+            f"sample {sample} has length {lengths[sample]}: a sequence has at least one token; leave empty ones "
+            "out"
+        )
+    long = np.flatnonzero(lengths > max_length)
+    if not long.size:
+        return Pieces(lengths=lengths.astype(np.int32), whole_lengths=lengths)
+    if too_long == "error":
+        longest = int(lengths.argmax())
+        raise DatasetError(
+            f"{len(long)} of {len(lengths)} samples are longer than max_length={max_length}; the longest, sample "
+            f"{longest}, has {lengths[longest]} tokens: choose too_long='truncate', 'drop' or 'split', or a "
+            "larger max_length"
+        )
+    if too_long == "truncate":
+        return Pieces(lengths=np.minimum(lengths, max_length).astype(np.int32), whole_lengths=lengths)
+    if too_long == "drop":
+        kept = np.flatnonzero(lengths <= max_length)
+        if not kept.size:
+            raise DatasetError(f"too_long='drop' leaves no sample: all are longer than max_length={max_length}")
+        return Pieces(lengths=lengths[kept].astype(np.int32), whole_lengths=lengths, samples=kept)
+    num_pieces = -(-lengths // max_length)
+    samples = np.repeat(np.arange(len(lengths)), num_pieces)
+    numbers = np.arange(len(samples)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    starts = numbers * max_length
+    return Pieces(
+        lengths=np.minimum(lengths[samples] - starts, max_length).astype(np.int32),
+        whole_lengths=lengths,
+        samples=samples,
+        starts=starts,
+    )
+
+
+def find_lengths(
+    dataset: Any,  # noqa: ANN401 - anything with a length and items
+    source: LengthSource,
+    *,
+    num_workers: int,
+    cache: str | os.PathLike[str] | None,
+) -> NDArray[np.int64]:
+    """Tokens of each sample of ``dataset``, as ``source`` has them.
+
+    Raises:
+        DatasetError: If there is not one whole number for each sample, or the cache is one of another dataset.
+    """
+    if callable(source):
+        lengths = _count_or_load(dataset, source, num_workers, cache)
+    elif isinstance(source, str):
+        lengths = as_lengths(_column(dataset, source), f"column {source!r}")
+    else:
+        lengths = as_lengths(source, "lengths")
+    if isinstance(dataset, Sized) and len(lengths) != len(dataset):
+        raise DatasetError(
+            f"there are {len(lengths)} lengths for {len(dataset)} samples: give one for each sample"
+        )
+    return lengths
+
+
+def as_lengths(given: Iterable[int], what: str) -> NDArray[np.int64]:
+    """``given`` as an array of int64.
+
+    Raises:
+        DatasetError: If it is no row of whole numbers.
+    """
+    try:
+        numbers = np.asarray(given if hasattr(given, "__array__") else list(given))
+    except (TypeError, ValueError):
+        numbers = np.empty((0, 0))
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise DatasetError(
+            f"{what} of type {type(given).__name__} is no row of whole numbers, one for each sample"
+        )
+    return numbers.astype(np.int64)
+
+
+def _column(dataset: Any, name: str) -> Iterable[int]:  # noqa: ANN401 - of the library datasets
+    names = getattr(dataset, "column_names", None)
+    if names is None:
+        raise DatasetError(
+            f"lengths={name!r}: a {type(dataset).__name__} has no columns; give one number for each sample, or a "
+            "function of a sample"
+        )
+    if name not in names:
+        raise DatasetError(f"lengths={name!r}: the dataset's columns are {', '.join(names)}")
+    column: Iterable[int] = dataset.with_format("numpy")[name][:]
+    return column
+
+
+class _Counted(Dataset[int]):
+    """A dataset of lengths."""
+
+    def __init__(self, dataset: Any, length_of: Callable[[Any], int]) -> None:  # noqa: ANN401 - as above
+        self.dataset = dataset
+        self.length_of = length_of
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> int:
+        length = self.length_of(self.dataset[index])
+        if isinstance(length, bool) or not hasattr(length, "__index__"):
+            raise DatasetError(f"lengths gave {length!r} for sample {index}: expected its number of tokens")
+        return int(length)
+
+
+def _count_or_load(
+    dataset: Any,  # noqa: ANN401 - as above
+    length_of: Callable[[Any], int],
+    num_workers: int,
+    cache: str | os.PathLike[str] | None,
+) -> NDArray[np.int64]:
+    """Count, once on each host where a cache is given."""
+    if cache is None:
+        return _count(_Counted(dataset, length_of), num_workers)
+    path = Path(cache)
+    if not context.is_initialized():
+        return _load(path, len(dataset)) if path.exists() else _save(path, dataset, length_of, num_workers)
+    with first_on_host():
+        if not path.exists():
+            return _save(path, dataset, length_of, num_workers)
+    return _load(path, len(dataset))
+
+
+def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:  # noqa: ANN401 - as above
+    lengths = _count(_Counted(dataset, length_of), num_workers)
+    with _renamed_to(path) as name, open(name, "wb") as file:  # noqa: PTH123 - a name, as mkstemp gives it
+        np.save(file, lengths, allow_pickle=False)
+    return lengths
+
+
+@contextmanager
+def _renamed_to(path: Path) -> Iterator[str]:
+    """The name of an empty file beside ``path``, which becomes ``path`` when the block has ended well."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise DatasetError(f"lengths cannot be kept in {path}: {error.strerror}") from error
+    os.close(descriptor)
+    try:
+        yield name
+        os.replace(name, path)  # noqa: PTH105 - as above
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _load(path: Path, num_samples: int) -> NDArray[np.int64]:
+    try:
+        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DatasetError(f"the file of lengths {path} cannot be read: {error}; remove it") from error
+    if lengths.shape != (num_samples,) or lengths.dtype != np.int64:
+        raise DatasetError(
+            f"the file of lengths {path} has shape {lengths.shape} of {lengths.dtype}, and the dataset "
+            f"{num_samples} samples: it belongs to another dataset; remove it or name another file"
+        )
+    found: NDArray[np.int64] = lengths
+    return found
+
+
+def _count(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
+    """Ask each sample, in workers; a terminal shows how far it is."""
+    loader = DataLoader(counted, batch_size=_COUNTING_BATCH, num_workers=num_workers, collate_fn=list)
+    lengths = np.empty(len(counted), np.int64)
+    done = 0
+    for numbers in _shown(loader, len(counted)):
+        lengths[done : done + len(numbers)] = numbers
+        done += len(numbers)
+    return lengths
+
+
+def _shown(loader: "DataLoader[int]", num_samples: int) -> Iterator[list[int]]:
+    """The loader's batches, under a bar on a terminal of the main instance."""
+    is_shown = sys.stderr.isatty() and (not context.is_initialized() or is_main())
+    if not is_shown:
+        yield from loader
+        return
+    from rich.console import Console  # noqa: PLC0415 - only a terminal needs it
+    from rich.progress import Progress  # noqa: PLC0415 - as above
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("lengths of samples", total=num_samples)
+        for numbers in loader:
+            yield numbers
+            progress.advance(bar, len(numbers))

@@ -1,0 +1,159 @@
+"""Packing of a stream whose lengths nobody knows: best fit over a bounded buffer.
+
+Samples are read into a buffer. When it is full, the longest one opens a row, and the row is filled with the
+longest sample that still fits, until none does: best fit decreasing, with so much knowledge as the buffer holds.
+What leaves the buffer is replaced from the stream, so the buffer always offers the same choice until the stream
+ends. The rows follow from the stream alone, so that every process that reads it finds the same ones.
+"""
+
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from popdist.errors import DatasetError, whole_number
+from popdist.packing.collation import TOKENS
+from popdist.packing.sample_lengths import TooLong
+
+Entry = tuple[int, int, Any]
+"""Length, minus its number in the stream (the oldest of equal length is taken first), and sample."""
+
+
+class StreamRow(list[Any]):
+    """The samples of one row of a stream, longest first.
+
+    Attributes:
+        num_tokens: Real tokens in it.
+    """
+
+    def __init__(self, samples: Iterable[Any], num_tokens: int) -> None:
+        super().__init__(samples)
+        self.num_tokens = num_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamRow, (list(self), self.num_tokens)
+
+
+class PackedStream:
+    """The rows of a stream; made by :func:`pack_stream`."""
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        max_length: int,
+        *,
+        buffer: int,
+        length_of: Callable[[Any], int],
+        max_sequences_per_pack: int | None,
+        too_long: TooLong,
+    ) -> None:
+        self.stream = stream
+        self.max_length = max_length
+        self._buffer = buffer
+        self._length_of = length_of
+        self._limit = max_sequences_per_pack or max_length
+        self._too_long = too_long
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream the number of the epoch, if it wants to know."""
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[StreamRow]:
+        entries: list[Entry] = []
+        samples = self._measured()
+        has_ended = False
+        while True:
+            while not has_ended and len(entries) < self._buffer:
+                entry = next(samples, None)
+                if entry is None:
+                    has_ended = True
+                else:
+                    insort(entries, entry, key=_key)
+            if not entries:
+                return
+            yield self._take_row(entries)
+
+    def _take_row(self, entries: list[Entry]) -> StreamRow:
+        """Take the samples of the next row out of ``entries``."""
+        length, _, sample = entries.pop()
+        row, room = [sample], self.max_length - length
+        while room and len(row) < self._limit:
+            place = bisect_right(entries, (room, 0), key=_key)
+            if not place:
+                break
+            length, _, sample = entries.pop(place - 1)
+            row.append(sample)
+            room -= length
+        return StreamRow(row, self.max_length - room)
+
+    def _measured(self) -> Iterator[Entry]:
+        """The samples with their lengths, those that are too long dropped."""
+        for number, sample in enumerate(self.stream):
+            length = self._length_of(sample)
+            if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:
+                raise DatasetError(
+                    f"sample {number} of the stream has length {length!r}: a sequence has at least one token; "
+                    "leave empty ones out"
+                )
+            if length <= self.max_length:
+                yield int(length), -number, sample
+            elif self._too_long != "drop":
+                raise DatasetError(
+                    f"sample {number} of the stream has {length} tokens, more than max_length={self.max_length}: "
+                    "cut it in the stream, or choose too_long='drop'"
+                )
+
+
+def pack_stream(
+    stream: Iterable[Any],
+    max_length: int,
+    *,
+    buffer: int = 1000,
+    length_of: Callable[[Any], int] | None = None,
+    max_sequences_per_pack: int | None = None,
+    too_long: TooLong = "error",
+) -> PackedStream:
+    """The rows of a stream of samples, each a list of samples that fit into ``max_length`` tokens together.
+
+    Give it to ``popdist.shard_iterable``, and that to ``popdist.data_loader`` with ``packing=Packing(...)``. The
+    rows depend on the stream, ``max_length`` and ``buffer`` only. A sample waits in the buffer until its row is
+    made, at the latest until the stream ends.
+
+    Args:
+        stream: Anything that ``shard_iterable`` takes.
+        max_length: Tokens of a row. At least 1.
+        buffer: Samples to choose from. At least 1; more fill the rows better.
+        length_of: Gives the tokens of a sample; None for the length of its ``input_ids``.
+        max_sequences_per_pack: How many sequences a row may hold; None for as many as fit.
+        too_long: What becomes of a sample longer than a row: ``"error"`` or ``"drop"``.
+
+    Raises:
+        DatasetError: If a number is below 1, or, while it is read, if a sample has no length that fits.
+    """
+    whole_number("max_length", max_length, DatasetError)
+    whole_number("buffer", buffer, DatasetError)
+    if max_sequences_per_pack is not None:
+        whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)
+    if too_long not in ("error", "drop"):
+        raise DatasetError(f"too_long={too_long!r} must be 'error' or 'drop': cut long samples in the stream")
+    return PackedStream(
+        stream,
+        max_length,
+        buffer=buffer,
+        length_of=length_of or _num_tokens,
+        max_sequences_per_pack=max_sequences_per_pack,
+        too_long=too_long,
+    )
+
+
+def _num_tokens(sample: object) -> int:
+    if not isinstance(sample, Mapping) or TOKENS not in sample:
+        raise DatasetError(
+            f"a sample of the stream is a {type(sample).__name__} without {TOKENS!r}: give length_of, a function "
+            "of a sample"
+        )
+    return len(sample[TOKENS])
+
+
+def _key(entry: Entry) -> tuple[int, int]:
+    return entry[:2]
