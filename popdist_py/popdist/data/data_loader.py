@@ -1,8 +1,7 @@
 """The loader that feeds one instance's replicas: torch's DataLoader, with the micro batches made one by one."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch.utils.data import Sampler, default_collate
 
@@ -37,8 +36,7 @@ class EpochShares(Sampler[Share]):
             yield Share(epoch=epoch, step=number, stop=step.stop, num_samples_job=len(step), indices=indices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderPlan:
+class LoaderPlan(NamedTuple):
     """What a loader was asked for; see :func:`data_loader`."""
 
     micro_batch_size: int
@@ -105,13 +103,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     """
     _refuse_dealing(options)
     if packing is not None:
-        plan = LoaderPlan(
-            micro_batch_size=micro_batch_size,
-            accumulation=accumulation,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        plan = LoaderPlan(micro_batch_size, accumulation, shuffle, seed, drop_last)
         return packing.make_loader(dataset, plan, collate_fn, options)
     collation = Collation(
         collate_fn=collate_fn or default_collate,

@@ -199,7 +199,7 @@ def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -
 def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[float, float]:
     """Momenta for a step that has ``packing_factor`` times as many sequences as before: ``(b1 ** p, b2 ** p)``.
 
-    So a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027, section 3.3).
+    So a gradient is forgotten after as many sequences as before (https://arxiv.org/abs/2107.02027).
 
     Args:
         betas: As Adam has them, each 0 to 1.
