@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
     from popdist.comm.backend import Backend
+    from popdist.process_group.default_group import DefaultGroup
 
 DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
 """For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
@@ -33,6 +34,10 @@ DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu
 
 Checks: TypeAlias = Literal["full", "off"]
 """Whether the checks are made that cost time: see ``popdist.training.checks``."""
+
+
+Asked: TypeAlias = tuple[str | None, float, Checks, bool]
+"""The arguments of ``init()``, in their order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,12 +49,14 @@ class Job:
         asked: The arguments of ``init()``.
         group: The instances that take part in collectives now; fewer inside ``execute_on_instances``.
         is_checked: Whether the checks are made that cost time.
+        default_group: That of torch.distributed, if it was made here.
     """
 
     environment: Environment
-    asked: tuple[str | None, float, Checks]
+    asked: Asked
     group: Group
     is_checked: bool
+    default_group: "DefaultGroup | None"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +120,13 @@ def limited_to(group: Group) -> Iterator[None]:
         job.group = outer
 
 
-def init(backend: str | None = None, *, timeout_seconds: float = 1800.0, checks: Checks = "full") -> None:
+def init(
+    backend: str | None = None,
+    *,
+    timeout_seconds: float = 1800.0,
+    checks: Checks = "full",
+    torch_distributed: bool = False,
+) -> None:
     """Connect this instance with the others of its job; needed before the first collective.
 
     The first ``ReplicatedModel`` calls it with the defaults where the program has not. All instances call it, with
@@ -131,26 +144,35 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0, checks:
         timeout_seconds: How long a late instance is waited for, here and in every collective. Greater than 0.
         checks: ``"full"`` looks for what would go wrong without a word, in the first steps of a model and then in
             every 100th; ``"off"`` leaves out those checks that cost time.
+        torch_distributed: Also make the default group of torch.distributed, of the backend ``popdist``, whose
+            ranks are the instances; for helpers that ask torch for their rank and call its collectives. One that
+            the program has made before is taken instead if its ranks are the instances. Only what was made here is
+            destroyed at the end. A later ``init_process_group()`` of the program raises torch's error.
 
     Raises:
         ContractError: If the environment promises a job and does not describe one.
-        BackendError: If the backend or ``checks`` is unknown, the instances could not be connected, or ``init()``
-            was called before with other arguments.
+        BackendError: If an argument is not possible, the instances could not be connected, the program's default
+            group has other ranks, or ``init()`` was called before with other arguments.
         CollectiveError: If the instances gave different arguments, compute with different numbers of threads or
             choices of algorithms, or have different versions of popdist; names who has which.
     """
-    asked = (backend, timeout_seconds, checks)
-    if backend not in tuple(DEVICE_TYPES):
-        raise BackendError(f"unknown backend {backend!r}: choose 'gloo', 'nccl', or None for the tensor's device")
-    if not 0 < as_float(timeout_seconds) < math.inf:
-        raise BackendError(f"timeout_seconds={timeout_seconds!r} must be a finite number greater than 0")
-    if checks not in ("full", "off"):
-        raise BackendError(f"checks={checks!r} must be 'full' or 'off'")
+    asked = (backend, timeout_seconds, checks, torch_distributed)
+    _check_arguments(*asked)
     if _state.job is not None:
         if _state.job.asked != asked:
-            raise BackendError(f"init{asked} after init{_state.job.asked}: call finalize() between them")
+            raise BackendError(
+                f"{_in_words(*asked)} after {_in_words(*_state.job.asked)}: call init() once, before all else, or "
+                "finalize() between the two"
+            )
         return
-    found = environment()
+    _state.job = _join_job(environment(), asked)
+    atexit.unregister(_leave_at_exit)
+    atexit.register(_leave_at_exit)
+
+
+def _join_job(found: Environment, asked: Asked) -> Job:
+    """Connect with the other instances, and prove that they have asked for the same."""
+    backend, timeout_seconds, checks, torch_distributed = asked
     computes = _prepare_arithmetic(found.contract)
     progress_page.wait("init()")
     try:
@@ -162,15 +184,57 @@ def init(backend: str | None = None, *, timeout_seconds: float = 1800.0, checks:
     group = Group(connected, found.contract.num_instances, _state.notice)
     try:
         group.agree(
-            f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}), "
-            f"{found.contract.num_replicas} replicas, popdist {VERSION}, {computes}, job {found.contract.job_id!r}"
+            f"{_in_words(*asked)}, {found.contract.num_replicas} replicas, popdist {VERSION}, {computes}, job "
+            f"{found.contract.job_id!r}"
         )
+        default_group = _join_torch(group, found.contract, timeout_seconds) if torch_distributed else None
     except Exception:
         connected.close()
         raise
-    _state.job = Job(environment=found, asked=asked, group=group, is_checked=checks == "full")
-    atexit.unregister(_leave_at_exit)
-    atexit.register(_leave_at_exit)
+    return Job(
+        environment=found,
+        asked=asked,
+        group=group,
+        is_checked=checks == "full",
+        default_group=default_group,
+    )
+
+
+def _check_arguments(backend: object, timeout_seconds: object, checks: object, torch_distributed: object) -> None:
+    if backend not in tuple(DEVICE_TYPES):
+        raise BackendError(f"unknown backend {backend!r}: choose 'gloo', 'nccl', or None for the tensor's device")
+    if not 0 < as_float(timeout_seconds) < math.inf:
+        raise BackendError(f"timeout_seconds={timeout_seconds!r} must be a finite number greater than 0")
+    if checks not in ("full", "off"):
+        raise BackendError(f"checks={checks!r} must be 'full' or 'off'")
+    if not isinstance(torch_distributed, bool):
+        raise BackendError(f"torch_distributed={torch_distributed!r} must be True or False")
+
+
+def _in_words(backend: str | None, timeout_seconds: float, checks: Checks, torch_distributed: bool) -> str:  # noqa: FBT001 - in the order of the call
+    said = ", torch_distributed=True" if torch_distributed else ""
+    return f"init(backend={backend!r}, timeout_seconds={timeout_seconds:g}, checks={checks!r}{said})"
+
+
+def _join_torch(group: Group, contract: Contract, timeout_seconds: float) -> "DefaultGroup | None":
+    """Make the default group of torch.distributed; None where the program has one with the instances as ranks."""
+    from popdist.process_group import default_group  # noqa: PLC0415 - torch is loaded by those that ask for it
+
+    place = default_group.place_in_default_group()
+    told = group.start("the default group of torch.distributed", place).wait()
+    if trouble := default_group.disagreement([(number, size) for number, size in told]):
+        raise BackendError(f"init(torch_distributed=True): {trouble}")
+    if place != default_group.NONE:
+        return None
+    store = None if _state.store is None else _numbered_store(_state.store)
+    return default_group.DefaultGroup(store, contract.instance_index, contract.num_instances, timeout_seconds)
+
+
+def _numbered_store(store: "Store") -> "Store":
+    """The part of the job's store that belongs to this call of ``init()``."""
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
+
+    return PrefixStore(f"popdist/{_state.num_inits}", store)
 
 
 def _torch_registers() -> bool:
@@ -216,8 +280,6 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
 
             check_available(device_types)
         return SerialBackend(device_types=device_types)
-    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - torch comes with init()
-
     from popdist.comm import rendezvous, torch_backend  # noqa: PLC0415 - as above
     from popdist.comm.connections import Connections, check_available  # noqa: PLC0415 - as above
 
@@ -226,7 +288,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         _state.store = rendezvous.open_store(found, timeout_seconds)
     _state.num_inits += 1
     connected = Connections(
-        PrefixStore(f"popdist/{_state.num_inits}", _state.store),
+        _numbered_store(_state.store),
         num_instances=contract.num_instances,
         instance_index=contract.instance_index,
         address=rendezvous.own_address(contract),
@@ -244,6 +306,8 @@ def finalize() -> None:
     """
     job, _state.job = _state.job, None
     if job is not None:
+        if job.default_group is not None:
+            job.default_group.destroy()
         job.group.backend.close()
 
 

@@ -49,6 +49,22 @@ def init_last() -> None:
     _use_both()
 
 
+def torch_helpers() -> None:
+    """What asks torch for the ranks finds the instances; nobody destroys the group."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS, torch_distributed=True)
+    ones = torch.ones(1)
+    distributed.all_reduce(ones)
+    tell(ones.item())
+
+
+def torch_helpers_fail() -> None:
+    """The same, and instance 1 raises while the others wait for it there."""
+    torch_helpers()
+    if distributed.get_rank() == 1:
+        raise ValueError("this instance cannot go on")
+    distributed.barrier()
+
+
 def fail() -> None:
     """Instance 1 raises; the others wait for it."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
@@ -69,5 +85,7 @@ def _listening() -> set[tuple[str, int]]:
     return {(it.laddr.ip, it.laddr.port) for it in connections if it.status == psutil.CONN_LISTEN}
 
 
+PROGRAMS = (join, join_mpi, init_first, init_last, torch_helpers, torch_helpers_fail, fail)
+
 if __name__ == "__main__":
-    {it.__name__: it for it in (join, join_mpi, init_first, init_last, fail)}[sys.argv[1]]()
+    {it.__name__: it for it in PROGRAMS}[sys.argv[1]]()

@@ -1,6 +1,6 @@
 """Popdist joins the job it finds itself in: poprun's, torchrun's, Open MPI's or Hydra's, or one of its own.
 
-Holds popdist.comm.rendezvous.
+Holds popdist.comm.rendezvous and popdist.process_group.default_group.
 """
 
 import os
@@ -14,6 +14,9 @@ import yaml
 
 from poprun.emit import Surroundings, emit_job
 from poprun.text.formats import EmitKind
+from tests.contract import default_group_laws
+from tests.contract.forked_calls import ForkedWorlds
+from tests.contract.training_laws import laws_of
 from tests.planning import planned
 from tests.running import DEADLINE_SECONDS, Finished, MpiEnvironment, Poprun, run
 
@@ -84,6 +87,24 @@ def test_a_program_keeps_its_default_group(poprun: Poprun, order: str) -> None:
 def test_a_program_keeps_its_default_group_under_torchrun() -> None:
     """Both meet at torchrun's store without disturbing each other."""
     assert torchrun("init_last").succeeded().lines == ["2.0 2.0"] * 2
+
+
+@pytest.mark.parametrize("num_instances", [1, 2, 4])
+def test_the_default_group_of_torch(forked_world: ForkedWorlds, num_instances: int) -> None:
+    """Every law of default_group_laws.py, on every instance."""
+    counts = forked_world(
+        default_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS
+    )
+    assert counts == [len(laws_of(default_group_laws))] * num_instances
+
+
+def test_the_default_group_is_left_to_the_end_of_the_program(poprun: Poprun) -> None:
+    """Without finalize(): the job ends, and one that fails is named, not those that wait for it."""
+    options = ["--launcher", "local", "--tag-output=no", "-n", "2", sys.executable, str(PROGRAM)]
+    assert poprun(*options, "torch_helpers").succeeded().lines == ["2.0"] * 2
+    failed = poprun(*options, "torch_helpers_fail")
+    assert failed.code == 1
+    assert "instance 1 failed first" in failed.err
 
 
 def test_four_variables_are_enough() -> None:
