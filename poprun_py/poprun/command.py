@@ -219,6 +219,7 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
         return
     if plan.asks_server:
         screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
+        return
     if not plan.takes_lease:
         return
     from poprun.lease.pool_client import would_hold  # noqa: PLC0415 - most jobs take nothing

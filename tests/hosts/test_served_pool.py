@@ -58,12 +58,12 @@ def served(own_network: Network, tmp_path: Path) -> Iterator["subprocess.Popen[s
 def test_jobs_of_several_hosts_share_one_pool(
     own_network: Network, served: "subprocess.Popen[str]", tmp_path: Path
 ) -> None:
-    """Each host gives GPUs of its own that no other job of the pool has; what it lacks is told with who has it."""
+    """IPUs come from the server, and beside them GPUs from each host's own pool; the error says who has what."""
     poprun = HostPoprun(python=Path(sys.executable), name="mpich")
     folders = ("/usr/local/sbin", str(Path(sys.executable).parent), os.environ["PATH"])
     env = {"PATH": os.pathsep.join(folders), "POPRUN_VIPU_TOKEN_FILE": str(tmp_path / "token")}
     words = write_program(tmp_path, "ready()\nhang()")
-    options = ("-v", "--vipu-server-host=n3", "--host")
+    options = ("-v", "--vipu-server-host=n3", "--pool=/run/pool.sqlite", "--host")
     command = poprun.words(own_network, (*options, "n2", "-n1", sys.executable, *words), ROOT, env)
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:
         wait_until(lambda: has_met(tmp_path, 1))
@@ -73,6 +73,7 @@ def test_jobs_of_several_hosts_share_one_pool(
         _, told = first.communicate()
 
     assert "holds lab/4 on n2, from the pool n3:8090" in told
+    assert "holds GPU 0 on n2, from the pool /run/pool.sqlite" in told
     assert second.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:1 0"]
     assert "holds lab/0,5 on n[1-2], from the pool n3:8090" in second.err
     assert large.code == 69

@@ -18,7 +18,7 @@ BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")
 
 PLANS: Final[tuple[dict[str, Any], ...]] = (
     {},
-    {"hosts": parse_hosts("node[0-3]"), "num_instances": 16, "num_replicas": 32, "ipus_per_replica": 4},
+    {"hosts": parse_hosts("node[0-3]"), "num_instances": 16, "num_replicas": 32, "ipus_per_replica": 2},
     {"hosts": parse_hosts("node[00-15].cluster.example.org"), "num_instances": 1024},
     {"hosts": parse_hosts("n[0-3]"), "num_instances": 32, "vipu": VipuSettings(num_ilds=2, pod="POD64")},
     {"hosts": parse_hosts("n[0-1]"), "num_instances": 32, "vipu": VipuSettings(num_ilds=4, pod="POD64")},
@@ -116,8 +116,8 @@ def test_keys_and_a_pointer_tell_what_is_there(browser: Browser, tmp_path: Path)
     assert tip.inner_text().splitlines() == [
         "instance 6",
         "on host node1, number 2 there",
-        "replicas 12-13, which take turns",
-        "virtual IPUs 8-11: cores 32-47",
+        "replicas 12-13",
+        "virtual IPUs 8-11: cores 32-47 in turns",
     ]
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement === document.body"), "one Tab leaves the picture"

@@ -78,13 +78,41 @@ def test_two_jobs_hold_different_ipus(job: Poprun, vipu: Callable[..., Finished]
     assert held(vipu) == []
 
 
-def test_replicas_that_take_turns_use_one_ipu(job: Poprun, vipu: Callable[..., Finished]) -> None:
-    """A lease counts instances and their IPUs per replica, not replicas."""
-    words = ("--num-replicas", "16", "--ipus-per-replica", "2")
-    with job.started(*words, "sh", "-c", "echo up; read word") as running:
+def test_every_replica_has_its_own_ipus(job: Poprun, vipu: Callable[..., Finished]) -> None:
+    """A lease of counted virtual IPUs counts replicas, and a partition fits at exactly its power of two."""
+    words = ("-n", "2", "--num-replicas", "4", "--vipu-partition", "p")
+    program = ("sh", "-c", "echo up; [ $RANK = 1 ] || read word")
+    with job.started(*words, "--ipus-per-replica", "2", *program) as running:
         await_line(running)
-        assert held(vipu) == ["cpu/0", "cpu/1"]
+        assert held(vipu) == [f"cpu/{index}" for index in range(8)]
         running.communicate("\n", timeout=DEADLINE_SECONDS)
+    vipu("create", "partition", "p", "--size", "8").succeeded()
+    large = job(*words, "true")
+    many = job("--num-replicas", "9", "true")
+
+    assert "partition p has 8 IPUs, and the job fits one of 4" in large.err
+    assert "--ipus-per-host 8 is too few: 9 replicas of 1 IPU use 9 virtual IPUs; give" in many.err
+
+
+def test_a_lease_on_gpus_counts_gpus(poprun: Poprun, pool: Path, gpus: dict[str, str], tmp_path: Path) -> None:
+    """Replicas of an instance take turns on its own; the report says which virtual IPUs they are."""
+    report = tmp_path / "report.json"
+    words = (
+        *LOCAL,
+        "--pool",
+        str(pool),
+        "-n2",
+        "--num-replicas=8",
+        "--ipus-per-replica=2",
+        "--report",
+        str(report),
+    )
+    poprun(*words, "true", env=gpus).succeeded()
+    told = json.loads(report.read_text())
+
+    assert [lease["held"] for lease in told["leases"]] == [["GPU 0", "GPU 1", "GPU 2", "GPU 3"]]
+    instances = told["attempts"][0]["instances"]
+    assert [(one["ipus"], one["devices"]) for one in instances] == [("0-7", ["0", "1"]), ("8-15", ["2", "3"])]
 
 
 def test_a_lease_outlives_a_killed_poprun_until_its_programs_have_ended(
@@ -287,7 +315,7 @@ def test_a_dry_run_says_what_would_be_held(job: Poprun, vipu: Callable[..., Fini
 
     assert made_no_pool
     assert f"would lease cpu/0-1, from the pool {pool}" in before
-    assert f"would lease partition p, made for it: cpu/0-1, in the pool {pool}" in new
+    assert f"would lease partition p, made for it: cpu/0-1, from the pool {pool}" in new
     assert "would lease cpu/4-5," in told[0]
     assert "would lease partition p: cpu/0-3," in told[1]
     assert "would not start now: partition p has 4 IPUs, and the job fits one of 2" in told[2]
@@ -295,24 +323,31 @@ def test_a_dry_run_says_what_would_be_held(job: Poprun, vipu: Callable[..., Fini
     assert f"holds cpu/4-5 on localhost, from the pool {pool}" in held
 
 
-def test_a_pod_on_a_machine_with_gpus_computes_on_them(
+def test_a_job_of_a_pod_leases_gpus_beside_its_ipus(
     poprun: Poprun, vipu: Callable[..., Finished], pool: Path, gpus: dict[str, str], tmp_path: Path
 ) -> None:
-    """Its virtual IPUs are the GPUs, also for jobs that name no pod, and an allocation has those of its part."""
+    """Its virtual IPUs are names of the plan; its GPUs are those of the machine, for jobs without a pod, too."""
     file = tmp_path / "pod.yaml"
     file.write_text("name: box\nnum_machines: 4\nallocations: {ann: 0, bob: 1-3}\n")
     words = (*LOCAL, "--pool", str(pool))
-    pod = (*words, "-v", "--pod", str(file), "--vipu-allocation", "bob", "--ipus-per-replica")
-    with poprun.started(*pod, "3", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read word", env=gpus) as running:
+    pod = (*words, "-v", "--pod", str(file), "--vipu-allocation", "bob", "--vipu-partition", "p")
+    turns = ("-n2", "--num-replicas", "8", "--no-tag-output")
+    program = ("sh", "-c", "echo $CUDA_VISIBLE_DEVICES; [ $RANK = 1 ] || read word")
+    with poprun.started(*pod, *turns, *program, env=gpus) as running:
         shown = await_line(running)
-        other = poprun(*words, "-n", "6", "true", env=gpus)
-        running.communicate("\n", timeout=DEADLINE_SECONDS)
-    too_many = poprun(*pod, "5", "--dry-run", "true", env=gpus).succeeded().err
+        (partition,) = rows(vipu("list", "partitions", "--output", "json"))
+        other = poprun(*words, "-n", "7", "true", env=gpus)
+        _, told = running.communicate("\n", timeout=DEADLINE_SECONDS)
+    dry = poprun(*pod, *turns, "--dry-run", "true", env=gpus).succeeded().err
+    too_many = poprun(*pod, "--num-replicas", "13", "--dry-run", "true", env=gpus)
 
-    assert shown.split(":")[-1] == "4,5,6\n"
-    assert "the job needs 6 virtual IPUs, and 5 are free of 8" in other.err
-    assert f"GPU 4-6: process {running.pid} of" in other.err
-    assert "5 virtual IPUs need as many GPUs, and there are 4 GPUs: computing on the CPU" in too_many
+    assert (shown, partition["ipus"]) == ("0,1\n", "box/8-15")
+    assert "the job needs 7 GPUs, and 6 are free of 8 on this machine" in other.err
+    assert f"GPU 0-1: process {running.pid} of" in other.err
+    assert "holds box/8-15 (partition p) on localhost" in told
+    assert "holds GPU 0-1 on localhost" in told
+    assert f"would lease partition p, made for it: box/8-15 and GPU 0-1, from the pool {pool}" in dry
+    assert "allocation bob of box has 12 IPUs, and 13 replicas of 1 IPU use 13: give at most" in too_many.err
 
 
 def test_vipu(vipu: Callable[..., Finished]) -> None:

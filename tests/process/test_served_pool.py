@@ -130,7 +130,7 @@ def request_for(wish: IpuWish, key: str = "0" * 32) -> LeaseRequest:
 
 
 VALID = asdict(request_for(IpuWish(num_ipus=2)))
-WISH: dict[str, Any] = {"num_ipus": 2, "hosts": [], "allocation": None, "shares_devices": False, "partition": None}
+WISH: dict[str, Any] = VALID["wish"]
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_queue_over_the_network(server: Server) -> None:
     (holder, _) = (lease.holder for lease in here.state().leases)
     assert str(holder) == "process 1 of ann@n2 (train.py)"
     pool.create_partition("p", 2, allocation=None, cluster=None)
-    unfit = PartitionWish(name="p", least=4, most=4, is_temporary=True, may_change=False, resets=None)
+    unfit = PartitionWish(name="p", size=4, is_temporary=True, may_change=False, resets=None)
     with pytest.raises(PartitionError, match="has 2 IPUs, and the job fits one of 4"):
         pool.take_lease(request_for(IpuWish(num_ipus=4, partition=unfit), "c" * 32))
     for key in ("a", "b", "c"):

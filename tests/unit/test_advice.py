@@ -54,18 +54,14 @@ TURNS = "the {} replicas of each instance take turns on {}; --num-instances {}"
         (
             with_gpus("ff"),
             {"num_instances": 4},
-            (
-                (
-                    "4 virtual IPUs need as many GPUs, and there are 2 GPUs: computing on the CPU; "
-                    "--num-instances 2 fits the GPUs"
-                ),
-            ),
+            (("4 instances use 4 GPUs, and there are 2: computing on the CPU; --num-instances 2 fits the GPUs"),),
         ),
         (
             with_gpus("f"),
             {"ipus_per_replica": 2},
-            ("2 virtual IPUs need as many GPUs, and there is 1 GPU: computing on the CPU",),
+            ("1 instance uses 2 GPUs, and there is 1: computing on the CPU",),
         ),
+        (with_gpus("ff"), {"num_instances": 4, "vipu": VipuSettings(is_offline=True)}, ()),
         (with_gpus("b"), {}, ()),
         (
             with_gpus("b"),

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from poprun.errors import IpusTakenError, PartitionError
-from poprun.lease.claims import Claim, held_ipus, in_only_partition, wished_ipus, with_ipus
+from poprun.lease.claims import Claim, held_ipus, in_only_partition, wished_ipus, with_gpus, with_ipus
 from poprun.plan.inventory import Cluster, VirtualIpu, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu
 from poprun.pool.records import Partition, PoolState
-from tests.planning import LAPTOP, planned, with_gpus
+from tests import planning
+from tests.planning import LAPTOP, planned
 
 
 class WaitingClaim(Claim):
@@ -68,16 +69,16 @@ def test_a_job_that_does_not_queue_gives_up(vipu: VipuSettings, num_waits: int) 
     assert len(claim.waits) == num_waits
 
 
-def test_a_wish_counts_what_a_pool_has_to_give() -> None:
-    """A host's own pool gives the part of the host, a server all; a partition may hold as many as the replicas."""
+def test_a_wish_for_a_partition_is_for_exactly_its_power_of_two() -> None:
+    """Whatever is counted; the plan says how many IPU-Link domains it lies in."""
     plan = planned(LAPTOP, num_instances=4, num_replicas=16, ipus_per_replica=3, hosts=("a", "b"))
-    plan = replace(plan, vipu=VipuSettings(partition="p", updates_partition=True))
-    here, served = wished_ipus(plan, None), wished_ipus(plan, "lab", 2, ("a", "b"))
+    plan = replace(plan, vipu=VipuSettings(partition="p", updates_partition=True, num_ilds=2))
+    here, served = wished_ipus(plan, 24), wished_ipus(plan, 48, "lab", ("a", "b"))
 
     assert here.partition is not None
     assert served.partition is not None
-    assert (here.num_ipus, here.partition.least, here.partition.most) == (6, 8, 32)
-    assert (served.num_ipus, served.partition.least, served.partition.most) == (12, 16, 64)
+    assert (here.num_ipus, here.partition.size, here.num_domains) == (24, 32, 2)
+    assert (served.num_ipus, served.partition.size) == (48, 64)
     assert (served.allocation, served.hosts, served.partition.may_change) == ("lab", ("a", "b"), True)
 
 
@@ -114,10 +115,14 @@ def test_the_only_partition_is_used(partitions: list[Partition], vipu: VipuSetti
     assert told == (["partition p is the only one there is: used"] if used == "p" else [])
 
 
-def on(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The devices and the cores of ``plan`` on what it was given."""
-    given = with_ipus(plan, cluster, names)
-    return given.devices, given.cores
+def cores_on(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[int, ...]:
+    """The cores of ``plan`` on what it was given."""
+    return with_ipus(plan, cluster, names).cores
+
+
+def with_gpus_of(plan: LaunchPlan, gpus: Sequence[Gpu], *names: str) -> tuple[str, ...]:
+    """The devices of ``plan`` on those of the ``gpus`` that it was given."""
+    return with_gpus(plan, gpu_cluster("box", gpus), names).devices
 
 
 def test_a_plan_is_on_what_it_was_given() -> None:
@@ -125,11 +130,10 @@ def test_a_plan_is_on_what_it_was_given() -> None:
     gpus = [Gpu(name=str(index), uuid=f"GPU-{index}") for index in range(4)]
     cores = replace(planned(LAPTOP), cores=(0, 1, 2, 3))
 
-    assert on(planned(with_gpus("ff"), num_instances=2), gpu_cluster("box", gpus), ["GPU-3", "GPU-1"])[0] == (
-        "3",
-        "1",
-    )
-    assert on(cores, cpu_cluster("box", 2), ["cpu/1"])[1] == (0, 1, 2, 3)
+    two = planned(planning.with_gpus("ff"), num_instances=2, num_replicas=8)
+    assert with_gpus_of(two, gpus, "GPU-3", "GPU-1") == ("3", "1")
+    assert with_gpus_of(two, gpus, "GPU-3", "GPU-1", "GPU-0", "GPU-2") == ("3", "1")
+    assert cores_on(cores, cpu_cluster("box", 2), ["cpu/1"]) == (0, 1, 2, 3)
     for num_ipus, slot, expected in (
         (2, 1, (2, 3)),
         (4, 2, (2,)),
@@ -138,7 +142,7 @@ def test_a_plan_is_on_what_it_was_given() -> None:
         (1, 0, (0, 1, 2, 3)),
     ):
         counted = replace(cores, vipu=VipuSettings(ipus_per_host=num_ipus))
-        assert on(counted, cpu_cluster("box", num_ipus), [f"cpu/{slot}"])[1] == expected
+        assert cores_on(counted, cpu_cluster("box", num_ipus), [f"cpu/{slot}"]) == expected
 
 
 def test_each_domain_needs_an_instance() -> None:

@@ -36,7 +36,12 @@ CPU_PLAN = planned(
     ending=EndingSettings(timeout_seconds=3600.0, max_restarts=2, stop_timeout_seconds=30.0),
 )
 GPU_PLAN = planned(
-    with_gpus("ffff"), program=("python", "train.py"), hosts=("a", "b"), num_instances=4, ipus_per_replica=2
+    with_gpus("ffff"),
+    program=("python", "train.py"),
+    hosts=("a", "b"),
+    num_instances=4,
+    num_replicas=16,
+    ipus_per_replica=2,
 )
 GOLDEN = {
     "cpu.mpijob": CPU_PLAN,
@@ -46,7 +51,7 @@ GOLDEN = {
 }
 SLURM_GOLDEN = """\
 #!/bin/bash
-# 4 instances · 8 replicas · 4 virtual IPUs · 2 hosts
+# 4 instances · 8 replicas · 8 virtual IPUs · 2 hosts
 #SBATCH --job-name=train
 #SBATCH --output=train-%j.out
 #SBATCH --chdir="/data/my runs"
@@ -79,7 +84,7 @@ def test_the_batch_script() -> None:
 
 
 def test_the_batch_script_asks_for_gpus() -> None:
-    """As many as there are virtual IPUs on a node."""
+    """As many as its instances use, whose replicas take turns on them: fewer than there are virtual IPUs."""
     text = emit_job(GPU_PLAN, EmitKind.SBATCH, Surroundings())
 
     assert "#SBATCH --gpus-per-node=4\n" in text

@@ -22,6 +22,7 @@ LEASES = {"wait-for-devices", "vipu-server-timeout"}
         ("ff", VipuSettings(), ALLOCATIONS | PARTITIONS),
         ("ff", VipuSettings(partition="p", pod="lab.yaml"), set()),
         ("", VipuSettings(server_host="h"), {"share-devices", "pool"} | PARTITIONS),
+        ("ff", VipuSettings(server_host="h"), PARTITIONS),
     ],
 )
 def test_what_has_nothing_to_act_on(gpus: str, vipu: VipuSettings, idle: set[str]) -> None:

@@ -29,7 +29,7 @@ def ipus(indices: list[int], domain_size: int) -> list[VirtualIpu]:
 def test_what_is_handed_out_stays_together(
     free: list[int], domain_size: int, num_ipus: int, chosen: list[int]
 ) -> None:
-    """The fullest IPU-Link domain with room, a block that begins at its size; more than one domain: whole ones."""
+    """The fullest IPU-Link domain with room, a block that begins at its size; as few domains as it takes."""
     assert [ipu.index for ipu in choose_ipus(ipus(free, domain_size), num_ipus, domain_size)] == chosen
 
 
@@ -43,6 +43,15 @@ def test_handing_out_is_all_or_nothing(free: set[int], domain_size: int, num_ipu
     assert set(indices) <= free
     assert indices == sorted(set(indices))
     assert len({ipu.domain for ipu in chosen}) <= -(-num_ipus // domain_size)
+
+
+def test_several_domains_have_equally_many() -> None:
+    """Then the instances of a job, equally many in each, lie in one domain each."""
+    free = ipus([*range(8), 9, *range(16, 24)], 8)
+
+    assert [ipu.index for ipu in choose_ipus(free, 6, 8, num_domains=2)] == [0, 1, 2, 16, 17, 18]
+    assert [ipu.index for ipu in choose_ipus(free, 12, 8)] == [0, 1, 2, 3, 4, 5, 16, 17, 18, 19, 20, 21]
+    assert choose_ipus(free, 6, 8, num_domains=3) == ()
 
 
 def test_a_machine_of_gpus_is_one_domain() -> None:

@@ -5,6 +5,7 @@ Holds poprun.text.fields.
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import yaml
@@ -93,6 +94,16 @@ def test_a_file_states_ranges() -> None:
     }
 
 
+def test_a_plan_of_an_older_poprun_is_read() -> None:
+    """One from when an instance counted ``ipus_per_replica`` virtual IPUs: the counts are worked out anew."""
+    written = (Path(__file__).parent / "plans" / "instances_counted.json").read_text(encoding="utf-8")
+    plan = read_plan(written, "old.json")
+
+    assert [plan.instance(index).ipus for index in range(2)] == [range(8), range(8, 16)]
+    assert [plan.instance(index).devices for index in range(2)] == [("0", "1"), ("2", "3")]
+    assert plan_from_dict(plan_to_dict(plan), "new.json") == plan
+
+
 def changed(**values: object) -> Callable[[Values], Values]:
     """A change of some values of a plan file."""
     return lambda plan: plan | values
@@ -160,7 +171,7 @@ def without(key: str) -> Callable[[Values], Values]:
         (changed(hosts="n[2-1]"), "hosts: --host 'n[2-1]': the range 2-1 runs backwards"),
         (changed(cores="0-"), "cores: '0-' is no list of numbers and ranges"),
         (changed(cores=""), "cores is empty"),
-        (changed(devices=["0"]), "devices names 1 for the 2 virtual IPUs of a host"),
+        (changed(devices=["0"]), "devices names 1, and the 2 instances of a host use 2, 1 each"),
         (changed(placement="core2"), "placement must be spreadnuma or compact or core or disabled, not 'core2'"),
         (changed(bindings=None), "bindings must be a list of mappings, not null"),
         (changed(bindings=[3]), "bindings[0] must be a mapping of names to values, not 3"),

@@ -3,9 +3,10 @@
 import pytest
 
 from poprun.errors import PartitionError, PlanError
-from poprun.plan.pods import named_pod, on_machine, read_pod
-from poprun.plan.topology import Gpu, Occupant
-from poprun.pool.clusters import gpus_within
+from poprun.plan.pods import allocation_of, named_pod, on_machine, read_pod
+from poprun.plan.settings import VipuSettings
+from poprun.plan.topology import Gpu
+from poprun.pool.clusters import check_names, choose_cluster
 
 PODS = """
 name: lab
@@ -76,42 +77,46 @@ def test_what_describes_no_pod(text: str, problem: str) -> None:
     assert problem in str(caught.value)
 
 
-def test_a_pod_on_a_machine_with_gpus_is_those_first() -> None:
-    """The first IPUs of the pod are the machine's GPUs, under the names that all its users know them by."""
-    pod = named_pod("POD4")
-    assert pod is not None
-    bob = Occupant(pid=9, user="bob")
-    gpus = (Gpu(name="0", uuid="GPU-a"), Gpu(name="1", uuid="GPU-b", occupants=(bob,)))
-
-    found = on_machine(pod, ("box",), gpus)
-
-    assert [(ipu.name, ipu.device) for ipu in found.ipus] == [
-        ("GPU-a", "0"),
-        ("GPU-b", "1"),
-        ("POD4/2", ""),
-        ("POD4/3", ""),
-    ]
-    assert found.ipus[1].occupants == (bob,)
-    assert on_machine(pod, ("box",), gpus * 3).ipus[3].device == "1"
-    assert on_machine(pod, ("box",), ()) == pod
-
-
 def test_a_host_of_a_pod_has_its_share() -> None:
     """Hosts share a pod evenly, in the order in which it names them; another machine stands for all of it."""
     pod = read_pod(PODS, "pods.yaml")
-    second = on_machine(pod, ("lr2", "lr2.example.org"), (Gpu(name="0"),))
 
-    assert [ipu.index for ipu in second.ipus] == list(range(16, 32))
-    assert [ipu.name for ipu in second.ipus[:2]] == ["0", "lab/17"]
-    assert len(on_machine(pod, ("box",), ()).ipus) == 32
+    assert [ipu.index for ipu in on_machine(pod, ("lr2", "lr2.example.org")).ipus] == list(range(16, 32))
+    assert on_machine(pod, ("box",)) == pod
 
 
-def test_an_allocation_has_the_gpus_of_its_part() -> None:
-    """Who asks for a part of the pod gets no GPU outside of it."""
-    text = "name: box\nnum_machines: 2\nallocations: {ann: 0, bob: 1}\n"
-    gpus = tuple(Gpu(name=str(number)) for number in range(8))
+@pytest.mark.parametrize(
+    ("settings", "allocation"),
+    [({}, None), ({"allocation": "bob"}, "bob"), ({"cluster": "bob"}, "bob"), ({"cluster": "lab"}, None)],
+)
+def test_an_allocation_has_two_names(settings: dict[str, str], allocation: str | None) -> None:
+    """The option's older one is for clusters, and a pod is one of those; a pod without parts is one, too."""
+    vipu = VipuSettings(**settings)  # type: ignore[arg-type]
 
-    assert gpus_within(read_pod(text, "pod"), "bob", "box", gpus) == gpus[4:]
-    assert gpus_within(read_pod(text, "pod"), None, "box", gpus) == gpus
-    with pytest.raises(PartitionError, match="there is no allocation eve: there is ann, bob"):
-        gpus_within(read_pod(text, "pod"), "eve", "box", gpus)
+    assert allocation_of(read_pod(PODS, "pods.yaml"), vipu) == allocation
+    assert allocation_of(read_pod("name: p\nnum_machines: 1", "p"), vipu) is None
+
+
+def test_what_a_machine_hands_out() -> None:
+    """Its share of a pod whatever it computes on, else its GPUs or the first of them, else shares of its cores."""
+    pod, gpus = (
+        read_pod(PODS, "pods.yaml"),
+        tuple(Gpu(name=str(number), uuid=f"GPU-{number}") for number in range(4)),
+    )
+
+    assert choose_cluster("lr2.example.org", gpus, 8, pod=pod).ipus == pod.ipus[16:]
+    assert [ipu.name for ipu in choose_cluster("box", gpus, 8, ipus_per_host=2).ipus] == ["GPU-0", "GPU-1"]
+    assert len(choose_cluster("box", gpus, 8, ipus_per_host=16).ipus) == 4
+    assert len(choose_cluster("box", (), 8, ipus_per_host=2).ipus) == 2
+    assert choose_cluster("box", (), 8).is_open
+
+
+def test_a_part_that_is_not_there() -> None:
+    """The error names those that are."""
+    pod = read_pod(PODS, "pods.yaml")
+
+    check_names(pod, "bob", "lab")
+    with pytest.raises(PartitionError, match="there is no allocation mallory: there is alice, bob, eve"):
+        check_names(pod, "mallory")
+    with pytest.raises(PartitionError, match="there is no cluster attic: there is lab"):
+        check_names(pod, None, "attic")

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.errors import PartitionError, PlanError
-from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
 from poprun.lease.server_lease import as_here, check_place, facts_under, hosts_in, on_ipus
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
@@ -27,11 +26,6 @@ from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")
 GPUS = tuple(Gpu(name=str(index), uuid=f"GPU-{index}") for index in range(4))
-NETWORK = JobNetwork(
-    control_host="10.0.0.1",
-    key=JobKey(text="", file=""),
-    hosts=tuple(HostRoute(name=name, address="10.0.0.1", interface="eth0") for name in ("n2", "n3")),
-)
 
 
 def served(cluster: Cluster, *taken: str) -> ServedPool:
@@ -44,7 +38,7 @@ def served(cluster: Cluster, *taken: str) -> ServedPool:
 def plan(hosts: tuple[str, ...] = ("localhost",), num_instances: int = 2, *, on_gpus: bool = False) -> LaunchPlan:
     """A job with one IPU for each instance."""
     made = replace(planned(LAPTOP, num_instances=num_instances), hosts=hosts)
-    return replace(made, devices=tuple(str(slot) for slot in range(made.num_slots_per_host)) if on_gpus else ())
+    return replace(made, devices=tuple(str(slot) for slot in range(made.num_gpus_per_host)) if on_gpus else ())
 
 
 def test_the_gpus_of_the_servers_machine_are_known_by_their_uuids() -> None:
@@ -62,26 +56,12 @@ def test_the_gpus_of_the_servers_machine_are_known_by_their_uuids() -> None:
         facts_under(replace(LAPTOP, gpus=()), served(gpu_cluster("box", GPUS)))
 
 
-def test_a_pod_that_names_no_hosts_computes_on_the_cpu() -> None:
-    """Nobody knows which GPUs its IPUs stand for."""
-    pod = named_pod("POD4")
-    assert pod is not None
-
-    assert facts_under(replace(LAPTOP, gpus=GPUS), served(pod)).gpus == ()
+def test_a_job_of_a_pod_may_compute_on_gpus() -> None:
+    """On those of its hosts, which are leased beside the pod's IPUs; one of a machine's cores on none."""
+    for pod in (named_pod("POD4"), LAB):
+        assert pod is not None
+        assert facts_under(replace(LAPTOP, gpus=GPUS), served(pod, pod.ipus[0].name)).gpus == GPUS
     assert facts_under(replace(LAPTOP, gpus=GPUS), served(cpu_cluster("box", 4))).gpus == ()
-
-
-def test_a_host_of_a_pod_has_the_gpus_of_its_share() -> None:
-    """The first IPUs of the share are its GPUs as nvidia-smi numbers them, also when only some are visible."""
-    here = as_here(LAB, (GPUS[3], GPUS[1]), {"n2"})
-    facts = replace(LAPTOP, gpus=(GPUS[3], GPUS[1]), host_aliases=frozenset({"n2"}))
-
-    assert {ipu.name: ipu.device for ipu in here.ipus if ipu.device} == {"lab/5": "1", "lab/7": "3"}
-    assert [(gpu.name, gpu.is_leased) for gpu in facts_under(facts, served(LAB, "lab/7")).gpus] == [
-        ("3", True),
-        ("1", False),
-    ]
-    assert facts_under(replace(facts, host_aliases=frozenset({"head"})), served(LAB)).gpus == ()
 
 
 def test_a_machine_is_used_by_its_own_jobs_only() -> None:
@@ -105,30 +85,25 @@ def test_hosts_are_called_as_the_pod_calls_them() -> None:
         hosts_in(("n1", "n5"), LAB, set())
 
 
-def test_each_host_computes_on_what_it_was_given() -> None:
-    """On its own GPUs on several hosts, on those here on one; what lies on another host does not fit."""
-    several, network = on_ipus(plan(("n2", "n3"), 2, on_gpus=True), LAB, ("n2", "n3"), ["lab/5", "lab/8"], NETWORK)
-    here = as_here(LAB, GPUS, {"n2"})
-    alone, none = on_ipus(plan(("n2",), 2, on_gpus=True), here, ("n2",), ["lab/5", "lab/6"], None)
+def test_a_job_computes_on_what_the_server_gave() -> None:
+    """On GPUs as this process calls them, in its order; on the GPUs of its own hosts where it was given a pod."""
+    box = as_here(gpu_cluster("box", GPUS), tuple(reversed(GPUS)))
+    on_box = on_ipus(plan(on_gpus=True), box, (), ["GPU-1", "GPU-2"])
+    on_pod = on_ipus(plan(("n2",), on_gpus=True), LAB, ("n2",), ["lab/5", "lab/6"])
 
-    assert network is not None
-    assert [route.devices for route in network.hosts] == [("1",), ("0",)]
-    assert several.devices == ("0",)
-    assert (alone.devices, none) == (("1", "2"), None)
+    assert (on_box.devices, on_pod.devices) == (("2", "1"), ("0", "1"))
     with pytest.raises(PartitionError, match="has 0 IPUs of n3, and the job uses 1 there"):
-        on_ipus(plan(("n2", "n3"), 2), LAB, ("n2", "n3"), ["lab/5", "lab/6"], NETWORK)
-    hidden = as_here(LAB, GPUS[2:], {"n2"})
-    with pytest.raises(PlanError, match="the job was given lab/5, and those GPUs are not here"):
-        on_ipus(plan(("n2",), 2, on_gpus=True), hidden, ("n2",), ["lab/5", "lab/6"], None)
+        on_ipus(plan(("n2", "n3"), 2), LAB, ("n2", "n3"), ["lab/5", "lab/6"])
+    hidden = as_here(gpu_cluster("box", GPUS), GPUS[2:])
+    with pytest.raises(PlanError, match="the job was given GPU-0, and those GPUs are not here"):
+        on_ipus(plan(on_gpus=True), hidden, (), ["GPU-0", "GPU-2"])
 
 
 def test_counted_slots_of_a_cpu_are_a_share_of_its_cores() -> None:
     """As for a job that counts them itself."""
     job = replace(plan(num_instances=1), cores=(0, 1, 2, 3))
 
-    held, _ = on_ipus(job, cpu_cluster("box", 4), (), ["cpu/2"], None)
-
-    assert held.cores == (2,)
+    assert on_ipus(job, cpu_cluster("box", 4), (), ["cpu/2"]).cores == (2,)
 
 
 def test_a_wish_takes_equally_many_ipus_of_each_host() -> None:
@@ -149,17 +124,16 @@ counts = st.integers(1, 64)
 def requests(draw: st.DrawFn) -> LeaseRequest:
     """What clients may say."""
     num_ipus = draw(counts)
-    least = num_ipus + draw(counts)
     partition = PartitionWish(
         name=draw(names),
-        least=least,
-        most=least + draw(counts),
+        size=num_ipus + draw(counts),
         is_temporary=draw(st.booleans()),
         may_change=draw(st.booleans()),
         resets=draw(st.none() | st.booleans()),
     )
     wish = IpuWish(
         num_ipus=num_ipus,
+        num_domains=draw(counts),
         hosts=tuple(draw(st.lists(names, max_size=3))),
         allocation=draw(st.none() | names),
         shares_devices=draw(st.booleans()),

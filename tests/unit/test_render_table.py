@@ -17,12 +17,12 @@ from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 
 LAPTOP_TABLE = """\
-poprun     2 instances · 4 replicas · 2 virtual IPUs · 1 host
+poprun     2 instances · 4 replicas · 4 virtual IPUs · 1 host
 
 host        instance   replicas   virtual IPUs   stands for
-───────────────────────────────────────────────────────────
-localhost   0          0-1        0              cores 0-1
-            1          2-3        1              cores 2-3
+───────────────────────────────────────────────────────────────────
+localhost   0          0-1        0-1            cores 0-1 in turns
+            1          2-3        2-3            cores 2-3 in turns
 
 launcher   local
 threads    1 per replica
@@ -45,20 +45,27 @@ folder     /home/me
 """
 
 CLUSTER_TABLE = """\
-poprun     8,192 instances · 65,536 replicas · 8,192 virtual IPUs · 1,024 hosts
+poprun     8,192 instances · 65,536 replicas · 65,536 virtual IPUs · 1,024 hosts
 
 host           instance   replicas      virtual IPUs   stands for
-───────────────────────────────────────────────────────────────────────
-n0000          0          0-7           0              cores 0-7
-               1          8-15          1              cores 8-15
-               2          16-23         2              cores 16-23
-               3          24-31         3              cores 24-31
-               4          32-39         4              cores 32-39
-               5          40-47         5              cores 40-47
-               6          48-55         6              cores 48-55
-               7          56-63         7              cores 56-63
-n[0001-1022]   8-8183     64-65471      0-7            the same on each
-n1023          8184       65472-65479   0              cores 0-7
+───────────────────────────────────────────────────────────────────────────
+n0000          0          0-7           0-7            cores 0-7 in turns
+               1          8-15          8-15           cores 8-15 in turns
+               2          16-23         16-23          cores 16-23 in turns
+               3          24-31         24-31          cores 24-31 in turns
+               4          32-39         32-39          cores 32-39 in turns
+               5          40-47         40-47          cores 40-47 in turns
+               6          48-55         48-55          cores 48-55 in turns
+               7          56-63         56-63          cores 56-63 in turns
+n[0001-1022]   8-8183     64-65471      0-63           the same on each
+n1023          8184       65472-65479   0-7            cores 0-7 in turns
+"""
+
+TURNS_TABLE = """\
+host        instance   replicas   virtual IPUs   stands for
+───────────────────────────────────────────────────────────────
+localhost   0          0-3        0-3            GPU 0 in turns
+            1          4-7        4-7            GPU 2 in turns
 """
 
 MANY_INSTANCES_TABLE = """\
@@ -100,6 +107,7 @@ placement  core, on each host
             {"hosts": parse_hosts("n[0000-1023]"), "num_instances": 8192, "num_replicas": 65_536},
             CLUSTER_TABLE,
         ),
+        (with_gpus("fbf"), {"num_instances": 2, "num_replicas": 8}, TURNS_TABLE),
         (CLUSTER_NODE, {"num_instances": 16}, MANY_INSTANCES_TABLE),
         (facts_of(TWO_SOCKETS), {"num_instances": 4}, PLACED_TABLE),
         (

@@ -40,7 +40,7 @@ def _directives(plan: LaunchPlan, name: str) -> Iterator[tuple[str, str]]:
     if plan.threads_per_replica is not None:
         yield "cpus-per-task", str(plan.threads_per_replica)
     if plan.devices:
-        yield "gpus-per-node", str(plan.num_slots_per_host)
+        yield "gpus-per-node", str(plan.num_gpus_per_host)
     if plan.ending.timeout_seconds is not None:
         # Slurm counts minutes; one more leaves poprun the time to end the job itself.
         hours, minutes = divmod(math.ceil(plan.ending.timeout_seconds / 60) + 1, 60)

@@ -12,7 +12,7 @@ from typing import Final
 
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.hosts.routes import JobNetwork
-from poprun.plan.inventory import Cluster, size_of_partition
+from poprun.plan.inventory import CPU, Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import VipuSettings
 from poprun.pool.records import HeldLease, PoolState
@@ -34,12 +34,14 @@ class HeldJob:
         plan: The job, on the virtual IPUs and cores that it was given.
         network: How its hosts reach each other, and what each has given; None when there is only this machine.
         leases: What it holds.
+        has_gpus: Whether the GPUs of the plan are among it.
         regain: Takes anew what was lost with a host, before the job is started again; the network with it.
     """
 
     plan: LaunchPlan
     network: JobNetwork | None = None
     leases: tuple[HeldLease, ...] = ()
+    has_gpus: bool = False
     regain: Callable[[JobNetwork], JobNetwork] = lambda network: network
 
     def given(self, plan: LaunchPlan, *leases: HeldLease) -> "HeldJob":
@@ -84,24 +86,22 @@ class Claim(ABC):
 
 
 def wished_ipus(
-    plan: LaunchPlan, allocation: str | None, num_hosts: int = 1, hosts: tuple[str, ...] = ()
+    plan: LaunchPlan, num_ipus: int, allocation: str | None = None, hosts: tuple[str, ...] = ()
 ) -> IpuWish:
-    """The virtual IPUs that a job wants for ``num_hosts`` of its hosts; ``hosts`` where it matters which."""
+    """The wish of a job for ``num_ipus`` virtual IPUs or GPUs; ``hosts`` where it matters on which they are."""
     vipu = plan.vipu
-    num_ipus = plan.num_slots_per_host * num_hosts
-    num_without_turns = plan.num_replicas // len(plan.hosts) * plan.ipus_per_replica * num_hosts
     partition = None
     if vipu.partition is not None:
         partition = PartitionWish(
             name=vipu.partition,
-            least=size_of_partition(num_ipus),
-            most=size_of_partition(num_without_turns),
+            size=size_of_partition(num_ipus),
             is_temporary=vipu.removes_partition,
             may_change=vipu.updates_partition,
             resets=vipu.resets_partition,
         )
     return IpuWish(
         num_ipus=num_ipus,
+        num_domains=plan.num_ilds,
         hosts=hosts,
         allocation=allocation,
         shares_devices=vipu.shares_devices,
@@ -133,24 +133,31 @@ def held_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str], pool: st
     )
 
 
-def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
-    """``plan`` on the virtual IPUs called ``names``: its GPUs, or the cores that its slots are a share of."""
+def with_gpus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
+    """``plan`` on the GPUs called ``names``, the first ones where a partition has more than the job uses."""
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
-    used = names[: plan.num_slots_per_host]
+    return replace(plan, devices=tuple(by_name[name].device for name in names[: plan.num_gpus_per_host]))
+
+
+def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
+    """``plan`` on the virtual IPUs called ``names``: where a CPU's are counted, on their share of the cores.
+
+    Raises:
+        PartitionError: If they lie in more IPU-Link domains than the job has instances.
+    """
+    by_name = {ipu.name: ipu for ipu in cluster.ipus}
     num_domains = len({by_name[name].domain for name in names if name in by_name})
     if num_domains > plan.num_instances:
         raise PartitionError(
             f"partition {plan.vipu.partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
             f"give --num-instances {num_domains} or more"
         )
-    if plan.devices:
-        return replace(plan, devices=tuple(by_name[name].device for name in used))
-    if plan.vipu.ipus_per_host is None:
+    if plan.vipu.ipus_per_host is None or plan.devices or cluster.kind != CPU:
         return plan
-    num_slots, num_cores = len(cluster.ipus), len(plan.cores)
+    num_ipus, num_cores = len(cluster.ipus), len(plan.cores)
     ours: set[int] = set()
-    for slot in (by_name[name].index for name in used):
-        first = min(slot * num_cores // num_slots, num_cores - 1)
-        last = max(first + 1, (slot + 1) * num_cores // num_slots)
+    for ipu in (by_name[name].index for name in names[: plan.num_ipus_per_host]):
+        first = min(ipu * num_cores // num_ipus, num_cores - 1)
+        last = max(first + 1, (ipu + 1) * num_cores // num_ipus)
         ours.update(plan.cores[first:last])
     return replace(plan, cores=tuple(sorted(ours)))

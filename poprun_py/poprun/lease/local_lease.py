@@ -1,4 +1,6 @@
-"""What a job takes of the pool of this machine: virtual IPUs, and cores that its instances have to themselves.
+"""What a job takes of the pool of this machine: virtual IPUs, GPUs, and cores that its instances alone have.
+
+It takes them in that order, which is the same for all jobs: so two jobs never wait for each other.
 
 A process of this machine holds its lease as an open file with a lock. The keeper of a job on another host
 (`host_keeper`) takes it in the same way there.
@@ -14,13 +16,23 @@ from dataclasses import replace
 from typing import Final
 
 from poprun.errors import PlanError, PoolError
-from poprun.lease.claims import Claim, HeldJob, Tell, held_ipus, in_only_partition, wished_ipus, with_ipus
-from poprun.plan.inventory import CORE, Cluster, VirtualIpu
+from poprun.lease.claims import (
+    Claim,
+    HeldJob,
+    Tell,
+    held_ipus,
+    in_only_partition,
+    wished_ipus,
+    with_gpus,
+    with_ipus,
+)
+from poprun.plan.inventory import CORE, Cluster, VirtualIpu, gpu_cluster
 from poprun.plan.placement import flat_map
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import place
+from poprun.plan.pods import allocation_of
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.pool.clusters import allocation_of, choose_cluster, pod_of
+from poprun.pool.clusters import choose_cluster, pod_of
 from poprun.pool.holders import is_here, is_served
 from poprun.pool.place import pool_file
 from poprun.pool.pool import Pool, Ticket, wait_for_turn
@@ -52,8 +64,11 @@ def leased_here(
         tell: Tells the user of what is decided here.
     """
     with ExitStack() as stack:
-        if job.plan.takes_lease:
-            job = stack.enter_context(_ipus_leased(job, facts, is_fixed=is_fixed, tell=tell))
+        if job.plan.takes_lease and not job.has_gpus:
+            plan, state = in_own_partition(job.plan, tell)
+            job = replace(job, plan=plan)
+            for claim in ipu_claims(plan, facts, is_fixed=is_fixed):
+                job = stack.enter_context(_inherited_or_leased(job, claim, state, tell))
         if job.leases and facts is not None:
             facts = facts.with_cores(job.plan.cores)
             job = job.given(place(job.plan, facts))
@@ -62,34 +77,42 @@ def leased_here(
         yield job
 
 
+def in_own_partition(plan: LaunchPlan, tell: Tell) -> tuple[LaunchPlan, PoolState]:
+    """``plan`` in the only partition there is, if that is its user's and fits; and what stands in the pool."""
+    state, user = _pool_of(plan).state(), user_name(os.getuid())
+    if plan.asks_server:
+        return plan, state
+    count = plan.num_gpus_per_host if plan.devices else plan.num_ipus_per_host
+    return in_only_partition(plan, state, count, lambda owner: owner == user, tell), state
+
+
+def ipu_claims(plan: LaunchPlan, facts: MachineFacts | None, *, is_fixed: bool) -> "Sequence[IpuClaim | GpuClaim]":
+    """The claims of a job on virtual IPUs and on GPUs of this machine; see :func:`leased_here`."""
+    claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan)] if plan.leases_ipus else []
+    if plan.devices:
+        gpus = find_gpus(os.environ) if facts is None else facts.gpus
+        claims.append(GpuClaim(plan, gpus, is_fixed=is_fixed))
+    return claims
+
+
 @contextmanager
-def _ipus_leased(job: HeldJob, facts: MachineFacts | None, *, is_fixed: bool, tell: Tell) -> Iterator[HeldJob]:
-    claim, state = ipu_claim(job.plan, facts, is_fixed=is_fixed, tell=tell)
+def _inherited_or_leased(
+    job: HeldJob, claim: "IpuClaim | GpuClaim", state: PoolState, tell: Tell
+) -> Iterator[HeldJob]:
     inherited = _inherited(claim.cluster, state) if job.plan.devices else []
-    if len(inherited) >= job.plan.num_slots_per_host:
-        names = inherited[: job.plan.num_slots_per_host]
-        yield job.given(claim.plan_on(names), claim.lease(names))
+    if len(inherited) >= claim.num_ipus:
+        names = inherited[: claim.num_ipus]
+        yield job.given(claim.plan_on(job.plan, names), claim.lease(names))
         return
     with _leased(job, claim, tell) as held:
         yield held
-
-
-def ipu_claim(
-    plan: LaunchPlan, facts: MachineFacts | None, *, is_fixed: bool, tell: Tell
-) -> tuple["IpuClaim", PoolState]:
-    """The claim of a job on virtual IPUs of this machine, and what stands in the pool; see :func:`leased_here`."""
-    state, user = _pool_of(plan).state(), user_name(os.getuid())
-    plan = in_only_partition(plan, state, plan.num_slots_per_host, lambda owner: owner == user, tell)
-    is_of_pod = plan.vipu.pod is not None  # then the plan was made from some of the GPUs only
-    gpus = find_gpus(os.environ) if facts is None or is_of_pod else facts.gpus
-    return IpuClaim(plan, gpus, is_fixed=is_fixed), state
 
 
 @contextmanager
 def _leased(job: HeldJob, claim: "LocalClaim", tell: Tell) -> Iterator[HeldJob]:
     try:
         names = claim.wait_until_granted(claim.plan.vipu, tell)
-        yield job.given(claim.plan_on(names), claim.lease(names))
+        yield job.given(claim.plan_on(job.plan, names), claim.lease(names))
     finally:
         claim.give_back(tell)
 
@@ -115,8 +138,8 @@ class LocalClaim(Claim):
         """What the job wants of the cluster."""
 
     @abstractmethod
-    def plan_on(self, names: Sequence[str]) -> LaunchPlan:
-        """The plan on what was granted."""
+    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
+        """``plan``, which has what was granted before, on what was granted now."""
 
     def _ask(self) -> tuple[str, ...]:
         self._wish = self.wish()
@@ -159,7 +182,27 @@ class LocalClaim(Claim):
 
 
 class IpuClaim(LocalClaim):
-    """A claim on virtual IPUs of this machine.
+    """A claim on virtual IPUs of this machine that are counted or named: of a pod, or shares of the cores."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        super().__init__(plan, _ipus_here(plan))
+        self.num_ipus = plan.num_ipus_per_host
+        allocation = None if plan.vipu.pod is None else allocation_of(self.cluster, plan.vipu)
+        wish = wished_ipus(plan, self.num_ipus, allocation)
+        wish.check(self.cluster, " of them here")
+        self._wished = wish.of(self.cluster)
+
+    def wish(self) -> Wish:
+        """As many virtual IPUs as the replicas have."""
+        return self._wished
+
+    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
+        """``plan`` on the cores that the virtual IPUs stand for, if they stand for such."""
+        return with_ipus(plan, self.cluster, names)
+
+
+class GpuClaim(LocalClaim):
+    """A claim on GPUs of this machine.
 
     Args:
         plan: The job.
@@ -168,25 +211,28 @@ class IpuClaim(LocalClaim):
     """
 
     def __init__(self, plan: LaunchPlan, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
-        super().__init__(plan, _cluster_for(plan, gpus))
-        self._is_fixed = is_fixed and bool(plan.devices)
-        allocation = None if plan.vipu.pod is None else allocation_of(self.cluster, plan.vipu)
-        self._plain_wish = wished_ipus(plan, allocation)
+        is_beside = plan.leases_ipus or plan.asks_server  # then the partition is one of those virtual IPUs
+        named = replace(plan.vipu, partition=None if is_beside else plan.vipu.partition, num_ilds=None)
+        plan = replace(plan, vipu=named)
+        super().__init__(plan, _gpus_here(plan, gpus))
+        self.num_ipus = plan.num_gpus_per_host
+        self._is_fixed = is_fixed
+        self._plain_wish = wished_ipus(plan, self.num_ipus)
         self._plain_wish.check(self.cluster, " of them here")
 
     def _ask(self) -> tuple[str, ...]:
-        if self._ticket is not None and self.plan.devices:
-            self.cluster = _cluster_for(self.plan, find_gpus(os.environ))
+        if self._ticket is not None:
+            self.cluster = _gpus_here(self.plan, find_gpus(os.environ))
         return super()._ask()
 
     def wish(self) -> Wish:
-        """As many virtual IPUs as the job uses, or just those that its plan names."""
+        """As many GPUs as the instances use, or just those that the plan names."""
         wish = self._plain_wish.of(self.cluster)
         return replace(wish, choose=self._choose_fixed) if self._is_fixed else wish
 
-    def plan_on(self, names: Sequence[str]) -> LaunchPlan:
-        """The plan on the GPUs, or the cores, that the virtual IPUs stand for."""
-        return with_ipus(self.plan, self.cluster, names)
+    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
+        """``plan`` on the GPUs."""
+        return with_gpus(plan, self.cluster, names)
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         by_device = {ipu.device: ipu for ipu in self.cluster.ipus}
@@ -218,10 +264,10 @@ class CoreClaim(LocalClaim):
         num_cores = len(_bound(self.plan)) if self._facts is None else threads
         return Wish(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
 
-    def plan_on(self, names: Sequence[str]) -> LaunchPlan:
-        """The plan on the cores that were chosen."""
+    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
+        """``plan`` on the cores that were chosen."""
         del names
-        return self.placed
+        return replace(plan, bindings=self.placed.bindings)
 
     def lease(self, names: Sequence[str]) -> HeldLease:
         """The lease on the cores, which belong to no partition."""
@@ -254,22 +300,19 @@ def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
     return [ipu.name for ipu in cluster.ipus if ipu.name in held]
 
 
-def _cluster_for(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
+def _ipus_here(plan: LaunchPlan) -> Cluster:
     """The virtual IPUs that a job may be given; a CPU that nobody has counted has one for each core, or more."""
     vipu = plan.vipu
     num_ipus = vipu.ipus_per_host
-    if num_ipus is None and not (vipu.partition or plan.devices):
-        num_ipus = max(len(plan.cores), plan.num_slots_per_host)
-    cluster = choose_cluster(
-        socket.gethostname(),
-        gpus if plan.devices else (),
-        len(plan.cores),
-        ipus_per_host=num_ipus,
-        pod=None if vipu.pod is None else pod_of(vipu.pod),
-    )
-    if not plan.devices:
-        return cluster
-    return replace(cluster, ipus=tuple(ipu for ipu in cluster.ipus if ipu.device))  # a pod may have more
+    if num_ipus is None and vipu.partition is None:
+        num_ipus = max(len(plan.cores), plan.num_ipus_per_host)
+    pod = None if vipu.pod is None else pod_of(vipu.pod)
+    return choose_cluster(socket.gethostname(), (), len(plan.cores), ipus_per_host=num_ipus, pod=pod)
+
+
+def _gpus_here(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
+    """The GPUs that a job may be given."""
+    return gpu_cluster(socket.gethostname(), gpus[: plan.vipu.ipus_per_host])
 
 
 def _bound(plan: LaunchPlan) -> list[int]:

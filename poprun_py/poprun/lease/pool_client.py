@@ -9,21 +9,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from poprun.errors import PoprunError
+from poprun.errors import IpusTakenError, PoprunError
 from poprun.hosts.routes import JobNetwork
 from poprun.lease.claims import HeldJob
-from poprun.lease.local_lease import ipu_claim, leased_here
+from poprun.lease.local_lease import LocalClaim, in_own_partition, ipu_claims, leased_here
 from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.pods import allocation_of
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.pool.clusters import allocation_of, gpus_within, pod_of
+from poprun.pool.clusters import check_names, pod_of
 from poprun.pool.place import pool_file
 from poprun.pool.pool import Pool
 from poprun.pool.records import PoolState, fold_names
 from poprun.pool.requests import Wish, refusal
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import counted
 
 
 def facts_under_pool(
@@ -43,11 +45,13 @@ def facts_under_pool(
     """
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
-        facts = replace(facts, gpus=gpus_within(pod, allocation_of(pod, vipu), facts.hostname, facts.gpus))
-    if vipu.server_host is not None and asks_server:
+        check_names(pod, allocation_of(pod, vipu))
+    if vipu.server_host is not None and asks_server and not vipu.is_offline:
         from poprun.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
 
-        return under_server(vipu, facts)
+        facts, pod = under_server(vipu, facts)
+        if pod is None:
+            return facts, None
     if facts.gpus and not vipu.is_offline:
         taken = Pool(pool_file(vipu.pool)).state().taken
         gpus = (replace(gpu, is_leased=(gpu.uuid or gpu.name) in taken) for gpu in facts.gpus)
@@ -94,26 +98,35 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
         facts: What the plan was made from; None for a plan that was read.
         is_here: Whether this machine is the only host.
     """
-    count = plan.num_slots_per_host
-    noun = f"{count} virtual IPU{'' if count == 1 else 's'}"
     if not is_here:
+        counts = [counted(plan.num_ipus_per_host, "virtual IPU")] if plan.leases_ipus else []
+        counts += [counted(plan.num_gpus_per_host, "GPU")] if plan.devices else []
         where = "each of " if len(plan.hosts) > 1 else ""
-        return f"would lease {noun} on {where}{fold_hosts(plan.hosts)}, from the pool of each host"
+        return f"would lease {' and '.join(counts)} on {where}{fold_hosts(plan.hosts)}, from the pool of each host"
     try:
-        claim, state = ipu_claim(plan, facts, is_fixed=False, tell=screen.tell)
-        wish, plan = claim.wish(), claim.plan
-        chosen = _chosen(wish, state)
-        if not chosen:
-            words = refusal(wish, claim.cluster, state, own=0, shares=plan.vipu.shares_devices)
-            return f"would not start now: {words}"
+        plan, state = in_own_partition(plan, screen.tell)
+        told = [_would_lease(claim, state) for claim in ipu_claims(plan, facts, is_fixed=False)]
     except PoprunError as error:
         return f"would not start now: {error}"
+    return f"would lease {' and '.join(told)}, from the pool {pool_file(plan.vipu.pool)}"
+
+
+def _would_lease(claim: LocalClaim, state: PoolState) -> str:
+    """What a claim would be given now, in words.
+
+    Raises:
+        IpusTakenError: If it would have to wait.
+    """
+    wish = claim.wish()
+    chosen = _chosen(wish, state)
+    if not chosen:
+        shares = claim.plan.vipu.shares_devices
+        raise IpusTakenError(refusal(wish, claim.cluster, state, own=0, shares=shares))
     ipus = fold_names(claim.lease(chosen).names)
-    partition = plan.vipu.partition
-    if partition is None:
-        return f"would lease {ipus}, from the pool {claim.pool.file}"
-    made = "" if state.partition(partition) is not None else ", made for it"
-    return f"would lease partition {partition}{made}: {ipus}, in the pool {claim.pool.file}"
+    if wish.partition is None:
+        return ipus
+    made = "" if state.partition(wish.partition.name) is not None else ", made for it"
+    return f"partition {wish.partition.name}{made}: {ipus}"
 
 
 def _chosen(wish: Wish, state: PoolState) -> Sequence[str]:

@@ -1,8 +1,8 @@
 """The virtual IPUs of a job that a server hands out: asked for before it starts, renewed while it runs.
 
 A server hands out the GPUs or the cores of its own machine, or a pod. A pod stands for whatever computes on any
-host, unless it names hosts: then each of them has its share of the IPUs, and the first of those are its GPUs, as
-nvidia-smi numbers them.
+host, unless it names hosts: then each of them has its share of the IPUs. The GPUs that a job of a pod computes on
+are leased beside its IPUs, from the pools of its hosts.
 """
 
 import json
@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from typing import Final
 
 from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
-from poprun.hosts.routes import JobNetwork
 from poprun.lease.claims import (
     ATTEMPT_SECONDS,
     Claim,
@@ -28,16 +27,17 @@ from poprun.lease.claims import (
     held_ipus,
     in_only_partition,
     wished_ipus,
+    with_gpus,
     with_ipus,
 )
 from poprun.lease.server_client import RemotePool, pool_at
 from poprun.lease.server_connection import ServerAddress
-from poprun.plan.inventory import CPU, POD, Cluster
+from poprun.plan.inventory import CPU, GPU, POD, Cluster
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.pods import share_of
+from poprun.plan.pods import allocation_of, share_of
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.pool.clusters import allocation_of, check_hosts_of
+from poprun.pool.clusters import check_hosts_of
 from poprun.pool.holders import boot_id
 from poprun.pool.records import PoolState
 from poprun.pool.requests import IpuWish, refusal
@@ -61,8 +61,6 @@ _READ_BYTES: Final = 64
 
 def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts, Cluster | None]:
     """``facts`` with what the server of the job hands out, and the pod if that is one."""
-    if vipu.is_offline:
-        return facts, None
     served = _pool_of(vipu).served()
     return facts_under(facts, served), served.cluster if served.cluster.kind == POD else None
 
@@ -76,24 +74,25 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
     pool = _pool_of(job.plan.vipu)
     served = pool.served()
     check_place(job.plan, served, boot_id())
-    num_ipus, user = job.plan.num_instances * job.plan.ipus_per_replica, user_name(os.getuid())
+    is_gpus = served.cluster.kind == GPU
+    num_ipus = (job.plan.num_gpus_per_host if is_gpus else job.plan.num_ipus_per_host) * len(job.plan.hosts)
+    user = user_name(os.getuid())
     plan = in_only_partition(
         job.plan, served.state, num_ipus, lambda owner: owner.partition("@")[0] == user, screen.tell
     )
     aliases = names_of_this_machine(served.cluster.hosts)
-    cluster = as_here(served.cluster, find_gpus(os.environ), aliases)
+    cluster = as_here(served.cluster, find_gpus(os.environ)) if is_gpus else served.cluster
     hosts = hosts_in(plan.hosts, cluster, aliases)
 
     def held(names: Sequence[str], descriptor: int | None = None) -> HeldJob:
-        lease = held_ipus(plan, cluster if len(plan.hosts) == 1 else served.cluster, names, str(pool.server))
-        given, network = on_ipus(plan, cluster, hosts, names, job.network)
-        return replace(job.given(given, replace(lease, descriptor=descriptor)), network=network)
+        lease = replace(held_ipus(plan, cluster, names, str(pool.server)), descriptor=descriptor)
+        return replace(job.given(on_ipus(plan, cluster, hosts, names), lease), has_gpus=is_gpus)
 
     above = _held_above(served.state)
     if num_ipus <= len(above):
         yield held(above)
         return
-    wish = wished_ipus(plan, allocation_of(cluster, plan.vipu), len(plan.hosts), hosts)
+    wish = wished_ipus(plan, num_ipus, allocation_of(cluster, plan.vipu), hosts)
     claim = ServerClaim(pool, wish, shlex.join(plan.program))
     try:
         names = claim.wait_until_granted(plan.vipu, screen.tell)
@@ -212,36 +211,28 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """``facts`` with the GPUs that the server hands out, those that others hold marked; none where it has none."""
-    cluster, taken = as_here(served.cluster, facts.gpus, facts.host_aliases), served.state.taken
-    is_taken = {ipu.device: ipu.name in taken for ipu in cluster.ipus}
-    gpus = tuple(
-        replace(gpu, is_leased=is_taken[gpu.name]) for gpu in facts.gpus if is_taken.get(gpu.name) is not None
-    )
-    if not gpus and cluster.kind not in (POD, CPU):
+    """``facts`` with the GPUs that the job may use: those that the server hands out; beside a pod's IPUs all."""
+    cluster, taken = served.cluster, served.state.taken
+    if cluster.kind == POD:
+        return facts
+    is_taken = {ipu.device: ipu.name in taken for ipu in as_here(cluster, facts.gpus).ipus}
+    gpus = tuple(replace(gpu, is_leased=is_taken[gpu.name]) for gpu in facts.gpus if gpu.name in is_taken)
+    if not gpus and cluster.kind == GPU:
         raise _elsewhere(cluster, "GPUs")
     return replace(facts, gpus=gpus)
 
 
-def as_here(cluster: Cluster, gpus: Sequence[Gpu], aliases: Collection[str]) -> Cluster:
+def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
     """``cluster`` with the devices of this machine, as this process calls and orders them, and no others.
 
     Args:
-        cluster: What the server hands out.
+        cluster: The GPUs that the server hands out.
         gpus: The GPUs of this machine that the job may use.
-        aliases: What this machine is called.
     """
-    if cluster.kind == POD:
-        names = {int(gpu.name): gpu.name for gpu in gpus if gpu.name.isdecimal()}
-        share = next((share_of(cluster, host) for host in cluster.hosts if host in aliases), ())
-        devices = {ipu.name: names[slot] for slot, ipu in enumerate(share) if slot in names}
-    else:
-        devices = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
+    devices = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
     slots = {gpu.name: slot for slot, gpu in enumerate(gpus)}
     ipus = [replace(ipu, device=devices.get(ipu.name, "")) for ipu in cluster.ipus]
-    if cluster.kind != POD:
-        ipus.sort(key=lambda ipu: slots.get(ipu.device, len(slots)))
-    return replace(cluster, ipus=tuple(ipus))
+    return replace(cluster, ipus=tuple(sorted(ipus, key=lambda ipu: slots.get(ipu.device, len(slots)))))
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
@@ -261,44 +252,35 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
     return found if cluster.hosts else ()
 
 
-def on_ipus(
-    plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str], network: JobNetwork | None
-) -> tuple[LaunchPlan, JobNetwork | None]:
-    """``plan`` on what it was given, and ``network`` with the devices of each host.
+def on_ipus(plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str]) -> LaunchPlan:
+    """``plan`` on what it was given.
 
     Args:
         plan: The job.
-        cluster: What the server hands out, as :func:`as_here` gives it.
+        cluster: What the server hands out; of GPUs as :func:`as_here` gives it.
         hosts: The hosts of the job as the cluster calls them; none where it names no hosts.
         names: Names of the IPUs that the job was given.
-        network: How the hosts reach each other, or None.
     """
-    of_hosts = [_slots_on(plan, cluster, host, names) for host in hosts]
+    if cluster.kind == GPU:
+        in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]
+        _check_visible(cluster, in_slot_order[: plan.num_gpus_per_host])
+        return with_gpus(plan, cluster, in_slot_order)
+    for host in hosts:
+        _check_share(plan, cluster, host, names)
     if cluster.kind == CPU and not cluster.is_open:
         plan = replace(plan, vipu=replace(plan.vipu, ipus_per_host=len(cluster.ipus)))
-    if network is not None and plan.devices and of_hosts:
-        routes = tuple(
-            replace(route, devices=tuple(map(str, slots)))
-            for route, slots in zip(network.hosts, of_hosts, strict=True)
-        )
-        network = replace(network, hosts=routes)
-    if network is None and plan.devices:
-        in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]
-        _check_visible(cluster, in_slot_order[: plan.num_slots_per_host])
-        return with_ipus(plan, cluster, in_slot_order), None
-    return replace(with_ipus(replace(plan, devices=()), cluster, names), devices=plan.devices), network
+    return with_ipus(plan, cluster, names)
 
 
-def _slots_on(plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str]) -> list[int]:
-    """Numbers of the slots that the job uses on one host of the pod."""
-    slots = [slot for slot, ipu in enumerate(share_of(cluster, host)) if ipu.name in names]
-    needed = plan.num_slots_per_host
-    if len(slots) < needed:
+def _check_share(plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str]) -> None:
+    """Check that the job was given as many IPUs of a host as it uses there."""
+    count = sum(ipu.name in names for ipu in share_of(cluster, host))
+    if count < plan.num_ipus_per_host:
         raise PartitionError(
-            f"partition {plan.vipu.partition} has {len(slots)} IPUs of {host}, and the job uses {needed} there: "
-            "choose the hosts that it lies on with --host, or leave it to poprun to make one"
+            f"partition {plan.vipu.partition} has {count} IPUs of {host}, and the job uses "
+            f"{plan.num_ipus_per_host} there: choose the hosts that it lies on with --host, or leave it to poprun "
+            "to make one"
         )
-    return slots[:needed]
 
 
 def _check_visible(cluster: Cluster, names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from poprun.errors import PlanError
 from poprun.plan.counts import legal_instances
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import counted, fold_numbers
 
 _OF_PARTITIONS: Final = ("vipu-partition-attempts", "update-partition", "reset-partition", "remove-partition")
 _OF_LEASES: Final = ("wait-for-devices", "vipu-server-timeout")
@@ -91,9 +91,9 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
         found |= dict.fromkeys(_OF_PODS, why)
     if vipu.partition is None:
         found |= dict.fromkeys(_OF_PARTITIONS, "the job names no --vipu-partition")
-    if plan.asks_server:
+    if plan.asks_server and not plan.devices:
         found["pool"] = f"the virtual IPUs come from the server at {vipu.server_host}"
-    elif not (plan.takes_lease or plan.owns_cores):
+    elif not (plan.asks_server or plan.takes_lease or plan.owns_cores):
         why = "the job takes nothing from the pool: nobody has counted the virtual IPUs of a CPU (--ipus-per-host)"
         found |= dict.fromkeys(_OF_LEASES, why)
     return found
@@ -121,7 +121,7 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     """Advice on GPUs and cores that are too few, are shared, or have nothing to do."""
     threads = plan.threads_per_replica or facts.num_user_threads
-    if facts.gpus and not plan.devices:
+    if facts.gpus and not (plan.devices or plan.vipu.is_offline):
         yield _too_few_gpus(plan, facts)
     busy = [gpu.name for gpu in facts.gpus if gpu.name in plan.devices and gpu.occupants]
     if busy and plan.vipu.shares_devices:
@@ -138,8 +138,9 @@ def _too_few_gpus(plan: LaunchPlan, facts: MachineFacts) -> str:
     possible = _most_instances(plan, found // plan.ipus_per_replica)
     cure = f"; --num-instances {possible} fits the GPUs" if possible else ""
     return (
-        f"{_counted(plan.num_slots_per_host, 'virtual IPU')}{_per_host(plan)} need as many GPUs, and there "
-        f"{'is' if found == 1 else 'are'} {_counted(found, 'GPU')}: computing on the CPU{cure}"
+        f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)} "
+        f"use{'s' if plan.num_instances_per_host == 1 else ''} {counted(plan.num_gpus_per_host, 'GPU')}, and "
+        f"there {'is' if found == 1 else 'are'} {found}: computing on the CPU{cure}"
     )
 
 
@@ -148,8 +149,8 @@ def _too_many_threads(plan: LaunchPlan, threads: int) -> str:
     fitting = max(1, len(plan.cores) // plan.num_instances_per_host)
     cure = f"; --threads-per-replica {fitting} fits" if threads > fitting else ""
     return (
-        f"{_counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)}{threads_each} share "
-        f"{_counted(len(plan.cores), 'core')}: they slow each other down{cure}"
+        f"{counted(plan.num_instances_per_host, 'instance')}{_per_host(plan)}{threads_each} share "
+        f"{counted(len(plan.cores), 'core')}: they slow each other down{cure}"
     )
 
 
@@ -159,8 +160,8 @@ def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
         count, num_cores = len(binding.instances), len(binding.cores)
         if count * threads > num_cores:
             yield (
-                f"{_counted(count, 'instance')}{_per_host(plan)} with {_counted(threads, 'thread')} each "
-                f"{'is' if count == 1 else 'are'} bound to the {_counted(num_cores, 'core')} near "
+                f"{counted(count, 'instance')}{_per_host(plan)} with {counted(threads, 'thread')} each "
+                f"{'is' if count == 1 else 'are'} bound to the {counted(num_cores, 'core')} near "
                 f"{'its' if count == 1 else 'their'} GPUs: --process-placement disabled lets them use all "
                 f"{len(plan.cores)}, --threads-per-replica {max(1, num_cores // count)} fits"
             )
@@ -173,7 +174,7 @@ def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
     better = _most_instances(plan, num_usable // plan.ipus_per_replica)
     if better > plan.num_instances:
         used = better // len(plan.hosts) * plan.ipus_per_replica
-        yield _take_turns(plan, better, busy=len(plan.devices), used=used, total=_counted(num_usable, "GPU"))
+        yield _take_turns(plan, better, busy=len(plan.devices), used=used, total=counted(num_usable, "GPU"))
 
 
 def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
@@ -186,7 +187,7 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
     better = min(enough, default=counts[-1])
     if better > plan.num_instances:
         used = min(num_cores, better // len(plan.hosts) * threads)
-        yield _take_turns(plan, better, busy=busy, used=used, total=_counted(num_cores, "core"))
+        yield _take_turns(plan, better, busy=busy, used=used, total=counted(num_cores, "core"))
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
@@ -204,11 +205,6 @@ def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: s
 
 def _per_host(plan: LaunchPlan) -> str:
     return " per host" if len(plan.hosts) > 1 else ""
-
-
-def _counted(count: int, noun: str) -> str:
-    """``1 core``, ``2 cores``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _named(noun: str, names: Collection[str]) -> str:

@@ -1,17 +1,16 @@
-"""The virtual IPUs that there are, which of the free ones a job is given, and the IPU-Link domains that it spans.
+"""The virtual IPUs that there are, and which of the free ones a job is given.
 
 Pure. A virtual IPU is a CUDA device, a share of a host's cores, or a place of a described pod. Those that reach
-each other fastest are an IPU-Link domain: what is handed out together lies in one, or fills several. An instance
-lies in one domain, because its IPUs exchange what they compute; so each domain has at least one instance, and all
-have equally many. The names are Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
+each other fastest are an IPU-Link domain: what is handed out together lies in one, or equally in several. The
+names are Graphcore's: https://docs.graphcore.ai/projects/vipu-user.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Final
 
-from poprun.errors import PlanError
 from poprun.plan.topology import Gpu, Occupant
 
 IPUS_PER_MACHINE: Final = 4
@@ -21,6 +20,7 @@ MAX_DOMAIN_SIZE: Final = 64
 """IPUs that IPU-Links connect at most: those of a POD64."""
 
 CPU: Final = "cpu"
+GPU: Final = "gpu"
 CORE: Final = "core"
 POD: Final = "pod"
 
@@ -72,15 +72,12 @@ class Cluster:
     @property
     def domain_size(self) -> int:
         """IPUs of an IPU-Link domain, the largest if they differ; 1 in a cluster without IPUs."""
-        sizes: dict[int, int] = {}
-        for ipu in self.ipus:
-            sizes[ipu.domain] = sizes.get(ipu.domain, 0) + 1
-        return max(sizes.values(), default=1)
+        return max(domain_sizes(self.ipus), default=1)
 
     @property
     def num_domains(self) -> int:
         """IPU-Link domains in the cluster."""
-        return len({ipu.domain for ipu in self.ipus})
+        return len(domain_sizes(self.ipus))
 
     def part(self, allocation: str | None) -> tuple[VirtualIpu, ...]:
         """The IPUs of one allocation; None is all of them.
@@ -94,16 +91,17 @@ class Cluster:
         return tuple(ipu for ipu in self.ipus if ipu.index in indices)
 
     def pick(
-        self, num_ipus: int, allocation: str | None = None
+        self, num_ipus: int, allocation: str | None = None, num_domains: int = 1
     ) -> Callable[[Collection[str]], tuple[VirtualIpu, ...]]:
-        """How to take ``num_ipus`` of this cluster, once it is known which names are taken."""
+        """How to take ``num_ipus`` of this cluster, once it is known which names are taken; see `choose_ipus`."""
+        part = self.part(allocation)
+        sizes = domain_sizes(part)
 
         def choose(taken: Collection[str]) -> tuple[VirtualIpu, ...]:
             if self.is_open:
                 return tuple(islice((ipu for ipu in cpu_slots() if ipu.name not in taken), num_ipus))
-            return choose_ipus(
-                [ipu for ipu in self.part(allocation) if ipu.name not in taken], num_ipus, self.domain_size
-            )
+            free = (ipu for ipu in part if ipu.name not in taken)
+            return choose_ipus(free, num_ipus, max(sizes, default=1), min(num_domains, len(sizes)))
 
         return choose
 
@@ -114,7 +112,7 @@ def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
         VirtualIpu(index=index, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
         for index, gpu in enumerate(gpus)
     )
-    return Cluster(name=name, kind="gpu", ipus=tuple(ipus))
+    return Cluster(name=name, kind=GPU, ipus=tuple(ipus))
 
 
 def cpu_slots() -> Iterator[VirtualIpu]:
@@ -134,20 +132,30 @@ def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)
 
 
-def choose_ipus(free: Iterable[VirtualIpu], num_ipus: int, domain_size: int) -> tuple[VirtualIpu, ...]:
+def domain_sizes(ipus: Iterable[VirtualIpu]) -> list[int]:
+    """How many of ``ipus`` each IPU-Link domain has that has any."""
+    return list(Counter(ipu.domain for ipu in ipus).values())
+
+
+def choose_ipus(
+    free: Iterable[VirtualIpu], num_ipus: int, domain_size: int, num_domains: int = 1
+) -> tuple[VirtualIpu, ...]:
     """The ``num_ipus`` of the ``free`` IPUs to hand out, by index; nothing when they do not suffice.
 
     They lie in one IPU-Link domain, the fullest one that has room, and there in a block that begins at a multiple
-    of its size where there is one, so that what remains stays together. More than a domain holds fills whole ones.
+    of its size where there is one, so that what remains stays together. ``num_domains`` of them, or as many as it
+    takes, have equally many each.
     """
     domains: dict[int, list[VirtualIpu]] = {}
     for ipu in sorted(free, key=lambda ipu: ipu.index):
         domains.setdefault(ipu.domain, []).append(ipu)
-    if num_ipus <= domain_size:
-        roomy = [ipus for ipus in domains.values() if len(ipus) >= num_ipus]
-        return _within(min(roomy, key=len), num_ipus) if roomy else ()
-    whole = [ipu for ipus in domains.values() if len(ipus) == domain_size for ipu in ipus]
-    return tuple(whole[:num_ipus]) if len(whole) >= num_ipus else ()
+    num_domains = max(1, num_domains, -(-num_ipus // domain_size))
+    num_each = -(-num_ipus // num_domains)
+    roomy = sorted((ipus for ipus in domains.values() if len(ipus) >= num_each), key=len)[:num_domains]
+    if len(roomy) < num_domains:
+        return ()
+    in_order = sorted(roomy, key=lambda ipus: ipus[0].index)
+    return tuple(ipu for ipus in in_order for ipu in _within(ipus, num_each))[:num_ipus]
 
 
 def size_of_partition(num_ipus: int) -> int:
@@ -164,46 +172,3 @@ def _within(ipus: list[VirtualIpu], num_ipus: int) -> tuple[VirtualIpu, ...]:
         if first % size == 0 and all(index in there for index in block):
             return tuple(there[index] for index in block)
     return tuple(ipus[:num_ipus])
-
-
-def num_ilds(asked: int | None, pod: Cluster | None, *, num_instances: int, ipus_per_replica: int) -> int | None:
-    """The IPU-Link domains of a job; None where nobody has asked for any and there is no pod that has some.
-
-    Args:
-        asked: ``--num-ilds``, or None.
-        pod: The pod that is planned for, or None.
-        num_instances: Processes in the job.
-        ipus_per_replica: IPUs that each of them holds.
-
-    Raises:
-        PlanError: If the job does not fit into the pod, or its instances not evenly into the domains.
-    """
-    needed = None if pod is None else _needed(pod, num_instances, ipus_per_replica)
-    if asked is not None and needed is not None and asked < needed:
-        raise PlanError(
-            f"--num-ilds {asked} is too few: {num_instances} instances of {ipus_per_replica} IPUs fill {needed} "
-            f"IPU-Link domains of {pod.domain_size if pod else 0}; give --num-ilds {needed}, or leave it out"
-        )
-    number = asked or needed
-    if number is not None and num_instances % number:
-        fewer = num_instances // number * number
-        raise PlanError(
-            f"--num-instances {num_instances} does not divide over {number} IPU-Link domains: each holds the same "
-            f"number; nearest: {f'{fewer} or ' if fewer else ''}{fewer + number} instances"
-        )
-    return number
-
-
-def _needed(pod: Cluster, num_instances: int, ipus_per_replica: int) -> int:
-    size, num_ipus = pod.domain_size, num_instances * ipus_per_replica
-    if num_ipus > len(pod.ipus):
-        raise PlanError(
-            f"--pod {pod.name} has {len(pod.ipus):,} IPUs, and {num_instances:,} instances of {ipus_per_replica} "
-            f"use {num_ipus:,}: give fewer instances, whose replicas then take turns, or a larger pod"
-        )
-    if ipus_per_replica > size:
-        raise PlanError(
-            f"--ipus-per-replica {ipus_per_replica}: a replica lies in one IPU-Link domain, and those of "
-            f"{pod.name} have {size} IPUs"
-        )
-    return -(-num_instances // (size // ipus_per_replica))

@@ -52,9 +52,11 @@ class InstancePlan:
         host_index: That host among the hosts of the plan.
         local_index: The instance among those of its host.
         replicas: Global indices of its replicas.
-        slots: Its virtual IPUs, numbered from 0 on its host. Local replicas take turns on them.
-        devices: Names of its CUDA devices on that host; empty on the CPU.
-        cores: Cores that its virtual IPUs stand for; empty with CUDA devices.
+        ipus: Its virtual IPUs, numbered from 0 on its host: those of its first replica, then those of the next.
+        ordinals: Its CUDA devices, as numbers among those of the job on its host; empty on the CPU. IPU j of each
+            of its replicas is device j of them: the replicas take turns.
+        devices: Names of the same devices on that host.
+        cores: Cores that its virtual IPUs stand for, on which its replicas take turns; empty with CUDA devices.
         binding: What its process is bound to, or None.
     """
 
@@ -63,7 +65,8 @@ class InstancePlan:
     host_index: int
     local_index: int
     replicas: range
-    slots: range
+    ipus: range
+    ordinals: range
     devices: tuple[str, ...]
     cores: tuple[int, ...]
     binding: Binding | None
@@ -73,7 +76,7 @@ class InstancePlan:
 class LaunchPlan:
     """Everything that is decided before the first process starts.
 
-    All hosts are alike: each runs ``num_instances / len(hosts)`` instances with the same slots.
+    All hosts are alike: each runs ``num_instances / len(hosts)`` instances on as many virtual IPUs, GPUs, cores.
 
     Attributes:
         program: argv of every instance; empty only in a dry run.
@@ -81,7 +84,7 @@ class LaunchPlan:
         hosts: Names, in order of host index. At least one.
         num_instances: Processes in the job, a multiple of the number of hosts.
         num_replicas: Model replicas in the job, a multiple of ``num_instances``.
-        ipus_per_replica: Virtual IPUs that one replica uses.
+        ipus_per_replica: Virtual IPUs that one replica uses, and CUDA devices that one instance does.
         cores: Cores of each host, ascending.
         devices: CUDA devices that the job uses on each host, in slot order; empty when it computes on the CPU.
         placement: How the instances were placed on the cores.
@@ -137,8 +140,18 @@ class LaunchPlan:
         return self.num_instances // len(self.hosts)
 
     @property
-    def num_slots_per_host(self) -> int:
-        """Virtual IPUs that the job uses on each host: an instance's replicas take turns on its own."""
+    def num_ipus_per_instance(self) -> int:
+        """Virtual IPUs of each instance: every replica has its own."""
+        return self.layout.num_local_replicas * self.ipus_per_replica
+
+    @property
+    def num_ipus_per_host(self) -> int:
+        """Virtual IPUs that the job uses on each host."""
+        return self.num_instances_per_host * self.num_ipus_per_instance
+
+    @property
+    def num_gpus_per_host(self) -> int:
+        """CUDA devices that the job needs on each host to compute on such: replicas of an instance take turns."""
         return self.num_instances_per_host * self.ipus_per_replica
 
     @property
@@ -156,11 +169,21 @@ class LaunchPlan:
         return self.vipu.server_host is not None and not self.vipu.is_offline
 
     @property
-    def takes_lease(self) -> bool:
-        """Whether the job asks the pools of its hosts: for GPUs, and where virtual IPUs are counted or named."""
+    def leases_ipus(self) -> bool:
+        """Whether the job takes virtual IPUs from its hosts' pools: of a pod, or counted or named on a CPU."""
         vipu = self.vipu
-        is_named = vipu.partition or vipu.pool or vipu.pod or vipu.ipus_per_host is not None
-        return bool(self.devices or is_named) and not (vipu.is_offline or self.asks_server)
+        if vipu.is_offline or self.asks_server:
+            return False
+        is_named = vipu.partition or vipu.pool or vipu.ipus_per_host is not None
+        return bool(vipu.pod or (is_named and not self.devices))
+
+    @property
+    def takes_lease(self) -> bool:
+        """Whether the job asks the pools of its hosts, for virtual IPUs or for its GPUs.
+
+        A server that hands out the GPUs of this machine gives them itself.
+        """
+        return bool(self.devices) or self.leases_ipus
 
     @property
     def owns_cores(self) -> bool:
@@ -199,18 +222,19 @@ class LaunchPlan:
         """
         replicas = self.layout.replicas_of(index)
         host_index, local_index = divmod(index, self.num_instances_per_host)
-        first_slot = local_index * self.ipus_per_replica
-        slots = range(first_slot, first_slot + self.ipus_per_replica)
+        first_ipu, first_device = local_index * self.num_ipus_per_instance, local_index * self.ipus_per_replica
+        ordinals = range(first_device, first_device + self.ipus_per_replica) if self.devices else range(0)
         binding = next((binding for binding in self.bindings if binding.holds(local_index)), None)
-        cores = self.cores_of(slots) if binding is None else binding.share_of(local_index)
+        cores = self.cores_of(local_index) if binding is None else binding.share_of(local_index)
         return InstancePlan(
             index=index,
             host=self.hosts[host_index],
             host_index=host_index,
             local_index=local_index,
             replicas=replicas,
-            slots=slots,
-            devices=self.devices[slots.start : slots.stop],
+            ipus=range(first_ipu, first_ipu + self.num_ipus_per_instance),
+            ordinals=ordinals,
+            devices=self.devices[ordinals.start : ordinals.stop],
             cores=() if self.devices else cores,
             binding=binding,
         )
@@ -219,11 +243,11 @@ class LaunchPlan:
         """Every instance, in order."""
         return map(self.instance, range(self.num_instances))
 
-    def cores_of(self, slots: range) -> tuple[int, ...]:
-        """The share of a host's cores that neighbouring CPU slots stand for; slots past the cores share one."""
-        num_slots, num_cores = self.num_slots_per_host, len(self.cores)
-        first = slots.start * num_cores // num_slots
-        last = max(first + 1, slots.stop * num_cores // num_slots)
+    def cores_of(self, local_index: int) -> tuple[int, ...]:
+        """The share of a host's cores that one of its instances has; instances past the cores share one."""
+        count, num_cores = self.num_instances_per_host, len(self.cores)
+        first = local_index * num_cores // count
+        last = max(first + 1, (local_index + 1) * num_cores // count)
         return self.cores[first:last]
 
     def contract(self, index: int, start: StartFacts | None = None) -> Contract:
@@ -238,7 +262,7 @@ class LaunchPlan:
             host_index=instance.host_index,
             num_replicas=self.num_replicas,
             ipus_per_replica=self.ipus_per_replica,
-            devices=tuple(instance.slots) if self.devices else (),
+            devices=tuple(instance.ordinals),
             job_id=start.job_id,
             restart_count=start.restart_count,
             master=start.master,

@@ -206,10 +206,11 @@ def check_plan(plan: LaunchPlan, source: str) -> None:
     if not plan.cores:
         raise PlanError(f"{source}: cores is empty: a host has at least one")
     _check_bindings(plan, source)
-    if plan.devices and len(plan.devices) != plan.num_slots_per_host:
+    if plan.devices and len(plan.devices) != plan.num_gpus_per_host:
         raise PlanError(
-            f"{source}: devices names {len(plan.devices)} for the {plan.num_slots_per_host} virtual IPUs of a "
-            "host: name one for each, or none to compute on the CPU"
+            f"{source}: devices names {len(plan.devices)}, and the {plan.num_instances_per_host} instances of a "
+            f"host use {plan.num_gpus_per_host}, {plan.ipus_per_replica} each: name as many, or none to compute "
+            "on the CPU"
         )
     if (plan.launcher is LauncherKind.MPI) != (plan.mpi is not None):
         raise PlanError(

@@ -140,7 +140,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
     hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
     _check_hosts(hosts, facts)
     check_count("--ipus-per-replica", request.ipus_per_replica)
-    num_instances = _num_instances(request, facts, len(hosts))
+    num_instances = _num_instances(request, facts, len(hosts), pod)
     check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
     num_replicas = request.num_replicas or num_instances
     _check_settings(request, num_instances)
@@ -149,10 +149,6 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
     words = job_words(request, mpi)
     variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
     check_instance_variables(words.instance_variables, num_instances)
-    num_slots = num_instances // len(hosts) * request.ipus_per_replica
-    devices = _choose_devices(request, facts, num_slots)
-    num_cores = len(facts.cores) if devices else _num_cores(request, facts, num_slots)
-    threads = _choose_threads(request, facts, variables, num_cores * len(hosts) // num_replicas)
     plan = LaunchPlan(
         program=request.program,
         working_directory=request.working_directory,
@@ -161,10 +157,10 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
         num_replicas=num_replicas,
         ipus_per_replica=request.ipus_per_replica,
         cores=facts.cores,
-        devices=devices,
+        devices=_choose_devices(request, facts, num_instances // len(hosts) * request.ipus_per_replica),
         placement=_choose_placement(request),
         bindings=(),
-        threads_per_replica=threads,
+        threads_per_replica=None,
         is_deterministic=request.is_deterministic,
         launcher=_launcher_kind(request, mpi),
         mpi=mpi if is_here and not (words.global_words or words.local_words) else _without_forker(mpi),
@@ -173,7 +169,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
         variables=variables,
         instance_variables=words.instance_variables,
         executable_cache_path=request.executable_cache_path,
-        vipu=_fill_domains(request, pod, num_instances),
+        vipu=request.vipu,
         output=replace(
             request.output,
             is_tagged=True if request.output.is_tagged is None and words.is_tagged else request.output.is_tagged,
@@ -182,7 +178,8 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
     )
-    return place(plan, facts)
+    threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_replicas)
+    return place(replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod)), facts)
 
 
 def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
@@ -222,15 +219,18 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
         raise PlanError(f"--host names this machine twice, as {here[0]} and {here[1]}: name it once")
 
 
-def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int) -> int:
+def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int, pod: "Cluster | None") -> int:
     """The number asked for; ``auto`` is one for each replica's worth of free GPUs, else one a host.
 
-    With a given number of replicas, ``auto`` is the largest legal number of instances that is not above that.
+    With a given number of replicas, ``auto`` is the largest legal number of instances that is not above that;
+    without, each has one replica, and a pod has room for all of them.
     """
     if request.num_instances is not None:
         return request.num_instances
-    num_free = sum(gpu.is_free for gpu in facts.gpus)
+    num_free = sum(gpu.is_free for gpu in _gpus(request, facts))
     wanted = max(1, num_free // request.ipus_per_replica) * num_hosts
+    if request.num_replicas is None and pod is not None:
+        wanted = min(wanted, max(1, len(pod.ipus) // request.ipus_per_replica // num_hosts) * num_hosts)
     if request.num_replicas is None or request.num_replicas < 1:
         return wanted
     return max((n for n in legal_instances(request.num_replicas, num_hosts) if n <= wanted), default=wanted)
@@ -265,36 +265,37 @@ def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
     return mpi and replace(mpi, forker=None)
 
 
-def _fill_domains(request: LaunchRequest, pod: "Cluster | None", num_instances: int) -> VipuSettings:
+def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
     """What is asked of the pool, with the number of IPU-Link domains that it comes to."""
-    vipu = request.vipu
-    if vipu.num_ilds is None and pod is None:
+    vipu = plan.vipu
+    if vipu.num_ilds is None and vipu.ipus_per_host is None and pod is None:
         return vipu
-    from poprun.plan.inventory import num_ilds  # noqa: PLC0415 - few jobs know of domains
+    from poprun.plan.domains import check_counted, num_ilds  # noqa: PLC0415 - few jobs count virtual IPUs
 
-    number = num_ilds(vipu.num_ilds, pod, num_instances=num_instances, ipus_per_replica=request.ipus_per_replica)
-    return replace(vipu, num_ilds=number)
+    check_counted(plan)
+    return replace(vipu, num_ilds=num_ilds(plan, pod))
 
 
-def _choose_devices(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> tuple[str, ...]:
-    """The GPUs for a host's virtual IPUs: free ones first, in slot order; none when they do not suffice."""
-    counted = request.vipu.ipus_per_host
-    if counted is not None and num_slots > counted:
-        raise PlanError(
-            f"--ipus-per-host {counted} is too few: the instances of a host use {num_slots} virtual IPUs; "
-            f"give --ipus-per-host {num_slots} or more, or fewer instances"
-        )
-    gpus = facts.gpus[:counted]
-    if num_slots > len(gpus) or request.vipu.is_offline:
+def _gpus(request: LaunchRequest, facts: MachineFacts) -> tuple[Gpu, ...]:
+    """The GPUs that the job may use: where virtual IPUs are counted, no more of them."""
+    return () if request.vipu.is_offline else facts.gpus[: request.vipu.ipus_per_host]
+
+
+def _choose_devices(request: LaunchRequest, facts: MachineFacts, count: int) -> tuple[str, ...]:
+    """The ``count`` GPUs of a host: free ones first, in slot order; none when they do not suffice."""
+    gpus = _gpus(request, facts)
+    if count > len(gpus):
         return ()
     by_need = sorted(range(len(gpus)), key=lambda slot: (not gpus[slot].is_free, slot))
-    return tuple(gpus[slot].name for slot in sorted(by_need[:num_slots]))
+    return tuple(gpus[slot].name for slot in sorted(by_need[:count]))
 
 
-def _num_cores(request: LaunchRequest, facts: MachineFacts, num_slots: int) -> int:
+def _num_cores(plan: LaunchPlan) -> int:
     """Cores of a host that the job computes on: its virtual IPUs' share where they are counted."""
-    counted = request.vipu.ipus_per_host
-    return len(facts.cores) if counted is None else max(1, len(facts.cores) * num_slots // counted)
+    counted, num_cores = plan.vipu.ipus_per_host, len(plan.cores)
+    if plan.devices or counted is None:
+        return num_cores
+    return max(1, num_cores * plan.num_ipus_per_host // counted)
 
 
 def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:

@@ -4,14 +4,14 @@ Pure: text in, a :class:`Cluster` out. A pod may be of any size, because nothing
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
 from poprun.errors import PlanError
 from poprun.plan.counts import check_count
 from poprun.plan.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluster, VirtualIpu
-from poprun.plan.topology import Gpu
+from poprun.plan.settings import VipuSettings
 from poprun.text.fields import FieldReader
 from poprun.text.host_names import parse_hosts
 from poprun.text.input_files import parse_yaml
@@ -80,28 +80,27 @@ def read_pod(text: str, source: str) -> Cluster:
     )
 
 
-def on_machine(pod: Cluster, names: Collection[str], gpus: Sequence[Gpu]) -> Cluster:
-    """The part of ``pod`` that a machine stands for, with the machine's GPUs in place of its first IPUs.
+def on_machine(pod: Cluster, names: Collection[str]) -> Cluster:
+    """The part of ``pod`` that the machine with these ``names`` stands for.
 
     A pod that names hosts is shared out to them evenly. One that names none, or others, is all the machine's.
-
-    Args:
-        pod: The pod.
-        names: What the machine is called.
-        gpus: Its CUDA devices, in slot order; IPUs beyond them are shares of its cores.
     """
-    ipus = next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus)
-    as_gpus = (
-        replace(ipu, name=gpu.uuid or gpu.name, device=gpu.name, occupants=gpu.occupants)
-        for ipu, gpu in zip(ipus, gpus, strict=False)
-    )
-    return replace(pod, ipus=(*as_gpus, *ipus[len(gpus) :]))
+    return replace(pod, ipus=next((share_of(pod, host) for host in pod.hosts if host in names), pod.ipus))
 
 
 def share_of(pod: Cluster, host: str) -> tuple[VirtualIpu, ...]:
     """The IPUs of one of the hosts that a pod names: neighbours, equally many for each."""
     size, number = len(pod.ipus) // len(pod.hosts), pod.hosts.index(host)
     return pod.ipus[number * size : (number + 1) * size]
+
+
+def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
+    """The allocation of the pod that is asked for, under either name of the option; None for all of the pod.
+
+    A pod that describes none is one, whatever it is called.
+    """
+    name = vipu.allocation or vipu.cluster
+    return None if name == pod.name or not pod.allocations else name
 
 
 def _pod(

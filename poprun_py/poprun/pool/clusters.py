@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.pods import named_pod, on_machine, read_pod
-from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu
 from poprun.text.host_names import fold_hosts
 from poprun.text.input_files import read_text
@@ -25,46 +24,15 @@ def choose_cluster(
         hostname: The machine's name.
         gpus: Its CUDA devices.
         num_cores: Cores of its that may be used.
-        ipus_per_host: How many virtual IPUs there are; of GPUs the first ones. None for all GPUs, and for as many
-            shares of the cores as somebody takes.
+        ipus_per_host: How many virtual IPUs there are; of GPUs the first ones, one for each at most. None for all
+            GPUs, and for as many shares of the cores as somebody takes.
         pod: The pod that this machine stands for, or None.
-
-    Raises:
-        PlanError: If there are fewer GPUs than ``ipus_per_host``.
     """
     if pod is not None:
-        return on_machine(pod, _machine_names(hostname), gpus[:ipus_per_host])
+        return on_machine(pod, (hostname, hostname.partition(".")[0]))
     if not gpus:
         return cpu_cluster(hostname, ipus_per_host, num_cores)
-    if ipus_per_host is not None and ipus_per_host > len(gpus):
-        raise PlanError(f"--ipus-per-host {ipus_per_host}: there are {len(gpus)} GPUs here")
     return gpu_cluster(hostname, gpus[:ipus_per_host])
-
-
-def gpus_within(pod: Cluster, allocation: str | None, hostname: str, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs of this machine that stand for IPUs of the pod, or of one of its allocations.
-
-    Raises:
-        PartitionError: If there is no such allocation.
-    """
-    ours = on_machine(pod, _machine_names(hostname), gpus)
-    check_names(ours, allocation)
-    devices = {ipu.device for ipu in ours.part(allocation)}
-    return tuple(gpu for gpu in gpus if gpu.name in devices)
-
-
-def _machine_names(hostname: str) -> tuple[str, str]:
-    """The names that a description of a pod may give the machine."""
-    return hostname, hostname.partition(".")[0]
-
-
-def allocation_of(pod: Cluster, vipu: VipuSettings) -> str | None:
-    """The allocation of the pod that is asked for, under either name of the option; None for all of the pod.
-
-    A pod that describes none is one, whatever it is called.
-    """
-    name = vipu.allocation or vipu.cluster
-    return None if name == pod.name or not pod.allocations else name
 
 
 def pod_of(text: str) -> Cluster:

@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from poprun.errors import PartitionError, PlanError
-from poprun.plan.inventory import CORE, Cluster, VirtualIpu, choose_ipus
+from poprun.plan.inventory import CORE, GPU, Cluster, VirtualIpu, choose_ipus
 from poprun.plan.pods import share_of
 from poprun.pool.clusters import check_hosts_of, check_names
 from poprun.pool.records import Partition, PoolState, fold_names
+from poprun.text.ranges import counted
+
+_IPU: Final = "virtual IPU"
+_NOUNS: Final = {CORE: "core", GPU: "GPU"}
+"""What is counted in clusters of these kinds; in all others virtual IPUs."""
 
 Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
 """Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
@@ -20,16 +25,14 @@ class PartitionWish:
 
     Attributes:
         name: Its name.
-        least: The smallest size that fits the job, which a new partition gets.
-        most: The largest size that fits.
+        size: The size that fits the job, a power of two.
         is_temporary: Whether one that is made ends with the job.
         may_change: Whether one of another size may be changed.
         resets: Whether its IPUs are chosen anew: True always, None when some are not there any more, False never.
     """
 
     name: str
-    least: int
-    most: int
+    size: int
     is_temporary: bool = True
     may_change: bool = False
     resets: bool | None = None
@@ -44,14 +47,13 @@ class PartitionWish:
         Raises:
             PartitionError: If it does not fit, and the job may not change it.
         """
-        if not self.least <= found.size <= self.most:
+        if found.size != self.size:
             if self.may_change:
                 return True
-            fitting = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
             raise PartitionError(
-                f"partition {found.name} has {found.size} IPUs, and the job fits one of {fitting}: change the "
+                f"partition {found.name} has {found.size} IPUs, and the job fits one of {self.size}: change the "
                 "job, change the partition with --update-partition=yes, or make another with vipu create "
-                f"partition NAME --size {self.least}"
+                f"partition NAME --size {self.size}"
             )
         lost = [name for name in found.ipus if not is_known(name)]
         if lost and self.resets is False:
@@ -104,6 +106,7 @@ class IpuWish:
 
     Attributes:
         num_ipus: How many it uses. At least 1.
+        num_domains: IPU-Link domains that they lie in, in a cluster that has several; equally many in each.
         hosts: The hosts that it runs on, each with equally many of them; none where it does not matter.
         allocation: The part of the cluster that they are taken from, or None.
         shares_devices: Whether devices may be used that processes outside the pool use.
@@ -111,6 +114,7 @@ class IpuWish:
     """
 
     num_ipus: int
+    num_domains: int = 1
     hosts: tuple[str, ...] = ()
     allocation: str | None = None
     shares_devices: bool = False
@@ -127,7 +131,8 @@ class IpuWish:
         num_there = len(cluster.part(self.allocation))
         if not cluster.is_open and self.num_ipus > num_there:
             whole = f"allocation {self.allocation} of {cluster.name}" if self.allocation else cluster.name
-            raise PlanError(f"the job needs {self.num_ipus} virtual IPUs, and {whole} has {num_there}{where}")
+            needed = counted(self.num_ipus, _NOUNS.get(cluster.kind, _IPU))
+            raise PlanError(f"the job needs {needed}, and {whole} has {num_there}{where}")
 
     def of(self, cluster: Cluster) -> Wish:
         """The wish for IPUs of ``cluster``.
@@ -136,10 +141,10 @@ class IpuWish:
             PartitionError: If as many IPUs do not divide over the hosts.
             PlanError: If the cluster knows other hosts.
         """
-        num_chosen = self.partition.least if self.partition else self.num_ipus
-        pick: Choose = cluster.pick(num_chosen, self.allocation)
+        num_chosen = self.partition.size if self.partition else self.num_ipus
+        pick: Choose = cluster.pick(num_chosen, self.allocation, self.num_domains)
         if cluster.hosts and self.hosts:
-            pick = _on_hosts(cluster, self.hosts, num_chosen, self.allocation)
+            pick = self._on_hosts(cluster, num_chosen)
         occupied = {ipu.name for ipu in cluster.ipus if ipu.occupants and not self.shares_devices}
         return Wish(
             num_ipus=self.num_ipus,
@@ -150,24 +155,25 @@ class IpuWish:
             is_known=bool if cluster.is_open else {ipu.name for ipu in cluster.ipus}.__contains__,
         )
 
+    def _on_hosts(self, cluster: Cluster, num_ipus: int) -> Choose:
+        """What picks equally many IPUs of each host."""
+        hosts = self.hosts
+        check_hosts_of(cluster, hosts)
+        if num_ipus % len(hosts):
+            raise PartitionError(
+                f"a partition of {num_ipus} IPUs does not divide over {len(hosts)} hosts: give a power of two of "
+                "hosts"
+            )
+        part = set(cluster.part(self.allocation))
+        of_host = [[ipu for ipu in share_of(cluster, host) if ipu in part] for host in hosts]
+        num_each, num_domains = num_ipus // len(hosts), max(1, self.num_domains // len(hosts))
 
-def _on_hosts(cluster: Cluster, hosts: tuple[str, ...], num_ipus: int, allocation: str | None) -> Choose:
-    """What picks equally many IPUs of each host, each time in one IPU-Link domain."""
-    check_hosts_of(cluster, hosts)
-    if num_ipus % len(hosts):
-        raise PartitionError(
-            f"a partition of {num_ipus} IPUs does not divide over {len(hosts)} hosts: give a power of two of hosts"
-        )
-    part = set(cluster.part(allocation))
-    of_host = [[ipu for ipu in share_of(cluster, host) if ipu in part] for host in hosts]
-    num_each = num_ipus // len(hosts)
+        def choose(taken: Collection[str]) -> tuple[VirtualIpu, ...]:
+            free = ([ipu for ipu in ipus if ipu.name not in taken] for ipus in of_host)
+            picked = [choose_ipus(ipus, num_each, cluster.domain_size, num_domains) for ipus in free]
+            return tuple(ipu for ipus in picked for ipu in ipus) if all(picked) else ()
 
-    def choose(taken: Collection[str]) -> tuple[VirtualIpu, ...]:
-        free = ([ipu for ipu in ipus if ipu.name not in taken] for ipus in of_host)
-        picked = [choose_ipus(ipus, num_each, cluster.domain_size) for ipus in free]
-        return tuple(ipu for ipus in picked for ipu in ipus) if all(picked) else ()
-
-    return choose
+        return choose
 
 
 _MOST_LINES: Final = 12
@@ -201,8 +207,8 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
     else:
         free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
         there = f"of {len(cluster.ipus)} {place}"
-        noun = "core" if cluster.kind == CORE else "virtual IPU"
-        reason = f"the job needs {_count(wish.num_ipus, noun)}, and {_is(len(free))} free {there}"
+        needed = counted(wish.num_ipus, _NOUNS.get(cluster.kind, _IPU))
+        reason = f"the job needs {needed}, and {_is(len(free))} free {there}"
         lines = list(_holders(cluster, state, shares=shares))
     before = [lease for lease in state.waiting(wish.queue) if lease.id < own]
     lines += [f"waiting before it for {lease.num_ipus}: {lease}" for lease in before]
@@ -227,10 +233,6 @@ def _holders(cluster: Cluster, state: PoolState, *, shares: bool) -> Iterator[st
         for ipu in cluster.ipus:
             if ipu.occupants:
                 yield f"{ipu}: memory is held outside the pool by {', '.join(map(str, ipu.occupants))}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _is(number: int) -> str:

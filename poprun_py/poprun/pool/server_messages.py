@@ -145,13 +145,14 @@ def read_request(values: object, source: str) -> LeaseRequest:
 
 
 def _read_wish(read: FieldReader) -> IpuWish:
-    read.expect_keys(("num_ipus", "hosts", "allocation", "shares_devices", "partition"))
+    read.expect_keys(("num_ipus", "num_domains", "hosts", "allocation", "shares_devices", "partition"))
     hosts = read.texts("hosts")
     if len(hosts) > _MAX_HOSTS or not all(0 < len(host) <= _MAX_TEXT and host.isprintable() for host in hosts):
         raise PlanError(f"{read.source}: {read.path}hosts must be {_MAX_HOSTS} names at most")
     num_ipus = number_of(read, "num_ipus")
     return IpuWish(
         num_ipus=num_ipus,
+        num_domains=number_of(read, "num_domains"),
         hosts=hosts,
         allocation=optional_text_of(read, "allocation"),
         shares_devices=read.flag("shares_devices"),
@@ -162,8 +163,8 @@ def _read_wish(read: FieldReader) -> IpuWish:
 def _read_partition_wish(read: FieldReader, num_ipus: int) -> PartitionWish:
     wish = read.settings(PartitionWish)
     text_of(read, "name")
-    if not num_ipus <= number_of(read, "least") <= number_of(read, "most"):
-        raise PlanError(f"{read.source}: {read.path}least must be from num_ipus to most")
+    if number_of(read, "size") < num_ipus:
+        raise PlanError(f"{read.source}: {read.path}size must be num_ipus at least")
     return wish
 
 

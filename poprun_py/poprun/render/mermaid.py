@@ -32,7 +32,7 @@ _FILLS: Final = ("#91c3f6", "#e9b082", "#8ecfa4", "#dfa9da", "#71d0d5", "#f2a7a1
 def render_mermaid(plan: LaunchPlan) -> str:
     """``plan`` as the text of a Mermaid diagram."""
     lines = [f"%% poprun: {size_of(plan)}", "flowchart TB"]
-    most, least = _MAX_INSTANCES * plan.ipus_per_replica, _FOLDED_INSTANCES * plan.ipus_per_replica
+    most, least = (count * plan.num_ipus_per_instance for count in (_MAX_INSTANCES, _FOLDED_INSTANCES))
     scene = make_scene(plan, max_ipus=most, folded_ipus=least)
     framed = framing(scene)
     hosts = [
@@ -87,7 +87,7 @@ def _instance(plan: LaunchPlan, instance: InstancePlan, name: str) -> str:
     words = [
         f"<b>instance {instance.index}</b>",
         numbered("replica", instance.replicas),
-        " of ".join(filter(None, [numbered("IPU", instance.slots), domains_of(plan, [instance.index])])),
+        " of ".join(filter(None, [numbered("IPU", instance.ipus), domains_of(plan, [instance.index])])),
         _escaped(stands_for(instance)),
     ]
     return f'  {name}["{"<br/>".join(words)}"]:::hue{instance.index % NUM_HUES}'

@@ -121,16 +121,16 @@ def _host_rows(plan: LaunchPlan, host_index: int) -> Iterator[Sequence[str]]:
 
 
 def _instance_row(instance: InstancePlan, host: str = "") -> Sequence[str]:
-    replicas, slots = fold_numbers(instance.replicas), fold_numbers(instance.slots)
-    return (host, str(instance.index), replicas, slots, stands_for(instance))
+    replicas, ipus = fold_numbers(instance.replicas), fold_numbers(instance.ipus)
+    return (host, str(instance.index), replicas, ipus, stands_for(instance))
 
 
 def _span(plan: LaunchPlan, first: int, last: int) -> Sequence[str]:
     """The instances from ``first`` up to ``last``, that one left out, as one row's cells."""
     local = plan.layout.num_local_replicas
-    start, end = plan.instance(first).slots, plan.instance(last - 1).slots
-    slots = range(min(start.start, end.start), max(start.stop, end.stop))
-    numbers = (range(first, last), range(first * local, last * local), slots)
+    start, end = plan.instance(first).ipus, plan.instance(last - 1).ipus
+    ipus = range(min(start.start, end.start), max(start.stop, end.stop))
+    numbers = (range(first, last), range(first * local, last * local), ipus)
     return tuple(map(fold_numbers, numbers))
 
 

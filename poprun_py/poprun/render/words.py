@@ -6,15 +6,10 @@ from typing import Final
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.plan.topology import Binding
 from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import counted, fold_numbers
 
 _MAX_HOSTS_LENGTH: Final = 60
 """Characters of a list of hosts; a longer one is cut."""
-
-
-def counted(count: int, noun: str) -> str:
-    """``count`` with its noun: ``1 host``, ``1,024 hosts``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def numbered(noun: str, numbers: Sequence[int]) -> str:
@@ -28,7 +23,7 @@ def size_of(plan: LaunchPlan) -> str:
         [
             counted(plan.num_instances, "instance"),
             counted(plan.num_replicas, "replica"),
-            counted(len(plan.hosts) * plan.num_slots_per_host, "virtual IPU"),
+            counted(plan.num_replicas * plan.ipus_per_replica, "virtual IPU"),
             *([counted(plan.num_ilds, "IPU-Link domain")] if plan.num_ilds > 1 else ()),
             counted(len(plan.hosts), "host"),
         ]
@@ -36,12 +31,14 @@ def size_of(plan: LaunchPlan) -> str:
 
 
 def stands_for(instance: InstancePlan) -> str:
-    """What the virtual IPUs of ``instance`` are here: ``GPUs 1,3`` or ``cores 0-7``."""
+    """What the virtual IPUs of ``instance`` are here: ``GPUs 1,3``, ``cores 0-7``, ``GPU 0 in turns``."""
     if not instance.devices:
-        return numbered("core", instance.cores)
-    if all(name.isdecimal() for name in instance.devices):
-        return numbered("GPU", [int(name) for name in instance.devices])
-    return ", ".join(instance.devices)
+        things = numbered("core", instance.cores)
+    elif all(name.isdecimal() for name in instance.devices):
+        things = numbered("GPU", [int(name) for name in instance.devices])
+    else:
+        things = ", ".join(instance.devices)
+    return things if len(instance.replicas) == 1 else f"{things} in turns"
 
 
 def bound_to(binding: Binding) -> str:
@@ -77,7 +74,7 @@ def describe_host(plan: LaunchPlan, index: int) -> str:
         f"host {plan.hosts[index]}",
         f"host {index} of {counted(len(plan.hosts), 'host')}",
         *_ranges(plan, instances),
-        numbered("virtual IPU", range(plan.num_slots_per_host)),
+        numbered("virtual IPU", range(plan.num_ipus_per_host)),
         domains_of(plan, instances),
     ]
     return "\n".join(filter(None, lines))
@@ -85,12 +82,11 @@ def describe_host(plan: LaunchPlan, index: int) -> str:
 
 def describe_instance(plan: LaunchPlan, instance: InstancePlan) -> str:
     """What ``instance`` is, owns, and computes on, in lines."""
-    replicas = numbered("replica", instance.replicas)
     lines = [
         f"instance {instance.index}",
         f"on host {instance.host}, number {instance.local_index} there",
-        replicas if len(instance.replicas) == 1 else f"{replicas}, which take turns",
-        f"{numbered('virtual IPU', instance.slots)}: {stands_for(instance)}",
+        numbered("replica", instance.replicas),
+        f"{numbered('virtual IPU', instance.ipus)}: {stands_for(instance)}",
         domains_of(plan, [instance.index]),
         "" if instance.binding is None else f"bound to {bound_to(instance.binding)}",
     ]

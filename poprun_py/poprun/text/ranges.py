@@ -1,4 +1,4 @@
-"""Numbers in range notation: `0-3,6`. Pure text, for printing and for plan files."""
+"""Numbers as text: in range notation, `0-3,6`, and counts with their noun. For printing and for plan files."""
 
 import re
 from collections.abc import Iterable
@@ -8,6 +8,11 @@ from typing import Final
 MAX_NUMBERS: Final = 65_536
 
 _RANGES = re.compile(r"(?:[0-9]{1,9}(?:-[0-9]{1,9})?(?:,(?!$)|$))*")
+
+
+def counted(count: int, noun: str) -> str:
+    """``count`` with its noun: ``1 host``, ``1,024 hosts``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def fold_numbers(numbers: Iterable[int]) -> str:

@@ -80,6 +80,8 @@ def _instance_to_dict(plan: LaunchPlan, end: JobEnd, status: InstanceStatus) -> 
         "index": status.index,
         "host": instance.host,
         "replicas": fold_numbers(instance.replicas),
+        "ipus": fold_numbers(instance.ipus),
+        "devices": list(instance.devices),
         "exit_code": None if code is None else shell_code(code),
         "signal": name_code(-signum) if code is not None and (signum := signal_of(code)) else "",
         "was_stopped": status.was_stopped,

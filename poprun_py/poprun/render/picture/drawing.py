@@ -46,8 +46,6 @@ def escaped(text: str) -> str:
 
 
 NUM_HUES: Final = 8
-_NUM_SHADES: Final = 4
-_MAX_STRIPES: Final = 8
 
 _LEGEND: Final = 34
 """From the hosts to the base line of the legend."""
@@ -149,11 +147,11 @@ class _SceneDrawer:
         ]
         y += sizes.space
         left = (box.width - chips.size[0]) // 2
-        elements += self.machines(len(scene.slots), (left, y))
+        elements += self.machines(len(scene.ipus), (left, y))
         is_odd = measures.framing.is_shaded and self.scene.plan.ild_of(instance.index) % 2
-        for index, slot in enumerate(scene.slots):
+        for index, ipu in enumerate(scene.ipus):
             chip_x, chip_y = chips.place(index)
-            elements.append(self.chip(slot, (left + chip_x, y + chip_y), "ipu odd" if is_odd else "ipu"))
+            elements.append(self.chip(ipu, (left + chip_x, y + chip_y), "ipu odd" if is_odd else "ipu"))
         y += chips.size[1] + sizes.space
         elements += self.bars(instance.replicas, y)
         if sizes.is_wordy:
@@ -174,36 +172,26 @@ class _SceneDrawer:
             place = {"x": start[0] + x - side, "y": start[1] + y - space // 2 + 1}
             yield element("rect", class_="machine band", width=width, height=height, rx=space, **place)
 
-    def chip(self, slot: int | Gap, place: tuple[int, int], class_: str) -> str:
+    def chip(self, ipu: int | Gap, place: tuple[int, int], class_: str) -> str:
         """A virtual IPU, or the gap for many; those of neighbouring IPU-Link domains differ."""
         chips, size = self.measures.chips, self.measures.sizes.text
         is_wordy = self.measures.sizes.is_wordy
-        word = "…" if isinstance(slot, Gap) else f"IPU {slot}" if is_wordy else str(slot)
+        word = "…" if isinstance(ipu, Gap) else f"IPU {ipu}" if is_wordy else str(ipu)
         rect = element(
             "rect", class_=class_, x=place[0], y=place[1], width=chips.width, height=chips.height, rx=size // 4
         )
         return rect + text(word, (place[0] + chips.width // 2, _middle(place[1], chips.height, size)), size)
 
     def bars(self, replicas: range, y: int) -> Iterator[str]:
-        """A bar for each replica, or one striped bar for all of them."""
+        """A bar for each replica, or one for all of them."""
         measures, sizes = self.measures, self.measures.sizes
         width = measures.boxes.width - 2 * sizes.space
         has_one = measures.num_bars < len(replicas)
         for index in range(measures.num_bars):
             top = y + index * (sizes.bar + sizes.space)
+            place = {"x": sizes.space, "y": top, "width": width, "height": sizes.bar, "rx": sizes.text // 4}
+            yield element("rect", class_="bar", **place)
             numbers = replicas if has_one else replicas[index : index + 1]
-            stripes = min(len(numbers), _MAX_STRIPES)
-            for stripe in range(stripes):
-                first, last = stripe * width // stripes, (stripe + 1) * width // stripes
-                yield element(
-                    "rect",
-                    class_=f"s{(index + stripe) % _NUM_SHADES}",
-                    x=sizes.space + first,
-                    y=top,
-                    width=last - first,
-                    height=sizes.bar,
-                    rx=sizes.text // 4 if stripes == 1 else None,
-                )
             words = label("replica", numbers, has_words=measures.has_words)
             yield text(words, (sizes.space + width // 2, _middle(top, sizes.bar, sizes.text)), sizes.text)
 
@@ -224,7 +212,7 @@ class _SceneDrawer:
 def _legend(base: int, framed: Framing) -> tuple[int, list[str]]:
     """A line on ``base`` that says what each shape is: its width, and its elements."""
     x, elements = 0, []
-    shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("s0", "replica")]
+    shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", "replica")]
     if framed.is_shaded:
         shapes.insert(3, ("ipu odd", "one of an odd IPU-Link domain (ILD)"))
     if framed.has_machines or framed.instances_per_machine > 1:

@@ -13,8 +13,8 @@ from typing import Final
 from poprun.render.picture.scene import Framing, Scene, framing
 from poprun.render.words import domains_of, numbered, stands_for
 
-MAX_WIDTH: Final = 1200
-"""Of a picture whose parts allow it."""
+MAX_WIDTH: Final = 1500
+"""Of a picture whose parts allow it: it fits a screen of 1,600 pixels."""
 
 _ASPECT: Final = 1.5
 """Width over height that a picture comes near to."""
@@ -214,8 +214,8 @@ class PartSizes:
 
 _SIZES: Final = (
     (32, PartSizes(text=13, chip_width=52, chip_height=36, bar=22, space=6, max_bars=8, is_wordy=True)),
-    (256, PartSizes(text=11, chip_width=34, chip_height=22, bar=17, space=4, max_bars=4)),
-    (math.inf, PartSizes(text=9, chip_width=27, chip_height=14, bar=13, space=2, max_bars=2)),
+    (256, PartSizes(text=12, chip_width=37, chip_height=23, bar=18, space=4, max_bars=4)),
+    (math.inf, PartSizes(text=11, chip_width=32, chip_height=17, bar=15, space=2, max_bars=2)),
 )
 """Each with the number of shown virtual IPUs up to which it is used."""
 
@@ -246,7 +246,7 @@ class Measures:
 def measure(scene: Scene) -> Measures:
     """The sizes for ``scene``: it comes near to ``_ASPECT`` and is no wider than ``MAX_WIDTH`` if possible."""
     sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
-    num_chips = len(scene.first_instance.slots)
+    num_chips = len(scene.first_instance.ipus)
     chips = Grid(num_chips, _chip_columns(num_chips), sizes.chip_width, sizes.chip_height, sizes.space)
     num_replicas = scene.plan.layout.num_local_replicas
     num_bars = num_replicas if num_replicas <= sizes.max_bars else 1

@@ -33,7 +33,7 @@ class InstanceScene:
     """An instance, with the virtual IPUs of it that are shown."""
 
     plan: InstancePlan
-    slots: tuple[int | Gap, ...]
+    ipus: tuple[int | Gap, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,24 @@ class Scene:
     @property
     def num_ipus(self) -> int:
         """Virtual IPUs that are shown, a gap being one."""
-        return len(self.hosts) * len(self.first_host.instances) * len(self.first_instance.slots)
+        return len(self.hosts) * len(self.first_host.instances) * len(self.first_instance.ipus)
 
 
 def make_scene(plan: LaunchPlan, *, max_ipus: int = MAX_IPUS, folded_ipus: int = FOLDED_IPUS) -> Scene:
     """What to show of ``plan``: about ``folded_ipus`` virtual IPUs of more than ``max_ipus``, else all."""
-    num_ipus = len(plan.hosts) * plan.num_slots_per_host
+    num_ipus = plan.num_replicas * plan.ipus_per_replica
     budget = folded_ipus if num_ipus > max_ipus else num_ipus
 
     def host_scene(index: int) -> HostScene:
-        shown = _shown(instances_of_host(plan, index), budget // plan.ipus_per_replica)
+        shown = _shown(instances_of_host(plan, index), budget // plan.num_ipus_per_instance)
         instances = tuple(part if isinstance(part, Gap) else instance_scene(part) for part in shown)
         return HostScene(index, plan.hosts[index], instances)
 
     def instance_scene(index: int) -> InstanceScene:
         instance = plan.instance(index)
-        return InstanceScene(instance, tuple(_shown(instance.slots, budget)))
+        return InstanceScene(instance, tuple(_shown(instance.ipus, budget)))
 
-    hosts = _shown(range(len(plan.hosts)), budget // plan.num_slots_per_host)
+    hosts = _shown(range(len(plan.hosts)), budget // plan.num_ipus_per_host)
     return Scene(plan, tuple(part if isinstance(part, Gap) else host_scene(part) for part in hosts))
 
 
@@ -125,19 +125,19 @@ def framing(scene: Scene) -> Framing:
     if _is_folded(scene) or (num_hosts % num_domains and num_domains % num_hosts):
         return Framing(is_shaded=num_domains not in (1, num_hosts))
     domains_per_host = max(1, num_domains // num_hosts)
-    per_machine, rest = divmod(IPUS_PER_MACHINE, plan.ipus_per_replica)
+    per_machine, rest = divmod(IPUS_PER_MACHINE, plan.num_ipus_per_instance)
     fits = not rest and not plan.num_instances_per_host // domains_per_host % per_machine
     has_pod = plan.vipu.pod is not None
     return Framing(
         hosts_per_domain=max(1, num_hosts // num_domains) if num_domains > 1 else 1,
         domains_per_host=domains_per_host,
         instances_per_machine=per_machine if has_pod and fits else 1,
-        has_machines=has_pod and not plan.ipus_per_replica % IPUS_PER_MACHINE,
+        has_machines=has_pod and not plan.num_ipus_per_instance % IPUS_PER_MACHINE,
     )
 
 
 def _is_folded(scene: Scene) -> bool:
     hosts = [host for host in scene.hosts if isinstance(host, HostScene)]
     instances = [instance for host in hosts for instance in host.instances]
-    slots = [slot for instance in instances if isinstance(instance, InstanceScene) for slot in instance.slots]
-    return any(isinstance(part, Gap) for part in (*scene.hosts, *instances, *slots))
+    ipus = [ipu for instance in instances if isinstance(instance, InstanceScene) for ipu in instance.ipus]
+    return any(isinstance(part, Gap) for part in (*scene.hosts, *instances, *ipus))

@@ -1,0 +1,137 @@
+"""Whether a job fits the virtual IPUs that there are, and the IPU-Link domains of a pod that it spans. Pure.
+
+A job uses ``ipus_per_replica`` virtual IPUs for each replica. An instance lies in one IPU-Link domain, because its
+IPUs exchange what they compute; so each domain has at least one instance, and all have equally many. A job that
+does not fit is refused with what would.
+"""
+
+from collections.abc import Callable, Sequence
+
+from poprun.errors import PlanError
+from poprun.plan.counts import legal_instances
+from poprun.plan.inventory import Cluster, domain_sizes
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.pods import allocation_of, share_of
+from poprun.text.ranges import counted
+
+
+def check_counted(plan: LaunchPlan) -> None:
+    """Check that a host has the virtual IPUs of its replicas, where ``--ipus-per-host`` counts them.
+
+    Raises:
+        PlanError: If it has too few; the message names what would fit.
+    """
+    there, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
+    if there is not None and used > there:
+        fitting = _what_fits(plan, there // plan.ipus_per_replica * len(plan.hosts))
+        raise PlanError(
+            f"--ipus-per-host {there} is too few: {_replicas_of(plan, plan.num_replicas // len(plan.hosts))} "
+            f"{'on each host ' if len(plan.hosts) > 1 else ''}use {used:,} virtual IPUs; give --ipus-per-host "
+            f"{used} or more, or {fitting}"
+        )
+
+
+def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
+    """The IPU-Link domains of a job; None where nobody has asked for any and there is no pod that has some.
+
+    Args:
+        plan: The job, with the number that was asked for.
+        pod: The pod that is planned for, or None.
+
+    Raises:
+        PlanError: If the job does not fit into the pod, an instance not into a domain, or the instances not evenly
+            into the domains; the message names what would fit.
+    """
+    asked = plan.vipu.num_ilds
+    if pod is None:
+        if asked is not None and plan.num_instances % asked:
+            raise _uneven(plan, f"{asked} IPU-Link domains", lambda count: count % asked == 0)
+        return asked
+    _check_room(plan, pod)
+    sizes = sorted(domain_sizes(pod.part(allocation_of(pod, plan.vipu))), reverse=True)
+    _check_instance(plan, pod, sizes)
+    possible = _possible_ilds(plan, plan.num_instances, sizes)
+    if not possible:
+        there = f"the IPU-Link domains of {pod.name}, {len(sizes)} of {sizes[0]} IPUs"
+        raise _uneven(plan, there, lambda count: bool(_possible_ilds(plan, count, sizes)))
+    if asked is not None and asked not in possible:
+        raise PlanError(
+            f"--num-ilds {asked} does not fit {plan.num_instances:,} instances of {plan.num_ipus_per_instance} "
+            f"IPUs on {pod.name}, which has {len(sizes)} IPU-Link domains of {sizes[0]}: give "
+            f"{' or '.join(map(str, possible))}, or leave it out"
+        )
+    return asked or possible[0]
+
+
+def _possible_ilds(plan: LaunchPlan, num_instances: int, sizes: Sequence[int]) -> list[int]:
+    """The numbers of domains, of those of the ``sizes`` with the largest first, that hold the job evenly."""
+    num_ipus = plan.num_replicas * plan.ipus_per_replica
+    return [
+        count
+        for count, size in enumerate(sizes, start=1)
+        if num_instances % count == 0 and num_ipus // count <= size
+    ]
+
+
+def _check_room(plan: LaunchPlan, pod: Cluster) -> None:
+    """Check that the pod, or the part of it that is asked for, has the IPUs of all replicas, on every host."""
+    allocation = allocation_of(pod, plan.vipu)
+    there = pod.part(allocation)
+    name = f"allocation {allocation} of {pod.name}" if allocation else pod.name
+    used = plan.num_replicas * plan.ipus_per_replica
+    if used > len(there):
+        raise PlanError(
+            f"{name} has {len(there):,} IPUs, and {_replicas_of(plan, plan.num_replicas)} use {used:,}: give "
+            f"{_what_fits(plan, len(there) // plan.ipus_per_replica)}, or a larger pod"
+        )
+    for host in sorted(set(plan.hosts).intersection(pod.hosts)):
+        share = len(set(share_of(pod, host)).intersection(there))
+        if plan.num_ipus_per_host > share:
+            fitting = _what_fits(plan, share // plan.ipus_per_replica * len(plan.hosts))
+            raise PlanError(
+                f"{host} has {share} IPUs of {name}, and "
+                f"{_replicas_of(plan, plan.num_replicas // len(plan.hosts))} use {plan.num_ipus_per_host} there: "
+                f"give {fitting}, or more of its hosts"
+            )
+
+
+def _check_instance(plan: LaunchPlan, pod: Cluster, sizes: Sequence[int]) -> None:
+    """Check that an instance lies in one domain."""
+    if plan.ipus_per_replica > sizes[0]:
+        raise PlanError(
+            f"--ipus-per-replica {plan.ipus_per_replica}: a replica lies in one IPU-Link domain, and those of "
+            f"{pod.name} have {sizes[0]} IPUs"
+        )
+    if plan.num_ipus_per_instance > sizes[0]:
+        legal = legal_instances(plan.num_replicas, len(plan.hosts))
+        fitting = (count for count in legal if count > plan.num_instances and _possible_ilds(plan, count, sizes))
+        least = next((f"give at least --num-instances {count}" for count in fitting), "give fewer replicas")
+        raise PlanError(
+            f"--num-instances {plan.num_instances}: an instance lies in one IPU-Link domain, and "
+            f"{_replicas_of(plan, plan.layout.num_local_replicas)} use {plan.num_ipus_per_instance:,}, where a "
+            f"domain of {pod.name} has {sizes[0]}: {least}"
+        )
+
+
+def _uneven(plan: LaunchPlan, domains: str, fits: Callable[[int], bool]) -> PlanError:
+    """The error about instances that are not equally many in each of the ``domains``."""
+    fitting = [count for count in legal_instances(plan.num_replicas, len(plan.hosts)) if fits(count)]
+    nearest = sorted(sorted(fitting, key=lambda count: abs(count - plan.num_instances))[:2])
+    cure = f"nearest: {' or '.join(map(str, nearest))} instances" if nearest else "give other replicas"
+    return PlanError(
+        f"--num-instances {plan.num_instances} does not divide over {domains}: each holds the same number; {cure}"
+    )
+
+
+def _what_fits(plan: LaunchPlan, most: int) -> str:
+    """What to give where there is room for ``most`` replicas, in words."""
+    if most >= plan.num_instances:
+        return f"at most --num-replicas {most // plan.num_instances * plan.num_instances}"
+    if most >= len(plan.hosts):
+        return f"at most {most // len(plan.hosts) * len(plan.hosts)} replicas and instances"
+    return "a smaller --ipus-per-replica"
+
+
+def _replicas_of(plan: LaunchPlan, count: int) -> str:
+    """``16 replicas of 4 IPUs``."""
+    return f"{counted(count, 'replica')} of {counted(plan.ipus_per_replica, 'IPU')}"
