@@ -25,8 +25,8 @@ class BackendError(PopdistError, RuntimeError):
     """The instances could not be connected, or one of them was lost; a RuntimeError, as torch's own is."""
 
 
-class CollectiveError(PopdistError):
-    """The instances disagree on the collective they are in; the message names who brought what."""
+class CollectiveError(PopdistError, RuntimeError):
+    """The instances disagree on the collective they are in, and who brought what; a RuntimeError, as in torch."""
 
 
 class MicroBatchError(CollectiveError):

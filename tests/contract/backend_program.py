@@ -12,19 +12,21 @@ def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seeds: Seque
     """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each is; what is random has ``seeds``."""
     # What some of them import is out of date, and would be an error in the tests' own process.
     from tests.contract import (  # noqa: PLC0415 - as above
+        backend_calls,
         backend_hosts,
         backend_laws,
         backend_losses,
         backend_neighbours,
         backend_random,
         backend_turns,
+        backend_watched,
     )
 
     if suite == "losses":
         backend_losses.run_all(backend, num_ranks, hosts)
         return
     suites = {
-        "laws": lambda rank: _run_laws(rank, backend_laws, backend_turns),
+        "laws": lambda rank: _run_laws(rank, backend_laws, backend_turns, backend_calls, backend_watched),
         "random": lambda rank: backend_random.play(rank, seeds),
         "neighbours": backend_neighbours.run_all,
         "hosts": backend_hosts.run_all,

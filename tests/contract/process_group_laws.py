@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from popdist.errors import CollectiveError
 from tests.contract import host_memory_laws, quick_laws
 
 TIMEOUT = timedelta(seconds=60)
@@ -191,6 +192,7 @@ def law_ranks_in_different_calls_raise() -> None:
     message = failure(lambda: dist.all_reduce(torch.ones(length)))
     assert "rank 0: all_reduce (sum) of 2 float32" in message
     assert "all_reduce (sum) of 3 float32" in message
+    assert issubclass(CollectiveError, RuntimeError), "as every error of torch's groups"
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     assert tensor.item() == dist.get_world_size()
@@ -301,7 +303,7 @@ def law_torch_can_change_the_timeout() -> None:
         else:
             dist.distributed_c10d._set_pg_timeout(soon, group)
         if dist.get_rank() < dist.get_world_size() - 1:
-            assert "did not come within 0.3 seconds" in failure(
+            assert "did not come within 0.3 seconds (timeout)" in failure(
                 partial(dist.all_reduce, torch.ones(3), group=group)
             )
         dist.barrier()

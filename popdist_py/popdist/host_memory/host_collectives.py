@@ -294,6 +294,7 @@ class HostCollectives:
 
     Attributes:
         group: The ranks.
+        rank: This process among them.
         size: How many they are.
         quick_sum: Whether the one tensor of a list has become the sum over the ranks, as by :meth:`all_reduce`;
             where it answers no, nothing has happened.
@@ -301,9 +302,9 @@ class HostCollectives:
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
+        self.rank = self._rank = group.rank
         self.size = group.size
         self.quick_sum: QuickSum = alone
-        self._rank = group.rank
         self._flags = group.flags
         self._is_alone = group.size == 1
         if not self._is_alone:

@@ -1,15 +1,18 @@
-"""The arguments of torch's collectives, which may be called in two ways, and the checks of them.
+"""The arguments of torch's collectives, which may be called in several ways, and the checks of them.
 
 C++ and ``torch.distributed`` pass lists of tensors and an object of options. torch's bindings also take a single
-tensor, and the root, operation or timeout without options; so a group written in Python has to take both.
+tensor, and the root, operation or timeout without options, by name, too; so a group written in Python has to take
+all of them. What is wrong raises what gloo raises: RuntimeError, mostly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.dlpack import from_dlpack
 
 from popdist.host_memory.addition import KINDS, Op
 
@@ -21,6 +24,9 @@ _OPS: Final[dict[Any, Op]] = {
     c10d.ReduceOp.PRODUCT: "product",
 }
 SUM: Final = c10d.ReduceOp.SUM
+
+_OVERLAPS: Final = 1
+"""torch's number for it; others are for no and for unknown."""
 
 
 def options(make: Callable[[], Any], **values: object) -> Any:  # noqa: ANN401 - torch's many classes
@@ -37,9 +43,15 @@ def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
-def bare(tensors: Sequence[Tensor]) -> list[Tensor]:
+def bare(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors without their gradients: autograd does not follow what is written into them."""
-    return [tensor.data for tensor in tensors]
+    return [tensor.data if not tensor.is_inference() else _writable(tensor) for tensor in tensors]
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor of inference mode, as a tensor that may be written into outside of it."""
+    with torch.inference_mode(mode=False):
+        return from_dlpack(tensor.resolve_neg())
 
 
 def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN401 - ReduceOp or its enumeration
@@ -58,39 +70,110 @@ def seconds(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout < timedelta(0) else timeout.total_seconds()
 
 
-def check_rows(rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size: int) -> None:
-    """Raise ValueError unless there is a row for each of ``tensors``, with a tensor like it for each rank."""
+def check_root(call: str, root: int, size: int) -> None:
+    """Raise RuntimeError unless ``root`` is a rank of the group."""
+    if not 0 <= root < size:
+        raise RuntimeError(f"popdist::{call}: invalid root rank: {root} (expected 0 to {size - 1})")
+
+
+def check_single(call: str, *tensors: Sequence[object]) -> None:
+    """Raise RuntimeError unless each of the lists has one element.
+
+    gloo reads several as those of several devices, and combines them with each other.
+    """
+    for listed in tensors:
+        if len(listed) != 1:
+            raise RuntimeError(f"popdist::{call}: expected a single tensor, got {len(listed)}")
+
+
+def check_written(call: str, tensors: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if numbers of one of the tensors, which are written into, lie in one place."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:  # noqa: SLF001 - there is no other way to ask
+            raise RuntimeError(
+                f"popdist::{call}: more than one element of the written-to tensor refers to a single memory "
+                f"location, as after expand(): {_describe(tensor)}. Please clone() the tensor before."
+            )
+
+
+def check_rows(call: str, rows: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], size: int) -> None:
+    """Raise RuntimeError unless there is a row for each of ``tensors``, with a tensor like it for each rank."""
+    if len(rows) != len(tensors):
+        raise RuntimeError(
+            f"popdist::{call}: expected as many lists as tensors, got {len(rows)} and {len(tensors)}"
+        )
     for row, tensor in zip(rows, tensors, strict=True):
         if len(row) != size:
-            raise ValueError(f"expected a tensor for each of the {size} ranks, got {len(row)}")
+            raise RuntimeError(
+                f"popdist::{call}: invalid tensor list: expected a tensor for each of the {size} ranks (the world "
+                f"size), got {len(row)}"
+            )
         for part in row:
-            if part.numel() != tensor.numel() or part.dtype != tensor.dtype or not part.is_cpu:
-                raise ValueError(f"expected {_describe(tensor)} for every rank, got {_describe(part)}")
+            if part.shape != tensor.shape or part.dtype != tensor.dtype or not part.is_cpu:
+                what = "type" if part.dtype != tensor.dtype else "size"
+                raise RuntimeError(
+                    f"popdist::{call}: invalid tensor {what}: expected {_describe(tensor)} for every rank, got "
+                    f"{_describe(part)}"
+                )
 
 
-def check_parts(wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> None:
-    """Raise ValueError unless each of ``wholes`` is as long as its part for all ranks."""
+def check_parts(call: str, wholes: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> None:
+    """Raise RuntimeError unless each of ``wholes`` is as long as its part for all ranks."""
+    if len(wholes) != len(parts):
+        raise RuntimeError(
+            f"popdist::{call}: expected as many outputs as inputs, got lists of {len(wholes)} and {len(parts)}"
+        )
     for whole, part in zip(wholes, parts, strict=True):
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
-            raise ValueError(
-                f"{_describe(whole)} is not made of {size} parts of {_describe(part)}, one for each rank"
+            what = "type" if whole.dtype != part.dtype else "size"
+            raise RuntimeError(
+                f"popdist::{call}: invalid tensor {what}: {_describe(whole)} is not made of {size} parts of "
+                f"{_describe(part)}, one for each rank"
             )
 
 
 def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
-    """Raise ValueError unless there is a tensor to each rank, and one from each."""
-    if (len(outputs), len(inputs)) != (size, size):
-        raise ValueError(
-            f"expected {size} tensors to send and {size} to receive, got {len(inputs)} and {len(outputs)}"
+    """Raise RuntimeError unless there is a tensor to each rank, and one from each, all of one dtype."""
+    for name, listed in (("input", inputs), ("output", outputs)):
+        if len(listed) != size:
+            raise RuntimeError(
+                f"popdist::alltoall: {name} tensor list size {len(listed)} does not match world size {size}"
+            )
+    _check_dtypes([*outputs, *inputs])
+
+
+def check_splits(output: Tensor, input: Tensor, lengths: Sequence[Sequence[int]], size: int) -> None:  # noqa: A002 - torch's name
+    """Raise RuntimeError unless ``lengths`` cut the first dimensions of two tensors into a part for each rank.
+
+    Args:
+        output: What is received into.
+        input: What is sent.
+        lengths: Of the parts of both, in this order; none mean equal ones.
+        size: Ranks of the group.
+    """
+    _check_dtypes([output, input])
+    for tensor, parts in zip((output, input), lengths, strict=True):
+        rows = len(tensor) if tensor.dim() else 0
+        problem = ""
+        if not parts:
+            problem = "dim 0 does not divide equally across group size" if rows % size else ""
+        elif len(parts) != size:
+            problem = "Number of tensor splits not equal to group size"
+        elif sum(parts) != rows or min(parts) < 0:
+            problem = "Split sizes doesn't match total dim 0 size"
+        if problem:
+            asked = list(parts) or "equal lengths"
+            raise RuntimeError(
+                f"popdist::alltoall: {problem}: {_describe(tensor)} cannot be cut into {asked} for {size} ranks"
+            )
+
+
+def _check_dtypes(tensors: Sequence[Tensor]) -> None:
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        found = ", ".join(sorted({_describe(tensor) for tensor in tensors}))
+        raise RuntimeError(
+            f"popdist::alltoall: input and output tensors must have the same type, but there are {found}"
         )
-
-
-def check_splits(tensor: Tensor, lengths: Sequence[int], size: int) -> None:
-    """Raise ValueError unless ``lengths`` cut the first dimension of ``tensor`` into a part for each rank."""
-    rows = len(tensor) if tensor.dim() else 0
-    if rows % size if not lengths else len(lengths) != size or sum(lengths) != rows or min(lengths) < 0:
-        asked = list(lengths) or "equal lengths"
-        raise ValueError(f"{_describe(tensor)} cannot be cut into {asked} for {size} ranks")
 
 
 def _describe(tensor: Tensor) -> str:

@@ -17,9 +17,13 @@ Collectives = HostCollectives | SeveralHosts
 
 
 def all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op) -> None:
-    """Each of ``tensors`` becomes its combination over the ranks."""
-    for tensor in tensors:
+    """Each of ``tensors`` becomes its combination over the ranks, of the values that all of them have before."""
+    combined = [tensor.clone() for tensor in tensors] if _share_memory(tensors) else tensors
+    for tensor in combined:
         host.all_reduce(tensor, op)
+    if combined is not tensors:
+        for tensor, values in zip(tensors, combined, strict=True):
+            tensor.copy_(values)
 
 
 def broadcast(host: Collectives, tensors: Sequence[Tensor], root: int) -> None:
@@ -42,7 +46,7 @@ def all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: 
     """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
     for row, tensor in zip(outputs, tensors, strict=True):
         places = [_place(tensor) for tensor in row]
-        host.all_gather(places, _flat(tensor))
+        host.all_gather(places, _apart(_flat(tensor), places, places[host.rank]))
         _give_back(row, places)
 
 
@@ -52,14 +56,14 @@ def reduce_scatter(
     """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
     for output, row in zip(outputs, inputs, strict=True):
         place = _place(output)
-        host.reduce_scatter(place, [_flat(tensor) for tensor in row], op)
+        host.reduce_scatter(place, [_apart(_flat(tensor), [place], place) for tensor in row], op)
         _give_back([output], [place])
 
 
 def all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
     places = [_place(output) for output in outputs]
-    host.all_to_all(places, [_flat(tensor) for tensor in inputs])
+    host.all_to_all(places, [_apart(_flat(tensor), places) for tensor in inputs])
     _give_back(outputs, places)
 
 
@@ -67,13 +71,18 @@ def all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Seq
     """Gather each of ``tensors`` into one output, one rank's part after the other."""
     for output, tensor in zip(outputs, tensors, strict=True):
         place = _place(output)
-        host.all_gather(_parts(place, host), _flat(tensor))
+        parts = _parts(place, host)
+        host.all_gather(parts, _apart(_flat(tensor), [place], parts[host.rank]))
         _give_back([output], [place])
 
 
 def reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
     """:func:`reduce_scatter` of inputs that are one tensor each, one rank's part after the other."""
-    reduce_scatter(host, outputs, [_parts(_flat(tensor), host) for tensor in inputs], op)
+    for output, tensor in zip(outputs, inputs, strict=True):
+        place = _place(output)
+        parts = [_apart(part, [place], place) for part in _parts(_flat(tensor), host)]
+        host.reduce_scatter(place, parts, op)
+        _give_back([output], [place])
 
 
 def all_to_all_single(
@@ -81,13 +90,20 @@ def all_to_all_single(
 ) -> None:
     """:func:`all_to_all` between tensors cut along their first dimension; no lengths mean equal ones."""
     place = _place(output)
-    host.all_to_all(_cut(place, output, received, host), _cut(_flat(tensor), tensor, sent, host))
+    given = _apart(_flat(tensor), [place])
+    host.all_to_all(_cut(place, output, received, host), _cut(given, tensor, sent, host))
     _give_back([output], [place])
 
 
 def barrier(host: Collectives, timeout_seconds: float | None) -> None:
     """Wait for all ranks."""
     host.barrier(timeout_seconds)
+
+
+def parts_like(output: Tensor, tensor: Tensor) -> list[Tensor]:
+    """What all ranks brought to an output of parts like ``tensor``, in the order of the ranks."""
+    size = output.numel() // tensor.numel() if tensor.numel() else 1
+    return list(output.reshape(size, *tensor.shape).unbind())
 
 
 def _parts(flat: Tensor, host: Collectives) -> Sequence[Tensor]:
@@ -117,3 +133,21 @@ def _give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
     for tensor, place in zip(tensors, places, strict=True):
         if not tensor.is_contiguous():
             tensor.copy_(place.view(tensor.shape))
+
+
+def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
+    """The values of ``tensor``, in other memory than what is written into.
+
+    Args:
+        tensor: What is sent.
+        outputs: What is written into.
+        allowed: The place that a value may share with its result: each is read before it is written.
+    """
+    if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
+        return tensor
+    return tensor.clone() if any(_share_memory([tensor, output]) for output in outputs) else tensor
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+    return len(tensors) > 1 and len(storages) < sum(tensor.numel() > 0 for tensor in tensors)

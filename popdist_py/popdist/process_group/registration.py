@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 NAME: Final = "popdist"
 
-DEVICES: Final = ("cpu", "cuda")
-"""Devices whose tensors a group takes; those on CUDA go on to NCCL."""
-
 
 def register() -> None:
     """Make ``init_process_group("popdist")`` work; does nothing the second time, and never raises."""
@@ -23,12 +20,18 @@ def register() -> None:
         from torch import distributed as dist  # noqa: PLC0415 - torch is being imported when it calls this
 
         if dist.is_available() and NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 - there is no other way to ask
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=list(DEVICES))
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
-    from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415 - only programs that make one need it
+    # Only programs that make a group need these.
+    from torch import cuda  # noqa: PLC0415
+    from torch import distributed as dist  # noqa: PLC0415
 
+    from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415
+
+    if not cuda.is_available():  # to ask that at the start would take long where there is CUDA
+        dist.Backend.backend_capability[NAME] = ["cpu"]
     return PopdistProcessGroup(
         options.store,
         options.group_rank,

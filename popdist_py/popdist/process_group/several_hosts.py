@@ -93,7 +93,7 @@ class SeveralHosts:
     """
 
     def __init__(self, place: RankPlace, messages: HostMessages, neighbours: HostCollectives | None) -> None:
-        self.size = place.size
+        self.rank, self.size = place.rank, place.size
         self.quick_sum: QuickSum = never
         self._place = place
         self._messages = messages

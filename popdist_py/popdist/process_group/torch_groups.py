@@ -6,6 +6,7 @@ middle of what is being traced; a Python method would be traced as a frame of it
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache, wraps
 from types import FunctionType
 from typing import Any, Final, TypeVar
 
@@ -13,20 +14,28 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._dynamo import eval_frame
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.process_group.work_queue import DONE
+from popdist.process_group.group_calls import GroupCalls
 
 _SKIP: Final = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)  # noqa: SLF001 - what torch.compiler.disable() does, without the seconds that importing the compiler takes
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def skip_tracing(function: F) -> F:
+    """A decorator: the compiler runs the function, and what it calls, as it is."""
+    eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
 
 
 def never_traced(cls: C) -> C:
     """A decorator: the compiler runs the class's own methods, and what they call, as they are."""
     for method in vars(cls).values():
         if isinstance(method, FunctionType):
-            eval_frame.set_code_exec_strategy(method.__code__, _SKIP)
+            skip_tracing(method)
     return cls
 
 
@@ -70,7 +79,12 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
     What it hands on to them it hands on itself. On torch's way there, through a group that is written in Python,
     the call holds the interpreter's lock and waits for a lock of gloo's; a thread of gloo's may hold that one and
     wait for the interpreter's, to let go of a tensor. And NCCL may be waiting for another rank.
+
+    Attributes:
+        calls: The group's own collectives, over plain CPU tensors.
     """
+
+    calls: GroupCalls
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, tell: Callable[[float], None]
@@ -78,6 +92,7 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
         super().__init__(rank, size)
         self._store = store
         self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, tell)
+        self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
         self._register_backend(_CPU, _GLOO, self._gloo)
         self._set_default_backend(_GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -87,22 +102,29 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
         """The store in which the ranks found each other."""
         return self._store
 
-    def beneath(self, *tensors: Tensor) -> Any:  # noqa: ANN401 - torch's stubs lack its methods
+    def beneath(self, tensors: Tensors) -> Any:  # noqa: ANN401 - torch's stubs lack its methods
         """The group of torch's own for the device of these tensors."""
-        return self._get_backend(tensors[0].device if tensors else _CPU)
+        return self._get_backend(tensors[0].device)
 
-    def one_by_one(self, call: str, outputs: Tensors, inputs: Tensors, opts: object) -> Work:
-        """Make ``call`` of torch's own group for each of ``outputs`` and ``inputs``."""
-        do = getattr(self.beneath(*outputs), call)
-        works = [do(output, tensor, opts) for output, tensor in zip(outputs, inputs, strict=True)]
-        for work in works[:-1]:
-            work.wait()
-        return works[-1] if works else DONE
 
-    def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
-        """Give one tensor to one rank."""
-        return self.beneath(*tensors).send(tensors, destination, tag)
+@cache
+def accept_monitored_barriers() -> None:
+    """Have ``torch.distributed.monitored_barrier`` take these groups, once in a process.
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
-        """Take one tensor from one rank."""
-        return self.beneath(*tensors).recv(tensors, source, tag)
+    torch refuses every group whose backend is not named gloo, also one that can do it.
+    """
+    torchs_own = distributed_c10d.monitored_barrier
+
+    @wraps(torchs_own)
+    def monitored_barrier(
+        group: Any = None,  # noqa: ANN401 - torch's stubs lack the method
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch's
+    ) -> None:
+        chosen = distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - as torch's
+        if isinstance(chosen, TorchGroups):
+            chosen.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            torchs_own(group, timeout, wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
 from typing import Any, Final
 
-from torch import Tensor
+import torch
 from torch import distributed as dist
 from torch.futures import Future
 
@@ -26,15 +26,17 @@ _END_SECONDS: Final = 5.0
 _NO_TIMEOUT: Final = timedelta(0)
 
 Results = Any  # what torch's collectives hand back: tensors, or lists of them
+Outcome = Results | Callable[[], Results]
+"""The results of a collective, or what makes them when somebody asks."""
 
 
 class PendingWork(dist.Work):
     """A collective that the group's thread does."""
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, outcome: Outcome) -> None:
         super().__init__()
+        self._outcome = outcome
         self._future: Future[Results] = Future()
-        self._results = results
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait until the collective is done.
@@ -44,7 +46,7 @@ class PendingWork(dist.Work):
         """
         seconds = timeout.total_seconds()
         if seconds > 0 and not wait_until(self._future.done, seconds):
-            raise RuntimeError(f"the collective was not done within {seconds:g} seconds")
+            raise RuntimeError(f"timeout: the collective was not done within {seconds:g} seconds")
         self._future.wait()
         return True
 
@@ -64,36 +66,64 @@ class PendingWork(dist.Work):
             return error
         return None
 
-    def result(self) -> list[Tensor]:
-        """The tensors that the collective changes."""
-        return list(self._results)
+    def result(self) -> list[Any]:
+        """What the collective changes, in the form of gloo's results."""
+        return list(self._outcome() if callable(self._outcome) else self._outcome)
 
     def get_future(self) -> Any:  # noqa: ANN401 - torch's stubs mean another class
-        """A future of the tensors that the collective changes."""
+        """A future of :meth:`result`."""
         return self._future
 
     def tell(self, error: BaseException | None) -> None:
         """Finish the future, with what the collective raised or with its results."""
         if error is None:
-            self._future.set_result(self._results)
+            self._future.set_result(self.result())
         else:
             self._future.set_exception(error)
 
 
-class DoneWork(PendingWork):
+class DoneWork(dist.Work):
     """A collective that was done when its call returned."""
 
-    def __init__(self) -> None:
-        super().__init__([])
-        self.tell(None)
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self._outcome = outcome
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """True at once: there is nothing to wait for."""
         del timeout
         return True
 
+    def is_completed(self) -> bool:
+        """True."""
+        return True
 
-DONE: Final = DoneWork()
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> None:
+        """None."""
+
+    def result(self) -> list[Any]:
+        """As :meth:`PendingWork.result`."""
+        return list(self._outcome() if callable(self._outcome) else self._outcome)
+
+    def get_future(self) -> Any:  # noqa: ANN401 - as above
+        """A future of :meth:`result`, which is done."""
+        future: Future[Results] = Future()
+        future.set_result(self.result())
+        return future
+
+
+def _no_result() -> Results:
+    raise RuntimeError(
+        "the small sum that was done here keeps no result: its tensor is the result, or set asyncOp=True"
+    )
+
+
+DONE: Final = DoneWork(_no_result)
+"""The work of every call that must take no time for one of its own."""
 
 
 class WorkQueue:
@@ -112,17 +142,17 @@ class WorkQueue:
         _queues.add(self)
 
     def run(
-        self, do: Callable[..., None], arguments: Sequence[Any], results: Results, *, is_async: bool
+        self, do: Callable[..., None], arguments: Sequence[Any], outcome: Outcome, *, is_async: bool
     ) -> dist.Work:
-        """Do the collective ``do(*arguments)``, which changes ``results``, in its turn.
+        """Do the collective ``do(*arguments)``, of which ``outcome`` comes, in its turn.
 
         A synchronous one is done when this returns; an asynchronous one may be done later.
         """
         if not is_async and self._num_issued == self._num_done:
             with self._turn:
-                do(*arguments)
-            return DONE
-        work = PendingWork(results)
+                _do(do, arguments)
+            return DoneWork(outcome)
+        work = PendingWork(outcome)
         is_callback = current_thread() is self._thread
         with self._issue:
             self._num_issued += 1
@@ -170,6 +200,15 @@ class WorkQueue:
         self._num_done += 1
         work.tell(error)
         del error  # which knows this frame, and with it the tensors
+
+
+def _do(do: Callable[..., None], arguments: Sequence[Any]) -> None:
+    """Call ``do``; what it keeps for later calls must not be of inference mode."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(mode=False):
+            do(*arguments)
+    else:
+        do(*arguments)
 
 
 _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
