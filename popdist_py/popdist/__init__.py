@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.preemption import on_preemption as on_preemption
     from popdist.progress import report as report
     from popdist.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from popdist.training.batch_norm import update_bn as update_bn
     from popdist.training.outside_step import all_reduce_gradients as all_reduce_gradients
     from popdist.training.replicated_model import ReplicatedModel as ReplicatedModel
     from popdist.weights import broadcast_weights as broadcast_weights
@@ -99,6 +100,7 @@ _NAMES_OF_MODULES = {
     "metrics.mean": "Mean weighted_mean",
     "preemption": "check_preemption on_preemption",
     "progress": "report",
+    "training.batch_norm": "update_bn",
     "training.outside_step": "all_reduce_gradients",
     "training.replicated_model": "ReplicatedModel",
     "sharded.sharded_optimizer": "ShardedOptimizer",

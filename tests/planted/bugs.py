@@ -332,7 +332,7 @@ BUGS = (
     Bug(
         "a replica's buffers are kept by reference",
         "popdist",
-        "{name: made.clone() for name, made in changed.items()}",
+        "{key: made.clone() for key, made in changed.items()}",
         "dict(changed)",
         ("contract/test_training.py::test_laws[1-3]", "contract/test_training.py::test_laws[2-6]"),
     ),

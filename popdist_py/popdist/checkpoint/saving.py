@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from popdist.checkpoint import folder, manifest
 from popdist.checkpoint.byte_exchange import is_writer, together, whole_job
@@ -17,6 +17,7 @@ from popdist.checkpoint.encoding import TensorForm, decode, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
 from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_of, stateful_of
 from popdist.errors import CheckpointError, PopdistWarning, whole_number
+from popdist.gradients.buffers import check_buffers
 from popdist.groups import Group
 from popdist.weights import gather_bytes
 
@@ -59,6 +60,9 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
     with together(group, call):
         _check(keep, step, named)
         things = stateful_of(named)
+        for thing in things.values():
+            if isinstance(thing, nn.Module):
+                check_buffers(thing)
         states = {
             name: encode(gathered[name] if name in gathered else thing.state_dict(), name, tensors)
             for name, thing in things.items()

@@ -9,14 +9,12 @@ its loop says that instead, so nobody waits for gradients that never come. In a 
 these headers carries a checksum of the weights.
 """
 
-import hashlib
 import operator
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from popdist.errors import (
@@ -28,6 +26,7 @@ from popdist.errors import (
     PopdistError,
     WeightsError,
 )
+from popdist.gradients.buffer_changes import StepChanges, agree_on_changes, changes_of, raise_fault
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
 from popdist.gradients.memory import GradientMemory
@@ -47,7 +46,7 @@ MeanOrSum: TypeAlias = Literal["mean", "sum"]
 ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
 
-_STATES: Final = ("mean", "sum", "abandoned", "not finite", "written")
+_STATES: Final = ("mean", "sum", "abandoned", "not finite", "written", "fault")
 """What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
 
 CANNOT_SPLIT: Final = -1.0
@@ -95,6 +94,7 @@ class GradientSum:
         self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0
+        self._changes = StepChanges()
         self._announced: Exchange | None = None
         self._scales = False
         self._unit: float | None = 1.0
@@ -173,18 +173,19 @@ class GradientSum:
         self._rows.push(rows)
         self._weights.push(weight)
 
-    def finish(self, reduction: MeanOrSum, not_finite: NotFinite | None = None) -> None:
+    def finish(self, reduction: MeanOrSum, not_finite: NotFinite | None = None, fault: str | None = None) -> None:
         """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
 
         Args:
             reduction: The same on all instances.
             not_finite: What this instance has found, if anything: then every instance raises.
+            fault: What else it has found, in words.
 
         Raises:
             BatchError: If the weights of the whole job add up to 0, so that there is no mean.
             GradientError: If an instance has found a gradient that is not finite.
             WeightsError: If the step is checked, and the weights of the instances differ, or were written since it
-                began.
+                began; if an instance has found a fault, or a buffer that cannot be combined.
             MicroBatchError: If another instance has left its loop, or could not split its batch.
             CollectiveError: If the instances do other things, or have other parameters.
             BackendError: If an instance was lost or did not come in time.
@@ -195,23 +196,26 @@ class GradientSum:
         way = 0 if self._early is None else self._early.close(list(self._rows.nodes.values()))
         way = way if parts is None else parts.number
         written = None if self._weight_sums is None else self._weight_sums.first_change()
-        state = reduction if not_finite is None else "not finite"
+        state: str = reduction if not_finite is None else "not finite"
+        state = state if fault is None else "fault"
+        self._changes = changes_of(self.used, len(self._gradients.names), self._buffers)
         states = self._say(state if written is None else "written", way).wait()
-        self._check([_STATES[state[0]] for state in states], not_finite, written)
+        self._check([_STATES[state[0]] for state in states], not_finite, written, fault)
         compare_sums(self._group, [state[3] for state in states], self._weight_sums)
         total = self._total_weight([state[4:] for state in states])
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
-        mask = self._mask if len({state[1] for state in states}) == 1 else self._gather_mask()
+        changes = agree_on_changes(self._group, self._changes, [state[1] for state in states], self._buffers)
         if len({state[2] for state in states}) > 1:
             way, parts = 0, None
         rows = self._add(total / unit if reduction == "mean" else 1.0, parts, are_sums_right=way < 0)
         num_parameters = len(self._gradients.names)
-        self._gradients.give(rows, mask & ((1 << num_parameters) - 1))
+        self._gradients.give(rows, changes.mask & ((1 << num_parameters) - 1))
         if parts is not None:
             parts.cover(self._group)
-        if self._buffers is not None and mask >> num_parameters:
-            self._buffers.combine(self._group, self._memory.layout, mask >> num_parameters)
+        own = changes.mask >> num_parameters
+        if self._buffers is not None and (own or changes.others):
+            self._buffers.combine(self._group, self._memory.layout, own, changes.others)
         progress_page.count_step()
         self._end_early()
 
@@ -287,22 +291,6 @@ class GradientSum:
             memory.overlap = None if channel is None else Overlap(channel, memory.layout, self._gradients)
         return own[0]
 
-    @property
-    def _mask(self) -> int:
-        """Which parameters were used and, above them, which buffers were changed."""
-        return self.used | (self._buffers.changed() << len(self._gradients.names) if self._buffers else 0)
-
-    def _mask_as_bytes(self) -> bytes:
-        num_bits = len(self._gradients.names) + len(self._buffers or ())
-        return self._mask.to_bytes(num_bits // 8 + 1, "little")
-
-    def _gather_mask(self) -> int:
-        own = torch.frombuffer(bytearray(self._mask_as_bytes()), dtype=torch.uint8)
-        mask = 0
-        for row in self._group.backend.all_gather(own):
-            mask |= int.from_bytes(row.numpy().tobytes(), "little")
-        return mask
-
     def _say(self, state: str, way: int = 0) -> Exchange:
         """Tell the others how this instance's step has ended.
 
@@ -311,14 +299,15 @@ class GradientSum:
             way: How the gradients are added: 0 at the end and all of them, a positive number in parts, a negative
                 one for sums that are there already; the same number on all instances, or none of these.
         """
-        digest = hashlib.blake2b(self._mask_as_bytes(), digest_size=7).digest()
         weights = as_words(self._weights.nodes.values())
-        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
+        text = f"add gradients({self._gradients}" + (")" if self._buffers is None else f", {self._buffers})")
         word = self._weights_word if self._announced is None else 0
-        numbers = [_STATES.index(state), int.from_bytes(digest, "little"), way, word]
+        numbers = [_STATES.index(state), self._changes.digest, way, word]
         return self._group.start(text, [*numbers, *weights])
 
-    def _check(self, states: list[str], not_finite: NotFinite | None, written: int | None) -> None:
+    def _check(
+        self, states: list[str], not_finite: NotFinite | None, written: int | None, fault: str | None
+    ) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""
         owners = {
             state: [i for i, other in zip(self._group.instances, states, strict=True) if other == state]
@@ -331,6 +320,8 @@ class GradientSum:
             asked = [] if written is None else [written]
             found = self._group.start("name the parameter that was written", asked).wait()
             raise self._written_error(owners["written"], min(numbers for numbers in found if numbers)[0])
+        if "fault" in owners:
+            raise_fault(self._group, fault)
         if "not finite" in owners:
             found = self._group.start("name the gradient that is not finite", not_finite or ()).wait()
             replica, parameter = min(numbers for numbers in found if numbers)

@@ -1,1 +1,1 @@
-"""Figures of merit over all instances of a job."""
+"""What a program measures, over all instances of a job."""

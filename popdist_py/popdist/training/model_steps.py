@@ -1,13 +1,14 @@
 """The steps of one model on this instance: each is begun, computed in micro batches, and ended or abandoned."""
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, ClassVar, Final
 
 from torch import nn
 
 from popdist import context
 from popdist.errors import BatchError, MicroBatchError
-from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.reduction import (
     CANNOT_SPLIT,
@@ -20,7 +21,7 @@ from popdist.training import outside_step
 from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.outside_step import AutomaticReduction
-from popdist.training.randomness import ReplicaRandomness
+from popdist.training.randomness import RandomScope, ReplicaRandomness
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
 from popdist.weights import sum_parameters
@@ -34,6 +35,15 @@ BESIDE: Final = (
     "zip(), which does not take both to their ends: write zip(..., strict=True)"
 )
 """Why a step has no gradient."""
+
+
+_numbers: Final = count(1)
+
+
+def _next_label() -> str | None:
+    """What the next model is called on all instances; None for one that not all of them make."""
+    is_everywhere = len(context.current_group().instances) == context.environment().contract.num_instances
+    return str(next(_numbers)) if is_everywhere else None
 
 
 class ModelSteps:
@@ -51,6 +61,7 @@ class ModelSteps:
         self.randomness = ReplicaRandomness(seed, self.layout.replicas_of(contract.instance_index))
         self._module = module
         self._checks_finite = checks_finite
+        self._label = _next_label()
         self._prepare()
 
     def _prepare(self) -> None:
@@ -59,23 +70,32 @@ class ModelSteps:
         self.step: Step | PlainStep | None = None
         self._left_at: int | None = None
         self.gradients = ModelGradients(self._module)
-        self._buffers = ReplicaBuffers(self._module)
+        self.buffers = ReplicaBuffers(self._module, self._label)
         self._checked_steps = CheckedSteps()
         self.automatic = AutomaticReduction(
             self._module,
             self.gradients,
-            self._buffers,
+            self.buffers,
             self.layout,
             self._checked_steps,
             checks_finite=self._checks_finite,
         )
+        if self.layout.num_replicas > self.layout.num_local_replicas == 1:
+            self.buffers.begin_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("layout", "randomness", "_module", "_checks_finite")}
+        kept = ("layout", "randomness", "_module", "_checks_finite", "_label")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._label = label_of_copy(self._label)
         self._prepare()
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the process is in no micro batch of any model, in a job in which that matters."""
+        return self.layout.num_replicas > 1 and not RandomScope.is_entered()
 
     def begin(self, accumulation: int) -> Step | PlainStep:
         """Start a step, from no gradients."""
@@ -87,7 +107,7 @@ class ModelSteps:
         else:
             self.step = Step(
                 self.gradients.memory(group, self.layout),
-                self._buffers,
+                self.buffers,
                 accumulation=accumulation,
                 is_checked=is_checked,
                 weights=sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None,
@@ -198,7 +218,7 @@ class ModelSteps:
         self.automatic.is_computing = False
         outside_step.end_step(self)
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
-            self._buffers.begin_step()  # the next pass may be one outside the loop, which nothing announces
+            self.buffers.begin_pass()  # the next pass may be one outside the loop, which nothing announces
 
 
 class MicroBatchScope:

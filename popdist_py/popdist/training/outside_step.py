@@ -261,7 +261,7 @@ class AutomaticReduction:
             weights = sum_parameters(self._module) if self._checked_steps.is_next_checked() else None
             _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, weights, found)
             self._checked_steps.end_step()
-            self._buffers.begin_step()
+            self._buffers.begin_pass()
         elif found is not None:
             raise not_finite_error(found, gradients)
 
@@ -296,7 +296,7 @@ def _reduce_all(
     """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
     total = GradientSum(memory, buffers, weights)
     if buffers is not None:
-        buffers.end_replica(has_run=True)
+        buffers.end_pass()
     total.used = memory.gradients.used()
     total.push(memory.take_all(), 1.0)
     total.finish(reduction, not_finite)

@@ -94,6 +94,11 @@ class RandomScope:
         self._ordinal = ordinal
         self._outside = states[replica]
 
+    @classmethod
+    def is_entered(cls) -> bool:
+        """Whether the process is some replica at the moment."""
+        return bool(cls._entered)
+
     def __enter__(self) -> None:
         if self._entered:
             self._entered[-1].take_back()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ class ReplicatedModel(nn.Module):
         """The module's own forward pass."""
         if torch.is_grad_enabled():
             self._model_steps.automatic.watch()
+        if self._model_steps.is_outside and self.module.training:
+            return self._model_steps.buffers.run_outside(partial(self.module, *args, **kwargs))
         return self.module(*args, **kwargs)
 
     def micro_batches(
@@ -236,7 +239,9 @@ class ReplicatedModel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
         """Load a state dict of the module, on this instance only."""
-        return self.module.load_state_dict(state_dict, *args, **kwargs)
+        loaded = self.module.load_state_dict(state_dict, *args, **kwargs)
+        self._model_steps.buffers.forgive()
+        return loaded
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as above
         """The module's parameters under its own names."""

@@ -42,7 +42,7 @@ class Step:
         self._gradients = memory.gradients
         self._buffers = buffers
         self._checks_finite = checks_finite
-        self._sum = GradientSum(memory, buffers, weights)
+        self._sum = GradientSum(memory, buffers if memory.layout.num_replicas > 1 else None, weights)
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
         self._position = 0
         self._not_finite: NotFinite | None = None
@@ -51,7 +51,7 @@ class Step:
         memory.begin_step()
         self._begin_replica()
         if memory.layout.num_replicas > 1:
-            buffers.begin_step()
+            buffers.begin_step(is_checked=is_checked)
 
     def _begin_replica(self) -> None:
         self._rows: TreeSum[GradientRows] = TreeSum(self.accumulation, self._memory.add)
@@ -103,12 +103,14 @@ class Step:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.unit()
         self._skip_to(self._num_micro_batches)
-        self._sum.finish(reduction, self._not_finite)
+        self._sum.finish(reduction, self._not_finite, self._buffers.fault)
+        self._buffers.end_step()
 
     def abandon(self) -> None:
         """Leave without a gradient, and tell the others, unless all know already. Never raises."""
         self._gradients.clear()
         self._buffers.undo()
+        self._buffers.end_step()
         self._sum.abandon()
 
     @property

@@ -1,0 +1,149 @@
+"""What the replicas of an instance have used and changed in a step, and how the instances learn it of each other.
+
+Almost always it is the same on all of them. So each sends a digest in the header that ends the step, and all that
+it stands for only where digests differ.
+
+A buffer that was made in a micro batch, or got another shape or dtype there, cannot be combined. It is right as it
+is where the instances have the same, or where one has more of it than another and both begin alike: a table for
+longer sequences, a mask. Anything else depends on the split, and is an error.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from popdist.errors import CollectiveError, WeightsError
+from popdist.gradients.buffers import ReplicaBuffers
+from popdist.groups import Group
+from popdist.headers import name_instances
+from popdist.weights import gather_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChanges:
+    """What was used and changed in a step.
+
+    Attributes:
+        mask: Bit i stands for what the instances count alike: the parameters that had a gradient, and above them
+            the buffers of the model that changed.
+        others: Keys of the changed buffers of other models.
+        irregular: Keys of buffers that were made, taken away or given another form, each with what it is now.
+    """
+
+    mask: int = 0
+    others: tuple[str, ...] = ()
+    irregular: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def digest(self) -> int:
+        """Equal numbers, of 56 bits, mean equal changes."""
+        data = self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little")
+        if self.others or self.irregular:
+            data += repr((self.others, self.irregular)).encode()
+        return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -> StepChanges:
+    """What this instance's replicas have used and changed, when all have ended.
+
+    Args:
+        used: The parameters that had a gradient.
+        num_parameters: How many there are.
+        buffers: Of the model; None where they play no part.
+    """
+    if buffers is None:
+        return StepChanges(mask=used)
+    own, others = buffers.changed()
+    irregular = tuple((key, _describe(tensor)) for key, tensor in sorted(buffers.irregular_now().items()))
+    return StepChanges(mask=used | own << num_parameters, others=tuple(others), irregular=irregular)
+
+
+def agree_on_changes(
+    group: Group, own: StepChanges, digests: Iterable[int], buffers: ReplicaBuffers | None
+) -> StepChanges:
+    """What the replicas of all instances have used and changed; every instance calls it.
+
+    Args:
+        group: All instances of the job.
+        own: Of this one.
+        digests: Of each of them.
+        buffers: Of the model.
+
+    Raises:
+        WeightsError: If a buffer that was made in a step, or changed its form there, differs between instances.
+        CollectiveError: If a model whose buffers changed is not on all instances.
+    """
+    if len(set(digests)) == 1:
+        return own
+    labels = [] if buffers is None else buffers.labels
+    message = json.dumps([f"{own.mask:x}", own.others, [key for key, _ in own.irregular], labels])
+    told = [json.loads(data) for data in gather_bytes(group, "tell what a step has changed", message.encode())]
+    mask = 0
+    for digits, *_ in told:
+        mask |= int(digits, 16)
+    others = sorted({key for _, keys, _, _ in told for key in keys})
+    irregular = sorted({key for _, _, keys, _ in told for key in keys})
+    for key in [*others, *irregular]:
+        label = key.rpartition(" ")[0]
+        if label and (without := [i for i, it in zip(group.instances, told, strict=True) if label not in it[3]]):
+            raise CollectiveError(
+                f"a step has changed the buffer {key.rpartition(' ')[2]} of a model that is not on "
+                f"{name_instances(without)}: wrap the same models, and copy them, on all instances"
+            )
+    if irregular and buffers is not None:
+        _compare(group, buffers, irregular)
+        buffers.set_apart(irregular)
+    return StepChanges(mask=mask, others=tuple(others))
+
+
+def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None:
+    """Raise, on every instance, unless the instances have the same of each buffer, as far as they have it."""
+    tensors = [buffers.tensor_of(key) for key in keys]
+    forms = [None if tensor is None else [str(tensor.dtype), *tensor.shape] for tensor in tensors]
+    text = "compare buffers that were made in a step"
+    told = [json.loads(data) for data in gather_bytes(group, text, json.dumps(forms).encode())]
+    digests = []
+    for tensor, *forms_of_one in zip(tensors, *told, strict=True):
+        known = [form for form in forms_of_one if form is not None]
+        is_alike = len({(form[0], len(form)) for form in known}) == 1
+        if tensor is None or not is_alike:
+            digests.append("" if tensor is None else _describe(tensor))
+            continue
+        common = [min(sizes) for sizes in zip(*(form[1:] for form in known), strict=True)]
+        digests.append(_describe(tensor[tuple(slice(size) for size in common)]))
+    found = [json.loads(data) for data in gather_bytes(group, f"{text}, contents", json.dumps(digests).encode())]
+    for key, *own in zip(keys, *found, strict=True):
+        if len(set(own) - {""}) > 1:
+            first = next(digest for digest in own if digest)
+            differing = [i for i, it in zip(group.instances, own, strict=True) if it not in ("", first)]
+            raise WeightsError(
+                f"the buffer {buffers.describe(key)} was made in a micro batch, or changed its shape or dtype "
+                f"there, and differs between instances (on {name_instances(differing)}): nothing tells what it is "
+                "for all replicas. Register it before training, in its shape and dtype; keep in it what does not "
+                "follow from the samples; or hand the state to forward() and return it"
+            )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    """Form and contents of a buffer: equal texts are equal bits."""
+    if tensor is None:
+        return "none"
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).cpu()
+    digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
+
+
+def raise_fault(group: Group, fault: str | None) -> None:
+    """Raise, on every instance, what was found on one of them; all call it.
+
+    Raises:
+        WeightsError: The fault of the first instance that has one.
+    """
+    faults = gather_bytes(group, "tell what is wrong", (fault or "").encode())
+    instance, told = next((i, data) for i, data in zip(group.instances, faults, strict=True) if data)
+    where = "" if len(group.instances) == 1 else f" (found on instance {instance})"
+    raise WeightsError(told.decode() + where)

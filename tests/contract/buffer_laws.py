@@ -1,0 +1,191 @@
+"""The laws of buffers that are written where no model has its step; every instance runs all of them."""
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
+
+import popdist
+from popdist import checkpoint
+from tests.contract.collective_laws import refused
+from tests.contract.training_laws import TIMEOUT_SECONDS, is_last, laws_of, samples, share
+
+
+def run_all() -> int:
+    """Every law; how many there were."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    laws = laws_of(sys.modules[__name__])
+    for law in laws:
+        popdist.barrier()
+        law()
+    return len(laws)
+
+
+def step(model: popdist.ReplicatedModel) -> None:
+    """One step's gradient."""
+    for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+        model(x).square().mean().backward()
+
+
+def law_a_pass_outside_that_writes_a_buffer_is_an_error_on_all() -> None:
+    """At the model's next step and save, also when one instance alone made it; loading makes it right again."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    other = popdist.ReplicatedModel(nn.Linear(4, 4))
+    state = {name: it.clone() for name, it in model.state_dict().items()}
+    with torch.no_grad():
+        model.eval()(samples(5)[0])
+        if is_last():
+            model.train()(samples(5)[0])
+    model.train()
+    if popdist.num_replicas() == 1:
+        step(model)
+        return
+    step(other)
+    for _ in range(2):
+        with refused(
+            popdist.WeightsError, r"0\.running_mean, 0\.running_var.* of Sequential was written by a forw"
+        ):
+            step(model)
+    with TemporaryDirectory() as name:
+        folder = Path(popdist.broadcast_object(name))
+        error = popdist.WeightsError if is_last() else popdist.CheckpointError
+        with refused(error, r"0\.running_mean.* of Sequential was written by a forward pass in training mode"):
+            checkpoint.save(folder, model=model)
+        with refused(error, r"0\.running_mean"):
+            checkpoint.save(folder, model=nn.ModuleList([model]))
+        checkpoint.save(folder, other=other)
+        model.load_state_dict(state)
+        checkpoint.save(folder, model=model)
+        popdist.barrier()
+    step(model)
+
+
+def law_what_replaced_such_a_write_is_right() -> None:
+    """Whatever did it: the error is only there as long as the buffer holds what the pass wrote."""
+    model = popdist.ReplicatedModel(nn.BatchNorm1d(4))
+    model(torch.randn(5, 4))
+    model.get_submodule("module").reset_running_stats()  # type: ignore[operator] # torch's
+    step(model)
+    model(torch.randn(5, 4))
+    popdist.update_bn([share(samples(3 * popdist.num_replicas()))], model)
+    step(model)
+
+
+def law_update_bn_is_torchs() -> None:
+    """For one replica the bits; for more the mean over the replicas' batches. Modes and momenta stay."""
+    first, second = nn.BatchNorm1d(4, momentum=0.3), nn.BatchNorm1d(4)
+    module = nn.Sequential(nn.Linear(4, 4), first, nn.ReLU(), second)
+    popdist.broadcast_weights(module)
+    second.eval()
+    batches = [samples(4 * popdist.num_replicas() + number) for number in (0, 4 * popdist.num_replicas())]
+    popdist.update_bn([share(it) for it in batches], module)
+    found = {name: it.clone() for name, it in module.state_dict().items()}
+    assert (first.momentum, first.training, second.momentum, second.training) == (0.3, True, 0.1, False)
+
+    parts = [x.tensor_split(popdist.num_replicas()) for x, _ in batches]
+    update_bn([x for step_parts in parts for x in step_parts], module)
+    for name, wanted in module.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(found[name], wanted)
+            assert popdist.num_replicas() > 1 or torch.equal(found[name], wanted)
+    assert found["1.num_batches_tracked"] == len(batches)
+    popdist.update_bn([object()], nn.Linear(4, 4))  # which has no statistics
+
+
+def law_update_bn_tells_all_of_an_error() -> None:
+    """One instance cannot compute its part, or has fewer batches."""
+    model = nn.BatchNorm1d(4)
+    batches = [share(samples(4 * popdist.num_replicas())) for _ in range(2)]
+    if is_last():
+        batches[1] = (torch.zeros(4 * popdist.num_local_replicas(), 3), batches[1][1])
+    with refused(
+        *((RuntimeError, "running_mean") if is_last() else (popdist.MicroBatchError, "could not compute"))
+    ):
+        popdist.update_bn(batches, model)
+    assert model.momentum == 0.1
+    if popdist.num_instances() > 1:
+        with refused(popdist.CollectiveError, r"update_bn\(\), the end"):
+            popdist.update_bn(batches[:1] * (1 + is_last()), model)
+    popdist.barrier()
+
+
+class Queue(nn.Module):
+    """Keeps what it has seen, in a buffer that forward makes."""
+
+    def __init__(self, *, is_reshaped: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        if is_reshaped:
+            self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Remember ``x``."""
+        self.register_buffer("seen", x.clone())
+        return torch.as_tensor(self.layer(x))
+
+
+def law_a_buffer_that_forward_makes_from_samples_is_named() -> None:
+    """Also as part of another model; instances have different ones. Where one has all replicas, there is one."""
+    for is_reshaped in (False, True):
+        if popdist.num_instances() == 1:
+            step(popdist.ReplicatedModel(Queue(is_reshaped=is_reshaped)))
+            continue
+        with refused(popdist.WeightsError, r"the buffer seen was made in a micro batch, or changed its shape"):
+            step(popdist.ReplicatedModel(Queue(is_reshaped=is_reshaped)))
+        model, other = (
+            popdist.ReplicatedModel(nn.Linear(4, 4)),
+            popdist.ReplicatedModel(Queue(is_reshaped=is_reshaped)),
+        )
+        with refused(popdist.WeightsError, r"the buffer seen of Queue was made in a micro batch"):
+            for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+                with other.no_sync():
+                    other(model(x)).square().mean().backward()
+
+
+class Codes(nn.Module):
+    """A large buffer, written through ``.data`` when it is told to."""
+
+    codes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("codes", torch.zeros(70_000))
+
+    def forward(self, x: Tensor, *, writes: bool) -> Tensor:
+        """Write what ``x`` is."""
+        if writes:
+            self.codes.data.add_(x.mean())
+        return torch.as_tensor(self.layer(x))
+
+
+def law_a_large_buffer_that_is_written_late_through_data_is_named() -> None:
+    """In the next checked step, since steps in between do not look."""
+    model = popdist.ReplicatedModel(Codes())
+    for number in range(5):
+        for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            model(x, writes=number == 4).square().mean().backward()
+    model._model_steps._checked_steps._num_ended = 99
+    if popdist.num_replicas() == 1:
+        return
+    with refused(popdist.WeightsError, r"codes was written through \.data"):
+        for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            model(x, writes=False).square().mean().backward()
+
+
+def law_a_pass_outside_gives_all_models_what_the_replicas_made() -> None:
+    """Where a backward pass outside of the loop is reduced, from the first one on, and whatever was called."""
+    if popdist.num_local_replicas() > 1:
+        return
+    model, critic = (popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))) for _ in range(2))
+    for _ in range(2):
+        out = model.get_submodule("module")(share(samples(3 * popdist.num_replicas()))[0])
+        with critic.no_sync():
+            critic.get_submodule("module")(out).square().mean().backward()
+        for net in (model, critic):
+            digest = popdist.checksum(dict(net.named_buffers()))
+            assert popdist.broadcast_object(digest, popdist.num_instances() - 1) == digest
+    assert critic.state_dict()["1.running_mean"].any()
