@@ -61,7 +61,7 @@ def contenders(num_instances: int, num_threads: int, num_steps: int) -> dict[str
 def slowest(command: list[str], num_threads: int) -> float:
     """Steps a second of the slowest instance."""
     with tempfile.TemporaryDirectory() as folder:
-        pool = {"POPRUN_POOL": str(Path(folder, "pool.sqlite")), "OMP_NUM_THREADS": str(num_threads)}
+        pool = {"POPRUN_POOL": str(Path(folder, "pool")), "OMP_NUM_THREADS": str(num_threads)}
         answer = subprocess.run(
             command, check=True, env=os.environ | pool, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )

@@ -3,7 +3,7 @@
     python benchmarks/pool.py --jobs 100 --ipus 8
 
 First as many processes as there are jobs take and give back leases as fast as they can: how long does each hold
-the pool's lock, from the moment it has it to the end of its commit? Then as many real poprun jobs start at once,
+the lock of the pool, from the moment it has it to the last write? Then as many real poprun jobs start at once,
 wait for an IPU, hold it for a while, and give it back. Each makes a mark for its IPU and fails if there is one:
 two jobs on one IPU would be found. With J jobs of S seconds on I IPUs the ideal is J / I rounds of S seconds.
 """
@@ -11,45 +11,45 @@ two jobs on one IPU would be found. With J jobs of S seconds on I IPUs the ideal
 import argparse
 import os
 import shlex
-import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 from poprun.plan.inventory import cpu_cluster
+from poprun.pool.folder import PoolFolder
 from poprun.pool.pool import Pool, wait_for_turn
 from poprun.pool.requests import Wish
 
 _PATIENCE_SECONDS = 600.0
 
 
-class TimedConnection(sqlite3.Connection):
-    """A connection that measures how long each of its transactions holds the lock."""
+def timed(alone: Callable[..., Any], held_seconds: list[float]) -> Callable[..., Any]:
+    """What has the pool to itself, and adds to ``held_seconds`` for how long."""
 
-    held_seconds: list[float] = []  # noqa: RUF012 - of the whole process, which is the contender
+    @contextmanager
+    def measured(*words: Any) -> Iterator[None]:  # noqa: ANN401 - as alone has them
+        with alone(*words):
+            began = time.perf_counter()
+            yield
+            held_seconds.append(time.perf_counter() - began)
 
-    def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:  # noqa: ANN401 - sqlite3's own
-        """Execute ``sql``; the lock is held from the end of BEGIN to the end of COMMIT."""
-        cursor = super().execute(sql, *parameters)
-        if sql == "BEGIN IMMEDIATE":
-            self.began_seconds = time.perf_counter()
-        elif sql == "COMMIT" and hasattr(self, "began_seconds"):
-            self.held_seconds.append(time.perf_counter() - self.began_seconds)
-        return cursor
+    return measured
 
 
-def contend(file: str, num_ipus: int, num_leases: int, start: Any, results: Any) -> None:  # noqa: ANN401 - of multiprocessing
+def contend(path: str, num_ipus: int, num_leases: int, start: Any, results: Any) -> None:  # noqa: ANN401 - of multiprocessing
     """Take and give back ``num_leases`` leases of one IPU; tell how long each transaction held the lock."""
-    connect = sqlite3.connect
-    sqlite3.connect = lambda *words, **more: connect(*words, factory=TimedConnection, **more)  # type: ignore[assignment]
+    held_seconds: list[float] = []
+    PoolFolder.alone = timed(PoolFolder.alone, held_seconds)  # type: ignore[method-assign]
     wish = Wish(num_ipus=1, choose=cpu_cluster("box", num_ipus).pick(1))
-    pool = Pool(file)
+    pool = Pool(path)
     start.wait()
     for _ in range(num_leases):
         ticket = pool.ask("contender", wish)
@@ -57,14 +57,14 @@ def contend(file: str, num_ipus: int, num_leases: int, start: Any, results: Any)
             wait_for_turn(pool, ticket, wish, _PATIENCE_SECONDS)
             ticket = pool.try_again(ticket, wish)
         pool.release(ticket)
-    results.put(TimedConnection.held_seconds)
+    results.put(held_seconds)
 
 
-def measure_transactions(file: str, num_contenders: int, num_ipus: int, num_leases: int) -> list[float]:
+def measure_transactions(path: str, num_contenders: int, num_ipus: int, num_leases: int) -> list[float]:
     """Seconds that each transaction of all contenders held the lock."""
     context = get_context("fork")
     start, results = context.Event(), context.Queue()
-    words = (file, num_ipus, num_leases, start, results)
+    words = (path, num_ipus, num_leases, start, results)
     contenders = [context.Process(target=contend, args=words) for _ in range(num_contenders)]
     for contender in contenders:
         contender.start()
@@ -93,7 +93,7 @@ def run_jobs(folder: Path, num_jobs: int, num_ipus: int, seconds: float) -> tupl
     smi.chmod(0o755)
     mark = "mark-$CUDA_VISIBLE_DEVICES"
     program = f"mkdir {mark} || exit 9; date +%s.%N >> begun; sleep {seconds}; date +%s.%N >> ended; rmdir {mark}"
-    words = ["-m", "poprun", "--pool", str(folder / "jobs.sqlite"), "--launcher", "local", "--wait-for-devices"]
+    words = ["-m", "poprun", "--pool", str(folder / "jobs"), "--launcher", "local", "--wait-for-devices"]
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     started = time.time()
     jobs = [
@@ -118,7 +118,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="poprun-bench-") as name:
         folder = Path(name)
-        held = measure_transactions(str(folder / "lock.sqlite"), given.jobs, given.ipus, given.leases)
+        held = measure_transactions(str(folder / "contended"), given.jobs, given.ipus, given.leases)
         first, rest, num_lost = run_jobs(folder, given.jobs, given.ipus, given.seconds)
 
     percentiles = statistics.quantiles(held, n=100)

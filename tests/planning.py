@@ -83,7 +83,7 @@ def vipu_settings(num_instances: int) -> st.SearchStrategy[VipuSettings]:
         waits_for_devices=True,
         shares_devices=True,
         is_offline=True,
-        pool="/tmp/p.sqlite",
+        pool="/tmp/p",
         pod="POD16",
     )
     return st.sampled_from([VipuSettings(), some, other])

@@ -19,7 +19,7 @@ from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS
 
-POOL = "/run/pool.sqlite"
+POOL = "/run/pool"
 """A file of a host's own: the hosts of these tests share the rest of the file system."""
 
 HELD = ("--pool", POOL, "--ipus-per-host", "2")
@@ -66,7 +66,7 @@ def test_a_job_holds_virtual_ipus_on_each_of_its_hosts(
     assert refused.code == 69
     assert "host n2: the job needs 1 virtual IPU, and 0 are free of 2 on this machine" in refused.err
     assert re.search(r"cpu/0-1: process \d+ of \w+ \(.*python", refused.err)
-    assert "holds cpu/0-1 on n1, from the pool /run/pool.sqlite" in err
+    assert "holds cpu/0-1 on n1, from the pool /run/pool" in err
     assert held(network) == {}
     leases = json.loads(report.read_text())["leases"]
     assert [(lease["host"], lease["held"]) for lease in leases] == [

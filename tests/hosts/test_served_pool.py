@@ -32,7 +32,7 @@ def served(own_network: Network, tmp_path: Path) -> Iterator["subprocess.Popen[s
     settings = {
         "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("poprun_py", "popdist_py")),
         "POPRUN_POD": str(tmp_path / "pod.yaml"),
-        "POPRUN_POOL": f"{TMPDIR}/pool.sqlite",
+        "POPRUN_POOL": f"{TMPDIR}/pool",
     }
     told = [f"{name}={value}" for name, value in settings.items()]
     words = [
@@ -63,7 +63,7 @@ def test_jobs_of_several_hosts_share_one_pool(
     folders = ("/usr/local/sbin", str(Path(sys.executable).parent), os.environ["PATH"])
     env = {"PATH": os.pathsep.join(folders), "POPRUN_VIPU_TOKEN_FILE": str(tmp_path / "token")}
     words = write_program(tmp_path, "ready()\nhang()")
-    options = ("-v", "--vipu-server-host=n3", "--pool=/run/pool.sqlite", "--host")
+    options = ("-v", "--vipu-server-host=n3", "--pool=/run/pool", "--host")
     command = poprun.words(own_network, (*options, "n2", "-n1", sys.executable, *words), ROOT, env)
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:
         wait_until(lambda: has_met(tmp_path, 1))
@@ -73,7 +73,7 @@ def test_jobs_of_several_hosts_share_one_pool(
         _, told = first.communicate()
 
     assert "holds lab/4 on n2, from the pool n3:8090" in told
-    assert "holds GPU 0 on n2, from the pool /run/pool.sqlite" in told
+    assert "holds GPU 0 on n2, from the pool /run/pool" in told
     assert second.succeeded().lines == ["[1,0]<stdout>:0 0", "[1,1]<stdout>:1 0"]
     assert "holds lab/0,5 on n[1-2], from the pool n3:8090" in second.err
     assert large.code == 69

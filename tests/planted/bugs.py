@@ -210,7 +210,7 @@ BUGS = (
     Bug(
         "a job overtakes those that wait before it",
         "poprun",
-        "    if predecessors(connection, number, wish.queue):\n        return ()\n",
+        "    if any(other.id < lease.id for other in state.waiting(wish.queue)):\n        return ()\n",
         "",
         ("unit/test_pool.py",),
     ),
@@ -222,18 +222,38 @@ BUGS = (
         ("unit/test_pool.py",),
     ),
     Bug(
-        "a transaction that fails is committed",
+        "the lease of a job that fails to ask stays",
         "poprun",
-        'connection.execute("ROLLBACK")',
-        'connection.execute("COMMIT")',
+        "            except BaseException:\n                end_lease(folder, key)\n",
+        "            except BaseException:\n",
         ("unit/test_pool.py",),
+    ),
+    Bug(
+        "the folder of the pool may be a link",
+        "poprun",
+        "os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC",
+        "os.O_DIRECTORY | os.O_CLOEXEC",
+        ("process/test_pool_attacks.py",),
+    ),
+    Bug(
+        "a lease is whose its row says",
+        "poprun",
+        "holder=replace(lease.holder, user=user_name(uid))",
+        "holder=lease.holder",
+        ("process/test_pool_attacks.py",),
+    ),
+    Bug(
+        "a file of the pool may have several names",
+        "poprun",
+        "if found.st_nlink > 1:",
+        "if found.st_nlink > 9:",
+        ("process/test_pool_attacks.py",),
     ),
     Bug(
         "the lock of a lease stays when asking fails",
         "poprun",
-        "            except BaseException:\n                os.close(descriptor)\n                raise\n"
-        "        return Ticket(",
-        "            except BaseException:\n                raise\n        return Ticket(",
+        "                end_lease(folder, key)\n                os.close(descriptor)\n",
+        "                end_lease(folder, key)\n",
         ("unit/test_pool.py",),
     ),
     Bug(

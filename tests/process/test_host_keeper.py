@@ -31,7 +31,7 @@ from tests.running import DEADLINE_SECONDS
 @pytest.fixture
 def pool(tmp_path: Path) -> Pool:
     """A pool of the test's own."""
-    return Pool(str(tmp_path / "pool.sqlite"))
+    return Pool(str(tmp_path / "pool"))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def keepers() -> Iterator[list[HostKeeper]]:
 
 def plan_for(pool: Pool, num_instances: int, *, waits: bool = False) -> LaunchPlan:
     """A job of one host that takes virtual IPUs of ``pool``, which has 4."""
-    vipu = VipuSettings(pool=pool.file, ipus_per_host=4, waits_for_devices=waits)
+    vipu = VipuSettings(pool=pool.path, ipus_per_host=4, waits_for_devices=waits)
     return planned(LAPTOP, num_instances=num_instances, vipu=vipu, working_directory="/")
 
 
@@ -83,7 +83,7 @@ def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, kee
     assert not keeper.is_there()
     keeper.end(until())
 
-    assert granted["held"] == [[["cpu/0", "cpu/1", "cpu/2"], pool.file, None]]
+    assert granted["held"] == [[["cpu/0", "cpu/1", "cpu/2"], pool.path, None]]
     assert granted["devices"] == []
     assert held(pool) == ["cpu/0", "cpu/1", "cpu/2"]
     for descriptor in agent:

@@ -35,7 +35,7 @@ sys.stdin.readline()
 @pytest.fixture(autouse=True)
 def _pool_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cores are leased from a pool of the test's own, so that other jobs of the machine do not matter."""
-    monkeypatch.setenv("POPRUN_POOL", str(tmp_path / "pool.sqlite"))
+    monkeypatch.setenv("POPRUN_POOL", str(tmp_path / "pool"))
 
 
 def where(poprun: Poprun, *words: str, cwd: Path | None = None) -> list[tuple[set[int], set[int], set[str]]]:

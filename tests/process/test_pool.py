@@ -24,7 +24,7 @@ LOCAL = ("--launcher", "local")
 @pytest.fixture
 def pool(tmp_path: Path) -> Path:
     """The file of a pool of the test's own."""
-    return tmp_path / "pool.sqlite"
+    return tmp_path / "pool"
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def serving(folder: Path, *words: str, **variables: str) -> Iterator[Server]:
         f"--token-file={folder / 'token'}",
         *words,
     ]
-    env = {"POPRUN_POOL": str(folder / "pool.sqlite"), "POPRUN_POD": "POD16", **variables}
+    env = {"POPRUN_POOL": str(folder / "pool"), "POPRUN_POD": "POD16", **variables}
     with subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
@@ -208,7 +208,7 @@ def test_clients_that_dawdle_keep_nobody_out(server: Server) -> None:
 def test_vipu_over_the_network(server: Server) -> None:
     """It shows and does the same as on the pool of its own machine, with the same errors."""
     at_server = {**server.env, "POPRUN_VIPU_SERVER_HOST": "127.0.0.1", "POPRUN_VIPU_SERVER_PORT": str(server.port)}
-    here = {"POPRUN_POOL": str(server.folder / "pool.sqlite"), "POPRUN_POD": "POD16"}
+    here = {"POPRUN_POOL": str(server.folder / "pool"), "POPRUN_POD": "POD16"}
 
     made = server.vipu("create", "partition", "p", "-s8").succeeded()
     for words in (
@@ -290,7 +290,7 @@ def test_a_token_is_a_secret(tmp_path: Path) -> None:
 
 def test_a_queue_over_the_network(server: Server) -> None:
     """First come, first served, clients and jobs of the server's machine alike; who cannot be served goes."""
-    pool, here = server.pool, Pool(str(server.folder / "pool.sqlite"))
+    pool, here = server.pool, Pool(str(server.folder / "pool"))
     large, small = (request_for(IpuWish(num_ipus=num), key) for num, key in ((10, "a" * 32), (2, "b" * 32)))
     pod = pool.cluster()
     ticket = here.ask("local", Wish(num_ipus=8, choose=pod.pick(8)))
@@ -417,7 +417,8 @@ def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
             running.communicate("\n", timeout=DEADLINE_SECONDS)
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
             await_line(running)
-            Pool(str(tmp_path / "pool.sqlite")).end([lease.id for lease in server.pool.state().leases])
+            (lease,) = server.pool.state().leases
+            Pool(str(tmp_path / "pool")).end(lease)
             assert running.stderr is not None
             assert "the lease of this job has ended" in running.stderr.readline()
             running.communicate("\n", timeout=DEADLINE_SECONDS)
@@ -457,9 +458,9 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
             assert first.pool.take_lease(dead).ipus == ("POD16/2", "POD16/3")
             first.process.kill()
             first.process.wait()
-            local = Pool(str(tmp_path / "pool.sqlite"))
+            local = Pool(str(tmp_path / "pool"))
             assert len(local.state().taken) == 4  # nobody knows, so nobody takes
-            large = Poprun(options=("--launcher", "local", "--pool", str(tmp_path / "pool.sqlite")))
+            large = Poprun(options=("--launcher", "local", "--pool", str(tmp_path / "pool")))
             refused = large("--pod", "POD16", "-n1", "--ipus-per-replica=13", "true")
             assert running.stderr is not None
             assert "there is no server of virtual IPUs" in running.stderr.readline()
@@ -479,8 +480,8 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
 def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> None:
     """A port in use, a pool that is served, a package that is missing, an address that others reach."""
     command = [sys.executable, "-m", "poprun.vipu", "serve", f"--token-file={server.folder / 'token'}"]
-    served = {"POPRUN_POOL": str(server.folder / "pool.sqlite"), "POPRUN_POD": "POD16"}
-    other = {**served, "POPRUN_POOL": str(tmp_path / "pool.sqlite")}
+    served = {"POPRUN_POOL": str(server.folder / "pool"), "POPRUN_POD": "POD16"}
+    other = {**served, "POPRUN_POOL": str(tmp_path / "pool")}
     without = "import sys; sys.modules['uvicorn'] = None; from poprun.vipu.vipu_command import main; main()"
     for words, env, problem in (
         (

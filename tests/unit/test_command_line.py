@@ -82,7 +82,7 @@ def test_nothing_given_leaves_every_default_to_the_request() -> None:
             ["--ipus-per-host=4", "--wait-for-devices", "--share-devices", "--offline-mode=on"],
             {"vipu": VipuSettings(ipus_per_host=4, waits_for_devices=True, shares_devices=True, is_offline=True)},
         ),
-        (["--pod=POD64", "--pool", "/p.sqlite"], {"vipu": VipuSettings(pod="POD64", pool="/p.sqlite")}),
+        (["--pod=POD64", "--pool", "/p"], {"vipu": VipuSettings(pod="POD64", pool="/p")}),
         (["--vipu-server-timeout=6000"], {"vipu": VipuSettings(server_timeout_seconds=6000)}),
         (
             ["--vipu-server-host=h", "--vipu-server-port", "80"],

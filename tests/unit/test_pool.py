@@ -1,14 +1,15 @@
-"""The pool as a library: where its file may be, what its file may be, and whose leases live.
+"""The pool as a library: where it may be, what may stand in it, and whose leases live.
 
-Holds poprun.pool.database.
+Holds poprun.pool.contents and poprun.pool.folder.
 """
 
+import json
 import os
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,7 @@ MOUNTS = """\
 @pytest.fixture
 def pool(tmp_path: Path) -> Pool:
     """A new pool."""
-    return Pool(str(tmp_path / "pool.sqlite"))
+    return Pool(str(tmp_path / "pool"))
 
 
 def wish(num_ipus: int) -> Wish:
@@ -44,6 +45,18 @@ def in_partition(name: str, size: int, **more: bool | None) -> Wish:
     """A partition of ``size`` IPUs."""
     wanted = PartitionWish(name=name, size=size, **more)  # type: ignore[arg-type]
     return Wish(num_ipus=size, choose=CLUSTER.pick(size), partition=wanted, cluster="box")
+
+
+def names(pool: Pool, kind: str) -> list[Path]:
+    """The files of one kind in a pool."""
+    return sorted(Path(pool.path).glob(f"{kind}-*"))
+
+
+def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what stands in a file of a pool."""
+    values = json.loads(file.read_text())
+    change(values)
+    file.write_text(json.dumps(values))
 
 
 @contextmanager
@@ -59,11 +72,11 @@ def holding(pool: Pool, wanted: Wish) -> Iterator[Ticket]:
 def test_a_pool_that_nobody_made_is_empty(pool: Pool) -> None:
     """Looking makes no file."""
     assert pool.state().taken == frozenset()
-    assert not Path(pool.file).exists()
+    assert not Path(pool.path).exists()
 
 
 def test_leases_come_and_go(pool: Pool) -> None:
-    """What is held is taken; what was given back is free, and its lock file is gone."""
+    """What is held is taken; what was given back is free, and no file is left of it."""
     with holding(pool, wish(3)) as first, holding(pool, wish(5)) as second:
         assert first.ipus == ("cpu/0", "cpu/1", "cpu/2")
         assert len(pool.state().taken) == 8
@@ -71,7 +84,7 @@ def test_leases_come_and_go(pool: Pool) -> None:
         (lease, _) = pool.state().leases
         assert (lease.holder.pid, lease.holder.words, lease.num_ipus) == (os.getpid(), "job", 3)
     assert pool.state().leases == ()
-    assert list(Path(f"{pool.file}.leases").iterdir()) == []
+    assert list(Path(pool.path).iterdir()) == []
 
 
 def test_nobody_slips_past(pool: Pool) -> None:
@@ -90,17 +103,17 @@ def test_nobody_slips_past(pool: Pool) -> None:
     pool.release(small)
 
 
-def test_the_database_itself_refuses_a_second_holder(pool: Pool) -> None:
+def test_nothing_is_given_twice(pool: Pool) -> None:
     """Even a job that picks what is taken does not get it, and leaves the pool as it was."""
     with holding(pool, wish(1)):
         greedy = Wish(num_ipus=1, choose=lambda _: CLUSTER.pick(1)(()))
-        with pytest.raises(PoolError, match=r"UNIQUE constraint failed: ipu\.name"):
+        with pytest.raises(PoolError, match="cpu/0 cannot be held by two jobs"):
             pool.ask("greedy", greedy)
         assert len(pool.state().leases) == 1
 
 
 def test_who_asks_in_vain_leaves_nothing(pool: Pool) -> None:
-    """Neither a row in the database, whoever would clear it away later, nor an open lock."""
+    """Neither a file, whoever would clear it away later, nor an open lock."""
 
     def refuse(_: object) -> tuple[VirtualIpu, ...]:
         raise PartitionError("that does not fit")
@@ -110,8 +123,7 @@ def test_who_asks_in_vain_leaves_nothing(pool: Pool) -> None:
         with pytest.raises(PartitionError, match="that does not fit"):
             pool.ask("picky", Wish(num_ipus=1, choose=refuse))
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-        with closing(sqlite3.connect(pool.file)) as connection:
-            assert connection.execute("SELECT count(*) FROM lease").fetchone() == (1,)
+        assert (len(names(pool, "lease")), len(names(pool, "lock")), len(names(pool, "new"))) == (1, 1, 0)
 
 
 def test_partitions_are_kept(pool: Pool) -> None:
@@ -191,108 +203,96 @@ def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:
 def test_a_lease_of_another_boot_has_ended(pool: Pool) -> None:
     """After a reboot nothing is held, whatever the process ids are, and the partition made for a job is gone."""
     ticket = pool.ask("job", in_partition("p", 4))
-    with closing(sqlite3.connect(pool.file)) as connection:
-        connection.execute("UPDATE lease SET boot_id = 'another'")
-        connection.commit()
+    (file,) = names(pool, "lease")
+    edit(file, lambda row: row["lease"]["holder"].update(boot_id="another"))
     assert pool.state().taken == frozenset()
     with holding(pool, wish(8)) as lease:
         assert len(lease.ipus) == 8
+    assert list(Path(pool.path).iterdir()) == []
     os.close(ticket.descriptor)
 
 
-def test_without_its_lock_file_the_process_decides(pool: Pool, tmp_path: Path) -> None:
+def test_without_its_lock_file_the_process_decides() -> None:
     """A file that somebody removed ends no lease of a process that lives, nor of one that cannot be seen."""
-    me, gone = this_process("job"), str(tmp_path / "gone")
+    me = this_process("job")
 
-    assert lives(me, gone)
-    assert not lives(replace(me, start_ticks=me.start_ticks - 1), gone)
-    assert not lives(replace(me, pid=2**22 + 1), gone)
-    assert lives(replace(me, pid=2**22 + 1, pid_namespace="pid:[1]"), gone)
-
-
-@pytest.mark.parametrize("content", [b"no database at all" * 100, b"SQLite format 3\0" + b"\xff" * 8176])
-def test_a_damaged_file_is_left_as_it_is(pool: Pool, content: bytes) -> None:
-    """The error says what to do; not a byte changes."""
-    Path(pool.file).write_bytes(content)
-    with pytest.raises(PoolError, match=r"damaged, or no pool .*it was left as it is.*\(mv "):
-        pool.ask("job", wish(1))
-    assert Path(pool.file).read_bytes() == content
+    assert lives(me, lambda: None)
+    assert not lives(replace(me, start_ticks=me.start_ticks - 1), lambda: None)
+    assert not lives(replace(me, pid=2**22 + 1), lambda: None)
+    assert lives(replace(me, pid=2**22 + 1, pid_namespace="pid:[1]"), lambda: None)
 
 
-def test_a_page_that_was_overwritten_is_noticed(pool: Pool) -> None:
-    """Damage in the middle of a pool that was one."""
-    pool.create_partition("p", CLUSTER, 4)
-    with Path(pool.file).open("r+b") as file:
-        file.seek(4096)
-        file.write(b"\xaa" * 4096)
-    with pytest.raises(PoolError, match="damaged, or no pool"):
-        pool.state()
-
-
-def test_the_database_of_another_program_is_left_as_it_is(pool: Pool) -> None:
-    """It is told from a pool before anything is written."""
-    with closing(sqlite3.connect(pool.file)) as connection:
-        connection.execute("CREATE TABLE precious (thing TEXT)")
-    before = Path(pool.file).read_bytes()
-    with pytest.raises(PoolError, match="this is no pool but another program's file, and was left as it is"):
-        pool.ask("job", wish(1))
-    assert Path(pool.file).read_bytes() == before
+def test_what_a_crash_of_the_machine_left_is_no_lease(pool: Pool) -> None:
+    """An empty row, a file that was never finished, a lock without a row: they go with the next transaction."""
+    with holding(pool, wish(1)):
+        for kind in ("lease", "lock", "new", "partition"):
+            Path(pool.path, f"{kind}-{'0' * 32}").write_bytes(b"\0" * 9)
+        assert len(pool.state().leases) == 1
+        pool.create_partition("p", CLUSTER, 1)
+    assert [len(names(pool, kind)) for kind in ("lease", "lock", "new", "partition")] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
-    ("statement", "problem"),
+    ("content", "problem"),
     [
-        ("PRAGMA user_version = 9", "made by a later poprun"),
-        ("CREATE TRIGGER t AFTER INSERT ON lease BEGIN DELETE FROM ipu; END", "not as poprun makes them"),
-        ("CREATE VIEW v AS SELECT 1", "not as poprun makes them"),
-        ("DROP TABLE ipu", "not as poprun makes them"),
+        (b"nothing at all", "Expecting value"),
+        (b"\xff", "codec can't decode"),
+        (b"[]", "must be a mapping"),
+        (b'{"version": 9}', "version 9, and this poprun knows 1"),
+        (b" " * (4 * 2**20 + 1), "it is too long"),
     ],
+    ids=["text", "bytes", "list", "version", "length"],
 )
-def test_a_pool_that_was_changed_is_refused(pool: Pool, statement: str, problem: str) -> None:
-    """Nothing that somebody put into the file is executed."""
-    pool.create_partition("p", CLUSTER, 4)
-    with closing(sqlite3.connect(pool.file)) as connection:
-        connection.execute(statement)
-    with pytest.raises(PoolError, match=problem):
-        pool.state()
+def test_a_damaged_file_is_left_as_it_is(pool: Pool, content: bytes, problem: str) -> None:
+    """The error says what to do; not a byte changes; what this process holds is given back nevertheless."""
+    ticket = pool.ask("job", wish(1))
+    damaged = Path(pool.path, f"lease-{'0' * 32}")
+    damaged.write_bytes(content)
+    with pytest.raises(PoolError, match=rf"as poprun writes it \(.*{problem}.*was left as it is.*: rm {damaged}"):
+        pool.ask("job", wish(1))
+    assert damaged.read_bytes() == content
+    pool.release(ticket)
+    assert list(Path(pool.path).iterdir()) == [damaged]
+
+
+def test_a_partition_whose_allocation_has_gone(pool: Pool) -> None:
+    """It cannot be chosen anew, and the error says what there is."""
+    parted = replace(CLUSTER, allocations={"ann": range(4)})
+    pool.create_partition("p", parted, 4, allocation="ann")
+
+    with pytest.raises(PartitionError, match="there is no allocation ann: there is bob"):
+        pool.reset_partition("p", replace(CLUSTER, allocations={"bob": range(4)}))
 
 
 def test_places_that_are_no_places(tmp_path: Path) -> None:
-    """A folder that is missing, a folder or a link in place of the file."""
-    with pytest.raises(PoolError, match="No such file or directory: make that folder first"):
-        Pool(str(tmp_path / "missing" / "p")).ask("job", wish(1))
-    (tmp_path / "folder").mkdir()
+    """A folder above that is missing, a file or a link in place of the pool, folders that others can empty."""
+    (tmp_path / "file").touch()
+    (tmp_path / "target").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "target")
-    for name in ("folder", "link"):
-        with pytest.raises(PoolError, match="this is no plain file"):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for name, problem in (
+        ("missing/p", "cannot be made: No such file or directory: make the folder above it"),
+        ("file", "this is no folder, or a link"),
+        ("link", "this is no folder, or a link"),
+        ("open", "users can remove there what others have put: have .*, whose it is, do chmod [+]t"),
+        ("open/p", "everybody can replace what is made in .*/open, which has no sticky bit"),
+    ):
+        with pytest.raises(PoolError, match=problem):
             Pool(str(tmp_path / name)).ask("job", wish(1))
-    assert not (tmp_path / "target").exists()
+    assert list((tmp_path / "target").iterdir()) == []
 
 
-def test_the_default_place_is_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who makes the folder first cannot send others elsewhere; the folder that poprun makes is open to all."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "poprun").symlink_to(tmp_path / "elsewhere")
-    file = str(tmp_path / "poprun" / "pool.sqlite")
-    monkeypatch.setattr(place, "DEFAULT_POOL", file)
-    with pytest.raises(PoolError, match="is no folder"):
-        Pool(file).ask("job", wish(1))
-    (tmp_path / "poprun").unlink()
-    with holding(Pool(file), wish(1)):
-        modes = [Path(path).stat().st_mode & 0o7777 for path in (tmp_path / "poprun", file, f"{file}.leases")]
-    assert modes == [0o777, 0o666, 0o777]
-
-
-@pytest.mark.parametrize(("mode", "file_mode"), [(0o700, 0o600), (0o770, 0o660), (0o755, 0o644)])
-def test_a_pool_is_open_to_whom_its_folder_is(tmp_path: Path, mode: int, file_mode: int) -> None:
-    """The file and the lock files have the bits of the folder."""
-    folder = tmp_path / "pool"
-    folder.mkdir()
-    folder.chmod(mode)
-    pool = Pool(str(folder / "p"))
+@pytest.mark.parametrize("mode", [0o700, 0o770, 0o755, 0o1777])
+def test_a_pool_is_open_to_whom_the_folder_above_is(tmp_path: Path, mode: int) -> None:
+    """And nobody removes there what others have put; its files can be read by all who may look into it."""
+    tmp_path.chmod(mode)
+    pool = Pool(str(tmp_path / "p"))
     with holding(pool, wish(1)) as ticket:
-        modes = [Path(path).stat().st_mode & 0o777 for path in (pool.file, f"{pool.file}.leases/{ticket.id}")]
-    assert modes == [file_mode, file_mode]
+        modes = [
+            Path(pool.path, name).stat().st_mode for name in (".", f"lease-{ticket.key}", f"lock-{ticket.key}")
+        ]
+    assert [found & 0o7777 for found in modes] == [mode | 0o1000, 0o644, 0o644]
 
 
 @pytest.mark.parametrize(

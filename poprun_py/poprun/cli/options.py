@@ -124,7 +124,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
                "Virtual IPUs that a host has. [default: its GPUs, else no limit]"),
         Option("pod", "vipu.pod", NAME,
                "Pod to plan for: POD16, POD64, …, or a YAML file. [default: this machine]"),
-        Option("pool", "vipu.pool", NAME, "File of the pool of virtual IPUs. [default: the machine's]"),
+        Option("pool", "vipu.pool", NAME, "Folder of the pool of virtual IPUs. [default: the machine's]"),
         Option("wait-for-devices", "vipu.waits_for_devices", SWITCH, "Queue until the virtual IPUs are free."),
         Option("share-devices", "vipu.shares_devices", SWITCH, "Use GPUs that other processes use, too."),
         Option("offline-mode", "vipu.is_offline", SWITCH, "Run without virtual IPUs: take none, show none."),

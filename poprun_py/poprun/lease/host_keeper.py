@@ -24,7 +24,7 @@ from poprun.lease.local_lease import leased_here  # noqa: E402 - as above
 from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
 from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
 from poprun.pool.holders import boot_id  # noqa: E402 - as above
-from poprun.pool.place import pool_file, prepare_folder  # noqa: E402 - as above
+from poprun.pool.place import opened_place, pool_folder  # noqa: E402 - as above
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
     try:
         plan = read_plan(request["plan"], "the plan")
         os.chdir(plan.working_directory)
-        _say({"machine": machine_of(pool_file(plan.vipu.pool))})
+        _say({"machine": machine_of(pool_folder(plan.vipu.pool))})
         orders.next()
         with leased_here(HeldJob(plan=plan), None, is_fixed=request["is_fixed"], tell=_tell) as job:
             address = _hand_out([lease.descriptor for lease in job.leases if lease.descriptor is not None])
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def machine_of(pool: str) -> str:
-    """Words that tell the pool in the file ``pool`` from those of other machines, whatever the machine is called.
+    """Words that tell the pool at ``pool`` from those of other machines, whatever the machine is called.
 
     Raises:
         PoolError: If there can be no pool.
     """
-    prepare_folder(pool)
-    folder = os.stat(os.path.dirname(pool))
-    return f"{boot_id()} {folder.st_dev} {folder.st_ino} {os.path.basename(pool)}"
+    with opened_place(pool, makes=True) as descriptor:
+        folder = os.fstat(descriptor)
+    return f"{boot_id()} {folder.st_dev} {folder.st_ino}"
 
 
 class _Orders:

@@ -34,7 +34,7 @@ from poprun.plan.pods import allocation_of
 from poprun.plan.topology import Gpu, MachineFacts
 from poprun.pool.clusters import choose_cluster, pod_of
 from poprun.pool.holders import is_here, is_served
-from poprun.pool.place import pool_file
+from poprun.pool.place import pool_folder
 from poprun.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.pool.records import HeldLease, PoolState
 from poprun.pool.requests import Wish, refusal
@@ -160,7 +160,7 @@ class LocalClaim(Claim):
         state = self.pool.state()
         shares, own = self.plan.vipu.shares_devices, 0 if self._ticket is None else self._ticket.id
         words = refusal(self._wish, self.cluster, state, own=own, shares=shares, advises=advises)
-        if all(lease.holder.key is None for lease in state.leases) or is_served(self.pool.file):
+        if all(lease.holder.key is None for lease in state.leases) or is_served(self.pool.path):
             return words
         return (
             f"{words}\n  no server hands out this pool now, and without one the leases of other hosts (user@host) "
@@ -169,7 +169,7 @@ class LocalClaim(Claim):
 
     def lease(self, names: Sequence[str]) -> HeldLease:
         """The lease on what was granted."""
-        held = held_ipus(self.plan, self.cluster, names, self.pool.file)
+        held = held_ipus(self.plan, self.cluster, names, self.pool.path)
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
 
     def give_back(self, tell: Tell) -> None:
@@ -289,13 +289,14 @@ class CoreClaim(LocalClaim):
 
 
 def _pool_of(plan: LaunchPlan) -> Pool:
-    return Pool(pool_file(plan.vipu.pool), plan.vipu.server_timeout_seconds)
+    return Pool(pool_folder(plan.vipu.pool), plan.vipu.server_timeout_seconds)
 
 
 def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
-    """The IPUs that a job holds among whose processes this one is, in slot order."""
-    above = set(ancestors(os.getpid()))
-    leases = (lease for lease in state.leases if lease.holder.pid in above and is_here(lease.holder))
+    """The IPUs that a job of this user, or of root, holds among whose processes this one is, in slot order."""
+    above, users = set(ancestors(os.getpid())), (user_name(os.getuid()), user_name(0))
+    holders = (lease for lease in state.leases if lease.holder.pid in above and lease.holder.user in users)
+    leases = (lease for lease in holders if is_here(lease.holder))
     held = {name for lease in leases for name in lease.ipus}
     return [ipu.name for ipu in cluster.ipus if ipu.name in held]
 

@@ -19,7 +19,7 @@ from poprun.plan.pods import allocation_of
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.pool.clusters import check_names, pod_of
-from poprun.pool.place import pool_file
+from poprun.pool.place import pool_folder
 from poprun.pool.pool import Pool
 from poprun.pool.records import PoolState, fold_names
 from poprun.pool.requests import Wish, refusal
@@ -53,7 +53,7 @@ def facts_under_pool(
         if pod is None:
             return facts, None
     if facts.gpus and not vipu.is_offline:
-        taken = Pool(pool_file(vipu.pool)).state().taken
+        taken = Pool(pool_folder(vipu.pool)).state().taken
         gpus = (replace(gpu, is_leased=(gpu.uuid or gpu.name) in taken) for gpu in facts.gpus)
         facts = replace(facts, gpus=tuple(gpus))
     return facts, pod
@@ -108,7 +108,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
         told = [_would_lease(claim, state) for claim in ipu_claims(plan, facts, is_fixed=False)]
     except PoprunError as error:
         return f"would not start now: {error}"
-    return f"would lease {' and '.join(told)}, from the pool {pool_file(plan.vipu.pool)}"
+    return f"would lease {' and '.join(told)}, from the pool {pool_folder(plan.vipu.pool)}"
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:

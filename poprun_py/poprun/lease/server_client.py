@@ -14,13 +14,14 @@ from poprun.errors import PlanError, ServerError
 from poprun.lease.server_connection import ServerAddress, ask
 from poprun.plan.inventory import Cluster
 from poprun.pool.records import Partition, PoolState
+from poprun.pool.rows import read_partition
 from poprun.pool.server_messages import (
     LeaseAnswer,
     LeaseRequest,
     ServedPool,
     read_answer,
-    read_partition,
     read_pool,
+    reader,
 )
 from poprun.process.tree import user_name
 
@@ -124,11 +125,11 @@ class RemotePool:
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
         """Make a partition of free IPUs."""
         values = {"name": name, "size": size, "allocation": allocation, "cluster": cluster, "user": self._client}
-        return self._answer("create-partition", values, read_partition)
+        return self._answer("create-partition", values, _read_partition)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose the IPUs of a partition anew."""
-        return self._answer("reset-partition", {"name": name}, read_partition)
+        return self._answer("reset-partition", {"name": name}, _read_partition)
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses."""
@@ -150,6 +151,10 @@ class RemotePool:
             raise ServerError(
                 f"the server of virtual IPUs at {self.server} answers what makes no sense: {error}"
             ) from None
+
+
+def _read_partition(values: object, source: str) -> Partition:
+    return read_partition(reader(values, source))
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:

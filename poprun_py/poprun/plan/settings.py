@@ -118,7 +118,7 @@ class VipuSettings:
         server_host: Where the server is whose pool the job asks, or None for the pool of the machine.
         server_port: The port of that server.
         server_timeout_seconds: How long the pool, or the server, may take to answer.
-        pool: File of the pool, or None for that of the machine.
+        pool: Folder of the pool, or None for that of the machine.
         pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
     """
 

@@ -5,21 +5,19 @@ poprun that is killed until their programs have ended. The kernel takes the lock
 gone, however it went. That holds between users and between containers that share the pool, where ids say nothing.
 A lease of another boot has ended. If the file is gone, the process's id, start time and pid namespace decide.
 
-The lease of a client of a server has no file: nothing on this machine knows whether that client lives, except the
+The lease of a client of a server has no lock: nothing on this machine knows whether that client lives, except the
 server, which ends the lease. While there is no server nobody knows, and the lease stays.
 """
 
-import fcntl
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Final
 
 from poprun.errors import PoolError
-from poprun.pool.database import mode_of
-from poprun.pool.place import prepare_folder
+from poprun.pool.folder import BUSY_SECONDS, opened_folder
 from poprun.pool.records import Holder, short_words
 from poprun.process.tree import key_of, user_name
 
@@ -58,45 +56,19 @@ def pid_namespace() -> str:
         return ""
 
 
-def lock_new(file: str, mode: int) -> int:
-    """Make the file of a new lease and lock it; its descriptor, which is the lease."""
-    with suppress(FileNotFoundError):
-        os.unlink(file)  # of a lease with the same number in a pool that was there before
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-    try:
-        os.fchmod(descriptor, mode)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+def lives(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
+    """Whether the job is still there for which ``holder`` took a lease.
 
-
-def lives(holder: Holder, file: str) -> bool:
-    """Whether the job is still there for which ``holder`` took the lease that has ``file``."""
+    Args:
+        holder: That process.
+        is_locked: Looks whether the lease's file is locked; None where there is no such file of that user.
+    """
     if holder.key is not None:
         return True
     if holder.boot_id != boot_id():
         return False
-    try:
-        return is_locked(file)
-    except FileNotFoundError:
-        return _process_lives(holder)
-    except OSError:
-        return True  # not to be opened: better a lease too many than a device for two jobs
-
-
-def is_locked(file: str) -> bool:
-    """Whether a process has locked ``file`` with flock(2); an OSError where it cannot be opened."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
+    found = is_locked()
+    return _process_lives(holder) if found is None else found
 
 
 def is_here(holder: Holder) -> bool:
@@ -118,58 +90,40 @@ def _process_lives(holder: Holder) -> bool:
     return key is None or key.start_ticks == holder.start_ticks
 
 
-_MODE: Final = 0o666
-_PATIENCE_SECONDS: Final = 2.0
-"""Who only looks has the file locked, too, for a moment."""
-_TRY_AGAIN_SECONDS: Final = 0.05
-_PID_BYTES: Final = 20
+_SERVER: Final = "server"
+_MAX_DIGITS: Final = 10
 
 
 @contextmanager
 def sole_server(pool: str) -> Iterator[None]:
-    """Be the one server of the pool in the file ``pool``: two would end each other's leases.
+    """Be the one server of the pool at ``pool``: two would end each other's leases.
 
     Raises:
         PoolError: If there is another one, or there can be no pool there.
     """
-    prepare_folder(pool)
-    try:
-        descriptor = os.open(_file(pool), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
-        with suppress(PermissionError):
-            os.fchmod(descriptor, mode_of(pool, _MODE))
-        if not _lock(descriptor):
-            holder = os.pread(descriptor, _PID_BYTES, 0).decode(errors="replace").strip()
-            raise PoolError(f"pool {pool} is served already, by process {holder}")
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    except OSError as error:
-        raise PoolError(f"pool {pool}: {error.filename or pool}: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+    key = secrets.token_hex(16)
+    with opened_folder(pool, makes=True) as folder:
+        with folder.alone(BUSY_SECONDS):
+            for kind, other in folder.keys(_SERVER):
+                file = folder.read(kind, other)
+                if file is not None and folder.is_locked(kind, other):
+                    process = file.data[:_MAX_DIGITS].decode(errors="replace")
+                    name = process if process.isdecimal() else "that says not which"
+                    raise PoolError(f"pool {pool} is served already, by process {name} of {user_name(file.uid)}")
+                if file is not None and file.is_own:
+                    folder.remove(kind, other)
+            descriptor = folder.make_lock(_SERVER, key, str(os.getpid()).encode())
+        try:
+            yield
+        finally:
+            folder.remove(_SERVER, key)
+            os.close(descriptor)
 
 
 def is_served(pool: str) -> bool:
-    """Whether a server hands out the pool in the file ``pool``."""
+    """Whether a server hands out the pool at ``pool``."""
     try:
-        return is_locked(_file(pool))
-    except OSError:
+        with opened_folder(pool, makes=False) as folder:
+            return any(folder.is_locked(kind, key) for kind, key in folder.keys(_SERVER))
+    except (OSError, PoolError):
         return False
-
-
-def _lock(descriptor: int) -> bool:
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_TRY_AGAIN_SECONDS)
-        else:
-            return True
-
-
-def _file(pool: str) -> str:
-    return f"{pool}.server"

@@ -1,22 +1,21 @@
-"""The place of a machine's pool, and whether it can be trusted.
+"""The place of a machine's pool: a folder, found or made, and checked before anything in it is touched.
 
-The default is a folder of its own below ``/var/tmp``, which outlives a reboot and is on a local disk. Everybody
-may write in it, because there is no daemon that could write for them. It has no sticky bit: with one, Linux
-(``fs.protected_regular``) forbids users to open each other's files for writing. What another user may then do to
-the file can hinder jobs, and do no more: SQLite follows no symbolic link at its side files, the pool's own file
-must be a plain one and is never made through a link, and what is read from it is never executed.
+The default is a folder below ``/var/tmp``, which outlives a reboot and is on a local disk. Every user may write in
+it, because there is no daemon that could write for them. It has the sticky bit: nobody but root and the folder's
+owner can rename, replace or remove what another user has put there. What is checked is the open folder, and
+everything in it is opened relative to it (`folder`): nobody can put another folder in its place meanwhile.
 """
 
 import os
 import stat
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from poprun.errors import PoolError
 from poprun.process.tree import user_name
 
-DEFAULT_POOL: Final = "/var/tmp/poprun/pool.sqlite"  # noqa: S108 - checked by prepare_folder
+DEFAULT_POOL: Final = "/var/tmp/poprun-pool"  # noqa: S108 - opened and checked by opened_place
 POOL_VARIABLE: Final = "POPRUN_POOL"
 
 _MOUNTS: Final = "/proc/self/mountinfo"
@@ -29,65 +28,93 @@ _NETWORK: Final = frozenset(
     }
 )
 _ESCAPES: Final = (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\"))
+_ALL: Final = 0o777
+_OTHERS_WRITE: Final = 0o022
 
 
-def pool_file(named: str | None) -> str:
-    """Absolute path of the pool in the file ``named``; of the machine's own pool without a name."""
+def pool_folder(named: str | None) -> str:
+    """Absolute path of the pool called ``named``; of the machine's own pool without a name."""
     return os.path.abspath(named or DEFAULT_POOL)
 
 
-def prepare_folder(file: str) -> None:
-    """Check that ``file`` can be a pool, and make the folder of the default one.
+@contextmanager
+def opened_place(path: str, *, makes: bool) -> Iterator[int]:
+    """The folder of the pool at ``path``, open for the length of a block; its descriptor.
 
     Args:
-        file: Absolute path of the pool.
+        path: Absolute path.
+        makes: Whether to make it if there is none, to write in it.
 
     Raises:
-        PoolError: If its folder is missing, a link, closed to this user, or on a network file system, or the file
-            is no plain file.
+        FileNotFoundError: If there is none, and it is not to be made.
+        PoolError: If it is a link or no folder, on a network file system, closed to this user, or such that users
+            can remove what others have put there.
     """
-    folder = os.path.dirname(file)
-    if file == DEFAULT_POOL:
-        _make_shared(folder)
+    if makes:
+        _make(path)
     try:
-        found = os.lstat(folder)
-    except OSError as error:
-        raise PoolError(f"pool {file}: {folder}: {error.strerror}: make that folder first") from None
-    if not stat.S_ISDIR(found.st_mode) and (file == DEFAULT_POOL or not os.path.isdir(folder)):
-        raise PoolError(f"pool {file}: {folder} is no folder: set {POOL_VARIABLE} to a file in one that you trust")
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except NotADirectoryError:
         raise PoolError(
-            f"pool {file}: you may not write in {folder}, which belongs to {user_name(found.st_uid)}: have it "
-            f"opened with chmod 777, or set {POOL_VARIABLE}"
-        )
-    with suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.lstat(file).st_mode):
-            raise PoolError(f"pool {file}: this is no plain file: remove it, or set {POOL_VARIABLE}")
-    _refuse_network(file, folder)
-
-
-def _make_shared(folder: str) -> None:
-    """Make a folder in which every user may write; leave one that is there."""
+            f"pool {path}: this is no folder, or a link: set {POOL_VARIABLE} to a folder that poprun may make"
+        ) from None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not makes:
+            raise
+        raise PoolError(f"pool {path}: {error.strerror}: set {POOL_VARIABLE}") from None
     try:
-        os.mkdir(folder)
-        os.chmod(folder, 0o777)  # noqa: S103 - open to all users on purpose, see above
+        _check(path, descriptor, makes=makes)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: str) -> None:
+    """Make the folder, for those who may write in the one above it; leave one that is there."""
+    if os.path.lexists(path):
+        return
+    above = os.path.dirname(path)
+    try:
+        mode = os.stat(above).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise PoolError(
+                f"pool {path}: everybody can replace what is made in {above}, which has no sticky bit: set "
+                f"{POOL_VARIABLE} to another place"
+            )
+        old = os.umask(0)  # mkdir gives the folder its mode at once: nobody sees it with another one
+        try:
+            os.mkdir(path, mode & _ALL | stat.S_ISVTX)
+        finally:
+            os.umask(old)
     except FileExistsError:
         return
     except OSError as error:
-        raise PoolError(f"pool: {folder} cannot be made: {error.strerror}: set {POOL_VARIABLE}") from None
-
-
-def _refuse_network(file: str, folder: str) -> None:
-    try:
-        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
-            kind = file_system_of(os.path.realpath(folder), mounts)
-    except OSError:
-        return  # a system without /proc/self/mountinfo
-    if kind in _NETWORK:
         raise PoolError(
-            f"pool {file}: {folder} is on a network file system ({kind}), where several hosts would take it for "
-            f"the pool of their own devices: set {POOL_VARIABLE} to a file on a local disk"
+            f"pool {path} cannot be made: {error.strerror}: make the folder above it, or set {POOL_VARIABLE}"
+        ) from None
+
+
+def _check(path: str, descriptor: int, *, makes: bool) -> None:
+    found = os.fstat(descriptor)
+    if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
+        raise PoolError(
+            f"pool {path}: users can remove there what others have put: have {user_name(found.st_uid)}, whose it "
+            f"is, do chmod +t {path}, or set {POOL_VARIABLE}"
         )
+    needed = os.R_OK | os.X_OK | (os.W_OK if makes else 0)
+    if not os.access(".", needed, dir_fd=descriptor, effective_ids=True):
+        raise PoolError(
+            f"pool {path}: you may not {'write' if makes else 'look'} there, and it belongs to "
+            f"{user_name(found.st_uid)}: have it opened with chmod 1777, or set {POOL_VARIABLE}"
+        )
+    with suppress(OSError):  # a system without /proc/self/mountinfo
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            kind = file_system_of(os.readlink(f"/proc/self/fd/{descriptor}"), mounts)
+        if kind in _NETWORK:
+            raise PoolError(
+                f"pool {path}: this is on a network file system ({kind}), where several hosts would take it for "
+                f"the pool of their own devices: set {POOL_VARIABLE} to a folder on a local disk"
+            )
 
 
 def file_system_of(path: str, mounts: Iterable[str]) -> str:

@@ -1,39 +1,33 @@
 """The pool as others use it: each method is one transaction, and waiting for a turn keeps nobody from work."""
 
 import os
-import sqlite3
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from poprun.errors import IpusTakenError, PartitionError, PlanError
+from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.plan.counts import check_count
-from poprun.plan.inventory import Cluster, size_of_partition
-from poprun.pool.database import (
-    BUSY_SECONDS,
-    add_lease,
-    add_partition,
-    checkpoint,
-    delete_partition,
-    end_leases,
-    give_ipus,
-    lease_file,
-    mode_of,
-    opened,
-    predecessors,
-    read_state,
-    taken_names,
-    user_of_lease,
+from poprun.plan.inventory import Cluster, VirtualIpu, size_of_partition
+from poprun.pool.clusters import check_names
+from poprun.pool.contents import (
+    Contents,
+    clear,
+    end_lease,
+    make_lock,
+    read_contents,
+    remove_partition,
+    write_lease,
+    write_partition,
 )
-from poprun.pool.holders import lives, lock_new, this_process
+from poprun.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
+from poprun.pool.holders import this_process
 from poprun.pool.records import Holder, Lease, Partition, PoolState
 from poprun.pool.requests import PartitionWish, Wish
+from poprun.pool.rows import StoredLease, StoredPartition
 from poprun.process.tree import user_name
-
-_LOCK_BITS = 0o666
-_FOLDER_BITS = 0o777
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,42 +36,38 @@ class Ticket:
 
     Attributes:
         id: The number of the lease.
+        key: What its files in the pool are called.
         descriptor: The locked file that is the lease: as long as a process has it open, the lease lasts.
         ipus: Names of the IPUs that it holds, in slot order; empty while it waits.
     """
 
     id: int
+    key: str
     descriptor: int
     ipus: tuple[str, ...] = ()
 
 
 class Pool:
-    """The pool in ``file``, which is made when it is first written to.
+    """The pool in the folder at ``path``, which is made when it is first written to.
 
-    Every method raises :class:`~poprun.errors.PoolError` when the file cannot be used.
+    Every method raises :class:`~poprun.errors.PoolError` when it cannot be used.
 
     Args:
-        file: Absolute path.
+        path: Absolute path.
         busy_seconds: How long to wait for the transactions of others, of milliseconds each.
     """
 
-    def __init__(self, file: str, busy_seconds: float = BUSY_SECONDS) -> None:
-        self.file = file
+    def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
+        self.path = path
         self.busy_seconds = busy_seconds
 
     def state(self) -> PoolState:
-        """What stands in the pool now; nothing in one that nobody has made yet."""
-        if not os.path.lexists(self.file):
+        """What stands in the pool now, without the leases of jobs that have ended; nothing where there is none."""
+        try:
+            with opened_folder(self.path, makes=False) as folder:
+                return read_contents(folder).state
+        except FileNotFoundError:
             return PoolState()
-        with opened(self.file, self.busy_seconds) as connection:
-            connection.execute("BEGIN")
-            state = read_state(connection)
-            connection.execute("COMMIT")
-        return state.without([lease.id for lease in state.leases if not self.lives(lease)])
-
-    def lives(self, lease: Lease) -> bool:
-        """Whether the job that has ``lease`` is still there."""
-        return lives(lease.holder, lease_file(self.file, lease.id))
 
     def ask(self, words: str, wish: Wish) -> Ticket:
         """Stand at the end of the queue, and take what is wished for if nobody stands before and it is free.
@@ -89,15 +79,20 @@ class Pool:
         Raises:
             PartitionError: If the partition that it wants does not fit.
         """
-        with self._writing() as connection:
-            number = add_lease(connection, this_process(words), wish.num_ipus, wish.queue)
-            descriptor = self._lock(number)
+        with self._writing() as (folder, contents):
+            key = secrets.token_hex(16)
+            lease = _lease(contents, this_process(words), wish)
+            descriptor = make_lock(folder, key)
             try:
-                ipus = _take(connection, number, wish)
+                stored = StoredLease(key=key, uid=os.geteuid(), lease=lease)
+                ipus = _take(folder, contents, stored, wish)
+                if not ipus:
+                    write_lease(folder, key, lease)
             except BaseException:
+                end_lease(folder, key)
                 os.close(descriptor)
                 raise
-        return Ticket(id=number, descriptor=descriptor, ipus=ipus)
+        return Ticket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
     def try_again(self, ticket: Ticket, wish: Wish) -> Ticket:
         """Take what is wished for if nobody stands before this process by now, and it is free.
@@ -105,33 +100,38 @@ class Pool:
         Raises:
             PartitionError: If the partition that it wants does not fit any more.
         """
-        return replace(ticket, ipus=self.take(ticket.id, wish))
+        with self._writing() as (folder, contents):
+            return replace(ticket, ipus=_take(folder, contents, _own(contents, ticket.key), wish))
 
-    def enqueue(self, client: Holder, wish: Wish) -> int:
-        """Put a client of this server at the end of the queue; the number of its lease."""
-        with self._writing() as connection:
-            return add_lease(connection, client, wish.num_ipus, wish.queue)
+    def enqueue(self, client: Holder, wish: Wish) -> Lease:
+        """Put a client of this server at the end of the queue; its lease, which waits."""
+        with self._writing() as (folder, contents):
+            lease = _lease(contents, client, wish)
+            write_lease(folder, _key_of(lease), lease)
+            return lease
 
-    def take(self, number: int, wish: Wish) -> tuple[str, ...]:
-        """Give a lease that waits what it wishes for if nobody stands before it and it is free; names of its IPUs.
+    def take(self, lease: Lease, wish: Wish) -> tuple[str, ...]:
+        """Give a client's lease that waits what it wishes for if nobody stands before it and it is free.
+
+        Returns:
+            Names of the IPUs; none while it waits.
 
         Raises:
             PartitionError: If the partition that it wants does not fit.
         """
-        with self._writing() as connection:
-            return _take(connection, number, wish)
+        with self._writing() as (folder, contents):
+            return _take(folder, contents, _own(contents, _key_of(lease)), wish)
 
     def release(self, ticket: Ticket) -> None:
         """Give everything back, and the partition that was made for this lease with it."""
-        self.end([ticket.id])
-        with suppress(FileNotFoundError):
-            os.unlink(lease_file(self.file, ticket.id))
-        os.close(ticket.descriptor)
+        try:
+            self._end(ticket.key)
+        finally:
+            os.close(ticket.descriptor)
 
-    def end(self, numbers: Sequence[int]) -> None:
-        """Give back what leases hold, whoever has them."""
-        with self._writing() as connection:
-            end_leases(connection, numbers)
+    def end(self, lease: Lease) -> None:
+        """Give back what a client of this server holds."""
+        self._end(_key_of(lease))
 
     def create_partition(
         self, name: str, cluster: Cluster, size: int, *, allocation: str | None = None, user: str | None = None
@@ -143,7 +143,7 @@ class Pool:
             cluster: The IPUs that there are.
             size: How many of them it gets, a power of two.
             allocation: The part of the cluster to take them from, or None.
-            user: Whose it is; None for the user of this process.
+            user: Whose it is, of a client of this server; None for the user of this process.
 
         Raises:
             PlanError: If that is no name, or no number.
@@ -157,8 +157,8 @@ class Pool:
             raise PartitionError(
                 f"--size {size}: the size of a partition is a power of two; nearest: {more // 2} or {more}"
             )
-        with self._writing() as connection:
-            state = read_state(connection)
+        with self._writing() as (folder, contents):
+            state = contents.state
             if state.partition(name) is not None:
                 raise PartitionError(
                     f"there is a partition {name} already: remove it first, or choose another name"
@@ -169,115 +169,153 @@ class Pool:
                     f"no IPU-Link domain has {size} free IPUs that belong together: vipu list ipus shows who has "
                     "them"
                 )
-            add_partition(
-                connection,
-                name=name,
-                ipus=chosen,
-                cluster=cluster.name,
-                allocation=allocation or "",
-                user=user or user_name(os.getuid()),
-            )
-            return _unused(read_state(connection), name)
+            stored = _new_partition(name, cluster.name, allocation or "", user=user)
+            return _give_ipus(folder, stored, chosen)
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses.
 
         Raises:
-            PartitionError: If there is none.
+            PartitionError: If there is none, or it is another user's.
             IpusTakenError: If a job holds it.
         """
-        with self._writing() as connection:
-            _unused(read_state(connection), name)
-            delete_partition(connection, name)
+        with self._writing() as (folder, contents):
+            _unused(contents.state, name)
+            remove_partition(folder, _changeable(contents, name))
 
     def reset_partition(self, name: str, cluster: Cluster) -> Partition:
         """Choose anew the IPUs of a partition that nobody uses, among those of ``cluster``.
 
         Raises:
-            PartitionError: If there is none.
+            PartitionError: If there is none, it is another user's, or its allocation has gone.
             IpusTakenError: If a job holds it, or too few others are free; then it keeps its own.
         """
-        with self._writing() as connection:
-            state = read_state(connection)
+        with self._writing() as (folder, contents):
+            state = contents.state
             old = _unused(state, name)
+            check_names(cluster, old.allocation or None)
+            stored = _changeable(contents, name)
             chosen = cluster.pick(old.size, old.allocation or None)(state.taken - set(old.ipus))
             if not chosen:
                 raise IpusTakenError(
                     f"partition {name} keeps its IPUs: there are not as many free ones that belong together"
                 )
-            give_ipus(connection, name, chosen)
-            return _unused(read_state(connection), name)
+            return _give_ipus(folder, stored, chosen)
+
+    def _end(self, key: str) -> None:
+        """Remove the files of a lease of this user's, whatever else stands in the pool."""
+        with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
+            end_lease(folder, key)
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that may write, begun by ending the leases of processes that have ended.
-
-        Who has ended is found before the lock is taken: who holds it keeps everybody waiting.
-        """
-        with opened(self.file, self.busy_seconds) as connection:
-            ended = [lease.id for lease in read_state(connection).leases if not self.lives(lease)]
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                end_leases(connection, ended)
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
-            checkpoint(connection, self.file)
-        for number in ended:
-            with suppress(OSError):
-                os.unlink(lease_file(self.file, number))
-
-    def _lock(self, number: int) -> int:
-        file = lease_file(self.file, number)
-        with suppress(FileExistsError):
-            os.mkdir(os.path.dirname(file))
-            os.chmod(os.path.dirname(file), mode_of(self.file, _FOLDER_BITS))
-        return lock_new(file, mode_of(self.file, _LOCK_BITS))
+    def _writing(self) -> Iterator[tuple[PoolFolder, Contents]]:
+        """A transaction that may write: the folder, which nobody else changes meanwhile, and what stands in it."""
+        with opened_folder(self.path, makes=True) as folder, folder.alone(self.busy_seconds):
+            contents = read_contents(folder)
+            clear(folder, contents)
+            yield folder, contents
 
 
-def _take(connection: sqlite3.Connection, number: int, wish: Wish) -> tuple[str, ...]:
-    """Give the lease ``number`` what it wants; the names of its IPUs, none when it has to wait."""
-    if predecessors(connection, number, wish.queue):
+def _lease(contents: Contents, holder: Holder, wish: Wish) -> Lease:
+    """A lease that waits, behind all others."""
+    return Lease(
+        id=contents.next_number,
+        holder=holder,
+        since_epoch_seconds=time.time(),
+        num_ipus=wish.num_ipus,
+        queue=wish.queue,
+    )
+
+
+def _key_of(lease: Lease) -> str:
+    """What the file of a client's lease is called: the client has made that up."""
+    return lease.holder.key or ""
+
+
+def _own(contents: Contents, key: str) -> StoredLease:
+    found = next((stored for stored in contents.leases if stored.key == key), None)
+    if found is None or found.uid != os.geteuid():
+        raise PoolError("this job's place in the queue of the pool has gone: somebody has removed its file")
+    return found
+
+
+def _take(folder: PoolFolder, contents: Contents, stored: StoredLease, wish: Wish) -> tuple[str, ...]:
+    """Give a lease what it wants; the names of its IPUs, none when it has to wait."""
+    lease, state = stored.lease, contents.state
+    if any(other.id < lease.id for other in state.waiting(wish.queue)):
         return ()
-    if wish.partition is None:
-        chosen = wish.choose(taken_names(connection))
-        connection.executemany(
-            "INSERT INTO ipu (name, position, lease) VALUES (?, ?, ?)",
-            [(ipu.name, ipu.index, number) for ipu in chosen],
-        )
-        return tuple(ipu.name for ipu in chosen)
-    return _take_partition(connection, number, wish, wish.partition)
+    if wish.partition is not None:
+        ipus = listed = _take_partition(folder, contents, stored, wish, wish.partition)
+    else:
+        chosen = wish.choose(state.taken)
+        ipus, listed = tuple(ipu.name for ipu in chosen), _in_order(chosen)
+    held = {name for other in state.leases for name in other.ipus}
+    if not (state.taken if wish.partition is None else held).isdisjoint(ipus):
+        raise PoolError(f"pool {folder.path}: {', '.join(ipus)} cannot be held by two jobs")
+    if ipus:
+        write_lease(folder, stored.key, replace(lease, ipus=listed))
+    return ipus
 
 
 def _take_partition(
-    connection: sqlite3.Connection, number: int, wish: Wish, wanted: PartitionWish
+    folder: PoolFolder, contents: Contents, lease: StoredLease, wish: Wish, wanted: PartitionWish
 ) -> tuple[str, ...]:
-    state = read_state(connection)
+    state = contents.state
     found = state.partition(wanted.name)
     if found is not None and found.lease is not None:
         return ()
-    ipus = () if found is None else found.ipus
-    if found is None or wanted.must_change(found, wish.is_known):
-        chosen = wish.choose(state.taken - set(ipus))
-        if not chosen:
-            return ()
-        if found is None:
-            add_partition(
-                connection,
-                name=wanted.name,
-                ipus=chosen,
-                cluster=wish.cluster,
-                allocation=wish.allocation,
-                user=user_of_lease(connection, number),
-                made_for=number if wanted.is_temporary else None,
-            )
-        else:
-            give_ipus(connection, wanted.name, chosen)
-        ipus = tuple(ipu.name for ipu in chosen)
-    connection.execute("UPDATE ipu SET lease = ? WHERE partition = ?", (number, wanted.name))
-    return ipus
+    if found is not None and not wanted.must_change(found, wish.is_known):
+        return found.ipus
+    chosen = wish.choose(state.taken - set(() if found is None else found.ipus))
+    if not chosen:
+        return ()
+    if found is None:
+        stored = _new_partition(wanted.name, wish.cluster, wish.allocation, user=lease.lease.holder.user)
+        if wanted.is_temporary:
+            stored = replace(stored, key=lease.key, partition=replace(stored.partition, is_temporary=True))
+    else:
+        stored = _changeable(contents, wanted.name)
+    _give_ipus(folder, stored, chosen)
+    return tuple(ipu.name for ipu in chosen)
+
+
+def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None) -> StoredPartition:
+    """A partition of this user, or of a client of this server, that has no IPUs yet."""
+    partition = Partition(
+        name=name,
+        ipus=(),
+        cluster=cluster,
+        allocation=allocation,
+        num_domains=0,
+        user=user or user_name(os.geteuid()),
+        created_at_epoch_seconds=time.time(),
+    )
+    return StoredPartition(key=secrets.token_hex(16), uid=os.geteuid(), partition=partition)
+
+
+def _give_ipus(folder: PoolFolder, stored: StoredPartition, ipus: Sequence[VirtualIpu]) -> Partition:
+    """Let a partition have these IPUs, and no others any more."""
+    num_domains = len({ipu.domain for ipu in ipus})
+    partition = replace(stored.partition, ipus=_in_order(ipus), num_domains=num_domains)
+    write_partition(folder, replace(stored, partition=partition))
+    return partition
+
+
+def _in_order(ipus: Sequence[VirtualIpu]) -> tuple[str, ...]:
+    """Names of IPUs, as they are listed."""
+    return tuple(ipu.name for ipu in sorted(ipus, key=lambda ipu: (ipu.index, ipu.name)))
+
+
+def _changeable(contents: Contents, name: str) -> StoredPartition:
+    """The partition of that name, which this user may change: it is his own, or he is root."""
+    stored = contents.partition(name)
+    if stored is None or os.geteuid() not in (0, stored.uid):
+        owner = "" if stored is None else stored.partition.user
+        raise PartitionError(
+            f"partition {name} belongs to {owner}, who can change or remove it, as root can: ask {owner}, or make "
+            "one of another name"
+        )
+    return stored
 
 
 def _unused(state: PoolState, name: str) -> Partition:
@@ -314,17 +352,12 @@ def wait_for_turn(pool: Pool, ticket: Ticket, wish: Wish, timeout_seconds: float
         timeout_seconds: How long to wait at most.
     """
     began = time.monotonic()
-    with opened(pool.file, pool.busy_seconds) as connection:
+    with opened_folder(pool.path, makes=True) as folder:
         while (waited := time.monotonic() - began) < timeout_seconds:
-            waiting = predecessors(connection, ticket.id, wish.queue)
-            while waiting and not pool.lives(waiting[-1]):
-                waiting.pop()
-            before = len(waiting)
-            if not before:
-                state = read_state(connection)
-                ended = [lease.id for lease in state.leases if not pool.lives(lease)]
-                if wish.can_be_met(state.without(ended)):
-                    return
+            state = read_contents(folder).state
+            before = sum(lease.id < ticket.id for lease in state.waiting(wish.queue))
+            if not before and wish.can_be_met(state):
+                return
             time.sleep(min(_pause(before, waited), timeout_seconds - waited))
 
 

@@ -15,7 +15,7 @@ class HeldLease:
     Attributes:
         host: What the plan calls the host.
         names: What is held, as people read it: ``GPU 0``, ``cpu/3``, ``core/3``.
-        pool: File of the pool on that host.
+        pool: Folder of the pool on that host.
         partition: The partition that they are, or None.
         descriptor: The locked file that is the lease; None where another process keeps it.
     """

@@ -12,14 +12,14 @@ from typing import Final
 from poprun.errors import PlanError
 from poprun.plan.inventory import Cluster, VirtualIpu
 from poprun.plan.topology import Occupant
-from poprun.pool.records import REMOTE, Holder, Lease, Partition, PoolState, short_words
+from poprun.pool.records import REMOTE, Holder, PoolState, short_words
 from poprun.pool.requests import IpuWish, PartitionWish
+from poprun.pool.rows import MAX_PID, MAX_TEXT, number_of, optional_text_of, read_lease, read_partition, text_of
 from poprun.text.fields import FieldReader
 
 MAX_IPUS: Final = 4096
 """IPUs of a cluster that a server hands out: all of them are in one answer."""
 
-_MAX_TEXT: Final = 255
 _MAX_HOSTS: Final = 1024
 _KEY: Final = re.compile("[0-9a-f]{32}")
 _MAX_NUMBER: Final = 2**53
@@ -97,27 +97,6 @@ def reader(values: object, source: str) -> FieldReader:
     return FieldReader(source=source, values=values, noun="this message")
 
 
-def text_of(read: FieldReader, key: str) -> str:
-    """The text under ``key``, which is short and can be shown."""
-    text = read.text(key)
-    if not (0 < len(text) <= _MAX_TEXT and text.isprintable()):
-        raise PlanError(f"{read.source}: {read.path}{key} must be 1 to {_MAX_TEXT} characters that can be printed")
-    return text
-
-
-def optional_text_of(read: FieldReader, key: str) -> str | None:
-    """The text under ``key``, which is short and can be shown, or None for null."""
-    return None if read.is_null(key) else text_of(read, key)
-
-
-def number_of(read: FieldReader, key: str, most: int = MAX_IPUS) -> int:
-    """The whole number under ``key``, from 1 to ``most``."""
-    number = read.count(key)
-    if not 1 <= number <= most:
-        raise PlanError(f"{read.source}: {read.path}{key} must be a whole number from 1 to {most}, not {number}")
-    return number
-
-
 def key_of_lease(read: FieldReader) -> str:
     """The key that a client names its lease by."""
     key = read.text("key")
@@ -131,11 +110,11 @@ def read_request(values: object, source: str) -> LeaseRequest:
     read = reader(values, source)
     read.expect_keys(("key", "pid", "start_ticks", "user", "host", "words", "wish"))
     words = read.text("words")
-    if len(words) > _MAX_TEXT:
-        raise PlanError(f"{source}: words must be {_MAX_TEXT} characters at most")
+    if len(words) > MAX_TEXT:
+        raise PlanError(f"{source}: words must be {MAX_TEXT} characters at most")
     return LeaseRequest(
         key=key_of_lease(read),
-        pid=number_of(read, "pid", _MAX_NUMBER),
+        pid=number_of(read, "pid", MAX_PID),
         start_ticks=number_of(read, "start_ticks", _MAX_NUMBER),
         user=text_of(read, "user"),
         host=text_of(read, "host"),
@@ -147,12 +126,12 @@ def read_request(values: object, source: str) -> LeaseRequest:
 def _read_wish(read: FieldReader) -> IpuWish:
     read.expect_keys(("num_ipus", "num_domains", "hosts", "allocation", "shares_devices", "partition"))
     hosts = read.texts("hosts")
-    if len(hosts) > _MAX_HOSTS or not all(0 < len(host) <= _MAX_TEXT and host.isprintable() for host in hosts):
+    if len(hosts) > _MAX_HOSTS or not all(0 < len(host) <= MAX_TEXT and host.isprintable() for host in hosts):
         raise PlanError(f"{read.source}: {read.path}hosts must be {_MAX_HOSTS} names at most")
-    num_ipus = number_of(read, "num_ipus")
+    num_ipus = number_of(read, "num_ipus", MAX_IPUS)
     return IpuWish(
         num_ipus=num_ipus,
-        num_domains=number_of(read, "num_domains"),
+        num_domains=number_of(read, "num_domains", MAX_IPUS),
         hosts=hosts,
         allocation=optional_text_of(read, "allocation"),
         shares_devices=read.flag("shares_devices"),
@@ -163,7 +142,7 @@ def _read_wish(read: FieldReader) -> IpuWish:
 def _read_partition_wish(read: FieldReader, num_ipus: int) -> PartitionWish:
     wish = read.settings(PartitionWish)
     text_of(read, "name")
-    if number_of(read, "size") < num_ipus:
+    if number_of(read, "size", MAX_IPUS) < num_ipus:
         raise PlanError(f"{read.source}: {read.path}size must be num_ipus at least")
     return wish
 
@@ -171,11 +150,6 @@ def _read_partition_wish(read: FieldReader, num_ipus: int) -> PartitionWish:
 def read_answer(values: object, source: str) -> LeaseAnswer:
     """What a server says to a request; inverse of ``asdict``."""
     return reader(values, source).settings(LeaseAnswer)
-
-
-def read_partition(values: object, source: str) -> Partition:
-    """A partition that a server has made; inverse of ``asdict``."""
-    return reader(values, source).settings(Partition)
 
 
 def pool_to_dict(pool: ServedPool) -> dict[str, object]:
@@ -198,8 +172,8 @@ def read_pool(values: object, source: str) -> ServedPool:
         lease_seconds=read.number("lease_seconds"),
         cluster=_read_cluster(read.nested("cluster")),
         state=PoolState(
-            partitions=tuple(read.settings(Partition) for read in state.items("partitions")),
-            leases=tuple(map(_read_lease, state.items("leases"))),
+            partitions=tuple(map(read_partition, state.items("partitions"))),
+            leases=tuple(map(read_lease, state.items("leases"))),
         ),
     )
 
@@ -231,15 +205,4 @@ def _read_ipu(read: FieldReader) -> VirtualIpu:
         domain=read.count("domain"),
         device=read.text("device"),
         occupants=tuple(user.settings(Occupant) for user in read.items("occupants")),
-    )
-
-
-def _read_lease(read: FieldReader) -> Lease:
-    return Lease(
-        id=read.count("id"),
-        holder=read.nested("holder").settings(Holder),
-        since_epoch_seconds=read.number("since_epoch_seconds"),
-        num_ipus=read.count("num_ipus"),
-        queue=read.text("queue"),
-        ipus=read.texts("ipus"),
     )

@@ -63,7 +63,10 @@ class FieldReader:
     def number(self, key: str) -> float:
         """The number under ``key``, whole or not."""
         value = self._value(key)
-        return float(self.count(key)) if isinstance(value, int) else self._typed(key, float, "a number")
+        try:
+            return float(self.count(key)) if isinstance(value, int) else self._typed(key, float, "a number")
+        except OverflowError:
+            raise self._wrong(key, "a number", value) from None
 
     def flag(self, key: str) -> bool:
         """True or false under ``key``."""

@@ -94,6 +94,17 @@ def width() -> int:
     return shutil.get_terminal_size().columns
 
 
+def visible(text: str, *, keeps: str = "") -> str:
+    r"""``text`` with what a terminal would obey or hide made visible: an escape becomes ``\x1b``.
+
+    Text that another user or a program wrote goes through this before it is shown. What is in ``keeps`` stays.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in keeps else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 class Level(StrEnum):
     """PopRun's letters for how much a line matters."""
 

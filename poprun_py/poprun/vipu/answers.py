@@ -32,15 +32,14 @@ from poprun.errors import (
 )
 from poprun.lease.server_connection import PATH, kind_of
 from poprun.pool.holders import boot_id
+from poprun.pool.rows import number_of, optional_text_of, text_of
 from poprun.pool.server_messages import (
+    MAX_IPUS,
     ServedPool,
     key_of_lease,
-    number_of,
-    optional_text_of,
     pool_to_dict,
     read_request,
     reader,
-    text_of,
 )
 from poprun.text.fields import FieldReader
 from poprun.vipu.served_leases import LOOK_SECONDS, ClientLeases
@@ -89,7 +88,7 @@ def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Command]
         read = _fields(values, "name", "size", "allocation", "cluster", "user")
         made = local.create_partition(
             text_of(read, "name"),
-            number_of(read, "size"),
+            number_of(read, "size", MAX_IPUS),
             allocation=optional_text_of(read, "allocation"),
             cluster=optional_text_of(read, "cluster"),
             user=text_of(read, "user"),

@@ -78,7 +78,7 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
     file = os.path.abspath(token) if token else token_file(os.environ)
     is_new = make_token(file)
     secret = read_token(file)
-    with sole_server(local.pool.file), server.listen(host, port) as listener:
+    with sole_server(local.pool.path), server.listen(host, port) as listener:
         leases = ClientLeases(local, lease_seconds, _log)
         lines = [_where(listener, cluster, local), f"clients need the token in {file}"]
         lines[-1] += ", which was made now" if is_new else ""
@@ -95,7 +95,7 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
 def _where(listener: socket.socket, cluster: Cluster, local: LocalPool) -> str:
     address, port = listener.getsockname()[:2]
     there = f"[{address}]" if ":" in address else address
-    return f"serving {_size(cluster)} of pool {local.pool.file} at http://{there}:{port}"
+    return f"serving {_size(cluster)} of pool {local.pool.path} at http://{there}:{port}"
 
 
 def _size(cluster: Cluster) -> str:

@@ -119,7 +119,7 @@ class ClientLeases:
             if lease is None:
                 if len(leases) >= MAX_CLIENTS:
                     raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
-                lease = self._enqueue(request, wish)
+                lease = self._pool.enqueue(request.holder, wish)
             self._renewals.renew(request.key)
             return self._try(request, wish, lease, state)
 
@@ -149,20 +149,15 @@ class ClientLeases:
             for key in self._renewals.expired():
                 self._end(key, f"ended: nothing was heard of its job for {self.lease_seconds:g} s")
 
-    def _enqueue(self, request: LeaseRequest, wish: Wish) -> Lease:
-        client = request.holder
-        number = self._pool.enqueue(client, wish)
-        return Lease(id=number, holder=client, since_epoch_seconds=0, num_ipus=wish.num_ipus, queue=wish.queue)
-
     def _try(self, request: LeaseRequest, wish: Wish, lease: Lease, state: PoolState) -> LeaseAnswer:
         """Take what is wished for if it is worth while to lock the pool for it."""
         num_before = sum(other.id < lease.id for other in state.waiting(wish.queue))
         ipus: tuple[str, ...] = ()
         if not num_before and wish.can_be_met(state):
             try:
-                ipus = self._pool.take(lease.id, wish)
+                ipus = self._pool.take(lease, wish)
             except PoprunError:
-                self._pool.end([lease.id])
+                self._pool.end(lease)
                 self._renewals.forget(request.key)
                 raise
         if ipus:
@@ -176,7 +171,7 @@ class ClientLeases:
     def _end(self, key: str, how: str) -> None:
         lease = _by_key(self._pool.state()).get(key)
         if lease is not None:
-            self._pool.end([lease.id])
+            self._pool.end(lease)
             self._tell(f"lease {lease.id}: {how} ({lease.holder})")
         self._renewals.forget(key)
 

@@ -9,8 +9,8 @@ from poprun.errors import PlanError
 from poprun.lease.server_client import RemotePool, pool_at
 from poprun.plan.inventory import Cluster
 from poprun.pool.clusters import check_names, choose_cluster, pod_of
-from poprun.pool.database import BUSY_SECONDS
-from poprun.pool.place import POOL_VARIABLE, pool_file
+from poprun.pool.folder import BUSY_SECONDS
+from poprun.pool.place import POOL_VARIABLE, pool_folder
 from poprun.pool.pool import Pool
 from poprun.pool.records import Partition, PoolState
 from poprun.probe.hardware import find_gpus, usable_cores
@@ -71,7 +71,7 @@ def served_pool() -> LocalPool:
 
 def _local_pool(busy_seconds: float) -> LocalPool:
     """The pool of this machine, as the variables say."""
-    return LocalPool(Pool(pool_file(os.environ.get(POOL_VARIABLE)), busy_seconds), _cluster)
+    return LocalPool(Pool(pool_folder(os.environ.get(POOL_VARIABLE)), busy_seconds), _cluster)
 
 
 def _cluster() -> Cluster:

@@ -1,0 +1,257 @@
+"""The files of a pool's folder, in which every user writes: opened, read, made and locked so that none misleads.
+
+Whatever stands in the folder may have been put there by another user. So a file is opened relative to the open
+folder, never by a path; links are not followed, and a pipe keeps nobody waiting. Only then is it looked at: it
+must be a plain file with one name, and what stands in it is its owner's word. A file is written under a new name
+that nobody can guess, and renamed; another user's file is never opened for writing.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from poprun.errors import PoolError
+from poprun.pool.place import opened_place
+from poprun.process.tree import user_name
+
+BUSY_SECONDS: Final = 120.0
+"""How long to wait for others to finish what they do, of milliseconds each."""
+
+MAX_FILE_BYTES: Final = 4 * 2**20
+_MAX_FILES: Final = 50_000
+_KEY: Final = re.compile("([a-z]+)-([0-9a-f]{32})")
+_NEW: Final = "new"
+_SHORTEST_PAUSE_SECONDS: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 0.02
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_MODE: Final = 0o644
+"""Everybody who may look into the folder reads its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFile:
+    """A file of the folder, as it was when it was read.
+
+    Attributes:
+        kind: What it is, the beginning of its name.
+        key: The rest of its name, 32 hexadecimal digits.
+        uid: Whose it is.
+        data: What stands in it.
+    """
+
+    kind: str
+    key: str
+    uid: int
+    data: bytes
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process may change or remove it."""
+        return os.geteuid() in (0, self.uid)
+
+
+class PoolFolder:
+    """The open folder of a pool.
+
+    A file is named by its kind and its key: ``lease-`` and 32 hexadecimal digits. Every method raises PoolError.
+
+    Args:
+        path: Its path, for messages.
+        descriptor: The open folder.
+    """
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    @contextmanager
+    def alone(self, busy_seconds: float) -> Iterator[None]:
+        """Have the folder to oneself for the length of a block: nobody else changes anything meanwhile."""
+        if not _lock(self._descriptor, busy_seconds):
+            raise PoolError(f"pool {self.path}: others have kept it locked for {busy_seconds:g} s: try again")
+        try:
+            yield
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+    def keys(self, *kinds: str) -> list[tuple[str, str]]:
+        """Kind and key of every file of these kinds."""
+        found = []
+        with self._errors(), os.scandir(self._descriptor) as entries:
+            for number, entry in enumerate(entries):
+                if number > _MAX_FILES:
+                    raise PoolError(
+                        f"pool {self.path}: more than {_MAX_FILES:,} files: remove those of ended jobs"
+                    )
+                match = _KEY.fullmatch(entry.name)
+                if match and match[1] in kinds:
+                    found.append((match[1], match[2]))
+        return sorted(found)
+
+    def read(self, kind: str, key: str) -> PoolFile | None:
+        """A file, or None where there is none any more."""
+        with self._opened(kind, key) as (descriptor, uid):
+            if descriptor is None:
+                return None
+            with self._errors(), open(descriptor, "rb", closefd=False) as file:
+                data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise self.damage(kind, key, uid, "it is too long")
+        return PoolFile(kind=kind, key=key, uid=uid, data=data)
+
+    def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
+        """Make a file, or replace one, as a whole.
+
+        Args:
+            kind: Of which kind it is.
+            key: What it is called.
+            data: What stands in it.
+            uid: Whose it is, for root, who writes for others; None for this process's user.
+            is_lasting: Whether it counts after a crash of the machine, too.
+        """
+        if len(data) > MAX_FILE_BYTES:
+            raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
+        new = f"{_NEW}-{secrets.token_hex(16)}"
+        with self._errors():
+            descriptor = self._create(new)
+            try:
+                if uid is not None and uid != os.geteuid():
+                    os.fchown(descriptor, uid, -1)
+                with open(descriptor, "wb", closefd=False) as file:
+                    file.write(data)
+                if is_lasting:
+                    os.fdatasync(descriptor)
+                os.rename(new, f"{kind}-{key}", src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            except BaseException:
+                self._unlink(new)
+                raise
+            finally:
+                os.close(descriptor)
+
+    def remove(self, kind: str, key: str) -> None:
+        """Remove a file, if there is one."""
+        with self._errors():
+            self._unlink(f"{kind}-{key}")
+
+    def make_lock(self, kind: str, key: str, data: bytes = b"") -> int:
+        """Make a file and lock it; the descriptor, with whose last copy the lock ends."""
+        with self._errors():
+            descriptor = self._create(f"{kind}-{key}")
+            try:
+                os.write(descriptor, data)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException:
+                os.close(descriptor)
+                self._unlink(f"{kind}-{key}")
+                raise
+        return descriptor
+
+    def is_locked(self, kind: str, key: str, uid: int | None = None) -> bool | None:
+        """Whether a process has locked a file of the user ``uid``, or of anybody; None where there is none.
+
+        To be able to read it is enough. What is no plain file, or another user's, is not there.
+        """
+        try:
+            with self._opened(kind, key) as (descriptor, owner):
+                if descriptor is None or (uid is not None and owner != uid):
+                    return None
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except (OSError, PoolError):
+            return None
+        return False
+
+    def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
+        """Remove this user's files of some kinds, and those that were never finished.
+
+        Nobody else may write meanwhile.
+
+        Args:
+            keeps: The keys of those that stay, by kind.
+        """
+        for kind, key in self.keys(_NEW, *keeps):
+            if key not in keeps.get(kind, ()):
+                with suppress(OSError):
+                    found = os.stat(f"{kind}-{key}", dir_fd=self._descriptor, follow_symlinks=False)
+                    if found.st_uid == os.geteuid():
+                        self._unlink(f"{kind}-{key}")
+
+    def damage(self, kind: str, key: str, uid: int, how: str) -> PoolError:
+        """The error of a file that is not as poprun writes it."""
+        file = f"{self.path}/{kind}-{key}"
+        return PoolError(
+            f"pool {self.path}: {kind}-{key} is not as poprun writes it ({how}), and was left as it is. It "
+            f"belongs to {user_name(uid)}, who can remove it, as root can: rm {file}"
+        )
+
+    @contextmanager
+    def _opened(self, kind: str, key: str) -> Iterator[tuple[int | None, int]]:
+        """The descriptor of a plain file, None where there is none, and its owner."""
+        name = f"{kind}-{key}"
+        with self._errors():
+            try:
+                descriptor = os.open(name, _READ, dir_fd=self._descriptor)
+            except FileNotFoundError:
+                yield None, 0
+                return
+            except OSError as error:
+                found = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+                raise self.damage(kind, key, found.st_uid, error.strerror or "it cannot be opened") from None
+            try:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode):
+                    raise self.damage(kind, key, found.st_uid, "it is no plain file")
+                if found.st_nlink > 1:
+                    raise self.damage(kind, key, found.st_uid, "it has several names")
+                yield descriptor, found.st_uid
+            finally:
+                os.close(descriptor)
+
+    def _create(self, name: str) -> int:
+        descriptor = os.open(name, _CREATE, _MODE, dir_fd=self._descriptor)
+        os.fchmod(descriptor, _MODE)
+        return descriptor
+
+    def _unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise PoolError(f"pool {self.path}: {error.filename or 'the folder'}: {error.strerror}") from None
+
+
+@contextmanager
+def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
+    """The folder of the pool at ``path`` for the length of a block; see :func:`poprun.pool.place.opened_place`."""
+    with opened_place(path, makes=makes) as descriptor:
+        yield PoolFolder(path, descriptor)
+
+
+def _lock(descriptor: int, patience_seconds: float) -> bool:
+    """Lock a file or a folder, and wait for it as long as that; whether it is locked now."""
+    deadline, pause_seconds = time.monotonic() + patience_seconds, _SHORTEST_PAUSE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+        else:
+            return True
