@@ -4,8 +4,7 @@
 Each public name loads its module on first use: the agents of a job import this package in a bare interpreter.
 """
 
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as typing has it, which takes longer to import than all of poprun that an agent needs
 if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from poprun.plan.plan import LaunchPlan
     from poprun.plan.planner import make_plan

@@ -1,15 +1,17 @@
-"""The `poprun` program: words in, an exit code out, and for every mistake one message."""
+"""The `poprun` program: words in, an exit code out, and for every mistake one message.
 
+Until Ctrl-C ends poprun as any command, nothing is imported that Python has not loaded at its start: an import is
+where Python shows a traceback for it, or loses it.
+"""
+
+import _signal  # type: ignore[import-not-found]  # signal of the standard library stands on it, and loads more
 import errno
 import os
-import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
 
-from poprun.errors import LaunchError, OutputError, PoprunError
-from poprun.text.screen import abandon_stdout, say, show, write_any_letter
-from poprun.text.system_errors import SHORTAGES, describe_error
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 BROKEN_PIPE = 141
 
@@ -18,19 +20,24 @@ def main() -> None:
     """Run poprun with the words of this process and end it."""
     _end_at_interrupt()
     exit_code = run_command(sys.argv[1:])
-    with suppress(OSError, ValueError):
+    try:
         sys.stdout.flush()
         sys.stderr.flush()
+    except (OSError, ValueError):
+        pass
     os._exit(exit_code)  # nothing is left to be torn down, and the interpreter would take a tenth of a short job
 
 
-def run_command(words: Sequence[str]) -> int:
+def run_command(words: "Sequence[str]") -> int:
     """Run poprun with ``words``, which do not include its name.
 
     Returns:
         The exit code: that of the job; 2 for a mistake of the user's, or the error's own; 141 when nobody reads
         what poprun prints.
     """
+    from poprun.errors import PoprunError  # noqa: PLC0415 - Ctrl-C is heard before this import
+    from poprun.text.screen import abandon_stdout, write_any_letter  # noqa: PLC0415 - see above
+
     try:
         _open_closed_streams()
         write_any_letter()
@@ -50,8 +57,8 @@ def _end_at_interrupt() -> None:
 
     Python's own handler raises an exception, which is lost when it is raised in a callback of an import.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def _open_closed_streams() -> None:
@@ -65,13 +72,14 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
-def _run(words: Sequence[str]) -> int:
-    from click.exceptions import Exit  # noqa: PLC0415 - Ctrl-C is heard before this import
+def _run(words: "Sequence[str]") -> int:
+    from click.exceptions import Exit  # noqa: PLC0415 - see run_command
 
-    from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see above
+    from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see run_command
 
     if (instruction := asked_completion()) is not None:
         from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
+        from poprun.text.screen import show  # noqa: PLC0415 - as above
 
         show(answer(instruction))
         return 0
@@ -86,12 +94,17 @@ def _run(words: Sequence[str]) -> int:
 
 def _fail(message: str, exit_code: int) -> int:
     if sys.stderr is not None:
+        from poprun.text.screen import say  # noqa: PLC0415 - see run_command
+
         say(f"error: {message}")
     return exit_code
 
 
 def _fail_of_system(error: OSError) -> int:
     """Say what the system refuses: what there is too much of, or the file that it is about."""
+    from poprun.errors import LaunchError, OutputError, PoprunError  # noqa: PLC0415 - see run_command
+    from poprun.text.system_errors import SHORTAGES, describe_error  # noqa: PLC0415 - see run_command
+
     if error.errno in SHORTAGES:
         return _fail(describe_error(error.errno), LaunchError.exit_code)
     if not error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):

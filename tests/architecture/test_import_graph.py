@@ -134,6 +134,13 @@ def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
     assert {name for name in reached_on_import(package) if name.partition(".")[0] in HEAVY} == set()
 
 
+def test_poprun_hears_ctrl_c_before_it_imports() -> None:
+    """Python loads these at its own start; an import is where it would show a traceback, or lose the signal."""
+    ours = {"poprun", "poprun.__main__"}
+
+    assert reached_on_import("poprun.__main__") - ours <= {"_signal", "errno", "os", "sys"}
+
+
 def test_torch_is_imported_at_the_top_of_torch_facing_modules_only() -> None:
     """Below the backends the library is plain Python."""
     found = {

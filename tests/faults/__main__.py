@@ -61,8 +61,9 @@ def _options() -> argparse.Namespace:
 
 def _cells(contestants: Iterable[Contestant], only: str) -> Iterator[Cell]:
     for fault, contestant in itertools.product(FAULTS, contestants):
-        is_possible = contestant.name in fault.under if contestant.is_poprun else fault.is_comparable
-        if is_possible and only in fault.name and (contestant.has_mpi or not fault.needs_mpi):
+        has_what_it_needs = fault.is_comparable and (contestant.has_mpi or not fault.needs_mpi)
+        is_possible = contestant.name in fault.under if contestant.is_poprun else has_what_it_needs
+        if is_possible and only in fault.name:
             yield contestant, fault
 
 

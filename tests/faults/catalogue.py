@@ -16,6 +16,8 @@ PROMPT_SECONDS: Final = 1.0
 GRACE_SECONDS: Final = 2.0
 """What each program is given between the request to end and its end by force."""
 
+START_SECONDS: Final = 10.0
+"""After which poprun gives up a start of which the MPI runtime says nothing."""
 
 PATIENCE_SECONDS: Final = 10.0
 """How long the end of another launcher's job is waited for."""
@@ -27,6 +29,7 @@ class Moment(StrEnum):
     READY = "ready"  # every instance has called ready()
     TOLD = "told"  # an instance has left the note "told"
     RANDOM = "random"  # any time in the job's first moments
+    FIRST = "first"  # any time in the first 50 ms of the process that the user started
 
 
 class Target(StrEnum):
@@ -45,6 +48,7 @@ class Target(StrEnum):
 ANYONE: Final = -1
 """Named where the MPI runtime may have killed other shims before poprun heard of the first."""
 
+_PUBLIC: Final = frozenset({Moment.READY, Moment.TOLD})
 _FOREIGN: Final = frozenset({Target.LAUNCHER, Target.TERMINAL, Target.READER})
 
 
@@ -78,6 +82,7 @@ class Fault:
         obeys: Whether every program ends when it is asked to.
         is_quick: Whether it belongs to the part that runs with every change.
         has_full_disk: Whether the disk of instance 1's log is full.
+        scarce: What poprun has too few of, at random, as an option of ``ulimit``; empty: nothing.
     """
 
     name: str
@@ -90,17 +95,20 @@ class Fault:
     obeys: bool = True
     is_quick: bool = True
     has_full_disk: bool = False
+    scarce: str = ""
 
     @property
     def bound_seconds(self) -> float:
-        """From the failure to the end, at most."""
+        """From the failure to the end, at most; where poprun has too few of something, from its start."""
+        if self.scarce:
+            return START_SECONDS + GRACE_SECONDS + PROMPT_SECONDS
         return PROMPT_SECONDS if self.obeys else GRACE_SECONDS + PROMPT_SECONDS
 
     @property
     def is_comparable(self) -> bool:
         """Whether it can happen under other launchers, too: what is hit is no part of poprun, nor of its start."""
-        is_foreign = all(step.target in _FOREIGN and step.when is not Moment.RANDOM for step in self.steps)
-        return is_foreign and not self.has_full_disk
+        is_foreign = all(step.target in _FOREIGN and step.when in _PUBLIC for step in self.steps)
+        return is_foreign and not self.has_full_disk and not self.scarce
 
     @property
     def kills_launcher(self) -> bool:
@@ -112,6 +120,30 @@ def _fails(name: str, text: str, *codes: int, named: int | None = 1, obeys: bool
     """A fault of instance 1's own while the others work."""
     program = f"ready()\nif rank == 1:\n    note('failed')\n    {text}\nhang()"
     return Fault(name=name, program=program, codes=frozenset(codes), named=named, obeys=obeys)
+
+
+def _ends_mpi(how: str, text: str, *codes: int, named: int | None = 1, is_quick: bool = False) -> Fault:
+    """An end of instance 1's own after MPI_Init, while the others are far from MPI_Finalize."""
+    program = f"from mpi4py import MPI\nready()\nif rank == 1:\n    note('failed')\n    {text}\nhang()"
+    return Fault(
+        name=f"{how} after MPI_Init",
+        program=program,
+        codes=frozenset(codes),
+        named=named,
+        needs_mpi=True,
+        is_quick=is_quick,
+    )
+
+
+def _ends_mpi_well(name: str, text: str) -> Fault:
+    """An end of instance 1's own that waits for the others, which end a little later."""
+    program = f"from mpi4py import MPI\nready()\nif rank == 1:\n    {text}\ntime.sleep(0.2)\nnote('failed')"
+    return Fault(name=name, program=program, codes=frozenset({0}), needs_mpi=True, is_quick=False)
+
+
+def _lacks(name: str, scarce: str, *codes: int) -> Fault:
+    """A job that may be too large for the machine; its programs may notice first."""
+    return Fault(name=name, program="ready()", codes=frozenset(codes), named=ANYONE, scarce=scarce)
 
 
 def _hit(
@@ -220,6 +252,24 @@ FAULTS: Final = (
         under=WITH_MPI,
         needs_mpi=True,
     ),
+    _ends_mpi("sys.exit(7)", "sys.exit(7)", 7, is_quick=True),
+    _ends_mpi("sys.exit('text')", "sys.exit('bad batch')", 1),
+    _ends_mpi("raise SystemExit(7)", "raise SystemExit(7)", 7),
+    _ends_mpi("KeyboardInterrupt", "raise KeyboardInterrupt", 128 + signal.SIGINT),
+    _ends_mpi("another BaseException", "raise GeneratorExit", 1),
+    _ends_mpi(
+        "sys.exit(7) beside a thread", "threading.Thread(target=time.sleep, args=(0.1,)).start(); sys.exit(7)", 7
+    ),
+    replace(
+        _ends_mpi("sys.exit(256)", "sys.exit(256)", 0, named=None),
+        program="from mpi4py import MPI\nready()\nif rank == 1:\n    note('ended')\n    sys.exit(256)\n"
+        "wait_for('ended', 1)\nfirst = int(open(os.path.join(meeting, 'ended-1')).read().split()[1])\n"
+        "while os.path.exists(f'/proc/{first}'): time.sleep(0.01)\nnote('failed')\nos._exit(0)",
+    ),
+    _ends_mpi_well("sys.exit(0) after MPI_Init, the others later", "sys.exit(0)"),
+    _ends_mpi_well(
+        "sys.exit(7) after MPI_Init that is caught", "with contextlib.suppress(SystemExit): sys.exit(7)"
+    ),
     Fault(
         name="never calls MPI_Init, the others wait; Ctrl-C",
         program="import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI\nnote('ready')\n"
@@ -246,6 +296,8 @@ FAULTS: Final = (
         named=1,
         has_full_disk=True,
     ),
+    _lacks("too few open files (ulimit -n)", "-n", 0, 70),
+    _lacks("too few processes (ulimit -u)", "-u", 0, 1, 70),
     Fault(
         name="the output's reader goes away",
         program="ready()\nwhile True:\n    print('x' * 1000)\n    time.sleep(0.01)",
@@ -255,6 +307,13 @@ FAULTS: Final = (
     _asked("Ctrl-C", signal.SIGINT, 130, target=Target.TERMINAL),
     _asked(
         "Ctrl-C while it starts", signal.SIGINT, 130, -signal.SIGINT, target=Target.TERMINAL, when=Moment.RANDOM
+    ),
+    _asked(
+        "Ctrl-C in poprun's first 50 ms",
+        signal.SIGINT,
+        *(1, 128 + signal.SIGINT, -signal.SIGINT),
+        target=Target.TERMINAL,
+        when=Moment.FIRST,
     ),
     Fault(
         name="Ctrl-C twice, the programs ignore it",

@@ -28,7 +28,7 @@ class Contestant:
     is_poprun: bool
 
     def command(self, size: int, program: list[str], options: tuple[str, ...] = ()) -> list[str]:
-        """The argv that starts ``size`` processes of a Python program; ``options`` are poprun's."""
+        """The argv that starts ``size`` processes of a Python program; ``options`` stand before Python."""
         return [*self.words, str(size), *options, str(self.python), *program]
 
     @property

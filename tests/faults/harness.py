@@ -31,6 +31,17 @@ _FIRST_MOMENTS_SECONDS = 0.6
 _BURIAL_SECONDS = 5.0
 """What the processes of others than poprun get to end when nobody is left to wait for them."""
 
+_FIRST_SECONDS = 0.05
+
+_LOST = "Exception ignored in"
+"""Python's words when it has lost a Ctrl-C before poprun's first line ran: then it is pressed again."""
+
+_FEWEST, _MOST = {"-n": 3, "-u": 2}, {"-n": 48, "-u": 24}
+"""How few, and how many, open files or processes poprun may have when there are too few of them."""
+
+_USERS = (30_000, 60_000)
+"""Numbers of users that have no processes."""
+
 _JOB_ID = "faults"
 
 _NAMED = re.compile(r"^\S+ \d+ POPRUN \[E\] instance (\d+) failed first", re.MULTILINE)
@@ -48,13 +59,15 @@ def run_cell(contestant: Contestant, fault: Fault, size: int, chance: random.Ran
     token = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="fault-"))
     try:
-        with _started(contestant, fault, size, folder, token) as process:
+        command = _command(contestant, fault, size, folder, chance)
+        with _started(contestant, fault, command, folder, token) as process:
+            began = time.monotonic()
             acted = _act(process, fault, size, folder, chance)
             code, ended = _await_end(process, DEADLINE_SECONDS if contestant.is_poprun else PATIENCE_SECONDS)
         survivors = _survivors(token, fault, contestant, code)
         if fault.kills_launcher:
             ended = time.monotonic()
-        failed = max(last_note_seconds(folder, "failed") or 0.0, acted or 0.0)
+        failed = max(last_note_seconds(folder, "failed") or 0.0, acted or 0.0) or began
         left = [file for file in mapped_files(folder) if file.exists()]
         err = (folder / "err").read_text(errors="backslashreplace")
         named = _NAMED.search(err)
@@ -77,13 +90,30 @@ def run_cell(contestant: Contestant, fault: Fault, size: int, chance: random.Ran
         shutil.rmtree(folder)
 
 
+def _command(contestant: Contestant, fault: Fault, size: int, folder: Path, chance: random.Random) -> list[str]:
+    """The argv that starts the processes; where something is scarce, as a user whom limits bind, with one."""
+    log_options = _full_logs(folder) if fault.has_full_disk else ()
+    program = write_program(folder, fault.program)
+    if not fault.scarce:
+        return contestant.command(size, program, log_options)
+    most = chance.randint(_FEWEST[fault.scarce], _MOST[fault.scarce])
+    shell = ("sh", "-c", 'exec "$@"', "sh")  # access(2) knows nothing of a user who may read what root may
+    limited = ["bash", "-c", f'ulimit {fault.scarce} {most} && exec "$@"', "bash"]
+    command = [*limited, *contestant.command(size, program, shell)]
+    if os.getuid() != 0:
+        return command
+    for place in (folder, folder / "meeting"):
+        place.chmod(0o777)
+    user = str(chance.randint(*_USERS))
+    rights = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+    return ["setpriv", "--reuid", user, "--regid", user, "--clear-groups", *rights, *command]
+
+
 @contextlib.contextmanager
 def _started(
-    contestant: Contestant, fault: Fault, size: int, folder: Path, token: str
+    contestant: Contestant, fault: Fault, command: list[str], folder: Path, token: str
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """The launcher in a session of its own, as below a terminal; its output goes to files, or to a reader."""
-    log_options = _full_logs(folder) if fault.has_full_disk else ()
-    command = contestant.command(size, write_program(folder, fault.program), log_options)
     has_reader = any(step.target is Target.READER for step in fault.steps)
     with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
         process = subprocess.Popen(
@@ -121,12 +151,25 @@ def _act(
             _wait_until_in_charge(process.pid)
         _wait_for_moment(step.when, size, folder, chance)
         acted = _take(process, step, chance)
+        if step.when is Moment.FIRST and _is_lost(process, folder):
+            acted = _take(process, step, chance)
     return acted
 
 
+def _is_lost(process: "subprocess.Popen[bytes]", folder: Path) -> bool:
+    """Whether Python has lost a Ctrl-C; it says so at once."""
+    said = folder / "err"
+    _wait_until(lambda: _has_ended(process.pid) or said.stat().st_size > 0, PATIENCE_SECONDS)
+    return not _has_ended(process.pid) and _LOST in said.read_text(errors="backslashreplace")
+
+
+def _has_ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _wait_for_moment(when: Moment, size: int, folder: Path, chance: random.Random) -> None:
-    if when is Moment.RANDOM:
-        time.sleep(chance.uniform(0.0, _FIRST_MOMENTS_SECONDS))
+    if when in (Moment.RANDOM, Moment.FIRST):
+        time.sleep(chance.uniform(0.0, _FIRST_MOMENTS_SECONDS if when is Moment.RANDOM else _FIRST_SECONDS))
         return
     number = size if when is Moment.READY else 1
     _wait_until(lambda: num_notes(folder, when.value) >= number)

@@ -1,8 +1,12 @@
 """What came of a fault, and whether it is right. Pure."""
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from tests.faults.catalogue import ANYONE, POPRUNS, Fault
+
+_OWN_FRAME: Final = re.compile(r'^.*File ".*/poprun/.*", line \d+, in ', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,11 @@ class Outcome:
         return not self.fault.codes or self.fault.named in (ANYONE, self.named)
 
     @property
+    def has_own_traceback(self) -> bool:
+        """Whether poprun, a shim or an agent showed a traceback."""
+        return _OWN_FRAME.search(self.err) is not None
+
+    @property
     def is_late(self) -> bool:
         """Whether the end came later than the fault's bound; an idle machine is assumed."""
         return self.code is None or self.seconds > self.fault.bound_seconds
@@ -57,5 +66,7 @@ class Outcome:
         found = [] if self.is_code_right else [f"exit code {self.code}"]
         if not self.is_name_right:
             found.append(f"names instance {self.named}, not {self.fault.named}")
+        if self.has_own_traceback:
+            found.append("shows a traceback of poprun's own")
         found += [f"leaves {thing}" for thing in (*self.survivors, *self.memory, *self.sockets)]
         return found

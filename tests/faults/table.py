@@ -18,7 +18,8 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def render_matrix(outcomes: Sequence[Outcome]) -> str:
     """What came of poprun's runs: one row for each fault, then all of them."""
-    head = ["what goes wrong", "runs", "exit code", "wrong", "processes left", "files, sockets left", "p50", "p99"]
+    head = ["what goes wrong", "runs", "exit code", "wrong", "tracebacks of poprun's own"]
+    head += ["processes left", "files, sockets left", "p50", "p99"]
     rows = [[fault.name, *_row(_of(outcomes, fault), _codes(fault))] for fault in _faults(outcomes)]
     obeying = [outcome for outcome in outcomes if outcome.fault.obeys]
     others = [outcome for outcome in outcomes if not outcome.fault.obeys]
@@ -43,6 +44,7 @@ def _row(outcomes: Sequence[Outcome], codes: str) -> list[str]:
         str(len(outcomes)),
         codes,
         str(sum(not (outcome.is_code_right and outcome.is_name_right) for outcome in outcomes)),
+        str(sum(outcome.has_own_traceback for outcome in outcomes)),
         str(sum(len(outcome.survivors) for outcome in outcomes)),
         str(sum(len(outcome.memory) + len(outcome.sockets) for outcome in outcomes)),
         f"{percentile(seconds, _MEDIAN):.2f} s",

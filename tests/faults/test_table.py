@@ -14,6 +14,9 @@ IGNORES = replace(EXITS, name="ignores SIGTERM", obeys=False)
 KILL = Step(when=Moment.READY, target=Target.LAUNCHER, signum=signal.SIGKILL)
 KILLED = Fault(name="the launcher is killed", program="", codes=frozenset({-9}), steps=(KILL,))
 
+OWN = 'Traceback (most recent call last):\n  File "/x/poprun/launch/shim.py", line 5, in main\n'
+USERS = 'Traceback (most recent call last):\n  File "/x/poprun_example.py", line 5, in main\n'
+
 RIGHT = Outcome(contestant="local", fault=EXITS, code=7, named=1, seconds=0.25)
 
 
@@ -30,19 +33,20 @@ def test_the_matrix_has_a_row_for_each_fault_and_two_for_all() -> None:
     """Wrong codes, wrong names, processes, files and sockets are counted."""
     outcomes = [
         RIGHT,
-        replace(RIGHT, named=0, seconds=0.5, survivors=("a", "b"), memory=("/dev/shm/x",)),
+        replace(RIGHT, named=0, seconds=0.5, survivors=("a", "b"), memory=("/dev/shm/x",), err=OWN),
         replace(RIGHT, fault=IGNORES, seconds=2.0),
         Outcome(contestant="mpich", fault=KILLED, code=-9, named=None, seconds=0.125, sockets=("@poprun",)),
     ]
 
     assert render_matrix(outcomes) == (
-        "| what goes wrong | runs | exit code | wrong | processes left | files, sockets left | p50 | p99 |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
-        "| exits with 7 | 2 | 7 | 1 | 2 | 1 | 0.25 s | 0.50 s |\n"
-        "| ignores SIGTERM | 1 | 7 | 0 | 0 | 0 | 2.00 s | 2.00 s |\n"
-        "| the launcher is killed | 1 | \N{EN DASH} | 0 | 0 | 1 | 0.12 s | 0.12 s |\n"
-        "| **all whose programs end when asked** | 3 |  | 1 | 2 | 2 | 0.25 s | 0.50 s |\n"
-        "| **all others: 2 s of grace** | 1 |  | 0 | 0 | 0 | 2.00 s | 2.00 s |\n"
+        "| what goes wrong | runs | exit code | wrong | tracebacks of poprun's own | "
+        "processes left | files, sockets left | p50 | p99 |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
+        "| exits with 7 | 2 | 7 | 1 | 1 | 2 | 1 | 0.25 s | 0.50 s |\n"
+        "| ignores SIGTERM | 1 | 7 | 0 | 0 | 0 | 0 | 2.00 s | 2.00 s |\n"
+        "| the launcher is killed | 1 | \N{EN DASH} | 0 | 0 | 0 | 1 | 0.12 s | 0.12 s |\n"
+        "| **all whose programs end when asked** | 3 |  | 1 | 1 | 2 | 2 | 0.25 s | 0.50 s |\n"
+        "| **all others: 2 s of grace** | 1 |  | 0 | 0 | 0 | 0 | 2.00 s | 2.00 s |\n"
     )
 
 
@@ -71,6 +75,8 @@ def test_a_comparison_has_a_column_for_each_launcher() -> None:
     [
         (RIGHT, []),
         (replace(RIGHT, code=0), ["exit code 0"]),
+        (replace(RIGHT, err=OWN), ["shows a traceback of poprun's own"]),
+        (replace(RIGHT, err=USERS), []),
         (replace(RIGHT, named=None), ["names instance None, not 1"]),
         (replace(RIGHT, code=None, survivors=("sleep",)), ["exit code None", "leaves sleep"]),
         (replace(RIGHT, fault=replace(EXITS, codes=frozenset()), named=0), []),
@@ -88,3 +94,4 @@ def test_a_job_is_late_when_its_programs_had_no_more_time() -> None:
     assert replace(RIGHT, seconds=1.5).is_late
     assert not replace(RIGHT, fault=IGNORES, seconds=2.5).is_late
     assert replace(RIGHT, fault=IGNORES, seconds=3.5).is_late
+    assert not replace(RIGHT, fault=replace(EXITS, scarce="-n"), seconds=2.5).is_late

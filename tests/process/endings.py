@@ -7,7 +7,7 @@ job has to find it. The programs run under other launchers too, so that their en
 from pathlib import Path
 
 _PRELUDE = """
-import os, signal, subprocess, sys, threading, time
+import contextlib, os, signal, subprocess, sys, threading, time
 
 def number(*names):
     return int(next(os.environ[name] for name in names if name in os.environ))
