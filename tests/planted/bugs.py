@@ -70,6 +70,41 @@ BUGS = (
         "return pod.ipus[number : number + size]",
         ("unit/test_pods.py", "unit/test_hosts.py"),
     ),
+    Bug(
+        "replicas that take turns have a GPU each",
+        "poprun",
+        "first_device = local_index * self.num_ipus_per_instance, local_index * self.ipus_per_replica",
+        "first_device = local_index * self.num_ipus_per_instance, local_index * self.num_ipus_per_instance",
+        ("unit/test_domains.py",),
+    ),
+    Bug(
+        "the IPUs of an instance are those of one replica",
+        "poprun",
+        "ipus=range(first_ipu, first_ipu + self.num_ipus_per_instance)",
+        "ipus=range(first_ipu, first_ipu + self.ipus_per_replica)",
+        ("unit/test_domains.py",),
+    ),
+    Bug(
+        "a job that just fits an IPU-Link domain is refused",
+        "poprun",
+        "num_ipus // count <= size",
+        "num_ipus // count < size",
+        ("unit/test_domains.py",),
+    ),
+    Bug(
+        "a lease on GPUs counts virtual IPUs",
+        "poprun",
+        "self.num_ipus = plan.num_gpus_per_host",
+        "self.num_ipus = plan.num_ipus_per_host",
+        ("unit/test_leases.py",),
+    ),
+    Bug(
+        "the domains of a job on several hosts are looked for on each",
+        "poprun",
+        "num_domains = max(1, plan.num_ilds // len(plan.hosts))",
+        "num_domains = plan.num_ilds",
+        ("unit/test_leases.py",),
+    ),
     # the job
     Bug(
         "a second Ctrl-C does not kill",

@@ -9,7 +9,14 @@ from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.orders import JobIdentity, start_order
 from poprun.lease.host_leases import check_machines
+from poprun.lease.local_lease import ipu_claims
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.planner import make_plan
+from poprun.plan.pods import named_pod
 from poprun.plan.program_environment import VISIBLE_DEVICES
+from poprun.plan.request import LaunchRequest
+from poprun.plan.settings import VipuSettings
+from poprun.plan.topology import MachineFacts
 from poprun.pool.records import HeldLease, fold_names
 from tests.planning import planned, with_gpus
 
@@ -56,6 +63,59 @@ def test_each_host_has_the_devices_that_it_gave() -> None:
     assert [env[VISIBLE_DEVICES] for env in seen if isinstance(env, dict)] == ["0,1", "0,1", "2,3", "2,3"]
     assert [order["keeper"] for order in orders] == ["keeper-a", "keeper-a", "keeper-b", "keeper-b"]
     assert here["keeper"] == ""
+
+
+def counts(plan: LaunchPlan, machine: MachineFacts) -> list[tuple[str, int]]:
+    """What a job asks the pool of this machine for: kinds of cluster, and how many of it."""
+    return [(claim.cluster.kind, claim.wish().num_ipus) for claim in ipu_claims(plan, machine, is_fixed=False)]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "vipu", "expected"),
+    [
+        ("", {"ipus_per_host": 16}, [("cpu", 16)]),
+        ("", {"partition": "p"}, [("cpu", 16)]),
+        ("", {"pool": "/p"}, [("cpu", 16)]),
+        ("", {"pod": "POD16"}, [("pod", 16)]),
+        ("ffff", {}, [("gpu", 4)]),
+        ("ffff", {"ipus_per_host": 16, "partition": "p"}, [("gpu", 4)]),
+        ("ffff", {"pod": "POD16", "partition": "p"}, [("pod", 16), ("gpu", 4)]),
+        ("ffff", {"server_host": "h", "partition": "p"}, [("gpu", 4)]),
+        ("", {"server_host": "h"}, []),
+        ("ffff", {"pod": "POD16", "is_offline": True}, []),
+    ],
+)
+def test_what_is_counted(gpus: str, vipu: dict[str, object], expected: list[tuple[str, int]]) -> None:
+    """GPUs by instances, whose replicas take turns; virtual IPUs by replicas; those of a pod with GPUs beside."""
+    machine = with_gpus(gpus)
+    settings = VipuSettings(**vipu)  # type: ignore[arg-type]
+    plan = planned(machine, num_instances=2, num_replicas=8, ipus_per_replica=2, vipu=settings)
+
+    assert counts(plan, machine) == expected
+
+
+def test_gpus_beside_a_pod_are_in_no_partition() -> None:
+    """It is one of the pod's IPUs; of GPUs alone it has the power of two that holds them."""
+    asked = {"num_instances": 3, "num_replicas": 12}
+    for vipu, sizes in (
+        (VipuSettings(pod="POD16", partition="p"), [16, None]),
+        (VipuSettings(partition="p"), [4]),
+    ):
+        plan = planned(with_gpus("fff"), vipu=vipu, **asked)
+        wishes = [claim.wish().partition for claim in ipu_claims(plan, with_gpus("fff"), is_fixed=False)]
+        assert [wish and wish.size for wish in wishes] == sizes
+
+
+def test_a_host_gives_its_part_of_the_domains() -> None:
+    """A job of two hosts in four IPU-Link domains has two of them on each."""
+    asked = LaunchRequest(num_instances=4, num_replicas=256, hosts=("a", "b"), vipu=VipuSettings(pod="POD256"))
+    plan = make_plan(asked, with_gpus(""), named_pod("POD256"))
+    (claim,) = ipu_claims(plan, None, is_fixed=False)
+    chosen = claim.wish().choose(())
+
+    assert (plan.num_ilds, len(chosen), {ipu.domain for ipu in chosen}) == (4, 128, {0, 1})
+    few = ipu_claims(planned(vipu=VipuSettings(pod="POD256", num_ilds=1)), None, is_fixed=False)[0]
+    assert [ipu.index for ipu in few.wish().choose(())] == [0]
 
 
 def test_only_descriptors_of_this_host_go_to_its_agents() -> None:

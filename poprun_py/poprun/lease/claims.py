@@ -88,7 +88,14 @@ class Claim(ABC):
 def wished_ipus(
     plan: LaunchPlan, num_ipus: int, allocation: str | None = None, hosts: tuple[str, ...] = ()
 ) -> IpuWish:
-    """The wish of a job for ``num_ipus`` virtual IPUs or GPUs; ``hosts`` where it matters on which they are."""
+    """The wish of a job for ``num_ipus`` virtual IPUs or GPUs of all its hosts.
+
+    Args:
+        plan: The job.
+        num_ipus: How many it wants.
+        allocation: The part of the cluster to take them from, or None.
+        hosts: The hosts that they are to be on, equally many on each; none where it does not matter.
+    """
     vipu = plan.vipu
     partition = None
     if vipu.partition is not None:

@@ -188,7 +188,8 @@ class IpuClaim(LocalClaim):
         super().__init__(plan, _ipus_here(plan))
         self.num_ipus = plan.num_ipus_per_host
         allocation = None if plan.vipu.pod is None else allocation_of(self.cluster, plan.vipu)
-        wish = wished_ipus(plan, self.num_ipus, allocation)
+        num_domains = max(1, plan.num_ilds // len(plan.hosts))
+        wish = replace(wished_ipus(plan, self.num_ipus, allocation), num_domains=num_domains)
         wish.check(self.cluster, " of them here")
         self._wished = wish.of(self.cluster)
 

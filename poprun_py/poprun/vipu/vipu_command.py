@@ -186,7 +186,7 @@ def create() -> None:
 @click.option("-a", "--allocation", help="The part of the cluster to take them from. [default: all of it]")
 @click.option("-c", "--cluster", help="The cluster; there is one.")
 def create_partition(name: str, size: int, allocation: str | None, cluster: str | None) -> None:
-    """Make the partition NAME of free IPUs of one IPU-Link domain, or of whole ones."""
+    """Make the partition NAME of free IPUs of one IPU-Link domain, or of several."""
     made = _pool().create_partition(name, size, allocation=allocation, cluster=cluster)
     click.echo(f"create partition ({name}): success: {fold_names(made.ipus)}")
 
