@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from poprun.text.screen import Level, logged, own_line
+from poprun.text.screen import Level, logged, own_line, visible
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,22 @@ def test_a_terminal_shows_who_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} \d+ POPRUN \[W\] 2 cores\n", own_line("warning: 2 cores"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b]0;title\x07", "\\x1b]0;title\\x07"),
+        ("\x9b2J", "\\x9b2J"),
+        ("a\rb\tc\0", "a\\rb\\tc\\x00"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("\udc9b", "\\udc9b"),
+        ("Grüße, 世界 🙂 \\x1b", "Grüße, 世界 🙂 \\x1b"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_made_visible(text: str, shown: str) -> None:
+    """Wherever words of other users, hosts or programs come to a terminal; line breaks and tabs stay in lines."""
+    assert visible(text) == shown
+    assert own_line(f"host n1: {text}\n").count("\n") == 2
+    assert "\x1b" not in own_line(f"host n1: {text}")
+    assert "\x9b" not in own_line(f"host n1: {text}")

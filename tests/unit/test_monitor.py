@@ -89,6 +89,17 @@ running for 1:02:03 · attempt 1 · 3 instances · 6 replicas · 9.0 GiB
     )
 
 
+def test_what_programs_write_moves_no_cursor() -> None:
+    """Whatever a host or a program is called, or prints: it is shown, and neither obeyed nor taken for markup."""
+    nasty = "\x1b[2J\x07[red]x[/red]"
+    instance = replace(RUNNING, host=nasty, last_line=nasty, waits_in="")
+    table = drawn(replace(JOB, program=("a\x1b[1m",), instances=(instance, RUNNING)), [Rate(), Rate()], width=160)
+
+    assert table.replace("\n", "").isprintable()
+    assert table.count("\\x1b[2J\\x07[red]x[/red]") == 2
+    assert "a\\x1b[1m" in table
+
+
 def test_columns_that_say_nothing_are_left_out() -> None:
     """A program without popdist, on one host."""
     plain = InstanceView(index=0, host="localhost", state="running", last_line="hello")

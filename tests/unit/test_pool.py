@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from poprun.errors import IpusTakenError, PartitionError, PoolError
+from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.plan.inventory import VirtualIpu, cpu_cluster
 from poprun.pool import place
 from poprun.pool.holders import lives, this_process
@@ -84,6 +84,17 @@ def test_leases_come_and_go(pool: Pool) -> None:
         (lease, _) = pool.state().leases
         assert (lease.holder.pid, lease.holder.words, lease.num_ipus) == (os.getpid(), "job", 3)
     assert pool.state().leases == ()
+    assert list(Path(pool.path).iterdir()) == []
+
+
+def test_what_a_job_runs_is_made_visible(pool: Pool) -> None:
+    """In the words that other users read of it; what it is called there must be a name that can be shown."""
+    ticket = pool.ask("sh -c '\x1b[2J\n'", wish(1))
+    assert [lease.holder.words for lease in pool.state().leases] == ["sh -c '\\x1b[2J\\n'"]
+    pool.release(ticket)
+    for name in ("\x1b[2J", "x" * 256):
+        with pytest.raises(PlanError, match=r"this cannot stand in a pool: .* characters that can be printed"):
+            pool.ask("job", in_partition(name, 2))
     assert list(Path(pool.path).iterdir()) == []
 
 

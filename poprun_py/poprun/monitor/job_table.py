@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from poprun.messages.view import InstanceView, JobView
+from poprun.text.screen import visible
 
 _LINES_AROUND: Final = 7
 _SECONDS_PER_MINUTE: Final = 60
@@ -98,7 +99,7 @@ def _title(job: JobView) -> list[Text]:
     attempt = f" · attempt {job.restart_count}" if job.restart_count else ""
     memory = sum(instance.memory_bytes or 0 for instance in job.instances)
     return [
-        _one_line(Text.assemble((f"poprun {job.pid}", "bold"), f"  job {job.job_id}  {shlex.join(job.program)}")),
+        _one_line(Text.assemble((f"poprun {job.pid}", "bold"), f"  job {job.job_id}  {_program(job)}")),
         _one_line(
             Text(
                 f"{job.phase} for {describe_seconds(job.seconds)}{attempt} · {len(job.instances)} instances · "
@@ -106,6 +107,10 @@ def _title(job: JobView) -> list[Text]:
             )
         ),
     ]
+
+
+def _program(job: JobView) -> str:
+    return visible(shlex.join(job.program), keeps="\n")
 
 
 def _one_line(text: Text) -> Text:
@@ -131,14 +136,14 @@ def _cells(instance: InstanceView, rate: Rate) -> list[Text | str]:
     step = instance.step if instance.step is not None else instance.num_steps or None
     return [
         str(instance.index),
-        instance.host,
-        Text(state, style=style),
+        Text(visible(instance.host)),
+        Text(visible(state), style=style),
         "" if step is None else str(step),
         "" if rate.steps_per_second is None else f"{rate.steps_per_second:.1f}",
         "" if instance.loss is None else f"{instance.loss:.4g}",
         "" if rate.cpu_share is None else f"{rate.cpu_share:.0%}",
         "" if instance.memory_bytes is None else describe_bytes(instance.memory_bytes),
-        Text(instance.last_line),
+        Text(visible(instance.last_line)),
     ]
 
 

@@ -9,13 +9,14 @@ from typing import Final
 import click
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from popdist.contract import VERSION
 from poprun.messages.control import ProtocolError
 from poprun.messages.view import JobView
 from poprun.monitor.job_table import Rate, describe_seconds, rates, render
 from poprun.monitor.jobs import RunningJob, running_jobs, watch
-from poprun.text.screen import write_any_letter
+from poprun.text.screen import visible, write_any_letter
 
 _REDRAWS_PER_SECOND: Final = 4
 _VIEWS_OF_A_RATE: Final = 8
@@ -41,7 +42,7 @@ def command(job: str | None) -> None:
         click.echo("several jobs are running; name one:")
         for running in chosen:
             view = views[running.pid]
-            program = " ".join(shlex.join(view.program).split())
+            program = visible(" ".join(shlex.join(view.program).split()))
             click.echo(f"  {running.pid}  {view.job_id}  {describe_seconds(view.seconds):>8}  {program:.60}")
         raise SystemExit(2)
 
@@ -98,7 +99,7 @@ def _draw(job: RunningJob, console: Console, *, is_transient: bool) -> None:
                 live.update(render(view, rates(before, view), console.height), refresh=True)
                 recent.append(view)
         except (OSError, ProtocolError) as error:
-            console.print(f"poprun-top: {error}")
+            console.print(Text(visible(f"poprun-top: {error}")))
         except KeyboardInterrupt:
             return
 

@@ -121,10 +121,13 @@ _WORDS: Final = {"warning: ": Level.WARNING, "error: ": Level.ERROR}
 def own_line(text: str, level: Level = Level.INFO) -> str:
     """``text`` as a line of poprun's own for its standard error, with its line break.
 
+    Words of other users, hosts and programs may stand in it, so control characters are made visible.
+
     Args:
         text: One line or several; what begins with ``warning:`` or ``error:`` has that level.
         level: That of any other text.
     """
+    text = visible(text, keeps="\n\t")
     if sys.stderr.isatty():
         return f"poprun: {text}\n"
     return logged(text, level, time.time(), os.getpid())

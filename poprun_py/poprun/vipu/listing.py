@@ -8,6 +8,7 @@ from typing import Final
 from poprun.plan.inventory import IPUS_PER_MACHINE, Cluster
 from poprun.pool.records import Lease, Partition, PoolState, fold_names
 from poprun.text.ranges import fold_numbers
+from poprun.text.screen import visible
 
 Row = Mapping[str, object]
 
@@ -98,7 +99,7 @@ def render_rows(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """Rows as a table with those columns; a value that is not known is a dash."""
     titles = {"ilds": "ILDs", "ild": "ILD", "ild_size": "ILD size", "ipus": "IPUs", "ipu": "IPU"}
     header = [titles.get(name, name.replace("_", " ").capitalize()) for name in columns]
-    cells = [["-" if row[name] in (None, "") else str(row[name]) for name in columns] for row in rows]
+    cells = [["-" if row[name] in (None, "") else visible(str(row[name])) for name in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     lines = [
         _GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()

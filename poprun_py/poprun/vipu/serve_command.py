@@ -14,6 +14,7 @@ from poprun.plan.inventory import Cluster
 from poprun.plan.settings import DEFAULT_PORT
 from poprun.pool.holders import sole_server
 from poprun.pool.server_messages import MAX_IPUS
+from poprun.text.screen import visible
 from poprun.vipu.served_leases import ClientLeases
 from poprun.vipu.target_pool import LocalPool, served_pool
 
@@ -106,7 +107,7 @@ def _size(cluster: Cluster) -> str:
 
 def _log(*texts: str) -> None:
     for text in texts:
-        click.echo(f"{time.strftime('%H:%M:%S')} vipu: {text}", err=True)
+        click.echo(f"{time.strftime('%H:%M:%S')} vipu: {visible(text)}", err=True)
 
 
 def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:

@@ -12,7 +12,7 @@ from poprun.errors import PartitionError, PoprunError
 from poprun.lease.server_client import RemotePool
 from poprun.plan.settings import DEFAULT_PORT, VipuSettings
 from poprun.pool.records import fold_names
-from poprun.text.screen import write_any_letter
+from poprun.text.screen import visible, write_any_letter
 from poprun.vipu.listing import (
     Row,
     allocation_rows,
@@ -48,7 +48,8 @@ def main() -> None:
 
 
 def _fail(message: str, exit_code: int) -> None:
-    click.echo(f"vipu: error: {message}", err=True)
+    text = visible(message, keeps="\n")
+    click.echo(f"vipu: error: {text}", err=True)
     sys.exit(exit_code)
 
 
@@ -172,7 +173,7 @@ def get_partition(name: str, output: str) -> None:
         click.echo(render_json(row), nl=False)
     else:
         for key, value in row.items():
-            click.echo(f"{key.replace('_', ' '):<12} {'-' if value == '' else value}")
+            click.echo(f"{key.replace('_', ' '):<12} {'-' if value == '' else visible(str(value))}")
 
 
 @vipu.group(cls=_Nouns)
