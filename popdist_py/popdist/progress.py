@@ -39,7 +39,7 @@ ANNOUNCEMENT_FORMAT: Final = "=qi"
 """Where and how (`struct`) the page names its process and the signal at which that writes its stacks."""
 
 _COUNT: Final = struct.Struct("=Q")
-_VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}3?xQqdQd{MAX_NAME_BYTES}s")
+_VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}4?QqdQd{MAX_NAME_BYTES}s")
 _BEGUN_AT: Final = ANNOUNCEMENT_AT + _VALUES.size
 _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
@@ -63,6 +63,8 @@ class Progress:
         num_waits: How often it has waited for other instances.
         waiting_since_seconds: Monotonic time at which it began to wait for them, or None when it does not.
         collective: What it waited for last, in words; empty before the first time.
+        has_trained_alone: Whether it had an optimizer of torch's, and nothing that it used connected it to others.
+            The start-up hook says so when the program ends (``startup/sitecustomize.py``).
     """
 
     pid: int = 0
@@ -74,13 +76,14 @@ class Progress:
     num_waits: int = 0
     waiting_since_seconds: float | None = None
     collective: str = ""
+    has_trained_alone: bool = False
 
     @classmethod
     def read(cls, page: bytes) -> Self | None:
         """What ``page`` says; None when it is too short or was copied in the middle of a change."""
         if len(page) < USED_BYTES or page[: _COUNT.size] != page[_BEGUN_AT : _BEGUN_AT + _COUNT.size]:
             return None
-        pid, signum, has_joined, has_step, has_loss, num_steps, step, loss, num_waits, since, name = (
+        pid, signum, has_joined, has_step, has_loss, is_alone, num_steps, step, loss, num_waits, since, name = (
             _VALUES.unpack_from(page, ANNOUNCEMENT_AT)
         )
         return cls(
@@ -93,6 +96,7 @@ class Progress:
             num_waits=num_waits,
             waiting_since_seconds=since or None,
             collective=name.rstrip(b"\0").decode(errors="replace"),
+            has_trained_alone=is_alone,
         )
 
 
@@ -154,6 +158,7 @@ class ProgressPage:
             progress.has_joined,
             progress.step is not None,
             progress.loss is not None,
+            progress.has_trained_alone,
             progress.num_steps,
             progress.step or 0,
             progress.loss or 0.0,

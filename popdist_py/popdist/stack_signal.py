@@ -19,6 +19,9 @@ _PID_AT, _PID_BYTES = 8, 8
 _SIGNAL_AT, _SIGNAL_BYTES = 16, 4
 """Where the page names its process and the signal, as `popdist.progress` has it."""
 
+_TRAINED_ALONE_AT = 23
+"""Where it says that the process has trained without others."""
+
 _FIRST, _LAST = 40, 63
 """Real-time signals (signal(7)) that no C library keeps for itself."""
 
@@ -46,6 +49,11 @@ def announce(descriptor: int, signum: int) -> None:
     os.pwrite(descriptor, bytes(os.sysconf("SC_PAGE_SIZE")), 0)
     os.pwrite(descriptor, signum.to_bytes(_SIGNAL_BYTES, sys.byteorder), _SIGNAL_AT)
     os.pwrite(descriptor, os.getpid().to_bytes(_PID_BYTES, sys.byteorder), _PID_AT)
+
+
+def announce_lone_training(descriptor: int) -> None:
+    """Say on the page that this process has trained without others."""
+    os.pwrite(descriptor, b"\1", _TRAINED_ALONE_AT)
 
 
 def register(descriptor: int) -> int:

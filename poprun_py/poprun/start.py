@@ -110,4 +110,15 @@ def _run(
     def look_again() -> "JobNetwork | None":
         return None if network is None else regain(replace(network, key=_examine(plan).network.key))
 
-    return run_job(plan, environ=os.environ, verbosity=verbosity, leases=leases, network=network, look=look_again)
+    environ = {**os.environ, **_library_variables(plan)}
+    return run_job(plan, environ=environ, verbosity=verbosity, leases=leases, network=network, look=look_again)
+
+
+def _library_variables(plan: LaunchPlan) -> dict[str, str]:
+    """What the library of the program needs to be told, and is not told by the variables of torch and MPI."""
+    if not any(word.endswith(".py") for word in plan.program):
+        return {}
+    from poprun.probe.fabric_script import fabric_variables  # noqa: PLC0415 - ast is expensive
+
+    counts = plan.num_instances_per_host, len(plan.hosts)
+    return fabric_variables(plan.program, plan.working_directory, counts, os.environ, on_cpu=not plan.devices)

@@ -26,7 +26,6 @@ def run_example(poprun: Poprun, library: str, *words: str, cwd: Path) -> Finishe
     ("launcher", "library", "words", "expected"),
     [
         ("mpich", "lightning", ["--devices", "2"], (85, 100)),
-        ("openmpi", "fabric", ["--devices", "2"], (85, 100)),
         ("local", "accelerate", [], (85, 100)),
         ("local", "trainer", [], (0, 0.5)),
     ],
@@ -41,6 +40,21 @@ def test_a_script_of_another_library_trains(
 
     assert found["world_size"] == "2"
     assert expected[0] <= float(found["metric"]) <= expected[1]
+
+
+@pytest.mark.parametrize("launcher", ["openmpi"], indirect=True)
+def test_a_script_for_fabric_run_trains_as_it_is(launcher: Poprun, tmp_path: Path) -> None:
+    """It leaves its devices open and never launches: the line for `fabric run` becomes one for poprun."""
+    if find_spec("lightning") is None:
+        pytest.skip("the extra `neighbours` is not installed")
+    text = (ROOT / "examples" / "with_fabric.py").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(re.sub(r"Fabric\(devices=.*\)\n    fabric.launch\(\)", "Fabric()", text))
+    finished = launcher("-n", "2", "--tag-output=no", str(launcher.python), str(script))
+    (found,) = RESULT.finditer(finished.succeeded_but_for_torch().out)
+
+    assert found["world_size"] == "2"
+    assert float(found["metric"]) >= 85
 
 
 def test_lightning_hears_that_its_devices_are_not_the_instances(tmp_path: Path) -> None:

@@ -221,3 +221,30 @@ def test_the_hook_of_a_job_without_mpi_leaves_exits_alone(poprun: Poprun) -> Non
     finished = poprun("--launcher", "local", sys.executable, "-c", program)
 
     assert finished.succeeded().out.endswith("builtin_function_or_method member_descriptor\n")
+
+
+TRAINS = """
+import sys, types
+class Optimizer:
+    def step(self): pass
+class Adam(Optimizer):
+    def step(self): pass
+Adam.step.hooked = True
+optim = types.ModuleType("torch.optim")
+optim.Optimizer = Optimizer
+sys.modules.update({"torch": types.ModuleType("torch"), "torch.optim": optim})
+if "joins" in sys.argv:
+    import popdist
+    popdist.num_replicas()
+"""
+"""A program that has trained, as far as its modules show; torch itself would take seconds."""
+
+
+def test_processes_that_trained_alone_are_told_of_at_the_end(poprun: Poprun) -> None:
+    """One line, in a job of several instances, none of which was connected to others."""
+    words = (sys.executable, "-c", TRAINS)
+    lone, joined = (poprun("--launcher", "local", "-n", "2", *words, *more) for more in ((), ("joins",)))
+    single = poprun("--launcher", "local", *words)
+
+    assert lone.succeeded().told.count("2 processes trained alone") == 1
+    assert "trained alone" not in joined.succeeded().told + single.succeeded().told

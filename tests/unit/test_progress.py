@@ -29,6 +29,7 @@ pages = st.builds(
     num_waits=counts,
     waiting_since_seconds=st.none() | st.floats(1e-3, 1e9),
     collective=names,
+    has_trained_alone=st.booleans(),
 )
 
 
@@ -151,7 +152,7 @@ def test_the_hook_writes_what_the_page_says(descriptor: int) -> None:
     assert read(descriptor) == Progress(pid=os.getpid(), stack_signal=63)
     assert stack_signal.announced_pid(descriptor) == os.getpid()
     assert sitecustomize.PROGRESS_DESCRIPTOR == PROGRESS_DESCRIPTOR
-    assert sitecustomize.load_stack_signal().PAGE_NAME == PAGE_NAME == _PAGE_NAME
+    assert sitecustomize.load_module("stack_signal").PAGE_NAME == PAGE_NAME == _PAGE_NAME
 
 
 @pytest.mark.parametrize(("has_joined", "is_taken"), [(True, False), (False, True)])

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from popdist.progress import Progress
 from poprun.job.outcome import JobEnd, exit_code, first_failure
 from poprun.job.report.endings import describe_code
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
-from poprun.job.report.printed_report import explain, render_attempts, render_end
+from poprun.job.report.printed_report import explain, render_attempts, render_end, render_warning
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
 from tests.planning import planned
 
@@ -196,3 +197,18 @@ def test_no_traceback_of_a_shim_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     assert "[n1] no host n2" in told
     assert "Traceback" not in told
     assert "KeyboardInterrupt" not in told
+
+
+def test_processes_that_trained_alone_are_told_of_in_one_line() -> None:
+    """Several of them, in a job in which popdist was not used; what is said of replicas is the same cause."""
+    plan = planned(num_instances=2, num_replicas=4)
+    lone = [replace(GOOD, index=index, progress=Progress(has_trained_alone=True)) for index in range(2)]
+    joined = [lone[0], replace(lone[1], progress=Progress(has_joined=True))]
+
+    line = render_warning(JobEnd(statuses=lone), plan)
+
+    assert line.startswith("warning: 2 processes trained alone, each a model of its own: neither popdist nor ")
+    assert "replicas" not in line
+    assert render_warning(JobEnd(statuses=joined), plan) == ""
+    assert "trained alone" not in render_warning(JobEnd(statuses=[lone[0], replace(GOOD, index=1)]), plan)
+    assert JobEnd(statuses=lone[:1]).lone_instances == ()

@@ -35,27 +35,41 @@ def begin() -> None:
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
-    page, signals = int(descriptor), load_stack_signal()
+    page, signals = int(descriptor), load_module("stack_signal")
     if not signals.is_page(page):
         return
     holder = signals.announced_pid(page)
     if holder not in (0, os.getpid()) and signals.is_alive(holder):
         return
     signals.announce(page, signals.register(page))
+    import atexit  # noqa: PLC0415 - only the program itself pays for it
+
+    atexit.register(tell_of_lone_training, os.getpid(), page, signals)
     if any(name.startswith(MPI_PREFIXES) for name in os.environ):
         watch_ending(page)
 
 
-def load_stack_signal() -> ModuleType:
-    """`popdist.stack_signal`, without the package around it."""
+def load_module(*place: str) -> ModuleType:
+    """A module of popdist's, without the package around it."""
     from _frozen_importlib_external import SourceFileLoader  # noqa: PLC0415 - it is loaded already; importlib is not
 
-    name = "popdist_stack_signal"
+    name = "_".join(("popdist", *place))
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    loader = SourceFileLoader(name, os.path.join(folder, "stack_signal.py"))
+    loader = SourceFileLoader(name, os.path.join(folder, *place) + ".py")
     module = type(sys)(name)
     loader.exec_module(module)
     return module
+
+
+def tell_of_lone_training(pid: int, page: int, signals: ModuleType) -> None:
+    """Say on the page that this program has trained by itself, if it has."""
+    if os.getpid() != pid or "torch" not in sys.modules or not signals.is_page(page):
+        return
+    try:
+        if load_module("startup", "lone_training").has_trained_alone(sys.modules, sys.argv, sys.excepthook):
+            signals.announce_lone_training(page)
+    except Exception:  # noqa: BLE001 - a torch that is built in another way says nothing
+        return
 
 
 class ExitCode:

@@ -175,11 +175,11 @@ def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequ
 
 def _tell_of_all(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
     """Say what only all attempts together show."""
-    if len(ends) == 1 and plan.num_replicas == plan.num_instances:
+    if len(ends) == 1 and plan.num_replicas == plan.num_instances and not ends[-1].lone_instances:
         return
-    from poprun.job.report.printed_report import render_attempts, unused_replicas  # noqa: PLC0415 - most jobs do without
+    from poprun.job.report.printed_report import render_attempts, render_warning  # noqa: PLC0415 - most jobs do without
 
     for line in render_attempts(ends):
         say(line)
-    if exit_code(ends[-1]) == 0 and (line := unused_replicas(ends[-1], plan)):
+    if exit_code(ends[-1]) == 0 and (line := render_warning(ends[-1], plan)):
         say(line)

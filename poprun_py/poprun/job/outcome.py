@@ -70,6 +70,19 @@ class JobEnd:
     interrupted: tuple[int, ...] = ()
     findings: "Findings | None" = None
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether an instance asked popdist which job it is in."""
+        return any(status.progress is not None and status.progress.has_joined for status in self.statuses)
+
+    @property
+    def lone_instances(self) -> tuple[int, ...]:
+        """The instances that trained although nothing connected them to others; none in a job of one."""
+        if len(self.statuses) == 1:
+            return ()
+        pages = ((status.index, status.progress) for status in self.statuses)
+        return tuple(index for index, page in pages if page is not None and page.has_trained_alone)
+
 
 def first_failure(statuses: Sequence[InstanceStatus]) -> InstanceStatus | None:
     """The instance that failed first, or None. One that failed by itself comes before one that was let down."""

@@ -65,13 +65,19 @@ def render_attempts(ends: Sequence[JobEnd]) -> list[str]:
     return [f"attempt {number}: {_describe_attempt(end)}, {end.seconds:.1f} s" for number, end in enumerate(ends)]
 
 
-def unused_replicas(end: JobEnd, plan: LaunchPlan) -> str:
-    """A warning when instances were to hold several replicas and no program asked popdist for them; else ""."""
-    if plan.num_replicas == plan.num_instances or not end.has_started:
+def render_warning(end: JobEnd, plan: LaunchPlan) -> str:
+    """A warning when the instances of a job that ended well did not do what they were started for; else ""."""
+    if not end.has_started or end.has_joined:
         return ""
-    if any(status.progress is not None and status.progress.has_joined for status in end.statuses):
+    num, num_lone = plan.num_instances, len(end.lone_instances)
+    if num_lone > 1:
+        return (
+            f"warning: {num_lone} processes trained alone, each a model of its own: neither popdist nor "
+            "torch.distributed nor MPI connected them; call popdist.init() or init_process_group(), or tell the "
+            f"library of {plan.num_instances_per_host} devices"
+        )
+    if plan.num_replicas == num:
         return ""
-    num = plan.num_instances
     return (
         f"warning: no instance used popdist, so this was a job of {num}, not of {plan.num_replicas} replicas: "
         f"use popdist in the program, or give --num-replicas {num}"

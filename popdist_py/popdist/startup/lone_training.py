@@ -1,0 +1,54 @@
+"""Whether a program has trained by itself in a job of several processes, as what it has imported shows at its end.
+
+The start-up hook asks (``startup/sitecustomize.py``), in whatever Python the program runs, so this is written for
+Python 3.8 and imports nothing. It looks only at modules that are there: a program without torch has not trained.
+Pure.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False  # importing typing takes longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+_CONNECTORS = ("horovod", "jax._src.distributed", "ray")
+"""Modules of libraries that connect processes in ways of their own."""
+
+_NODES = ("--nnodes", "--node_rank", "--node-rank")
+
+
+def has_trained_alone(modules: Mapping[str, Any], words: Sequence[str], excepthook: Callable[..., object]) -> bool:
+    """Whether a process made an optimizer of torch's, and nothing that it imported connected it to others.
+
+    Args:
+        modules: All that it has imported, by name.
+        words: Its argv.
+        excepthook: What prints its exceptions.
+    """
+    return "torch" in modules and _has_trained(modules, words) and not _was_connected(modules, excepthook)
+
+
+def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
+    """A class of optimizers is marked when the first one is made. torchrun makes none: its processes do."""
+    if "torch.distributed.run" in modules:
+        return not any(word.startswith(_NODES) for word in words)  # else it connects torchruns
+    optim = modules.get("torch.optim")
+    kinds = [optim.Optimizer] if optim is not None else []
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(getattr(kind.step, "hooked", False) for kind in kinds)
+
+
+def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
+    """Popdist says so itself, on the page of progress."""
+    mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
+    if (mpi is not None and mpi.Is_initialized()) or any(name in modules for name in _CONNECTORS):
+        return True
+    if groups is None:
+        return False
+    if groups.is_initialized():
+        return bool(groups.get_world_size() > 1)
+    # A group that is gone leaves the way in which its processes met, and the way to print exceptions.
+    met = groups._default_pg_init_method  # noqa: SLF001 - nothing public tells of it
+    return met is not None or excepthook.__module__ == groups.__name__

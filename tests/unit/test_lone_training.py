@@ -1,0 +1,97 @@
+"""A program that has trained by itself, as its modules show at its end: with modules made up for that."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from popdist.startup.lone_training import has_trained_alone
+
+GROUPS = "torch.distributed.distributed_c10d"
+
+
+class Optimizer:
+    """torch's, of which a class is marked when its first object is made."""
+
+    def step(self) -> None:
+        """A step."""
+
+
+class Adam(Optimizer):
+    """One that was made."""
+
+    def step(self) -> None:
+        """A step."""
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The modules of a program that has made an optimizer."""
+    monkeypatch.setattr(Adam.step, "hooked", True, raising=False)
+    return {"torch": None, "torch.optim": SimpleNamespace(Optimizer=Optimizer), GROUPS: groups_of(0, None)}
+
+
+def groups_of(size: int, method: str | None) -> SimpleNamespace:
+    """Torch's module of process groups, with a group of ``size`` ranks, and how its processes met."""
+    return SimpleNamespace(
+        __name__=GROUPS,
+        is_initialized=lambda: size > 0,
+        get_world_size=lambda: size,
+        _default_pg_init_method=method,
+    )
+
+
+def is_alone(modules: dict[str, Any], *words: str) -> bool:
+    """Whether a program with these modules and arguments has trained alone."""
+    return has_trained_alone(modules, ("train.py", *words), sys.__excepthook__)
+
+
+def test_an_optimizer_without_any_group_is_lone_training(modules: dict[str, Any]) -> None:
+    """So is one in a group of one rank."""
+    assert is_alone(modules)
+    assert is_alone({**modules, GROUPS: groups_of(1, "env://")})
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        (GROUPS, groups_of(2, "env://")),
+        (GROUPS, groups_of(0, "env://")),  # it was destroyed
+        ("mpi4py.MPI", SimpleNamespace(Is_initialized=lambda: True)),
+        ("horovod", None),
+    ],
+)
+def test_whoever_was_connected_was_not_alone(modules: dict[str, Any], name: str, module: object) -> None:
+    """By torch.distributed, MPI, or a library that connects processes by itself."""
+    assert not is_alone({**modules, name: module})
+
+
+def test_a_group_over_a_store_leaves_its_way_to_print_exceptions(modules: dict[str, Any]) -> None:
+    """Where the program made the store itself, nothing says how its processes met."""
+
+    def excepthook(*_: object) -> None:
+        """torch's, which puts the rank before each line."""
+
+    excepthook.__module__ = GROUPS
+
+    assert not has_trained_alone(modules, ("train.py",), excepthook)
+
+
+def test_a_program_that_trained_nothing_is_left_alone(
+    modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an optimizer it may compute what needs no others; without torch nobody looks."""
+    assert not is_alone({name: module for name, module in modules.items() if name != "torch"})
+
+    monkeypatch.setattr(Adam.step, "hooked", False)
+
+    assert not is_alone(modules)
+
+
+def test_torchrun_in_each_instance(modules: dict[str, Any]) -> None:
+    """Each is a job of its own unless it is told of the others."""
+    modules = {**modules, "torch.distributed.run": None}
+
+    assert is_alone(modules)
+    assert not is_alone(modules, "--nnodes=2")
