@@ -301,7 +301,7 @@ def test_rows_of_torch_tensors() -> None:
     samples = [{"input_ids": torch.tensor([1, 2])}, {"input_ids": np.array([3])}]
     packing = Packing(max_length=4, lengths=[2, 1], padding=PADDING)
     [batch] = popdist.data_loader(samples, 1, packing=packing)
-    [packed] = batch
+    (packed,) = list(batch)
     assert packed.input_ids.tolist() == [[1, 2, 3, 0]]
     [batch] = popdist.data_loader(samples, 1, packing=packing, collate_fn=lambda rows: [len(row) for row in rows])
     assert list(batch) == [[2]]

@@ -8,6 +8,8 @@ the rows of an epoch follow from seed, epoch and strategy, and take no memory be
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +54,11 @@ class PackedRows:
         self._seed, self._shuffle = seed, shuffle
         self._counts = counts
         self._first_of_length = np.concatenate([[0], np.cumsum(counts)])
-        self._packs = list(strategy.packs)
-        self._last_row_of_pack = np.cumsum(list(strategy.packs.values()))
-        self._sizes = np.array([len(pack) for pack in self._packs])
-        self._first_places = _number_places(strategy)
+        counts_of_packs = np.array(list(strategy.packs.values()), np.int64)
+        self._last_row_of_pack: NDArray[np.int64] = np.cumsum(counts_of_packs)
+        self._first_row_of_pack = self._last_row_of_pack - counts_of_packs
+        self._sizes = np.array([len(pack) for pack in strategy.packs])
+        self._places = _number_places(strategy)
         self._orders: tuple[int, dict[int, Permutation]] = (-1, {})
 
     def num_samples(self, step: range, epoch: int) -> int:
@@ -65,35 +68,31 @@ class PackedRows:
             rows = Permutation(self.num_rows, seed=self._seed, epoch=epoch).indices(rows)
         return int(self._sizes[self._pack_of(rows)].sum())
 
-    def samples(self, rows: list[int], epoch: int) -> list[list[int]]:
+    def samples(self, rows: Sequence[int] | range, epoch: int) -> list[list[int]]:
         """The samples of each of ``rows`` (numbers from 0 on), longest first."""
-        packs = self._pack_of(np.array(rows, np.int64)).tolist()
-        places: dict[int, list[int]] = {}
-        owners: dict[int, list[tuple[int, int]]] = {}
-        found = [[0] * len(self._packs[pack]) for pack in packs]
-        for position, (row, pack) in enumerate(zip(rows, packs, strict=True)):
-            copy = row - (int(self._last_row_of_pack[pack - 1]) if pack else 0)
-            repeats = Counter(self._packs[pack])
-            seen: Counter[int] = Counter()
-            for place, length in enumerate(self._packs[pack]):
-                number = self._first_places[pack][length] + copy * repeats[length] + seen[length]
-                seen[length] += 1
-                places.setdefault(length, []).append(number)
-                owners.setdefault(length, []).append((position, place))
-        for length, numbers in places.items():
-            samples = self._samples_at(length, np.array(numbers, np.int64), epoch)
-            for (position, place), sample in zip(owners[length], samples.tolist(), strict=True):
-                found[position][place] = sample
-        return found
+        numbers = np.array(rows, np.int64)
+        packs = self._pack_of(numbers)
+        copies = numbers - self._first_row_of_pack[packs]
+        sizes = self._sizes[packs]
+        ends = np.cumsum(sizes)
+        first = np.repeat((np.cumsum(self._sizes) - self._sizes)[packs] - (ends - sizes), sizes)
+        place = first + np.arange(len(first))
+        lengths: NDArray[np.int64] = self._places.lengths[place]
+        taken = self._places.first[place] + np.repeat(copies, sizes) * self._places.repeats[place]
+        found: list[int] = self._samples_at(lengths, taken.astype(np.int64), epoch).tolist()
+        return [found[end - size : end] for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
 
     def _pack_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
-    def _samples_at(self, length: int, places: NDArray[np.int64], epoch: int) -> Numbers:
-        """The samples that take the ``places`` of ``length`` in this epoch."""
+    def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
+        """The samples that take these places of these lengths in this epoch."""
         if self._shuffle:
-            places = self._order_of(length, epoch).indices(places)
-        found: Numbers = self.ordered[self._first_of_length[length - 1] + places]
+            by_length = np.argsort(lengths, kind="stable")
+            borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
+            for same in np.split(by_length, borders):
+                places[same] = self._order_of(int(lengths[same[0]]), epoch).indices(places[same])
+        found: Numbers = self.ordered[self._first_of_length[lengths - 1] + places]
         return found
 
     def _order_of(self, length: int, epoch: int) -> Permutation:
@@ -106,15 +105,31 @@ class PackedRows:
         return orders[length]
 
 
-def _number_places(strategy: PackingStrategy) -> list[dict[int, int]]:
-    """For each pack, the number of its first place of each length among all places of that length."""
+class _Places(NamedTuple):
+    """The places of all packs, pack after pack.
+
+    Attributes:
+        lengths: Tokens of the sequence that stands there.
+        first: Number of the place in the first row of its pack, among all places of its length.
+        repeats: Places of its length in its pack, by which that number grows from row to row.
+    """
+
+    lengths: NDArray[np.int64]
+    first: NDArray[np.int64]
+    repeats: NDArray[np.int64]
+
+
+def _number_places(strategy: PackingStrategy) -> _Places:
     used: Counter[int] = Counter()
-    first_places = []
+    rows: list[tuple[int, int, int]] = []
     for pack, count in strategy.packs.items():
         repeats = Counter(pack)
-        first_places.append({length: used[length] for length in repeats})
+        seen: Counter[int] = Counter()
+        for length in pack:
+            rows.append((length, used[length] + seen[length], repeats[length]))
+            seen[length] += 1
         used.update({length: repeat * count for length, repeat in repeats.items()})
-    return first_places
+    return _Places(*np.array(rows, np.int64).reshape(-1, 3).T)
 
 
 def _check_same(strategy: PackingStrategy, counts: NDArray[np.int64]) -> None:

@@ -1,0 +1,127 @@
+"""How well the sequences of one's own data pack: ``python -m popdist.packing lengths.txt --max-length 512``."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+
+from popdist.errors import PopdistError
+from popdist.packing.linear_programme import SMALL_PACK, nnlshp, optimal
+from popdist.packing.row_drawing import draw
+from popdist.packing.sample_lengths import TOO_LONG, TooLong, as_lengths, cut_to_fit
+from popdist.packing.strategies import Histogram, PackingStrategy, check_histogram, lpfhp, spfhp, table, unpacked
+
+_MAX_BYTES: Final = 2**30
+"""Of a file of lengths: a billion of them is nobody's."""
+
+
+@click.command(context_settings={"help_option_names": ["--help", "-h"]})
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--max-length", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens of a row.")
+@click.option("--max-sequences-per-pack", type=click.IntRange(min=1), help="Most sequences of a row; any number.")
+@click.option("--histogram", is_flag=True, help="FILE counts sequences: its first number those of one token.")
+@click.option(
+    "--too-long", type=click.Choice(TOO_LONG), default="error", show_default=True, help="Longer sequences."
+)
+@click.option("--nnlshp", "with_nnlshp", is_flag=True, help="Show nnlshp, too; it may take a minute.")
+@click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw padding and the best packing.")
+def main(  # noqa: PLR0913 - click hands each option by itself
+    file: Path,
+    max_length: int,
+    max_sequences_per_pack: int | None,
+    *,
+    histogram: bool,
+    too_long: TooLong,
+    with_nnlshp: bool,
+    form: str,
+    svg: Path | None,
+) -> None:
+    """Show how many rows the sequences of FILE take, by each strategy.
+
+    FILE has the lengths of sequences, in tokens: whole numbers, divided by spaces, commas or lines, or a list as
+    JSON.
+    """
+    try:
+        counts = _counts(_numbers(file), max_length, too_long, is_histogram=histogram)
+        strategies = _strategies(counts, max_length, max_sequences_per_pack, with_nnlshp=with_nnlshp)
+    except PopdistError as error:
+        raise click.ClickException(str(error)) from None
+    best = min(strategies, key=lambda strategy: strategy.num_packs)
+    if svg is not None:
+        _write(svg, draw(strategies[0], best))
+    click.echo(table(strategies) if form == "table" else json.dumps([_as_json(each) for each in strategies]))
+
+
+def _numbers(file: Path) -> list[Any]:
+    """The numbers in ``file``."""
+    if file.stat().st_size > _MAX_BYTES:
+        raise click.ClickException(
+            f"{file} has more than {_MAX_BYTES >> 30} GiB: count the lengths first (--histogram)"
+        )
+    try:
+        text = file.read_text()
+        if text.lstrip().startswith("["):
+            found = json.loads(text)
+            return found if isinstance(found, list) else [found]
+        return [int(word) for word in text.replace(",", " ").split()]
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise click.ClickException(f"{file} is no list of whole numbers: {error}") from None
+
+
+def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histogram: bool) -> Histogram:
+    """The histogram of the sequences that are packed."""
+    if is_histogram:
+        return check_histogram(numbers, max_length)
+    pieces = cut_to_fit(as_lengths(numbers, "the file"), max_length, too_long)
+    return np.bincount(pieces.lengths, minlength=max_length + 1)[1:].astype(np.int64)
+
+
+def _strategies(
+    counts: Histogram, max_length: int, limit: int | None, *, with_nnlshp: bool
+) -> list[PackingStrategy]:
+    """Padding first; without scipy the strategies that need none. A bound that one proves holds for all."""
+    found = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
+    if with_nnlshp:
+        found.append(nnlshp(counts, max_length, min(limit or SMALL_PACK, SMALL_PACK)))
+    try:
+        found.append(optimal(counts, max_length, limit))
+    except PopdistError as error:
+        click.echo(f"without optimal: {error}", err=True)
+    proved = found[-1]
+    return [
+        replace(each, lower_bound=max(each.lower_bound, proved.lower_bound))
+        if each.max_sequences_per_pack == proved.max_sequences_per_pack
+        else each
+        for each in found
+    ]
+
+
+def _as_json(strategy: PackingStrategy) -> dict[str, Any]:
+    return {
+        "strategy": strategy.algorithm,
+        "max_length": strategy.max_length,
+        "max_sequences_per_pack": strategy.max_sequences_per_pack,
+        "num_sequences": strategy.num_sequences,
+        "num_packs": strategy.num_packs,
+        "efficiency": strategy.efficiency,
+        "packing_factor": strategy.packing_factor,
+        "padding_tokens": strategy.padding_tokens,
+        "lower_bound": strategy.lower_bound,
+        "gap": strategy.gap,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main(prog_name=f"{Path(sys.executable).name} -m popdist.packing")
