@@ -179,3 +179,48 @@ def test_who_does_not_listen_is_never_signalled(tmp_path: Path, *, is_child: boo
     assert process.returncode == -signal.SIGTERM
     assert answer is not None
     assert (answer["text"], "sleep 600" in str(answer["processes"])) == ("", True)
+
+
+GROUPS = """
+import time
+
+def barrier(group=None):
+    time.sleep(600)
+"""
+"""In the place of torch's own, which would take seconds to load: what counts is where the file stands."""
+
+ALONE = """
+import os, time
+from torch.distributed.distributed_c10d import barrier
+
+if os.environ["RANK"] == "1":
+    while True:
+        pass  # it computes, and does not come
+barrier()
+"""
+
+
+def test_a_hang_of_torch_distributed_is_found_from_outside(poprun: Poprun, tmp_path: Path) -> None:
+    """Programs that know nothing of popdist: who computes nothing is asked, and stands in a collective."""
+    place = tmp_path / "torch" / "distributed"
+    place.mkdir(parents=True)
+    for folder in (place, place.parent):
+        (folder / "__init__.py").touch()
+    (place / "distributed_c10d.py").write_text(GROUPS)
+    program = tmp_path / "train.py"
+    program.write_text(ALONE)
+    options = ("--launcher", "local", "-n", "2", "--hang-report", "2", "--hang-timeout", "3")
+    finished = poprun(*options, sys.executable, str(program))
+
+    assert finished.code == 75
+    assert "instance 0 waits in barrier() of torch.distributed\n  instance 1 did not arrive\n" in finished.told
+    assert f'  instance 1:\n    | File "{program}", line 7, in <module>' in finished.told
+
+
+def test_programs_that_sleep_by_themselves_do_not_hang(poprun: Poprun) -> None:
+    """They are asked, and nobody stands in a collective: nothing is said, and nothing ended."""
+    nap = "import time; time.sleep(4)"
+    options = ("--launcher", "local", "-n", "2", "--hang-report", "1", "--hang-timeout", "1")
+    finished = poprun(*options, sys.executable, "-c", nap).succeeded()
+
+    assert finished.err == ""

@@ -192,3 +192,14 @@ def test_what_has_ended_stays_so_and_the_first_problem_wins(events: list[dict[st
         status = after_event(status, event, phase, NOW + 1)
 
     assert (status.state, status.problem, status.exited_at_seconds) == (InstanceState.ENDED, AGENT_KILLED, NOW)
+
+
+def test_an_instance_is_busy_when_its_processes_compute_or_change() -> None:
+    """A few ticks of the processor between two looks are none; a look after one more process is."""
+    look = {"event": "stats", "memory_bytes": 1, "num_processes": 1, "progress": page(STEP), "cpu_seconds": 2.0}
+    first = after_event(RUNNING, look, Phase.RUNNING, NOW)
+    idle = after_event(first, {**look, "cpu_seconds": 2.04}, Phase.RUNNING, NOW + 1)
+
+    assert (first.busy_at_seconds, idle.busy_at_seconds) == (NOW, NOW)
+    for change in ({"cpu_seconds": 2.5}, {"num_processes": 2}, {"cpu_seconds": 1.0}):
+        assert after_event(idle, {**look, **change}, Phase.RUNNING, NOW + 2).busy_at_seconds == NOW + 2

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from popdist.headers import name_instances
 from popdist.progress import Progress
-from poprun.job.hangs import Hang, describe_hang, find_hang
+from poprun.job.hangs import Hang, describe_hang, find_hang, find_idle
 from poprun.job.record import HangWatch
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 
@@ -173,3 +173,61 @@ def test_a_program_that_has_ended_waits_no_more() -> None:
     last = waiting(0, "MPI_Finalize")
 
     assert (last.is_waiting, replace(last, state=InstanceState.EXITED).is_waiting) == (True, False)
+
+
+def idle(index: int, seconds: float) -> InstanceStatus:
+    """An instance that was seen computing so long ago, and says nothing of itself."""
+    return replace(status(index, Progress()), busy_at_seconds=NOW - seconds)
+
+
+REDUCE = "all_reduce() of torch.distributed"
+
+
+def test_programs_that_say_nothing_are_suspected_when_one_computes_nothing() -> None:
+    """How long the longest has done so is all that is known before they are asked; one unseen is waited for."""
+    suspected = find_idle([idle(0, 7.0), idle(1, 2.0)], {}, 0.0)
+
+    assert suspected == Hang(idle_seconds=7.0, waiting={}, is_told_by_programs=False)
+    assert find_idle([idle(0, 7.0), replace(idle(1, 2.0), usage=None)], {}, 0.0) is None
+    assert find_idle([idle(0, 7.0)], {}, NOW - 1.5) == replace(suspected, idle_seconds=1.5)
+
+
+def test_who_stands_in_a_collective_of_torch_waits_for_the_others() -> None:
+    """Also for one that computes: it did not come. How long is the time of those that wait."""
+    hang = find_idle([idle(0, 7.0), idle(1, 0.0), idle(2, 9.0), ENDED], {0: REDUCE, 2: REDUCE}, 0.0)
+
+    assert hang == Hang(
+        idle_seconds=7.0, waiting={REDUCE: (0, 2)}, absent=(1,), ended=(3,), is_told_by_programs=False
+    )
+    assert describe_hang(hang, [idle(0, 7.0), idle(1, 0.0), idle(2, 9.0), ENDED]) == [
+        f"no progress for 7 s: instances 0, 2 wait in {REDUCE}",
+        "instance 1 did not arrive",
+        "instance 3 has ended",
+    ]
+
+
+def test_a_suspicion_is_settled_by_where_the_programs_stand() -> None:
+    """Nobody in a collective: it is asked again later. Somebody: that is a hang until it computes."""
+    watch, statuses = HangWatch(), [idle(0, 7.0), idle(1, 8.0)]
+    watch.look(statuses, NOW)
+    seen = [(watch.is_suspected, watch.idle_seconds)]
+    watch.note_calls({}, statuses, NOW - 2.0)
+    watch.look(statuses, NOW + 1)
+    seen.append((watch.is_suspected, watch.idle_seconds))
+    watch.note_calls({0: REDUCE}, statuses, NOW)
+    watch.look(statuses, NOW + 2)
+    seen.append((watch.is_suspected, watch.idle_seconds))
+    watch.look([replace(statuses[0], busy_at_seconds=NOW + 1), statuses[1]], NOW + 3)
+
+    assert seen == [(True, 8.0), (True, 2.0), (False, 7.0)]
+    assert watch.is_suspected
+
+
+def test_a_program_that_computes_does_not_wait_where_it_stands() -> None:
+    """It may be in the middle of a backward pass of its own."""
+    watch, statuses = HangWatch(), [idle(0, 0.0), idle(1, 8.0)]
+    watch.note_calls({0: "backward() of torch", 1: REDUCE}, statuses, NOW)
+    watch.look(statuses, NOW)
+
+    assert watch.hang is not None
+    assert (watch.hang.waiting, watch.hang.absent) == ({REDUCE: (1,)}, (0,))

@@ -55,6 +55,8 @@ TABLE = [
     (replace(INTERRUPTED, is_terminated=True), Action.STOP),
     (replace(RUNNING, hang_seconds=19.9), Action.WAIT),
     (replace(RUNNING, hang_seconds=20), Action.REPORT_HANG),
+    (replace(RUNNING, hang_seconds=20, is_hang_suspected=True), Action.REPORT_HANG),
+    (replace(RUNNING, hang_seconds=99, is_hang_suspected=True, is_hang_told=True), Action.WAIT),
     (replace(RUNNING, hang_seconds=20, awaits_stacks=True), Action.WAIT),
     (replace(RUNNING, hang_seconds=29.9, is_hang_told=True), Action.WAIT),
     (replace(RUNNING, hang_seconds=30), Action.REPORT_HANG),

@@ -5,11 +5,12 @@ import os
 import tempfile
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
-from poprun.job.stacks import StackFrame, Standing, read_standing, render_standings
+from poprun.job.stacks import StackFrame, Standing, collective_of, read_standing, render_standings
 from poprun.launch.program_watch import describe_process, name_system_call
 
 TEXT = """\
@@ -120,3 +121,40 @@ def test_a_process_in_words() -> None:
     assert name_system_call("115", "aarch64") == "clock_nanosleep"
     assert name_system_call("999", "x86_64") == "system call 999"
     assert name_system_call("1", "riscv64") == "system call 1"
+
+
+TORCH = "/env/site-packages/torch"
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        ([("train.py", "main")], ""),
+        ([], ""),
+        ([("train.py", "main"), (f"{TORCH}/nn/functional.py", "linear")], ""),
+        (
+            [
+                ("train.py", "main"),
+                (f"{TORCH}/distributed/c10d_logger.py", "wrapper"),
+                (f"{TORCH}/distributed/distributed_c10d.py", "all_gather_object"),
+                (f"{TORCH}/distributed/c10d_logger.py", "wrapper"),
+                (f"{TORCH}/distributed/distributed_c10d.py", "all_gather"),
+            ],
+            "all_gather_object() of torch.distributed",
+        ),
+        (
+            [("train.py", "main"), (f"{TORCH}/nn/parallel/distributed.py", "_sync_buffers")],
+            "_sync_buffers() of torch.distributed",
+        ),
+        (
+            [("train.py", "main"), (f"{TORCH}/_tensor.py", "backward"), (f"{TORCH}/autograd/graph.py", "_engine")],
+            "backward() of torch",
+        ),
+        ([(f"{TORCH}/distributed/run.py", "main"), ("train.py", "main")], ""),
+    ],
+)
+def test_the_collective_of_torch_in_which_a_program_stands(frames: list[tuple[str, str]], call: str) -> None:
+    """That which the program called, whatever it calls inside; nothing where the latest call is its own."""
+    main = tuple(StackFrame(file, 1, function) for file, function in frames)
+
+    assert collective_of(Standing(threads=(main,) if main else ())) == call

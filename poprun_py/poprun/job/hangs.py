@@ -4,6 +4,10 @@ Programs that use popdist say that they wait, and Python programs of an MPI job 
 part: what counts is for how long poprun has heard of no change, from any instance that runs. An instance that
 computes, compiles or saves for long without a word looks the same, so a hang is something to tell of; whether it
 is one, the stacks say.
+
+Other programs say nothing. Where processes compute next to nothing for as long, they are asked for their stacks: a
+main thread that stands in torch.distributed waits for others. One that spins while it waits (NCCL) looks as if it
+computed, and is not found.
 """
 
 import re
@@ -34,12 +38,14 @@ class Hang:
         waiting: The instances that wait, ascending, by what they wait in.
         absent: Those that run, wait for nobody, and are waited for, ascending.
         ended: Those that have ended, ascending.
+        is_told_by_programs: Whether the programs said so, on their pages of progress.
     """
 
     idle_seconds: float
     waiting: Mapping[str, tuple[int, ...]]
     absent: tuple[int, ...] = ()
     ended: tuple[int, ...] = ()
+    is_told_by_programs: bool = True
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
@@ -67,6 +73,38 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     )
 
 
+def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float) -> Hang | None:
+    """The hang of a job whose programs say nothing; None where all were seen computing a moment ago.
+
+    Args:
+        statuses: All instances.
+        calls: The collectives of torch that they stand in, by instance. Without any, nobody waits for sure, and
+            how long the longest has computed nothing is all that is said.
+        since_seconds: The monotonic time before which nothing counts.
+    """
+    running = [status for status in statuses if status.state is InstanceState.RUNNING]
+    if any(status.usage is None or status.busy_at_seconds is None for status in running):
+        return None
+    idle = {status.index: _computed_nothing_seconds(status, since_seconds) for status in running}
+    waiting: dict[str, list[int]] = {}
+    for index in sorted(calls.keys() & idle.keys()):
+        waiting.setdefault(calls[index], []).append(index)
+    if not waiting:
+        return Hang(idle_seconds=max(idle.values()), waiting={}, is_told_by_programs=False) if idle else None
+    return Hang(
+        idle_seconds=min(idle[index] for indices in waiting.values() for index in indices),
+        waiting={call: tuple(indices) for call, indices in waiting.items()},
+        absent=tuple(sorted(idle.keys() - calls.keys())),
+        ended=tuple(status.index for status in statuses if status.state in _GONE),
+        is_told_by_programs=False,
+    )
+
+
+def _computed_nothing_seconds(status: InstanceStatus, since_seconds: float) -> float:
+    looked_at = status.usage.at_seconds if status.usage is not None else 0.0
+    return looked_at - max(status.busy_at_seconds or 0.0, since_seconds)
+
+
 def _idle_seconds(status: InstanceStatus, since_seconds: float) -> float:
     """The time from the last change to the last look: while poprun slept it has seen nothing."""
     looked_at = status.usage.at_seconds if status.usage is not None else 0.0
@@ -92,8 +130,8 @@ def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for index in hang.absent:
         text = _describe_absence(statuses[index].progress or Progress(), hang.waiting)
-        groups.setdefault(text, []).append(index)
-    lines += [f"{name_instances(indices)} did not arrive: {text}" for text, indices in groups.items()]
+        groups.setdefault(f": {text}" if hang.is_told_by_programs else "", []).append(index)
+    lines += [f"{name_instances(indices)} did not arrive{text}" for text, indices in groups.items()]
     if hang.ended:
         lines.append(f"{name_instances(hang.ended)} {'has' if len(hang.ended) == 1 else 'have'} ended")
     if FINALIZE in hang.waiting and len(hang.waiting) > 1:

@@ -198,7 +198,11 @@ class Attempt:
 
     def _tell_of_stacks(self, now_seconds: float) -> None:
         """Say where the programs stand when they have answered; ask them when the user wants to know."""
-        if self._inquiry is not None:
+        if self._inquiry is not None and self._inquiry.is_about_suspicion:
+            if self._inquiry.is_over(self._record.statuses, now_seconds):
+                self._record.hang_watch.note_calls(self._inquiry.calls(), self._record.statuses, now_seconds)
+                self._inquiry = None
+        elif self._inquiry is not None:
             text = self._inquiry.text(self._record.statuses, now_seconds)
             if text is not None:
                 self._inquiry = None

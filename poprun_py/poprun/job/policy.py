@@ -83,7 +83,9 @@ def _decide_hang(job: JobSnapshot, limits: Limits) -> Decision:
     patience = min(filter(None, (limits.hang_report_seconds, limits.hang_timeout_seconds)), default=math.inf)
     if job.hang_seconds >= patience and not job.is_hang_told:
         return Decision(Action.REPORT_HANG, f"instances have waited for {job.hang_seconds:.0f} s")
-    if limits.hang_timeout_seconds is not None and job.hang_seconds >= limits.hang_timeout_seconds:
+    if job.is_hang_suspected or limits.hang_timeout_seconds is None:
+        return _WAIT
+    if job.hang_seconds >= limits.hang_timeout_seconds:
         return Decision(Action.STOP_HUNG, f"no progress for --hang-timeout {limits.hang_timeout_seconds:g} s")
     return _WAIT
 

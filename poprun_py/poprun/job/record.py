@@ -5,7 +5,7 @@ It starts, reads and writes nothing; the loop passes the clock's readings in.
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,11 +85,21 @@ def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: flo
             cpu_seconds=event["cpu_seconds"],
             num_processes=event["num_processes"],
         )
-        status = replace(status, usage=usage, memory=status.memory.after(now_seconds, usage.memory_bytes))
+        busy_at_seconds = status.busy_at_seconds if _is_idle(status.usage, usage) else now_seconds
+        memory = status.memory.after(now_seconds, usage.memory_bytes)
+        status = replace(status, usage=usage, busy_at_seconds=busy_at_seconds, memory=memory)
     progress = Progress.read(bytes.fromhex(event["progress"]))
     if progress is None or progress == status.progress:
         return status
     return replace(status, progress=progress, progressed_at_seconds=now_seconds)
+
+
+def _is_idle(before: Usage | None, after: Usage) -> bool:
+    """Whether the processes of an instance computed next to nothing between two looks."""
+    if before is None or before.num_processes != after.num_processes:
+        return False
+    seconds = after.at_seconds - before.at_seconds
+    return 0.0 <= after.cpu_seconds - before.cpu_seconds <= _IDLE_SHARE * seconds
 
 
 def _after_exit(status: InstanceStatus, event: dict[str, Any], phase: Phase) -> InstanceStatus:
@@ -138,9 +148,25 @@ def _with_problem(status: InstanceStatus, problem: str, now_seconds: float) -> I
 
 _LOOK_SECONDS: Final = 0.5
 
+_IDLE_SHARE: Final = 0.05
+"""Of a processor: one that waits in torch wakes up now and then."""
+
+_IDLE_SECONDS: Final = 1.0
+
+
+def _seems_to_wait(status: InstanceStatus) -> bool:
+    usage, busy_at_seconds = status.usage, status.busy_at_seconds
+    if status.state is not InstanceState.RUNNING or usage is None or busy_at_seconds is None:
+        return False
+    return usage.at_seconds - busy_at_seconds >= _IDLE_SECONDS
+
 
 class HangWatch:
-    """The looks at a job for a hang: instances that wait while none makes progress."""
+    """The looks at a job for a hang: instances that wait while none makes progress.
+
+    Programs that use popdist say that they wait. Of others it is only suspected, when some compute nothing: then
+    they are asked where they stand, and :meth:`note_calls` is told.
+    """
 
     def __init__(self) -> None:
         self.hang: Hang | None = None
@@ -149,6 +175,13 @@ class HangWatch:
         """Whether the user was told of this hang; one that comes after some progress is another one."""
         self._since_seconds = 0.0
         self._next_seconds = 0.0
+        self._calls: Mapping[int, str] = {}
+        self._asked_at_seconds = 0.0
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether it is not known in what they wait."""
+        return self.hang is not None and not self.hang.waiting
 
     @property
     def idle_seconds(self) -> float:
@@ -166,14 +199,27 @@ class HangWatch:
 
     def begin_anew(self, now_seconds: float) -> None:
         """Forget what was seen: the job was suspended until now."""
-        self.hang, self.is_told, self._since_seconds = None, False, now_seconds
+        self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
+
+    def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+        """Take note of the collectives that instances stand in; those that compute do not wait there."""
+        self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
+        self._asked_at_seconds = now_seconds
+        self.hang, self.is_told = None, False
 
     def _find(self, statuses: Sequence[InstanceStatus]) -> "Hang | None":
-        if not any(status.is_waiting for status in statuses):
-            return None
-        from poprun.job.hangs import find_hang  # noqa: PLC0415 - only programs that use popdist say that they wait
+        if any(status.is_waiting for status in statuses):
+            from poprun.job.hangs import find_hang  # noqa: PLC0415 - only programs that use popdist say that they wait
 
-        return find_hang(statuses, self._since_seconds)
+            return find_hang(statuses, self._since_seconds)
+        if len(statuses) == 1 or not any(map(_seems_to_wait, statuses)):
+            return None
+        from poprun.job.hangs import find_idle  # noqa: PLC0415 - most programs compute
+
+        if any((statuses[index].busy_at_seconds or 0.0) > self._asked_at_seconds for index in self._calls):
+            self._calls = {}
+        since = self._since_seconds if self._calls else max(self._since_seconds, self._asked_at_seconds)
+        return find_idle(statuses, self._calls, since)
 
 
 class Record:
@@ -254,6 +300,7 @@ class Record:
             is_output_closed=signals.is_output_closed,
             hang_seconds=self.hang_watch.idle_seconds,
             is_hang_told=self.hang_watch.is_told,
+            is_hang_suspected=self.hang_watch.is_suspected,
             awaits_stacks=awaits_stacks,
             has_lost_shim=start_watch.has_lost_one,
             no_shim_seconds=start_watch.idle_seconds,

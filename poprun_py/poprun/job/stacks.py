@@ -43,6 +43,9 @@ _THREAD: Final = re.compile(
     r"(Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):"
 )
 _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py)")
+_GROUPS: Final = "/torch/distributed/distributed_c10d.py"
+_BACKWARD: Final = "/torch/autograd/graph.py"
 ReadLine = Callable[[str, int], str]
 """The source of a file's line, or an empty text: `linecache.getline`."""
 
@@ -105,6 +108,20 @@ def read_standing(text: str, processes: Sequence[object]) -> Standing:
             threads[-1].append(StackFrame(frame["file"], int(frame["line"]), frame["function"]))
     stacks = tuple(tuple(reversed(thread)) for thread in reversed(threads))  # the first thread is written last
     return Standing(threads=stacks, processes=tuple(map(str, processes)))
+
+
+def collective_of(standing: Standing) -> str:
+    """The call of torch's in which the main thread of a program waits for others, in words; "" for none.
+
+    In the backward pass DistributedDataParallel waits in C++, below the last call that Python has.
+    """
+    main = standing.threads[0] if standing.threads else ()
+    if main and main[-1].file.endswith(_BACKWARD):
+        return "backward() of torch"
+    inside = list(takewhile(lambda frame: _OF_GROUPS.search(frame.file), reversed(main)))
+    called = [frame.function for frame in reversed(inside) if frame.file.endswith(_GROUPS)]
+    named = called or [frame.function for frame in inside]
+    return f"{named[0]}() of torch.distributed" if named else ""
 
 
 def render_standings(
@@ -186,13 +203,27 @@ class StackInquiry:
         if instance in self._answers:
             self._answers[instance] = event
 
-    def text(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> str | None:
-        """The answers in words; None while programs that run have not answered and may still do."""
+    @property
+    def is_about_suspicion(self) -> bool:
+        """Whether only :meth:`calls` count: it is not known that anybody waits."""
+        return self._hang is not None and not self._hang.waiting
+
+    def calls(self) -> dict[int, str]:
+        """The collectives of torch that programs stand in, in words, by instance."""
+        standings = self._standings().items()
+        return {index: call for index, standing in standings if (call := collective_of(standing))}
+
+    def is_over(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> bool:
+        """Whether all programs that run have answered, or will not."""
         is_awaited = any(
             answer is None and statuses[index].state is InstanceState.RUNNING
             for index, answer in self._answers.items()
         )
-        if is_awaited and now_seconds < self._deadline_seconds:
+        return not is_awaited or now_seconds >= self._deadline_seconds
+
+    def text(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> str | None:
+        """The answers in words; None while programs that run have not answered and may still do."""
+        if not self.is_over(statuses, now_seconds):
             return None
         return "\n  ".join([*self._heading(statuses), *self._lines(statuses), *self._last_lines()])
 
@@ -208,12 +239,19 @@ class StackInquiry:
             return ["the job goes on: an instance that compiles or saves for long looks the same"]
         return [f"the job is ended when this has lasted {self._hang_timeout_seconds:g} s (--hang-timeout)"]
 
-    def _lines(self, statuses: Sequence[InstanceStatus]) -> list[str]:
-        standings = {
+    def _standings(self) -> dict[int, Standing]:
+        answers = self._answers.items()
+        return {
             index: read_standing(answer["text"], answer["processes"])
+            for index, answer in answers
             if answer is not None
-            else Standing(processes=(_without_answer(statuses[index]),))
-            for index, answer in self._answers.items()
+        }
+
+    def _lines(self, statuses: Sequence[InstanceStatus]) -> list[str]:
+        found = self._standings()
+        standings = {
+            index: found.get(index) or Standing(processes=(_without_answer(statuses[index]),))
+            for index in self._answers
         }
         threads = [stack for standing in standings.values() for stack in standing.threads]
         sources = read_lines({(frame.file, frame.line) for stack in threads for frame in stack})

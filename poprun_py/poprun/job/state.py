@@ -117,6 +117,7 @@ class InstanceStatus:
         problem: What went wrong other than the program's own end, in words; empty when nothing did.
         started_at_seconds: Monotonic time at which poprun heard that the program runs, or None.
         usage: What its processes used when they were looked at last, or None.
+        busy_at_seconds: Monotonic time at which they were last seen computing, or None before the first look.
         memory: How much memory they held in the course of time.
         progress: What the program said of itself when it was looked at last, or None.
         progressed_at_seconds: Monotonic time at which the last change of ``progress`` was heard of.
@@ -130,6 +131,7 @@ class InstanceStatus:
     was_stopped: bool = False
     problem: str = ""
     usage: Usage | None = None
+    busy_at_seconds: float | None = None
     memory: MemoryCurve = _NO_MEMORY
     progress: Progress | None = None
     progressed_at_seconds: float | None = None
@@ -168,6 +170,7 @@ class JobSnapshot:
         is_output_closed: Whether nobody reads poprun's output any more.
         hang_seconds: For how long no instance has made progress while some wait for others.
         is_hang_told: Whether the user was told of that.
+        is_hang_suspected: Whether it is not known yet that they wait: some compute nothing, and are to be asked.
         awaits_stacks: Whether programs have been asked where they stand, and not all have answered.
         has_lost_shim: Whether the MPI runtime has lost a shim that had not reported.
         no_shim_seconds: For how long, while the job starts, the MPI runtime has had no shim that may still report.
@@ -186,6 +189,7 @@ class JobSnapshot:
     is_output_closed: bool = False
     hang_seconds: float = 0.0
     is_hang_told: bool = False
+    is_hang_suspected: bool = False
     awaits_stacks: bool = False
     has_lost_shim: bool = False
     no_shim_seconds: float = 0.0
