@@ -126,6 +126,13 @@ def test_what_fits_the_share_of_no_host() -> None:
         make_plan(LaunchRequest(num_instances=6, num_replicas=30, hosts=("n1",)), LAPTOP, LAB)
 
 
+def test_auto_fills_no_more_than_a_pod() -> None:
+    """As many instances as there are free GPUs, a replica in each, while the pod has IPUs for them."""
+    for name, num_instances in (("POD4", 4), ("POD64", 8)):
+        asked = LaunchRequest(num_instances=None, vipu=VipuSettings(pod=name))
+        assert make_plan(asked, with_gpus("f" * 8), named_pod(name)).num_instances == num_instances
+
+
 def test_the_replicas_of_a_job_fill_a_pod() -> None:
     """Every replica has its own virtual IPUs: 16 of 4 IPUs use the 64 of a POD64, and so do 64 in 4 instances."""
     for counts, per_instance in (((1, 16, 4), 64), ((4, 16, 4), 16), ((4, 64, 1), 16)):
