@@ -189,3 +189,73 @@ def law_a_pass_outside_gives_all_models_what_the_replicas_made() -> None:
             digest = popdist.checksum(dict(net.named_buffers()))
             assert popdist.broadcast_object(digest, popdist.num_instances() - 1) == digest
     assert critic.state_dict()["1.running_mean"].any()
+
+
+class Counter(nn.Linear):
+    """Counts its passes where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.passes = 0
+
+    def forward(self, x: Tensor, *, counts: bool = True) -> Tensor:
+        """Scale by the count."""
+        self.passes += counts
+        return super().forward(x) * self.passes
+
+
+def law_a_counter_in_python_is_named_on_all() -> None:
+    """In a checked step, also if one instance alone has counted; not for one replica, and not without checks."""
+    for everywhere in (True, False):
+        model = popdist.ReplicatedModel(Counter())
+
+        def train(model: popdist.ReplicatedModel = model, *, counts: bool = everywhere or is_last()) -> None:
+            for number in range(3):
+                for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas() + number))):
+                    model(x, counts=counts).square().mean().backward()
+
+        if popdist.num_replicas() == 1:
+            train()
+            continue
+        with refused(
+            popdist.WeightsError, r"the attribute passes of Counter changes in each forward pass, and the"
+        ):
+            train()
+        model._model_steps._checked_steps._num_ended = 3
+        train()
+
+
+class LossWeight(nn.Module):
+    """A learned weight of a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(2))
+
+
+def law_a_parameter_beside_a_wrapped_model_is_refused() -> None:
+    """By name, when the optimizer steps; wrapped, not trained or with an optimizer of its own it may be."""
+    model, weight = popdist.ReplicatedModel(nn.Linear(4, 4)), LossWeight()
+    loose = torch.zeros(3, requires_grad=True)
+    unused = nn.Linear(2, 2)
+
+    def train(*parameters: Tensor) -> None:
+        optimizer = torch.optim.SGD([*model.parameters(), *unused.parameters(), *parameters], lr=0.1)
+        for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            (model(x).square().mean() * weight.log_variance.exp().sum() + loose.sum()).backward()
+        optimizer.step()
+
+    train()
+    if popdist.num_replicas() == 1:
+        train(loose, weight.log_variance)
+        return
+    with refused(popdist.OptimizerError, r"SGD\.step\(\) would move LossWeight\.log_variance by the gradient"):
+        train(weight.log_variance)
+    with refused(popdist.OptimizerError, r"would move a parameter of shape \(3,\) that no module has by"):
+        train(loose)
+    own = torch.optim.SGD([loose, weight.log_variance], lr=0.1)
+    own.step()
+    wrapped = popdist.ReplicatedModel(weight)
+    weight.log_variance.grad = None
+    with wrapped.no_sync():
+        train(weight.log_variance)

@@ -39,7 +39,12 @@ class CheckedSteps:
         Raises:
             NotInitializedError: Before ``popdist.init()``.
         """
-        return is_checked(self._num_ended + 1) and context.current_job().is_checked
+        return is_checked(self.number) and context.current_job().is_checked
+
+    @property
+    def number(self) -> int:
+        """Of the next step, from 1."""
+        return self._num_ended + 1
 
     def end_step(self) -> None:
         """A step has ended with a gradient on all instances."""

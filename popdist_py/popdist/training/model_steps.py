@@ -1,8 +1,9 @@
 """The steps of one model on this instance: each is begun, computed in micro batches, and ended or abandoned."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from torch import nn
 
@@ -21,6 +22,7 @@ from popdist.training import outside_step
 from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
 from popdist.training.outside_step import AutomaticReduction
+from popdist.training.python_state import PythonState
 from popdist.training.randomness import RandomScope, ReplicaRandomness
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
@@ -36,6 +38,8 @@ BESIDE: Final = (
 )
 """Why a step has no gradient."""
 
+
+R = TypeVar("R")
 
 _numbers: Final = count(1)
 
@@ -71,6 +75,7 @@ class ModelSteps:
         self._left_at: int | None = None
         self.gradients = ModelGradients(self._module)
         self.buffers = ReplicaBuffers(self._module, self._label)
+        self._python_state = PythonState(self._module)
         self._checked_steps = CheckedSteps()
         self.automatic = AutomaticReduction(
             self._module,
@@ -92,10 +97,14 @@ class ModelSteps:
         self._label = label_of_copy(self._label)
         self._prepare()
 
-    @property
-    def is_outside(self) -> bool:
-        """Whether the process is in no micro batch of any model, in a job in which that matters."""
-        return self.layout.num_replicas > 1 and not RandomScope.is_entered()
+    def forward(self, forward: Callable[[], R]) -> R:
+        """Call ``forward``, the module's own, and see what it changes beside its result."""
+        is_outside = not RandomScope.is_entered()
+        if is_outside and not self._module.training:
+            return forward()
+        if self._checked_steps.is_next_checked() and self._python_state.looks(self._checked_steps.number):
+            forward = partial(self._python_state.watch, forward)
+        return self.buffers.run_outside(forward) if is_outside else forward()
 
     def begin(self, accumulation: int) -> Step | PlainStep:
         """Start a step, from no gradients."""

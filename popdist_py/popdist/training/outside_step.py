@@ -9,6 +9,7 @@ an instance with one replica reduces as soon as the backward pass has ended; one
 them has computed, and shows the loop to write. So no gradient is left unreduced.
 """
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.layout import ReplicaLayout
-from popdist.training.checks import CheckedSteps
+from popdist.training.checks import CheckedSteps, is_checked
+from popdist.training.python_state import take_fault
 from popdist.training_loop import training_loop
 from popdist.weights import ParameterSums, sum_parameters
 
@@ -107,6 +109,8 @@ def _count_step(*_: object) -> None:
 
 
 def _check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    if _all and context.num_replicas() > 1:
+        _check_all_are_wrapped(optimizer)
     if not _shared and not _in_step and not _lost:
         return
     parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -131,6 +135,43 @@ def _check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 f"optimizer.step() without a gradient: {reason}. Begin the next step, which works on all "
                 "instances; where an exception is caught, go on with the next batch in place of this call"
             )
+
+
+_looked_at: Final[weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], int]]] = weakref.WeakKeyDictionary()
+"""For each optimizer how many parameters and models there were when it was looked at, and its steps since."""
+
+
+def _check_all_are_wrapped(optimizer: Optimizer) -> None:
+    """Refuse a step that moves a parameter beside those of wrapped models with one instance's gradient."""
+    sizes = sum(len(group["params"]) for group in optimizer.param_groups), len(_all)
+    known, num_steps = _looked_at.get(optimizer, ((0, 0), 0))
+    num_steps = 1 if known != sizes else num_steps + 1
+    _looked_at[optimizer] = (sizes, num_steps)
+    if not is_checked(num_steps):
+        return
+    modules = [*(model.module for model in _all), *_known.keys()]
+    wrapped = {id(parameter) for module in modules for parameter in module.parameters()}
+    parameters: list[Tensor] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in wrapped for parameter in parameters):
+        return
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is not None and id(parameter) not in wrapped:
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.step() would move {_name_of(parameter)} by the gradient of this "
+                "instance alone: the optimizer holds it beside the parameters of a ReplicatedModel, and nothing "
+                "wraps it. Wrap all that is trained, together (popdist.ReplicatedModel(nn.ModuleDict({...}))) or "
+                "each module by itself; give what each instance trains for itself an optimizer of its own"
+            )
+
+
+def _name_of(parameter: Tensor) -> str:
+    """The parameter in words, with the module that has it, if there is one."""
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), nn.Module):
+            for name, other in vars(candidate).get("_parameters", {}).items():
+                if other is parameter:
+                    return f"{type(candidate).__name__}.{name}"
+    return f"a parameter of shape {tuple(parameter.shape)} that no module has"
 
 
 def _has_nothing_for(updated: set[int], module: nn.Module) -> bool:
@@ -173,6 +214,7 @@ class AutomaticReduction:
     Attributes:
         step: The step that the process is in, in a micro batch or between two.
         is_computing: Whether it is in a micro batch, where gradients are expected.
+        module: The model.
     """
 
     def __init__(
@@ -187,7 +229,7 @@ class AutomaticReduction:
     ) -> None:
         self.step: Step | PlainStep | None = None
         self.is_computing = False
-        self._module = module
+        self.module = module
         self._gradients = gradients
         self._buffers = buffers
         self._layout = layout
@@ -202,7 +244,7 @@ class AutomaticReduction:
         """Notice backward passes outside the micro batches from now on; new and frozen parameters count, too."""
         if self.is_computing or (self._layout.num_replicas == 1 and not self._checks_finite):
             return
-        for parameter in self._module.parameters():
+        for parameter in self.module.parameters():
             if not self._watches(parameter):
                 self._watched[id(parameter)] = weakref.ref(parameter)
                 _call_with_gradients(parameter, weakref.WeakMethod(self.notice_gradient))
@@ -258,7 +300,7 @@ class AutomaticReduction:
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
-            weights = sum_parameters(self._module) if self._checked_steps.is_next_checked() else None
+            weights = sum_parameters(self.module) if self._checked_steps.is_next_checked() else None
             _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, weights, found)
             self._checked_steps.end_step()
             self._buffers.begin_pass()
@@ -299,7 +341,7 @@ def _reduce_all(
         buffers.end_pass()
     total.used = memory.gradients.used()
     total.push(memory.take_all(), 1.0)
-    total.finish(reduction, not_finite)
+    total.finish(reduction, not_finite, take_fault())
 
 
 _known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()

@@ -91,8 +91,8 @@ class ReplicatedModel(nn.Module):
         """The module's own forward pass."""
         if torch.is_grad_enabled():
             self._model_steps.automatic.watch()
-        if self._model_steps.is_outside and self.module.training:
-            return self._model_steps.buffers.run_outside(partial(self.module, *args, **kwargs))
+        if self._model_steps.layout.num_replicas > 1:
+            return self._model_steps.forward(partial(self.module, *args, **kwargs))
         return self.module(*args, **kwargs)
 
     def micro_batches(

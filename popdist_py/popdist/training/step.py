@@ -10,6 +10,7 @@ from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.gradients.rows import GradientRows
 from popdist.progress import progress_page
+from popdist.training.python_state import take_fault
 from popdist.tree import TreeSum, finish
 from popdist.weights import ParameterSums
 
@@ -103,7 +104,7 @@ class Step:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.unit()
         self._skip_to(self._num_micro_batches)
-        self._sum.finish(reduction, self._not_finite, self._buffers.fault)
+        self._sum.finish(reduction, self._not_finite, self._buffers.fault or take_fault())
         self._buffers.end_step()
 
     def abandon(self) -> None:
