@@ -117,7 +117,7 @@ def test_the_only_partition_is_used(partitions: list[Partition], vipu: VipuSetti
 
 def cores_on(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[int, ...]:
     """The cores of ``plan`` on what it was given."""
-    return with_ipus(plan, cluster, names).cores
+    return with_ipus(plan, cluster, names, num_hosts=1).cores
 
 
 def with_gpus_of(plan: LaunchPlan, gpus: Sequence[Gpu], *names: str) -> tuple[str, ...]:
@@ -152,7 +152,11 @@ def test_each_domain_needs_an_instance() -> None:
     )
 
     with pytest.raises(PartitionError, match=r"lies in 2 IPU-Link domains.*give --num-instances 2 or more"):
-        with_ipus(planned(LAPTOP), far, ["a", "b"])
+        with_ipus(planned(LAPTOP), far, ["a", "b"], num_hosts=1)
+    several = planned(LAPTOP, hosts=("n1", "n2"), num_instances=2)
+    assert with_ipus(several, far, ["a", "b"], num_hosts=2) == several
+    with pytest.raises(PartitionError, match="give --num-instances 4 or more"):
+        with_ipus(several, far, ["a", "b"], num_hosts=1)
 
 
 def test_a_lease_is_told_as_people_read_it() -> None:

@@ -146,18 +146,25 @@ def with_gpus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> Launc
     return replace(plan, devices=tuple(by_name[name].device for name in names[: plan.num_gpus_per_host]))
 
 
-def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> LaunchPlan:
-    """``plan`` on the virtual IPUs called ``names``: where a CPU's are counted, on their share of the cores.
+def with_ipus(plan: LaunchPlan, cluster: Cluster, names: Sequence[str], num_hosts: int) -> LaunchPlan:
+    """``plan`` on virtual IPUs: where a CPU's are counted, on their share of the cores.
+
+    Args:
+        plan: The job.
+        cluster: What they were taken from.
+        names: What they are called.
+        num_hosts: Hosts of the job that they are for: one, or all.
 
     Raises:
-        PartitionError: If they lie in more IPU-Link domains than the job has instances.
+        PartitionError: If they lie in more IPU-Link domains than those hosts have instances.
     """
     by_name = {ipu.name: ipu for ipu in cluster.ipus}
     num_domains = len({by_name[name].domain for name in names if name in by_name})
-    if num_domains > plan.num_instances:
+    if num_domains > plan.num_instances_per_host * num_hosts:
+        least = num_domains * len(plan.hosts) // num_hosts
         raise PartitionError(
             f"partition {plan.vipu.partition} lies in {num_domains} IPU-Link domains, and each needs an instance: "
-            f"give --num-instances {num_domains} or more"
+            f"give --num-instances {least} or more"
         )
     if plan.vipu.ipus_per_host is None or plan.devices or cluster.kind != CPU:
         return plan

@@ -199,7 +199,7 @@ class IpuClaim(LocalClaim):
 
     def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
         """``plan`` on the cores that the virtual IPUs stand for, if they stand for such."""
-        return with_ipus(plan, self.cluster, names)
+        return with_ipus(plan, self.cluster, names, num_hosts=1)
 
 
 class GpuClaim(LocalClaim):

@@ -269,7 +269,7 @@ def on_ipus(plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Seq
         _check_share(plan, cluster, host, names)
     if cluster.kind == CPU and not cluster.is_open:
         plan = replace(plan, vipu=replace(plan.vipu, ipus_per_host=len(cluster.ipus)))
-    return with_ipus(plan, cluster, names)
+    return with_ipus(plan, cluster, names, num_hosts=len(plan.hosts))
 
 
 def _check_share(plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str]) -> None:
