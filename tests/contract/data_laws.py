@@ -3,7 +3,8 @@
 import itertools
 import os
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,38 @@ def download(runs: list[int]) -> None:
     """Fail, and tell that it was called."""
     runs.append(1)
     raise KeyError("no network")
+
+
+def warned(read: Callable[[], object]) -> list[str]:
+    """The warnings of a loop on this instance."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        read()
+    return [str(it.message) for it in found if issubclass(it.category, popdist.PopdistWarning)]
+
+
+def law_a_loader_that_one_instance_reads_has_a_share_only(_directory: Path) -> None:
+    """It says so there, whatever the test of the ``if``; and nothing where all instances read it."""
+    loader = popdist.data_loader(range(16), 1)
+    found, rank = list[str](), popdist.instance_index()
+
+    def evaluate() -> None:
+        found.extend(warned(lambda: list(loader)))
+
+    if popdist.is_main():
+        evaluate()
+    if rank == 0 and loader is not None:
+        evaluate()
+    popdist.execute_on_instances({popdist.num_instances() - 1}, evaluate)
+    alone = [f"read in {place}" for place in ("`if popdist.is_main():`", "`if rank == 0 and loader is not None:`")]
+    expected = alone * popdist.is_main() + ["read in execute_on_instances"] * is_last()
+    assert len(found) == (len(expected) if popdist.num_instances() > 1 else 0)
+    assert all(words in text for words, text in zip(expected, found, strict=False))
+    found.clear()
+    if not popdist.is_main() or rank == 0:
+        evaluate()
+    evaluate()
+    assert not found
 
 
 def law_the_first_of_a_host_goes_first(directory: Path) -> None:

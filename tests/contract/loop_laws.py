@@ -2,9 +2,11 @@
 
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -350,6 +352,35 @@ def law_an_optimizer_waits_for_the_gradients() -> None:
             torch.optim.SGD(other.parameters()).step()
             torch.optim.SGD(model.parameters()).step()
     check_recovered(model)
+
+
+def law_the_same_samples_on_several_instances_are_warned_of() -> None:
+    """Equal batches, by the first instance that has them; and a DataLoader that shuffles for each instance."""
+    x, y = samples(16)
+    dataset = torch.utils.data.TensorDataset(x, y)
+    own = (x + popdist.instance_index(), y)
+    one = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
+    cases: list[tuple[Any, str]] = [
+        ([(x, y)], "train on the same samples in this step"),
+        (
+            torch.utils.data.DataLoader(dataset, 8, shuffle=True),
+            "shuffle=True reads all 16 samples on each instance",
+        ),
+        ([one], ""),
+        (popdist.data_loader(dataset, 2, shuffle=True), ""),
+        ([own], ""),
+    ]
+    for batches, wanted in cases:
+        model = popdist.ReplicatedModel(Net())
+        torch.manual_seed(popdist.instance_index())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in batches:
+                train(model, batch)
+                break
+        found = [str(it.message) for it in caught if issubclass(it.category, popdist.PopdistWarning)]
+        assert len(found) == bool(wanted and popdist.num_instances() > 1 and popdist.is_main()), found
+        assert all(wanted in text for text in found)
 
 
 def law_some_instances_may_meet_in_the_loop() -> None:

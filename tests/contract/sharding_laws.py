@@ -157,6 +157,21 @@ def law_bits_are_those_without_it() -> None:
         assert popdist.checksum(Wide()) != popdist.checksum(other)
 
 
+def law_whole_numbers_stay_as_they_are() -> None:
+    """A parameter of them is never trained; the others are, and the state is theirs."""
+    net = nn.Linear(4, 4)
+    net.register_parameter("places", nn.Parameter(torch.arange(9), requires_grad=False))
+    model = popdist.ReplicatedModel(net)
+    before = popdist.checksum({"weight": model.weight})
+    optimizer = popdist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    for x in model.micro_batches(torch.ones(popdist.num_local_replicas(), 4)):
+        model(x).square().sum().backward()
+    optimizer.step()
+    assert popdist.checksum({"weight": model.weight}) != before
+    assert model.places.tolist() == list(range(9))
+    assert len(optimizer.state_dict()["state"]) == 2
+
+
 def law_half_precision_has_the_same_bits() -> None:
     """Where instructions for many elements round otherwise than those for one, and fused kernels."""
     kinds: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -146,6 +146,20 @@ def test_a_batch_that_is_taken_for_a_micro_batch_is_an_error(split: tuple[int, i
         assert len([*batch]) == len(batch)
 
 
+def test_what_is_written_for_torch_has_an_answer() -> None:
+    """``batch_size=``, no size at all, and the epoch of a sampler."""
+    with pytest.raises(
+        popdist.DatasetError, match=r"batch_size=4: say micro_batch_size, the batch of one replica"
+    ):
+        data_loader(range(8), batch_size=4)
+    with pytest.raises(popdist.DatasetError, match="say how many samples a micro batch has"):
+        data_loader(range(8))
+    first, second = (data_loader(range(40), 40, shuffle=True) for _ in range(2))
+    first.sampler.set_epoch(3)  # type: ignore[attr-defined] # torch promises any sampler
+    second.set_epoch(3)
+    assert next(iter(first)).indices == next(iter(second)).indices
+
+
 @pytest.mark.parametrize("dataset", [Augmented(), Augmented(late=True), Subset(Augmented(), range(40))])
 def test_augmentation_belongs_to_the_sample(dataset: Dataset[Tensor]) -> None:
     """It follows from seed, epoch and index, whatever the batches; also where one sample alone draws."""
@@ -328,7 +342,7 @@ class Endless(IterableDataset[int]):
         (
             lambda: data_loader([1, 2, 3], 2, batch_size=4),
             "DatasetError",
-            "batch_size: data_loader deals the samp",
+            "batch_size=4: say micro_batch_size",
         ),
         (lambda: data_loader(Sized(), 2), "DatasetError", r"Sized is a stream.*shard_iterable\(stream\)"),
         (

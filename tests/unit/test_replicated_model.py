@@ -1,4 +1,7 @@
-"""The wrapper is the module it wraps, in every way a program looks at it; here in a job of one."""
+"""The wrapper is the module it wraps, in every way a program looks at it; here in a job of one.
+
+Holds popdist.training.ddp_answers.
+"""
 
 import copy
 import io
@@ -8,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch._C._distributed_c10d import HashStore
 
 import popdist
 
@@ -166,6 +170,100 @@ def test_two_models_may_take_their_steps_together() -> None:
         (one(x).sum() + two(y).sum()).backward()
 
     assert all(parameter.grad is not None for model in (one, two) for parameter in model.parameters())
+
+
+def test_attributes_that_are_set_are_the_module_s() -> None:
+    """Plain values and buffers; a method of the wrapper may be replaced, too."""
+    model: Any = popdist.ReplicatedModel(Named())
+    model.temperature, model.scale = 0.25, 0.0
+    model.register_buffer("seen", torch.ones(2))
+    model.eval()
+
+    assert model.generate() == "at 0.25"
+    assert (model.module.temperature, model.module.scale, model.module.training) == (0.25, 0.0, False)
+    assert "seen" in model.state_dict()
+    assert "seen" in dict(model.named_buffers())
+    assert "scale" not in vars(copy.deepcopy(model))
+
+
+def test_weights_are_changed_before_the_module_is_wrapped() -> None:
+    """Nothing is lost silently; the error says what to do, and doing it works."""
+    model: Any = popdist.ReplicatedModel(Named())
+    wanted = r"change the module before ReplicatedModel\(module\); or change model\.module on all instances"
+    with pytest.raises(popdist.WeightsError, match=wanted):
+        model.decoder = nn.Linear(3, 2)
+    with pytest.raises(popdist.WeightsError, match=wanted):
+        model.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(popdist.WeightsError, match=wanted):
+        model.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    with pytest.raises(popdist.WeightsError, match=wanted):
+        model.add_module("extra", nn.Linear(1, 1))
+    model.module.decoder = nn.Linear(3, 2)
+    popdist.broadcast_weights(model)
+    for x in model.micro_batches(torch.randn(4, 3)):
+        model(x).sum().backward()
+    assert model.decoder.weight.grad is not None
+
+
+def test_functional_call_takes_the_model() -> None:
+    """With its own names of parameters, and within a micro batch."""
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+    zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    for x in model.micro_batches(torch.ones(4, 3)):
+        assert not torch.func.functional_call(model, zeros, (x,)).any()
+        model(x).sum().backward()
+    assert all(parameter.grad is not None and parameter.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ({"device_ids": [0]}, r"move the module first: ReplicatedModel\(net\.to\(popdist\.device\(\)\)\)"),
+        ({"find_unused_parameters": True}, "leave it out: a replica that does not use a parameter"),
+        ({"broadcast_buffers": False}, "leave it out: buffers become the mean"),
+        ({"gradient_as_bucket_view": True}, "leave it out: gradients are added where they lie"),
+    ],
+)
+def test_options_of_ddp_have_an_answer(option: dict[str, Any], answer: str) -> None:
+    """What no class has is Python's own error."""
+    with pytest.raises(popdist.WeightsError, match=answer):
+        popdist.ReplicatedModel(nn.Linear(1, 1), **option)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sede'"):
+        popdist.ReplicatedModel(nn.Linear(1, 1), sede=1)
+
+
+def test_attributes_of_ddp_have_an_answer() -> None:
+    """Setting one is no silent no-op; a module's own attribute of that name stays its own."""
+    model: Any = popdist.ReplicatedModel(nn.Linear(1, 1))
+    with pytest.raises(popdist.WeightsError, match=r"require_backward_grad_sync = False: .*accumulation=4"):
+        model.require_backward_grad_sync = False
+    with pytest.raises(AttributeError, match="no 'join': leave it out: a replica that"):
+        model.join()
+    assert not hasattr(model, "join")
+    model.module.join = 3
+    assert model.join == 3
+
+
+def test_modules_that_reduce_already_and_lazy_ones_are_refused() -> None:
+    """By name, and with what to do."""
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        inside = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+        with pytest.raises(popdist.WeightsError, match=r"the module is a DistributedDataParallel.*ddp\.module"):
+            popdist.ReplicatedModel(inside)
+        with pytest.raises(popdist.WeightsError, match="0 in the module is a DistributedDataParallel already"):
+            popdist.ReplicatedModel(nn.Sequential(inside))
+    finally:
+        distributed.destroy_process_group()
+    with pytest.raises(popdist.WeightsError, match=r"is a ReplicatedModel already.*wrap the module once"):
+        popdist.ReplicatedModel(popdist.ReplicatedModel(nn.Linear(1, 1)))
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(
+        popdist.WeightsError, match=r"0\.weight has no shape yet.*run one batch through the module"
+    ):
+        popdist.ReplicatedModel(lazy)
+    lazy(torch.ones(1, 3))
+    popdist.ReplicatedModel(lazy)
 
 
 def test_a_loop_that_zip_leaves_open_is_named_so() -> None:

@@ -28,6 +28,10 @@ class EpochShares(Sampler[Share]):
     def __len__(self) -> int:
         return self._plan.num_steps()
 
+    def set_epoch(self, epoch: int) -> None:
+        """As the loader's, for programs that know it of DistributedSampler."""
+        self._position.set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Share]:
         return self._shares(self._position.epoch, deal_epoch(self._plan, self._replicas, self._position))
 
@@ -61,7 +65,7 @@ class LoaderMaker(Protocol):
 
 def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     dataset: Any,  # noqa: ANN401 - anything with a length and items
-    micro_batch_size: int,
+    micro_batch_size: int | None = None,
     accumulation: int = 1,
     *,
     shuffle: bool = False,
@@ -85,7 +89,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
 
     Args:
         dataset: Map-style: a length, and a sample for each index. A stream comes as ``shard_iterable(stream)``.
-        micro_batch_size: Samples of one replica in one forward and backward pass. At least 1.
+        micro_batch_size: Samples of one replica in one forward and backward pass, which must be said. At least 1.
         accumulation: Micro batches that a replica adds up in one step. At least 1.
         shuffle: Another order in each epoch; else the order of the dataset.
         seed: Chooses the orders and the random numbers. Must be the same on all instances.
@@ -102,6 +106,8 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
             loader; a loader that was made before ``popdist.init()`` finds out when it is first iterated over.
     """
     _refuse_dealing(options)
+    if micro_batch_size is None:
+        raise DatasetError("data_loader(dataset, micro_batch_size): say how many samples a micro batch has")
     if packing is not None:
         plan = LoaderPlan(micro_batch_size, accumulation, shuffle, seed, drop_last)
         return packing.make_loader(dataset, plan, collate_fn, options)
@@ -119,6 +125,11 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
 
 
 def _refuse_dealing(options: dict[str, Any]) -> None:
+    if "batch_size" in options:
+        raise DatasetError(
+            f"batch_size={options['batch_size']!r}: say micro_batch_size, the batch of one replica, as under "
+            "DistributedDataParallel; a step has micro_batch_size x accumulation x replicas samples"
+        )
     if refused := sorted(_DEALING_OPTIONS & options.keys()):
         raise DatasetError(
             f"{' and '.join(refused)}: data_loader deals the samples itself; say micro_batch_size, accumulation, "

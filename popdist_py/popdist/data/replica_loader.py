@@ -1,5 +1,6 @@
 """The loader that hands out batches, and knows which was the last one that the loop received."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from popdist import context
 from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Fetched
+from popdist.data.lone_reading import warn_if_alone
 from popdist.data.position import EpochPosition, EpochReader
 from popdist.training_loop import training_loop
 
@@ -42,6 +44,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override] # torch promises an iterator class of its own
         """Start the next epoch, or the rest of the one that was loaded."""
+        warn_if_alone(sys._getframe(1))  # noqa: SLF001 - there is no other way to the caller
         number = self._position.start()
         self._begin()
         return self._received(super().__iter__(), number)

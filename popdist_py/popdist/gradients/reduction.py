@@ -11,6 +11,7 @@ these headers carries a checksum of the weights.
 
 import operator
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -24,6 +25,7 @@ from popdist.errors import (
     GradientError,
     MicroBatchError,
     PopdistError,
+    PopdistWarning,
     WeightsError,
 )
 from popdist.gradients.buffer_changes import StepChanges, agree_on_changes, changes_of, raise_fault
@@ -101,8 +103,14 @@ class GradientSum:
         self._is_awaited = True
         self._early: OverlappedSum | None = None
 
-    def announce(self, accumulation: int, heaviest: float, reduction: MeanOrSum) -> None:
+    def announce(self, accumulation: int, heaviest: float, reduction: MeanOrSum, batch_digest: int) -> None:
         """Tell the others this instance's heaviest weight; for a mean, all weights are divided by the job's.
+
+        Args:
+            accumulation: Micro batches of each replica.
+            heaviest: Of this instance's micro batches.
+            reduction: What becomes of the sum.
+            batch_digest: Tells the batch of this instance from others; 0 where it is not compared.
 
         Raises:
             BatchError: If the job has one instance and no sample.
@@ -116,7 +124,7 @@ class GradientSum:
         if overlap is not None and self._parts() is None:
             self._early = overlap.begin_step(scales=self._scales)
         offer = 0 if self._early is None else self._early.number
-        self._announced = _announce(self._group, accumulation, heaviest, offer, self._weights_word)
+        self._announced = _announce(self._group, accumulation, heaviest, offer, self._weights_word, batch_digest)
         self._unit = None
         if self._early is not None:
             self._early.listen(self._announced)
@@ -139,6 +147,7 @@ class GradientSum:
                 self._is_awaited = False
                 raise
             self._unit = unit
+            _warn_of_equal_batches(self._group, [words[3] for words in told])
         return self._unit or 1.0
 
     def _unit_of(self, heaviest: list[float]) -> float:
@@ -353,11 +362,28 @@ class GradientSum:
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT) -> None:
     """Tell the others, in place of a step, that this instance cannot make it. Never raises."""
     with suppress(PopdistError):
-        _announce(group, accumulation, refusal, 0, 0).wait(ABANDON_SECONDS)
+        _announce(group, accumulation, refusal, 0, 0, 0).wait(ABANDON_SECONDS)
 
 
-def _announce(group: Group, accumulation: int, heaviest: float, offer: int, weights_word: int) -> Exchange:
-    return group.start(f"micro_batches(accumulation={accumulation})", [*as_words([heaviest]), offer, weights_word])
+def _announce(
+    group: Group, accumulation: int, heaviest: float, offer: int, weights_word: int, batch_digest: int
+) -> Exchange:
+    numbers = [*as_words([heaviest]), offer, weights_word, batch_digest]
+    return group.start(f"micro_batches(accumulation={accumulation})", numbers)
+
+
+def _warn_of_equal_batches(group: Group, digests: Sequence[int]) -> None:
+    """Warn, on the first of them, of instances that bring the same samples."""
+    own = digests[group.instances.index(group.backend.instance_index)]
+    equal = [instance for instance, other in zip(group.instances, digests, strict=True) if own and other == own]
+    if len(equal) > 1 and equal[0] == group.backend.instance_index:
+        warnings.warn(
+            f"{name_instances(equal)} train on the same samples in this step: what draws the batches, such as a "
+            "torch DataLoader with shuffle=True, gives all of the data to each instance. Have it dealt: "
+            "popdist.data_loader(dataset, micro_batch_size, shuffle=True)",
+            PopdistWarning,
+            stacklevel=2,
+        )
 
 
 def check_reduction(reduction: str) -> None:

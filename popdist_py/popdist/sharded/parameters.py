@@ -90,8 +90,14 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
     shard = flat_view(whole.detach(), name)[mine.start : mine.stop]
     if not whole.dim() and mine:
         shard = whole.detach()  # torch picks the dtypes of operations by the number of dimensions
+    can_train = shard.is_floating_point() or shard.is_complex()  # torch refuses it of whole numbers
     return ShardedParameter(
-        name=name, whole=whole, ranges=ranges, mine=mine, shard=Parameter(shard), address=whole.data_ptr()
+        name=name,
+        whole=whole,
+        ranges=ranges,
+        mine=mine,
+        shard=Parameter(shard, requires_grad=can_train),
+        address=whole.data_ptr(),
     )
 
 

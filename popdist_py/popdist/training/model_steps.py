@@ -1,14 +1,18 @@
 """The steps of one model on this instance: each is begun, computed in micro batches, and ended or abandoned."""
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Final, TypeVar
 
 from torch import nn
+from torch.utils.data import RandomSampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from popdist import context
-from popdist.errors import BatchError, MicroBatchError
+from popdist.errors import BatchError, MicroBatchError, PopdistWarning
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.reduction import (
@@ -20,7 +24,7 @@ from popdist.gradients.reduction import (
 )
 from popdist.training import outside_step
 from popdist.training.checks import CheckedSteps
-from popdist.training.micro_batches import Nest, Split, check_weight, split_batch, to_device
+from popdist.training.micro_batches import Nest, Split, check_weight, digest_of, split_batch, to_device
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.python_state import PythonState
 from popdist.training.randomness import RandomScope, ReplicaRandomness
@@ -50,6 +54,22 @@ def _next_label() -> str | None:
     return str(next(_numbers)) if is_everywhere else None
 
 
+def warn_of_shuffling_loaders() -> None:
+    """Warn of a DataLoader of torch's that is being read, and shuffles what each instance reads by itself."""
+    for found in gc.get_objects():
+        if issubclass(type(found), _BaseDataLoaderIter) and found._num_yielded:  # noqa: SLF001 - torch has no other way
+            sampler = getattr(found._index_sampler, "sampler", None)  # noqa: SLF001 - as above
+            if type(sampler) is RandomSampler:
+                warnings.warn(
+                    f"a DataLoader with shuffle=True reads all {len(sampler)} samples on each instance, while a "
+                    "model trains on micro batches: unless each instance has a dataset of its own, have them "
+                    "dealt by popdist.data_loader(dataset, micro_batch_size, shuffle=True)",
+                    PopdistWarning,
+                    stacklevel=4,
+                )
+                return
+
+
 class ModelSteps:
     """The steps of one module on this instance, one at a time.
 
@@ -73,6 +93,7 @@ class ModelSteps:
         outside_step.watch()
         self.step: Step | PlainStep | None = None
         self._left_at: int | None = None
+        self._has_looked = False
         self.gradients = ModelGradients(self._module)
         self.buffers = ReplicaBuffers(self._module, self._label)
         self._python_state = PythonState(self._module)
@@ -155,7 +176,7 @@ class ModelSteps:
             )
         num_entered, step = MicroBatchScope.num_entered, self.begin(accumulation)
         try:
-            step.announce(max(counts), reduction)
+            step.announce(max(counts), reduction, self._look_at(batch) if step.is_checked else 0)
         except BaseException:
             self.abandon()
             raise
@@ -166,6 +187,15 @@ class ModelSteps:
                     yield to_device(content, self.gradients.device)
         self.finish(reduction)
         MicroBatchScope.mark_beside(num_entered)
+
+    def _look_at(self, batch: Nest) -> int:
+        """A digest of a batch that popdist has not dealt; once, a warning if each instance reads all data."""
+        if self.layout.num_instances == 1 or hasattr(batch, "micro_batches"):
+            return 0
+        if not self._has_looked and context.environment().contract.instance_index == 0:
+            warn_of_shuffling_loaders()
+        self._has_looked = True
+        return digest_of(batch)
 
     def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
         """What to enter for micro batch ``index`` of the step; the first one starts it."""

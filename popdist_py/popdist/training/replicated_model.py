@@ -12,6 +12,7 @@ from popdist import context
 from popdist.errors import BatchError, WeightsError, seed_number, whole_number
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum
+from popdist.training.ddp_answers import answer, refuse_module, refuse_options
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps
 from popdist.training.randomness import ReplicaRandomness
@@ -51,9 +52,11 @@ class ReplicatedModel(nn.Module):
             ``GradientError``, which names the parameter and the replica. Not for use with a GradScaler, which
             expects them.
         strict_bits: Refuse local replicas that are no power of two.
+        **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
 
     Raises:
-        WeightsError: If the instances have different modules, or the weights differ afterwards.
+        WeightsError: If the instances have different modules, or the weights differ afterwards; if the module or a
+            part of it reduces gradients already, or is lazy; for an option of DistributedDataParallel.
         CollectiveError: If the instances differ in the other arguments.
         BatchError: If ``strict_bits`` refuses the number of local replicas, or the seed is none.
         ContractError, BackendError: As ``popdist.init()``.
@@ -62,9 +65,16 @@ class ReplicatedModel(nn.Module):
     module: nn.Module
 
     def __init__(
-        self, module: nn.Module, seed: int = 0, *, check_finite: bool = False, strict_bits: bool = False
+        self,
+        module: nn.Module,
+        seed: int = 0,
+        *,
+        check_finite: bool = False,
+        strict_bits: bool = False,
+        **ddp_options: object,
     ) -> None:
         super().__init__()
+        refuse_options(ddp_options)
         num_local = context.environment().contract.layout.num_local_replicas
         if strict_bits and num_local & (num_local - 1):
             raise BatchError(
@@ -73,6 +83,7 @@ class ReplicatedModel(nn.Module):
             )
         if not isinstance(module, nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
+        refuse_module(module)
         seed = seed_number(seed, BatchError)
         context.ensure_init()
         context.current_group().agree(f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=})")
@@ -226,7 +237,39 @@ class ReplicatedModel(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
+            told = None if hasattr(module, name) else answer(name)
+            if told is not None:
+                raise AttributeError(f"ReplicatedModel has no {name!r}: {told}") from None
             return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
+        """Set an attribute of the module, as reading one reads the module's; weights are set before it is wrapped.
+
+        Raises:
+            WeightsError: For a module or a parameter, and for what belongs to DistributedDataParallel.
+        """
+        if "_model_steps" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif isinstance(value, nn.Module | nn.Parameter) or name == "module":
+            raise WeightsError(_not_after(f"model.{name} = ..."))
+        elif not hasattr(self.module, name) and (told := answer(name)) is not None:
+            raise WeightsError(f"model.{name} = {value!r}: {told}")
+        else:
+            setattr(self.module, name, value)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own signature
+        """Register a buffer of the module, which must have the same values on all instances."""
+        self.module.register_buffer(name, tensor, persistent)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refused: see :meth:`__setattr__`."""
+        raise WeightsError(_not_after(f"model.register_parameter({name!r}, {type(param).__name__})"))
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused: see :meth:`__setattr__`."""
+        raise WeightsError(_not_after(f"model.add_module({name!r}, {type(module).__name__})"))
+
+    register_module = add_module
 
     def state_dict(  # type: ignore[override]  # torch's stubs leave out the positional arguments it takes
         self,
@@ -250,6 +293,14 @@ class ReplicatedModel(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401 - as above
         """The module's buffers under its own names."""
         return self.module.named_buffers(*args, **kwargs)
+
+
+def _not_after(what: str) -> str:
+    return (
+        f"{what} after the module was wrapped, so instances may have different weights: change the module before "
+        "ReplicatedModel(module); or change model.module on all instances, then call "
+        "popdist.broadcast_weights(model), and make the optimizer then"
+    )
 
 
 def _inside_another_module(_model: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: object) -> None:

@@ -59,9 +59,9 @@ class Step:
         self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
         self._has_run = False
 
-    def announce(self, heaviest: float, reduction: MeanOrSum) -> None:
+    def announce(self, heaviest: float, reduction: MeanOrSum, batch_digest: int) -> None:
         """Tell the others that this instance begins a step of a whole batch, and its heaviest weight."""
-        self._sum.announce(self.accumulation, heaviest, reduction)
+        self._sum.announce(self.accumulation, heaviest, reduction, batch_digest)
 
     def begin(self, index: int, weight: float) -> int:
         """Get ready for micro batch ``index``, which counts ``weight``; those left out before it have no samples.
@@ -170,7 +170,7 @@ class PlainStep:
         self._weight: float | None = None
         gradients.clear()
 
-    def announce(self, heaviest: float, _reduction: MeanOrSum) -> None:
+    def announce(self, heaviest: float, _reduction: MeanOrSum, _batch_digest: int) -> None:
         """Check that the micro batch weighs something."""
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")

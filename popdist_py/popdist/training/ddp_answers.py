@@ -1,0 +1,104 @@
+"""What is written for DistributedDataParallel and means nothing here, each with what to write instead.
+
+docs/from-ddp.md gives the same answers.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from popdist.errors import WeightsError
+
+_MOVE: Final = "move the module first: ReplicatedModel(net.to(popdist.device()))"
+_NOTHING: Final = "leave it out"
+_BUFFERS: Final = f"{_NOTHING}: buffers become the mean over the replicas in each step"
+_UNUSED: Final = f"{_NOTHING}: a replica that does not use a parameter, or has no samples, takes part all the same"
+_MEMORY: Final = f"{_NOTHING}: gradients are added where they lie, and sent while the last backward pass runs"
+_ACCUMULATION: Final = (
+    "gradients are reduced once for all micro batches of a loop: say popdist.data_loader(..., accumulation=4), or "
+    "`with model.no_sync():` around a backward pass outside the loop"
+)
+
+_OPTIONS: Final = {
+    "device_ids": _MOVE,
+    "output_device": _MOVE,
+    "dim": _NOTHING,
+    "broadcast_buffers": _BUFFERS,
+    "init_sync": f"{_NOTHING}: all instances always begin with the weights of instance 0",
+    "process_group": f"{_NOTHING}: the model trains on all instances of the job",
+    "bucket_cap_mb": _MEMORY,
+    "find_unused_parameters": _UNUSED,
+    "check_reduction": _NOTHING,
+    "gradient_as_bucket_view": _MEMORY,
+    "static_graph": _UNUSED,
+    "delay_all_reduce_named_params": _MEMORY,
+    "param_to_hook_all_reduce": _MEMORY,
+    "mixed_precision": "write torch.autocast around the forward pass",
+    "device_mesh": f"{_NOTHING}: the model trains on all instances of the job",
+    "skip_all_reduce_unused_params": _UNUSED,
+}
+"""Keyword arguments of DistributedDataParallel."""
+
+_ATTRIBUTES: Final = {
+    "require_backward_grad_sync": _ACCUMULATION,
+    "join": _UNUSED,
+    "reducer": _MEMORY,
+    "register_comm_hook": _MEMORY,
+}
+"""Attributes of DistributedDataParallel that programs use."""
+
+_SHARDED: Final = "give it the bare module, and have popdist.ShardedOptimizer share the optimizer's state"
+_WRAPPERS: Final = {
+    "DistributedDataParallel": "give it the module inside, ddp.module, or leave out DistributedDataParallel",
+    "DataParallel": "give it the module inside, and let poprun start one instance for each GPU",
+    "FullyShardedDataParallel": _SHARDED,
+    "FSDPModule": _SHARDED,
+    "ReplicatedModel": "wrap the module once",
+}
+"""Classes of modules that reduce gradients themselves, by name: most are not loaded in most programs."""
+
+
+def refuse_options(options: Mapping[str, object]) -> None:
+    """Refuse keyword arguments that ``ReplicatedModel`` does not have.
+
+    Raises:
+        WeightsError: If all are DistributedDataParallel's: what to write instead of the first.
+        TypeError: If one is nobody's.
+    """
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"ReplicatedModel.__init__() got an unexpected keyword argument {name!r}")
+    for name in options:
+        raise WeightsError(f"ReplicatedModel(..., {name}=...) is an option of torch's DDP: {_OPTIONS[name]}")
+
+
+def answer(attribute: str) -> str | None:
+    """What to write instead of an attribute of DistributedDataParallel; None if it is none."""
+    return _ATTRIBUTES.get(attribute)
+
+
+def refuse_module(module: nn.Module) -> None:
+    """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet.
+
+    Raises:
+        WeightsError: Names the part of the module, and what to do.
+    """
+    for name, part in module.named_modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _WRAPPERS:
+                place = f"{name} in the module" if name else "the module"
+                raise WeightsError(
+                    f"{place} is a {kind.__name__} already, whose gradients would be reduced twice: "
+                    f"{_WRAPPERS[kind.__name__]}"
+                )
+    if lazy := [name for name, value in _named_tensors(module) if is_lazy(value)]:
+        raise WeightsError(
+            f"{lazy[0]} has no shape yet, as those of lazy modules before their first batch: run one batch "
+            "through the module, or make it with its sizes, and wrap it then"
+        )
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
