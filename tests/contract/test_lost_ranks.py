@@ -28,7 +28,7 @@ def test_late_and_killed_ranks_are_named(tmp_path: Path) -> None:
     assert [rank.returncode for rank in ranks] == [0, -9, 0]
     for lines in told[:2]:
         assert lines[:2] == [
-            f"{when}: rank 2 did not come within 2.5 seconds (timeout)" for when in ("late", "later")
+            f"{when}: rank 2 did not come within the timeout of 2.5 seconds" for when in ("late", "later")
         ]
     assert told[2][1].startswith("later: rank")
     assert "had given up waiting" in told[2][1]

@@ -266,7 +266,7 @@ class Flags:
 
     def _give_up(self, number: int, timeout_seconds: float) -> None:
         late = self.name(self._missing(number))
-        raise BackendError(f"{late} did not come within {timeout_seconds:g} seconds (timeout)")
+        raise BackendError(f"{late} did not come within the timeout of {timeout_seconds:g} seconds")
 
     def _missing(self, number: int) -> list[int]:
         return [rank for rank, page in enumerate(self._pages) if page[COUNTER] < number]

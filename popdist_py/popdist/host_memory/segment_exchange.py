@@ -89,7 +89,7 @@ def tell_all(
         try:
             store.wait([str(other)], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            raise BackendError(f"{name} did not come within {timeout_seconds:g} seconds (timeout)") from error
+            raise BackendError(f"{name} did not come within the timeout of {timeout_seconds:g} seconds") from error
         values.append(json.loads(store.get(str(other))))
     return values
 

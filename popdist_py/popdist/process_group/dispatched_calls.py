@@ -76,7 +76,6 @@ def is_watched() -> bool:
     return num_modes() > 0 or profiler._is_profiler_enabled  # noqa: SLF001 - there is no other way to ask
 
 
-@cache
 def _plain_keys() -> frozenset[int]:
     with torch.inference_mode():
         inferred = torch.empty(0)
@@ -84,14 +83,19 @@ def _plain_keys() -> frozenset[int]:
     return frozenset(_keys_of(kind).raw_repr() for tensor in plain for kind in (tensor, tensor._neg_view()))  # noqa: SLF001 - there is no other way to make one
 
 
+_PLAIN: Final = _plain_keys()
+
+
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether there are tensors, and all are numbers in this computer's memory, and nothing more than that.
 
     Those on other devices, sparse ones, fake ones, and those within a transformation such as ``vmap`` are not.
     """
-    plain = _plain_keys()
     try:
-        return len(tensors) > 0 and all(_keys_of(tensor).raw_repr() in plain for tensor in tensors)
+        for tensor in tensors:
+            if _keys_of(tensor).raw_repr() not in _PLAIN:
+                return False
+        return len(tensors) > 0
     except TypeError:  # something is no tensor; torch says so in its own words
         return False
 

@@ -105,7 +105,7 @@ class HostMessages:
             yield
         except RuntimeError as error:
             name = self._names.of([rank])
-            late = f"{name} did not come within {self.timeout_seconds:g} seconds (timeout)"
+            late = f"{name} did not come within the timeout of {self.timeout_seconds:g} seconds"
             lost = f"the connection to {name} was closed: it ended or was lost"
             raise BackendError(late if "timed out" in str(error).lower() else lost) from error
 

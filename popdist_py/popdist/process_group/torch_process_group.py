@@ -58,9 +58,9 @@ Options = Any
 """Of one of torch's many classes, or what such an object holds; see `popdist.process_group.call_arguments`."""
 
 
-def _shown(*tensors: Given) -> bool:
-    """Whether a call goes torch's way."""
-    return is_watched() or not are_plain(flat(tensors))
+def _shown(tensors: Given) -> bool:
+    """Whether a call with these tensors goes torch's way."""
+    return num_modes() > 0 or profiler._is_profiler_enabled or not are_plain(tensors)  # noqa: SLF001 - as `is_watched`
 
 
 @never_traced
@@ -92,9 +92,9 @@ class PopdistProcessGroup(TorchGroups):
         )
         super().__init__(store, rank, size, timeout, host.set_timeout)
         self._host = host
-        self._quick_sum = host.quick_sum
         self._num_quick = 0
         self._queue = WorkQueue(host.break_off)
+        self._quick_sum = self._queue.now_or_never(host.quick_sum)
         self.calls = GroupCalls(host, self._gloo, self._queue)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
@@ -123,7 +123,7 @@ class PopdistProcessGroup(TorchGroups):
             and opts.reduceOp == SUM
             and not num_modes()
             and not profiler._is_profiler_enabled  # noqa: SLF001 - as `is_watched`, without the time of a call
-            and self._queue.try_now(self._quick_sum, tensors)
+            and self._quick_sum(tensors)
         ):
             self._num_quick += 1
             return DONE
@@ -193,7 +193,7 @@ class PopdistProcessGroup(TorchGroups):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if type(opts) is not AllgatherOptions:
             opts = options(AllgatherOptions, timeout=timeout if opts is None else opts)
-        if _shown(output_tensors, input_tensors):
+        if _shown(flat([output_tensors, input_tensors])):
             with Showing() as taken:
                 return taken(super().allgather(output_tensors, input_tensors, opts))
         return self.calls.allgather(output_tensors, input_tensors, opts)
@@ -201,7 +201,7 @@ class PopdistProcessGroup(TorchGroups):
     def allgather_coalesced(self, output_lists: Lists, input_list: Tensors, opts: Options = None) -> Work:
         """Take every rank's tensors: ``output_lists[rank][i]`` becomes the ``input_list[i]`` of ``rank``."""
         opts = opts or AllgatherOptions()
-        if _shown(output_lists, input_list):
+        if _shown(flat([output_lists, input_list])):
             with Showing() as taken:
                 return taken(super().allgather_coalesced(output_lists, input_list, opts))
         return self.calls.allgather_coalesced(output_lists, input_list, opts)
@@ -209,7 +209,7 @@ class PopdistProcessGroup(TorchGroups):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Options = None) -> Work:  # noqa: A002 - torch's name
         """Take every rank's tensor, one after the other in ``output``."""
         opts = opts or AllgatherOptions()
-        if _shown(output, input):
+        if _shown((output, input)):
             with Showing() as taken:
                 return taken(super()._allgather_base(output, input, opts))
         return self.calls._allgather_base(output, input, opts)  # noqa: SLF001 - torch's name for it
@@ -217,7 +217,7 @@ class PopdistProcessGroup(TorchGroups):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
         """Do :meth:`all_gather_single` of several tensors."""
         opts = opts or AllgatherOptions()
-        if _shown(outputs, inputs):
+        if _shown(flat([outputs, inputs])):
             with Showing() as taken:
                 return taken(super().all_gather_single_coalesced(outputs, inputs, opts))
         return self.calls.allgather_into_tensor_coalesced(outputs, inputs, opts)
@@ -240,7 +240,7 @@ class PopdistProcessGroup(TorchGroups):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if type(opts) is not ReduceScatterOptions:
             opts = options(ReduceScatterOptions, reduceOp=op if opts is None else opts, timeout=timeout)
-        if _shown(output_tensors, input_tensors):
+        if _shown(flat([output_tensors, input_tensors])):
             with Showing() as taken:
                 return taken(super().reduce_scatter(output_tensors, input_tensors, opts))
         return self.calls.reduce_scatter(output_tensors, input_tensors, opts)
@@ -248,7 +248,7 @@ class PopdistProcessGroup(TorchGroups):
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Options = None) -> Work:  # noqa: N803 - torch's names
         """Take this rank's part of a combination; the parts stand one after the other in ``inputTensor``."""
         opts = opts or ReduceScatterOptions()
-        if _shown(outputTensor, inputTensor):
+        if _shown((outputTensor, inputTensor)):
             with Showing() as taken:
                 return taken(super()._reduce_scatter_base(outputTensor, inputTensor, opts))
         return self.calls._reduce_scatter_base(outputTensor, inputTensor, opts)  # noqa: SLF001 - torch's name for it
@@ -256,7 +256,7 @@ class PopdistProcessGroup(TorchGroups):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
         """Do :meth:`reduce_scatter_single` of several tensors."""
         opts = opts or ReduceScatterOptions()
-        if _shown(outputs, inputs):
+        if _shown(flat([outputs, inputs])):
             with Showing() as taken:
                 return taken(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
         return self.calls.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
@@ -264,7 +264,7 @@ class PopdistProcessGroup(TorchGroups):
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Options = None) -> Work:
         """``output_tensors[rank]`` becomes what stands in the ``input_tensors`` of ``rank`` for this one."""
         opts = opts or AllToAllOptions()
-        if _shown(output_tensors, input_tensors):
+        if _shown(flat([output_tensors, input_tensors])):
             with Showing() as taken:
                 return taken(super().alltoall(output_tensors, input_tensors, opts))
         return self.calls.alltoall(output_tensors, input_tensors, opts)
@@ -283,7 +283,7 @@ class PopdistProcessGroup(TorchGroups):
         if type(opts) is not AllToAllOptions:
             opts = options(AllToAllOptions, timeout=timeout if opts is None else opts)
         splits = (output_split_sizes, input_split_sizes)
-        if _shown(output, input):
+        if _shown((output, input)):
             with Showing() as taken:
                 return taken(super().all_to_all_single(output, input, *splits, opts))
         return self.calls.alltoall_base(output, input, *splits, opts)

@@ -165,12 +165,17 @@ class WorkQueue:
             work.wait()
         return work
 
-    def try_now(self, do: Callable[[Any], bool], argument: object) -> bool:
-        """Call ``do(argument)``, which says whether it did anything; False while others are still to be done."""
-        if self._num_issued != self._num_done:
-            return False
-        with self._turn:
-            return do(argument)
+    def now_or_never(self, do: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        """A function that calls ``do``, which says whether it did anything; False while others are to be done."""
+        turn = self._turn
+
+        def call(argument: object) -> bool:
+            if self._num_issued != self._num_done:
+                return False
+            with turn:
+                return do(argument)
+
+        return call
 
     def stop(self) -> None:
         """End the thread: a collective that is not begun fails, and one that is going on is broken off."""

@@ -1,0 +1,18 @@
+"""torch's own tests of process groups pass on the backend ``popdist``, as they do on gloo.
+
+Holds popdist.process_group.torch_process_group and popdist.process_group.torch_groups.
+"""
+
+import sys
+
+import pytest
+
+from tests.running import run as run_command
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_those_of_each_change(num_ranks: int) -> None:
+    """Some of each kind; `python -m tests.torch_suite` runs all of them."""
+    command = [sys.executable, "-m", "tests.torch_suite", "--each-change", "--world-size", str(num_ranks)]
+    ended = run_command(command).succeeded()
+    assert [line.split(":")[0] for line in ended.lines] == [f"popdist, {num_ranks} ranks"]
