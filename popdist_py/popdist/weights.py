@@ -183,7 +183,7 @@ class ParameterSums:
 
     def first_change(self) -> int | None:
         """The position of the first parameter that is no longer what it was; None when all are."""
-        pairs = zip(self.sums, _sums(self.parameters), strict=True)
+        pairs = zip(self.sums, sums_of(self.parameters), strict=True)
         return next((i for i, (before, now) in enumerate(pairs) if before != now), None)
 
 
@@ -195,7 +195,7 @@ def sum_parameters(module: nn.Module) -> ParameterSums:
     """
     named = [(name, it) for name, it in module.named_parameters() if _is_comparable(it)]
     parameters = [it for _, it in named]
-    return ParameterSums(names=[name for name, _ in named], parameters=parameters, sums=_sums(parameters))
+    return ParameterSums(names=[name for name, _ in named], parameters=parameters, sums=sums_of(parameters))
 
 
 def compare_sums(
@@ -262,7 +262,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 @torch.no_grad()
-def _sums(tensors: Iterable[Tensor]) -> list[int]:
+def sums_of(tensors: Iterable[Tensor]) -> list[int]:
     """The sum of each tensor's memory; those on one device are waited for once."""
     found = [_sum_of(tensor) for tensor in tensors]
     devices: dict[torch.device, list[int]] = {}

@@ -191,6 +191,20 @@ def law_a_pass_outside_gives_all_models_what_the_replicas_made() -> None:
     assert critic.state_dict()["1.running_mean"].any()
 
 
+def law_buffers_that_drift_apart_are_named() -> None:
+    """In a checked step, however they were written: here a part of the model is called by itself."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    model.get_submodule("module.0")(torch.full((2, 4), float(is_last())))
+    with refused(
+        popdist.WeightsError, rf"0\.running_mean of instance {popdist.num_instances() - 1} was not that of in"
+    ):
+        step(model)
+    popdist.broadcast_weights(model)
+    step(model)
+
+
 class Counter(nn.Linear):
     """Counts its passes where it is told to."""
 

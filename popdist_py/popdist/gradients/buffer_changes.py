@@ -32,18 +32,20 @@ class StepChanges:
             the buffers of the model that changed.
         others: Keys of the changed buffers of other models.
         irregular: Keys of buffers that were made, taken away or given another form, each with what it is now.
+        starts: In a checked step, the model's buffers with checksums of what they were when it began.
     """
 
     mask: int = 0
     others: tuple[str, ...] = ()
     irregular: tuple[tuple[str, str], ...] = ()
+    starts: tuple[tuple[str, int], ...] = ()
 
     @property
     def digest(self) -> int:
         """Equal numbers, of 56 bits, mean equal changes."""
         data = self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little")
-        if self.others or self.irregular:
-            data += repr((self.others, self.irregular)).encode()
+        if self.others or self.irregular or self.starts:
+            data += repr((self.others, self.irregular, self.starts)).encode()
         return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
@@ -59,7 +61,12 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
         return StepChanges(mask=used)
     own, others = buffers.changed()
     irregular = tuple((key, _describe(tensor)) for key, tensor in sorted(buffers.irregular_now().items()))
-    return StepChanges(mask=used | own << num_parameters, others=tuple(others), irregular=irregular)
+    return StepChanges(
+        mask=used | own << num_parameters,
+        others=tuple(others),
+        irregular=irregular,
+        starts=tuple(buffers.start_sums),
+    )
 
 
 def agree_on_changes(
@@ -74,19 +81,21 @@ def agree_on_changes(
         buffers: Of the model.
 
     Raises:
-        WeightsError: If a buffer that was made in a step, or changed its form there, differs between instances.
+        WeightsError: If a buffer differed between instances when the step began, or one that was made in it, or
+            changed its form there, does.
         CollectiveError: If a model whose buffers changed is not on all instances.
     """
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels
-    message = json.dumps([f"{own.mask:x}", own.others, [key for key, _ in own.irregular], labels])
+    message = json.dumps([f"{own.mask:x}", own.others, [key for key, _ in own.irregular], labels, own.starts])
     told = [json.loads(data) for data in gather_bytes(group, "tell what a step has changed", message.encode())]
     mask = 0
     for digits, *_ in told:
         mask |= int(digits, 16)
-    others = sorted({key for _, keys, _, _ in told for key in keys})
-    irregular = sorted({key for _, _, keys, _ in told for key in keys})
+    _compare_starts(group, [it[4] for it in told])
+    others = sorted({key for it in told for key in it[1]})
+    irregular = sorted({key for it in told for key in it[2]})
     for key in [*others, *irregular]:
         label = key.rpartition(" ")[0]
         if label and (without := [i for i, it in zip(group.instances, told, strict=True) if label not in it[3]]):
@@ -98,6 +107,19 @@ def agree_on_changes(
         _compare(group, buffers, irregular)
         buffers.set_apart(irregular)
     return StepChanges(mask=mask, others=tuple(others))
+
+
+def _compare_starts(group: Group, starts: Sequence[Sequence[tuple[str, int]]]) -> None:
+    """Raise, on every instance, if a buffer differed between instances when the step began."""
+    for (name, first), *others in zip(*starts, strict=False):
+        if differing := [i for i, (_, it) in zip(group.instances[1:], others, strict=True) if it != first]:
+            raise WeightsError(
+                f"the buffers of the instances are no longer equal: {name} of {name_instances(differing)} was not "
+                f"that of instance {group.instances[0]} when the step began. The usual reasons: a part of the "
+                "model was called in training mode outside of all loops, on other samples on each instance; "
+                "load_state_dict() on one instance only; a write of the program's own that follows the samples of "
+                "one instance. popdist.broadcast_weights(model) makes them equal"
+            )
 
 
 def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None:

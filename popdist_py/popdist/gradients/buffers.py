@@ -24,7 +24,7 @@ from popdist.gradients.model_buffers import LARGE, ModelBuffer, ModelBuffers, fi
 from popdist.gradients.rows import cut, join, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
-from popdist.weights import broadcast_tensors
+from popdist.weights import broadcast_tensors, sums_of
 
 R = TypeVar("R")
 
@@ -129,6 +129,14 @@ class ReplicaBuffers(ModelBuffers):
         for key in find_changed(self._tracked, all_of_them=self._is_checked):
             self._tracked[key].set(self._tracked[key].start)
         self._made = []
+
+    @property
+    def start_sums(self) -> list[tuple[str, int]]:
+        """In a checked step, the model's own buffers by name with a checksum of what each was when it began."""
+        if not self._is_checked:
+            return []
+        starts = {name: it.start for name, it in self.buffers.items() if type(it.start) is Tensor}
+        return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
         """The buffers that the local replicas have changed: bit i for the i-th own one, and keys of others."""
