@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from poprun.messages.control import abstract_address, encode
 from tests.process.endings import has_met, write_program
 from tests.process.test_control_socket import control_socket
@@ -99,3 +101,40 @@ def test_monitor_draws_in_place_of_the_lines_and_wipes_itself_off(poprun: Poprun
     assert "2 instances" in screen
     assert "[0] a line" not in screen.partition("failed first")[0]
     assert screen.rindex("\x1b[?25h") < screen.index("failed first")
+
+
+def read_terminal(descriptor: int, text: str) -> str:
+    """What is written to a terminal until ``text`` stands in it."""
+    seen = b""
+    while text.encode() not in seen:
+        try:
+            seen += os.read(descriptor, 4096)
+        except OSError:  # the last process has closed it
+            pytest.fail(f"{text!r} is not in {seen!r}")
+    return seen.decode(errors="replace")
+
+
+def test_the_live_view_shows_stacks_above_the_table(poprun: Poprun, tmp_path: Path) -> None:
+    """At SIGQUIT, in the monitor of a job's own terminal and in that of another one; each goes on drawing."""
+    program = tmp_path / "nap.py"
+    program.write_text("import time\ntime.sleep(600)\n")
+    place = f'File "{program}", line 2'
+    environ = dict(os.environ) | {"COLUMNS": "100", "TERM": "xterm"}
+    (ours, theirs), (top_ours, top_theirs) = pty.openpty(), pty.openpty()
+    command = poprun.command("--monitor", "--launcher=local", "-n", "2", sys.executable, str(program))
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as job:
+        read_terminal(ours, "running for")
+        top = [str(poprun.python.with_name("poprun-top")), str(job.pid)]
+        with subprocess.Popen(top, stdin=top_theirs, stdout=top_theirs, stderr=top_theirs, env=environ) as other:
+            read_terminal(top_ours, "running for")
+            other.send_signal(signal.SIGQUIT)
+            for terminal in (ours, top_ours):
+                shown = read_terminal(terminal, place)
+                assert "where the instances stand" in shown
+                read_terminal(terminal, "running for")
+            other.send_signal(signal.SIGINT)
+            assert other.wait(DEADLINE_SECONDS) == 0
+        job.send_signal(signal.SIGINT)
+        assert job.wait(DEADLINE_SECONDS) == 130
+    for descriptor in (ours, theirs, top_ours, top_theirs):
+        os.close(descriptor)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from io import StringIO
 
+import pyte
 import pytest
 from rich.console import Console
 
@@ -13,7 +14,8 @@ from poprun.job.record import Record
 from poprun.job.state import InstanceState, InstanceStatus, Usage
 from poprun.messages.control import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
-from poprun.monitor.job_table import Rate, describe_bytes, describe_seconds, rates, render
+from poprun.monitor.job_table import Rate, describe_bytes, describe_seconds, fit, rates, render
+from poprun.monitor.top import LiveDrawing
 from tests.planning import planned
 
 RUNNING = InstanceView(
@@ -46,7 +48,7 @@ def drawn(job: JobView, speeds: list[Rate], height: int = 50, width: int = 110) 
     """The table as text without colours."""
     console = Console(file=StringIO(), width=width)
     with console.capture() as capture:
-        console.print(render(job, speeds, height))
+        console.print(render(job, speeds, height, width))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -153,3 +155,119 @@ def test_sizes(num_bytes: int, text: str) -> None:
 def test_durations() -> None:
     """As a clock shows them."""
     assert [describe_seconds(seconds) for seconds in (0.4, 61, 3600)] == ["0:00", "1:01", "1:00:00"]
+
+
+class Terminal:
+    """A terminal of some size, on which a console draws."""
+
+    def __init__(self, width: int, height: int = 24) -> None:
+        self._screen = pyte.Screen(width, height)
+        self._stream = pyte.Stream(self._screen)
+        self._file = StringIO()
+        self.console = Console(file=self._file, force_terminal=True, color_system=None, width=width, height=height)
+
+    def resize(self, width: int) -> None:
+        """Make it narrower or wider."""
+        self._screen.resize(columns=width)
+        self.console.size = (width, self.console.height)
+
+    @property
+    def rows(self) -> list[str]:
+        """What stands there, without empty rows at the end."""
+        self._stream.feed(self._file.getvalue().replace("\n", "\r\n"))  # as the line discipline does
+        self._file.seek(0)
+        self._file.truncate()
+        return "\n".join(line.rstrip() for line in self._screen.display).rstrip().split("\n")
+
+    def draw(self, drawing: LiveDrawing, job: JobView, said: str = "") -> None:
+        """Draw a job, with one speed for each instance."""
+        speeds = [Rate(steps_per_second=2.5, cpu_share=1.5)] * len(job.instances)
+        drawing.show(render(job, speeds, self.console.height - 1, self.console.width), said)
+
+
+LONG = replace(
+    JOB,
+    program=("/bin/python", "train.py", "--epochs", "30", "--data", "/data/of/the/job"),
+    instances=(replace(RUNNING, last_line="epoch 2 of 30, 512 samples each second"), WAITING),
+)
+
+SCREENS = {
+    40: """\
+poprun 77  job 5f  /bin/python train.py…
+running for 1:02:03 · attempt 1
+
+ instance   state     step   steps/s
+ ───────────────────────────────────
+        0   running   1200       2.5
+        1   waits     1200       2.5""",
+    60: """\
+poprun 77  job 5f  /bin/python train.py --epochs 30 --data…
+running for 1:02:03 · attempt 1 · 2 instances · 6 replicas
+
+ instance   host    state     step   steps/s     loss
+ ────────────────────────────────────────────────────
+        0   node0   running   1200       2.5   0.1235
+        1   node1   waits     1200       2.5""",
+    80: """\
+poprun 77  job 5f  /bin/python train.py --epochs 30 --data /data/of/the/job
+running for 1:02:03 · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
+
+ instance   host    state     step   steps/s     loss    CPU    memory
+ ─────────────────────────────────────────────────────────────────────
+        0   node0   running   1200       2.5   0.1235   150%   3.0 GiB
+        1   node1   waits     1200       2.5            150%   3.0 GiB""",
+    120: """\
+poprun 77  job 5f  /bin/python train.py --epochs 30 --data /data/of/the/job
+running for 1:02:03 · attempt 1 · 2 instances · 6 replicas · 6.0 GiB
+
+ instance   host    state                        step   steps/s     loss    CPU    memory   last line
+ ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        0   node0   running                      1200       2.5   0.1235   150%   3.0 GiB   epoch 2 of 30, 512 samples…
+        1   node1   waits: all_reduce(float32)   1200       2.5            150%   3.0 GiB   epoch 2""",  # noqa: E501 - as wide as the terminal
+}
+
+
+@pytest.mark.parametrize("width", SCREENS)
+def test_columns_make_room_in_a_fixed_order(width: int) -> None:
+    """No word is cut, and no line is wider than the terminal."""
+    terminal = Terminal(width)
+    with LiveDrawing(terminal.console) as drawing:
+        terminal.draw(drawing, LONG)
+
+    assert "\n".join(terminal.rows) == SCREENS[width]
+
+
+def test_each_drawing_takes_the_place_of_the_one_before_at_any_width() -> None:
+    """Also where the terminal got narrower in between, and with what is said above it."""
+    terminal = Terminal(120)
+    with LiveDrawing(terminal.console) as drawing:
+        terminal.draw(drawing, LONG)
+        terminal.draw(drawing, LONG)
+        assert "\n".join(terminal.rows) == SCREENS[120]
+
+        terminal.resize(40)
+        terminal.draw(drawing, LONG)
+        assert "\n".join(terminal.rows) == SCREENS[40]
+
+        terminal.draw(drawing, LONG, said="where they stand:\n  line 7\x1b[2J")
+        terminal.draw(drawing, LONG)
+        assert "\n".join(terminal.rows) == "where they stand:\n  line 7\\x1b[2J\n" + SCREENS[40]
+
+        drawing.wipe()
+        assert terminal.rows == ["where they stand:", "  line 7\\x1b[2J"]
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "cut"),
+    [
+        ("one two", 7, "one two"),
+        ("one two", 6, "one…"),
+        ("one two three", 8, "one two…"),
+        ("unbroken", 4, "unb…"),
+        ("", 0, ""),
+        ("日本 語", 5, "日本…"),
+    ],
+)
+def test_what_is_too_long_is_cut_between_words(text: str, width: int, cut: str) -> None:
+    """Letters of two columns count as two."""
+    assert fit(text, width) == cut

@@ -206,10 +206,17 @@ class Attempt:
             text = self._inquiry.text(self._record.statuses, now_seconds)
             if text is not None:
                 self._inquiry = None
-                say(text)
+                self._say(text)
         if self._signals.wants_stacks and self._inquiry is None:
             self._signals.wants_stacks = False
             self._ask_for_stacks()
+
+    def _say(self, text: str) -> None:
+        """Say where the programs stand; the monitor that draws on this terminal shows it above its drawing."""
+        viewers = self._links.viewers
+        is_shown = viewers is not None and viewers.tell(text)
+        if not is_shown or self._monitor is None:
+            say(text)
 
     def _ask_for_stacks(self, hang: "Hang | None" = None) -> None:
         from poprun.job.stacks import StackInquiry  # noqa: PLC0415 - most jobs are never asked

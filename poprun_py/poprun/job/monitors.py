@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final
 
 from poprun.job.record import Record
@@ -21,6 +22,9 @@ from poprun.process.tree import key_of, reap
 
 _VIEW_SECONDS: Final = 0.5
 _MAX_LINE: Final = 200
+_MAX_SAID: Final = 32 * 1024
+"""What a socket takes at once, with room for the view."""
+
 _STDERR: Final = 2
 _LEAVE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.01
@@ -65,6 +69,13 @@ class Viewers:
     def __init__(self) -> None:
         self._links: list[Link] = []
         self._next_seconds = 0.0
+        self._said = ""
+
+    def tell(self, text: str) -> bool:
+        """Have the next view say ``text``, as far as it has room; whether anybody looks."""
+        self._said = f"{self._said}{text}\n"[:_MAX_SAID]
+        self._next_seconds = 0.0
+        return bool(self._links)
 
     def add(self, link: Link) -> None:
         """Send views to a monitor from now on."""
@@ -83,7 +94,9 @@ class Viewers:
         if not self._links or now_seconds < self._next_seconds:
             return
         self._next_seconds = now_seconds + _VIEW_SECONDS
-        data = encode(job_view(record, last_line, now_seconds).to_message())
+        view = replace(job_view(record, last_line, now_seconds), said=self._said.rstrip("\n"))
+        self._said = ""
+        data = encode(view.to_message())
         for link in tuple(self._links):
             try:
                 is_whole = link.connection.send(data, socket.MSG_NOSIGNAL) == len(data)

@@ -56,6 +56,7 @@ class JobView:
         program: Its argv.
         num_replicas: Replicas of the whole job.
         instances: Its instances, by index.
+        said: What poprun has said of where the programs stand since the last view; empty for nothing.
     """
 
     pid: int
@@ -66,6 +67,7 @@ class JobView:
     program: tuple[str, ...]
     num_replicas: int
     instances: tuple[InstanceView, ...]
+    said: str = ""
 
     def to_message(self) -> Message:
         """The view as JSON values. Inverse of :meth:`from_message`."""

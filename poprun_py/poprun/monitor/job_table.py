@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len, set_cell_size
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -17,12 +18,23 @@ _LINES_AROUND: Final = 7
 _SECONDS_PER_MINUTE: Final = 60
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNIT_STEP: Final = 1024
+_INSTANCE: Final = "instance"
 _HOST: Final = "host"
 _STATE: Final = "state"
 _LAST_LINE: Final = "last line"
-_HEADINGS: Final = ("instance", _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
-_ALWAYS: Final = frozenset({"instance", _HOST, _STATE, _LAST_LINE})
+_HEADINGS: Final = (_INSTANCE, _HOST, _STATE, "step", "steps/s", "loss", "CPU", "memory", _LAST_LINE)
+_ALWAYS: Final = frozenset({_INSTANCE, _HOST, _STATE, _LAST_LINE})
+_FIRST_TO_GO: Final = (_LAST_LINE, _STATE, "CPU", "memory", _HOST, "loss", "steps/s", "step")
+"""The order in which columns make room; of the state what an instance waits in."""
+
 _WIDEST: Final = 32
+_LEAST_OF_LAST_LINE: Final = 16
+_GAP, _EDGES = 3, 2
+"""Columns between two cells, and around a row."""
+
+Row = dict[str, Text]
+"""A row of the table: its cells by heading."""
+
 _WELL: Final = frozenset({"running", "ended"})
 
 
@@ -62,61 +74,86 @@ def _steps(view: InstanceView) -> int:
     return view.num_steps or view.step or 0
 
 
-def render(job: JobView, speeds: Sequence[Rate], height: int) -> Group:
-    """The job in at most ``height`` lines: a title, and a row for each instance or for those that tell most.
+def render(job: JobView, speeds: Sequence[Rate], height: int, width: int) -> Group:
+    """The job in at most ``height`` lines of ``width``: a title, and a row for each instance, or the most telling.
 
-    A column that would be empty, or the same in every row, is left out.
+    A column that would be empty, or the same in every row, is left out. Where there is no room, columns go in a
+    fixed order, and what is too long is cut between words.
     """
     shown = _most_telling(job, max(1, height - _LINES_AROUND))
     rows = [_cells(job.instances[index], speeds[index]) for index in shown]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
-    kept = [
-        number
-        for number, heading in enumerate(_HEADINGS)
-        if heading in _ALWAYS or any(row[number] for row in rows)
-    ]
+    kept = [heading for heading in _HEADINGS if heading in _ALWAYS or any(row[heading].plain for row in rows)]
     if len({instance.host for instance in job.instances}) == 1:
-        kept.remove(_HEADINGS.index(_HOST))
-    for number in kept:
-        _add_column(table, _HEADINGS[number])
+        kept.remove(_HOST)
+    kept = _narrow(kept, rows, width)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=_LAST_LINE in kept)
+    for heading in kept:
+        _add_column(table, heading)
+    room = width - _width_of([heading for heading in kept if heading != _LAST_LINE], rows) - _GAP
     for row in rows:
-        table.add_row(*(row[number] for number in kept))
+        row[_LAST_LINE].plain = fit(row[_LAST_LINE].plain, room)
+        table.add_row(*(row[heading] for heading in kept))
     num_hidden = len(job.instances) - len(shown)
-    caption = [Text(f"and {num_hidden} more instances, further on than these", style="dim")] if num_hidden else []
-    return Group(*_title(job), table, *caption)
+    more = fit(f"and {num_hidden} more instances, further on than these", width)
+    return Group(*_title(job, width), table, *([Text(more, style="dim")] if num_hidden else []))
+
+
+def fit(text: str, width: int) -> str:
+    """``text`` in at most ``width`` columns: cut between words, or within one that is wider than that."""
+    if cell_len(text) <= width:
+        return text
+    start = set_cell_size(text, max(0, width - 1)).rstrip()
+    is_between = text[len(start) : len(start) + 1].isspace()
+    words = start if is_between else start.rpartition(" ")[0] or start
+    return f"{words.rstrip()}…"
+
+
+def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
+    """The columns that have room; the states are put into one word before others go for them."""
+    kept = list(kept)
+    for heading in _FIRST_TO_GO:
+        if _width_of(kept, rows) <= width:
+            break
+        if heading == _STATE:
+            for row in rows:
+                row[_STATE].plain = row[_STATE].plain.partition(":")[0]
+        elif heading in kept:
+            kept.remove(heading)
+    return kept
+
+
+def _width_of(kept: Sequence[str], rows: Sequence[Row]) -> int:
+    widths = [max(cell_len(heading), *(cell_len(row[heading].plain) for row in rows)) for heading in kept]
+    if _LAST_LINE in kept:
+        widths[kept.index(_LAST_LINE)] = _LEAST_OF_LAST_LINE
+    return sum(widths) + _GAP * (len(kept) - 1) + _EDGES
 
 
 def _add_column(table: Table, heading: str) -> None:
     if heading == _LAST_LINE:
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=1, style="dim")
-    elif heading in (_HOST, _STATE):
-        table.add_column(heading, no_wrap=True, max_width=_WIDEST)
+        table.add_column(heading, no_wrap=True, ratio=1, style="dim")
     else:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in (_HOST, _STATE) else "right", no_wrap=True)
 
 
-def _title(job: JobView) -> list[Text]:
-    attempt = f" · attempt {job.restart_count}" if job.restart_count else ""
+def _title(job: JobView, width: int) -> list[Text]:
     memory = sum(instance.memory_bytes or 0 for instance in job.instances)
-    return [
-        _one_line(Text.assemble((f"poprun {job.pid}", "bold"), f"  job {job.job_id}  {_program(job)}")),
-        _one_line(
-            Text(
-                f"{job.phase} for {describe_seconds(job.seconds)}{attempt} · {len(job.instances)} instances · "
-                f"{job.num_replicas} replicas · {describe_bytes(memory)}"
-            )
-        ),
+    parts = [
+        f"{job.phase} for {describe_seconds(job.seconds)}",
+        *([f"attempt {job.restart_count}"] if job.restart_count else []),
+        f"{len(job.instances)} instances",
+        f"{job.num_replicas} replicas",
+        describe_bytes(memory),
     ]
+    while len(parts) > 1 and cell_len(" · ".join(parts)) > width:
+        parts.pop()
+    name = f"poprun {job.pid}"
+    first = fit(" ".join(f"{name}  job {visible(job.job_id)}  {_program(job)}".split("\n")), width)
+    return [Text.assemble((first[: len(name)], "bold"), first[len(name) :]), Text(fit(" · ".join(parts), width))]
 
 
 def _program(job: JobView) -> str:
     return visible(shlex.join(job.program), keeps="\n")
-
-
-def _one_line(text: Text) -> Text:
-    whole = Text(" ").join(text.split("\n"))
-    whole.no_wrap, whole.overflow = True, "ellipsis"
-    return whole
 
 
 def _most_telling(job: JobView, num_rows: int) -> list[int]:
@@ -131,20 +168,21 @@ def _most_telling(job: JobView, num_rows: int) -> list[int]:
     return sorted(instance.index for instance in sorted(job.instances, key=need)[:num_rows])
 
 
-def _cells(instance: InstanceView, rate: Rate) -> list[Text | str]:
+def _cells(instance: InstanceView, rate: Rate) -> Row:
     state, style = _state(instance)
     step = instance.step if instance.step is not None else instance.num_steps or None
-    return [
-        str(instance.index),
-        Text(visible(instance.host)),
-        Text(visible(state), style=style),
-        "" if step is None else str(step),
-        "" if rate.steps_per_second is None else f"{rate.steps_per_second:.1f}",
-        "" if instance.loss is None else f"{instance.loss:.4g}",
-        "" if rate.cpu_share is None else f"{rate.cpu_share:.0%}",
-        "" if instance.memory_bytes is None else describe_bytes(instance.memory_bytes),
-        Text(visible(instance.last_line)),
-    ]
+    plain = {
+        _INSTANCE: str(instance.index),
+        _HOST: fit(visible(instance.host), _WIDEST),
+        _STATE: fit(visible(state), _WIDEST),
+        "step": "" if step is None else str(step),
+        "steps/s": "" if rate.steps_per_second is None else f"{rate.steps_per_second:.1f}",
+        "loss": "" if instance.loss is None else f"{instance.loss:.4g}",
+        "CPU": "" if rate.cpu_share is None else f"{rate.cpu_share:.0%}",
+        "memory": "" if instance.memory_bytes is None else describe_bytes(instance.memory_bytes),
+        _LAST_LINE: visible(instance.last_line),
+    }
+    return {heading: Text(text, style=style if heading == _STATE else "") for heading, text in plain.items()}
 
 
 def _state(instance: InstanceView) -> tuple[str, str]:

@@ -1,14 +1,15 @@
 """The `poprun-top` program: a live view of a running job of this machine."""
 
+import os
 import shlex
 import signal
 import sys
 from collections import deque
-from typing import Final
+from contextlib import suppress
+from typing import Final, Self
 
 import click
-from rich.console import Console
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from popdist.contract import VERSION
@@ -18,7 +19,6 @@ from poprun.monitor.job_table import Rate, describe_seconds, rates, render
 from poprun.monitor.jobs import RunningJob, running_jobs, watch
 from poprun.text.screen import visible, write_any_letter
 
-_REDRAWS_PER_SECOND: Final = 4
 _VIEWS_OF_A_RATE: Final = 8
 _INTERRUPTED: Final = 130
 
@@ -27,10 +27,11 @@ _INTERRUPTED: Final = 130
 @click.argument("job", required=False)
 @click.version_option(VERSION, message="poprun-top %(version)s")
 def command(job: str | None) -> None:
-    """Show a running job: its instances, how far and how fast they are, and what they use.
+    r"""Show a running job: its instances, how far and how fast they are, and what they use.
 
     JOB is the process id of its poprun, or its job id; it can be left out where there is one job only. On a
-    terminal the view is live, and Ctrl-C leaves it; the job goes on. Elsewhere it is printed once.
+    terminal the view is live, Ctrl-C leaves it, and Ctrl-\ shows where all programs stand; the job goes on.
+    Elsewhere it is printed once.
     """
     views = {job.pid: view for job in running_jobs() if (view := _first_view(job)) is not None}
     chosen = [running for running in running_jobs() if running.pid in views and _is_meant(views[running.pid], job)]
@@ -81,27 +82,74 @@ def _first_view(job: RunningJob) -> JobView | None:
 def _show(job: RunningJob) -> None:
     console = Console()
     if console.is_terminal:
+        signal.signal(
+            signal.SIGQUIT, lambda *_: os.kill(job.pid, signal.SIGQUIT)
+        )  # what it says comes with a view
         _draw(job, console, is_transient=False)
         return
     view = _first_view(job)
     if view is not None:
-        console.print(render(view, [Rate()] * len(view.instances), sys.maxsize))
+        console.print(render(view, [Rate()] * len(view.instances), sys.maxsize, console.width))
+
+
+class LiveDrawing:
+    """A drawing that stays at the end of a terminal, where each one takes the place of the one before.
+
+    rich's own (`rich.live`) counts lines of the terminal as it was: when that gets narrower, its lines take more
+    of the new ones, and pieces of each drawing remain. Here the whole screen is wiped then.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._size = console.size
+        self._num_lines = 0
+
+    def __enter__(self) -> Self:
+        self._console.show_cursor(False)  # noqa: FBT003 - it takes no keywords
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._console.show_cursor(True)  # noqa: FBT003 - as above
+
+    def show(self, drawing: RenderableType, said: str = "") -> None:
+        """Show ``drawing``, with what was ``said`` meanwhile above it, where it stays."""
+        with self._console.capture() as capture:
+            if said:
+                self._console.print(Text(visible(said, keeps="\n")), soft_wrap=True)
+            num_above = said.count("\n") + bool(said)
+            self._console.print(drawing)
+        text = capture.get()
+        start = self._back()
+        self._num_lines = text.count("\n") - num_above
+        self._console.file.write(start + text)
+        self._console.file.flush()
+
+    def wipe(self) -> None:
+        """Take the drawing off the terminal."""
+        self._console.file.write(self._back())
+        self._console.file.flush()
+
+    def _back(self) -> str:
+        """What leads to the place where the drawing begins, and wipes all from there on."""
+        before, self._size = self._size, self._console.size
+        if before != self._size:
+            return "\x1b[H\x1b[2J"
+        return (f"\x1b[{self._num_lines}A" if self._num_lines else "") + "\r\x1b[J"
 
 
 def _draw(job: RunningJob, console: Console, *, is_transient: bool) -> None:
     recent: deque[JobView] = deque(maxlen=_VIEWS_OF_A_RATE)
-    with Live(
-        console=console, auto_refresh=False, transient=is_transient, refresh_per_second=_REDRAWS_PER_SECOND
-    ) as live:
+    with LiveDrawing(console) as drawing, suppress(KeyboardInterrupt):
         try:
             for view in watch(job):
                 before = recent[0] if recent else None
-                live.update(render(view, rates(before, view), console.height), refresh=True)
+                height, width = console.height - 1, console.width
+                drawing.show(render(view, rates(before, view), height, width), view.said)
                 recent.append(view)
         except (OSError, ProtocolError) as error:
             console.print(Text(visible(f"poprun-top: {error}")))
-        except KeyboardInterrupt:
-            return
+        if is_transient:
+            drawing.wipe()
 
 
 if __name__ == "__main__":
