@@ -149,3 +149,24 @@ def test_the_pool_can_be_measured_again() -> None:
 
     for word in ("transactions of 3 contenders", "p99", "rounds, 2 at best", "  0 lost or on an IPU", "--jobs 3"):
         assert word in finished.out
+
+
+def test_packing_can_be_measured_again(tmp_path: Path) -> None:
+    """A small run of ``benchmarks/packing.py`` shows each strategy beside what is published, and draws rows."""
+    words = ["--without-nnlshp", "--num-sequences", "2000", "--plot", str(tmp_path / "rows.svg")]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "packing.py"), *words]).succeeded()
+
+    for word in ("10,101,683", "10.102 M", "45,335", "40,196", "first fit decreasing"):
+        assert word in finished.out
+    assert (tmp_path / "rows.svg").read_text(encoding="utf-8").startswith("<svg")
+
+
+def test_packed_and_padded_training_can_be_compared_again(tmp_path: Path) -> None:
+    """Three steps of ``benchmarks/pack_bert.py`` train with padding and packed, and draw both curves."""
+    plot = tmp_path / "curves.png"
+    words = ["--steps", "3", "--plot", str(plot)]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "pack_bert.py"), *words]).succeeded()
+
+    assert re.search(r"padding +\| +3 \|", finished.out)
+    assert re.search(r"packed +\| +3 \|", finished.out)
+    assert plot.read_bytes().startswith(b"\x89PNG")
