@@ -34,6 +34,9 @@ USED_BYTES: Final = 192
 MAX_NAME_BYTES: Final = 96
 """Longest name of a collective; a longer one is cut."""
 
+FINALIZE: Final = "MPI_Finalize"
+"""What a program of an MPI job waits in at its end, until every other one is there."""
+
 ANNOUNCEMENT_AT: Final = 8
 ANNOUNCEMENT_FORMAT: Final = "=qi"
 """Where and how (`struct`) the page names its process and the signal at which that writes its stacks."""

@@ -46,7 +46,7 @@ class Target(StrEnum):
 
 
 ANYONE: Final = -1
-"""Named where the MPI runtime may have killed other shims before poprun heard of the first."""
+"""Named where poprun may hear of the end of the MPI runtime, or of other shims, before that of the first."""
 
 _PUBLIC: Final = frozenset({Moment.READY, Moment.TOLD})
 _FOREIGN: Final = frozenset({Target.LAUNCHER, Target.TERMINAL, Target.READER})
@@ -344,7 +344,12 @@ FAULTS: Final = (
     _hit("mpiexec's proxy is killed", Target.PROXY, under=frozenset({"hydra"})),
     _hit("a shim is killed", Target.SHIM, 137, under=frozenset({"local"}), named=1),
     _hit("a shim is killed, and mpiexec kills others", Target.SHIM, 137, under=frozenset({"mpich"}), named=ANYONE),
-    _hit("a shim is killed, and mpiexec notices", Target.SHIM, 9, 137, under=frozenset({"hydra", "openmpi"})),
+    _hit(
+        "a shim is killed, and mpiexec notices",
+        *(Target.SHIM, 9, 137),
+        under=frozenset({"hydra", "openmpi"}),
+        named=ANYONE,
+    ),
     _hit("an agent is killed", Target.AGENT, 137, named=1),
     replace(_hit("any process of a starting job is killed", Target.ANY, when=Moment.RANDOM), is_quick=False),
 )

@@ -36,8 +36,8 @@ _FIRST_SECONDS = 0.05
 _LOST = "Exception ignored in"
 """Python's words when it has lost a Ctrl-C before poprun's first line ran: then it is pressed again."""
 
-_FEWEST, _MOST = {"-n": 3, "-u": 2}, {"-n": 48, "-u": 24}
-"""How few, and how many, open files or processes poprun may have when there are too few of them."""
+_FEWEST, _MOST = {"-n": 5, "-u": 2}, {"-n": 48, "-u": 24}
+"""How few, and how many, open files or processes poprun may have then; Python needs the fewest."""
 
 _USERS = (30_000, 60_000)
 """Numbers of users that have no processes."""

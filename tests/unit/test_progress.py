@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 import popdist
 from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
-from popdist.progress import MAX_NAME_BYTES, PAGE_BYTES, USED_BYTES, Progress, ProgressPage, progress_page
+from popdist.progress import (
+    FINALIZE,
+    MAX_NAME_BYTES,
+    PAGE_BYTES,
+    USED_BYTES,
+    Progress,
+    ProgressPage,
+    progress_page,
+)
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import sitecustomize
+from poprun.launch import mpi_calls
 from poprun.launch.program_watch import _PAGE_NAME
 
 counts = st.integers(0, 2**63 - 1)
@@ -152,6 +161,7 @@ def test_the_hook_writes_what_the_page_says(descriptor: int) -> None:
     assert read(descriptor) == Progress(pid=os.getpid(), stack_signal=63)
     assert stack_signal.announced_pid(descriptor) == os.getpid()
     assert sitecustomize.PROGRESS_DESCRIPTOR == PROGRESS_DESCRIPTOR
+    assert sitecustomize.FINALIZE.decode() == FINALIZE == mpi_calls.FINALIZE
     assert sitecustomize.load_module("stack_signal").PAGE_NAME == PAGE_NAME == _PAGE_NAME
 
 

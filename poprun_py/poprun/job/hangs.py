@@ -1,7 +1,7 @@
 """The hang of a job: who waits for whom while no instance makes progress, found and put into words. Pure.
 
-Programs that use popdist say that they wait, and Python programs of an MPI job when they end. Their clocks play no
-part: what counts is for how long poprun has heard of no change, from any instance that runs. An instance that
+Programs that use popdist say that they wait; those of an MPI job are seen to do so at their end. Their clocks play
+no part: what counts is for how long poprun has heard of no change, from any instance that runs. An instance that
 computes, compiles or saves for long without a word looks the same, so a hang is something to tell of; whether it
 is one, the stacks say.
 
@@ -15,16 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from popdist.progress import Progress
+from popdist.progress import FINALIZE, Progress
 from poprun.job.report.endings import name_instances
 from poprun.job.state import InstanceState, InstanceStatus
 
 _MEMBERS: Final = r" among instances? ([0-9, andto]+)$"
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
 _RUN: Final = r"(\d+)(?: to (\d+))?"
-
-FINALIZE: Final = "MPI_Finalize"
-"""What a program of an MPI job waits in at its end, until every other one is there."""
 
 _MOST_LETTERS: Final = 80
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
+from poprun.launch.mpi_calls import FINALIZE, find_mpi_call, find_mpi_library
 from poprun.messages.control import Message
 from poprun.process.tree import ProcessKey, catches, key_of, own_tree, send, words_of
 
@@ -49,6 +50,7 @@ _STATES = {
     "I": "idle",
 }
 
+_RUNNING = "R"
 _STOPPED = ("T", "t")
 _NO_CHANNEL = ("", "0")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -87,13 +89,21 @@ def describe_process(pid: int) -> str:
     state = fields.get("State", "?")[:1]
     parts = [_STATES.get(state, f"in state {state}")]
     if state not in _STOPPED:
-        parts[0] += _system_call(pid)
+        parts[0] += _system_call(pid) if state != _RUNNING else ""
         channel = _read(pid, "wchan")
-        parts += [f"wait channel {channel}"] if channel not in _NO_CHANNEL else []
+        parts += [f"wait channel {channel}"] if channel not in _NO_CHANNEL and state != _RUNNING else []
+        parts += _mpi_parts(pid, state)
     num_threads = fields.get("Threads", "1")
     if num_threads != "1":
         parts.append(f"{num_threads} threads")
     return f"process {pid}: {', '.join(parts)} ({_name(pid, fields)})"
+
+
+def _mpi_parts(pid: int, state: str) -> list[str]:
+    """What can be seen of MPI: the call that it waits in, or that a wait may poll."""
+    call = find_mpi_call(pid)
+    library = find_mpi_library(pid) if state == _RUNNING and not call else ""
+    return [f"in {call}"] if call else [f"perhaps in a wait of {library} that polls"] if library else []
 
 
 def _name(pid: int, fields: dict[str, str]) -> str:
@@ -219,6 +229,7 @@ class ProgramWatch:
         self._tree: list[ProcessKey] = []
         self._num_looks = 0
         self._next_seconds = 0.0
+        self._finalizes_since_seconds = 0.0
 
     def open_page(self, order: dict[str, Any]) -> int:
         """Make the page that a ``start`` order describes; its descriptor, for the program to inherit."""
@@ -256,14 +267,30 @@ class ProgramWatch:
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
+            self._look_for_finalize()
         self._num_looks += 1
-        return {"event": "stats", **measure(self._tree), "progress": self._read_page()}
+        return {
+            "event": "stats",
+            **measure(self._tree),
+            "progress": self._read_page(),
+            "finalizes_since_seconds": self._finalizes_since_seconds,
+        }
+
+    def _look_for_finalize(self) -> None:
+        """Take note when a program that says nothing on its page waits in MPI_Finalize, which it never leaves."""
+        if self._finalizes_since_seconds == 0.0 and self._announced()[0] == 0:
+            calls = (find_mpi_call(key.pid) for key in self._tree[:_MOST_PROCESSES])
+            self._finalizes_since_seconds = time.monotonic() if FINALIZE in calls else 0.0
 
     def ask_for_stacks(self) -> StackQuestion:
         """Ask the program where it stands."""
+        return StackQuestion(self._page, _TEXT_AT, *self._announced())
+
+    def _announced(self) -> tuple[int, int]:
+        """The process that the page names, and the signal at which it writes its stacks."""
         at, form = self._announcement
         pid, signum = struct.unpack(form, os.pread(self._page, struct.calcsize(form), at))
-        return StackQuestion(self._page, _TEXT_AT, pid, signum)
+        return pid, signum
 
     def _read_page(self) -> str:
         return os.pread(self._page, self._page_bytes, 0).hex()
