@@ -216,8 +216,13 @@ def _peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 def _checked(descriptor: int, pid: int, announcement: _Announcement) -> PeerSegment | None:
-    """The segment behind ``descriptor``, if it holds the token."""
+    """The segment behind ``descriptor``, if it is this user's and holds the token.
+
+    What was announced came through a store of torch's, which every user of the machine may have written.
+    """
     try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError
         with map_window(descriptor, 0, PAGE_BYTES) as page:
             if page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES].hex() == announcement.token:
                 return PeerSegment(descriptor=descriptor, pid=pid)

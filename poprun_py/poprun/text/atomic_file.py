@@ -1,9 +1,12 @@
 """Write a file wholly or not at all: under another name first, renamed when it is on the disk."""
 
+import errno
 import os
+import stat
 from contextlib import suppress
 
 _MODE = 0o666
+_MOST_LINKS = 40
 
 
 def check_target(path: str) -> None:
@@ -13,7 +16,7 @@ def check_target(path: str) -> None:
         OSError: If it cannot: the directory is missing or cannot be written, ``path`` is a directory, a device or
             a pipe, the name is too long.
     """
-    target = os.path.realpath(path)
+    target = _target(path)
     with suppress(FileNotFoundError):
         os.lstat(target)
         if os.path.isdir(target):
@@ -28,12 +31,13 @@ def check_target(path: str) -> None:
 def write_whole(path: str, text: str) -> None:
     """Replace the file at ``path``; a reader sees the old one or the new one, also after a crash of the machine.
 
-    A symbolic link stays one: the file that it names is replaced.
+    A symbolic link stays one: the file that it names is replaced. One of another user, who may have put it into a
+    folder for all users such as ``/tmp``, is not followed.
 
     Raises:
         OSError: If it cannot be written; the old file is there as before.
     """
-    target = os.path.realpath(path)
+    target = _target(path)
     name = _name_beside(target)
     descriptor = _create(name)
     try:
@@ -47,6 +51,26 @@ def write_whole(path: str, text: str) -> None:
             os.unlink(name)
         raise
     _sync_folder(os.path.dirname(target))
+
+
+def _target(path: str) -> str:
+    """The path that ``path`` leads to, through links of this user and of root only."""
+    for _ in range(_MOST_LINKS):
+        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return path
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISLNK(found.st_mode):
+                return path
+            if found.st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EPERM, "it is a symbolic link of another user", path)
+            path = os.path.join(os.path.dirname(path), os.readlink("", dir_fd=descriptor))
+        finally:
+            os.close(descriptor)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
 def _name_beside(target: str) -> str:
