@@ -57,7 +57,16 @@ def test_a_view_comes_through_the_connection() -> None:
     assert JobView.from_message(decode(encode(JOB.to_message()).rstrip())) == JOB
 
 
-@pytest.mark.parametrize("message", [{}, {"instances": [{"colour": 1}]}, {**JOB.to_message(), "more": 1}])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"instances": [{"colour": 1}]},
+        {**JOB.to_message(), "more": 1},
+        {**JOB.to_message(), "seconds": float("inf")},
+        {**JOB.to_message(), "seconds": None},
+    ],
+)
 def test_a_view_of_another_version_is_told_of(message: dict[str, object]) -> None:
     """In words."""
     with pytest.raises(ProtocolError, match="another version of poprun"):

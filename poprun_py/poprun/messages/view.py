@@ -82,6 +82,8 @@ class JobView:
         """
         try:
             instances = tuple(InstanceView(**instance) for instance in message["instances"])
-            return cls(**{**message, "program": tuple(message["program"]), "instances": instances})
-        except (KeyError, TypeError):
+            view = cls(**{**message, "program": tuple(message["program"]), "instances": instances})
+            int(view.seconds)  # JSON of Python's knows numbers that are none
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ProtocolError("this job is one of another version of poprun") from None
+        return view
