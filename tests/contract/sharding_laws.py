@@ -491,6 +491,39 @@ class Lamb(Scaled):
     """The same under a name that is known."""
 
 
+class Turning(Scaled):
+    """Steps as SGD does, until it is told to look at the whole."""
+
+    has_turned = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override] # as above
+        """Scale by the norm, or not."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    factor = parameter.norm() if self.has_turned else 1.0
+                    parameter.sub_(parameter.grad * group["lr"] * factor)
+
+
+def law_an_optimizer_that_turns_is_refused_in_training() -> None:
+    """On every instance, in a checked step, before anything was updated."""
+    model = popdist.ReplicatedModel(nn.Linear(32, 64))
+    optimizer = popdist.ShardedOptimizer(model, Turning, lr=0.1)
+    for has_turned in (False, True):
+        for x in model.micro_batches(torch.ones(popdist.num_local_replicas(), 32)):
+            model(x).square().sum().backward()
+        before = popdist.checksum(model)
+        with mock.patch.object(Turning, "has_turned", has_turned):
+            if has_turned:
+                with refused(popdist.OptimizerError, "cannot shard Turning: it updates a part of a parameter"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert (popdist.checksum(model) == before) == has_turned
+
+
 def law_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     """With the reason, whether the name is known or the bits tell."""
     model = popdist.ReplicatedModel(Net())
@@ -503,7 +536,7 @@ def law_optimizers_that_look_at_whole_parameters_are_refused() -> None:
     }.items():
         with refused(popdist.OptimizerError, rf"cannot shard {kind.__name__}: it .*{reason}"):
             popdist.ShardedOptimizer(model, kind)
-    with refused(popdist.OptimizerError, "updates a half of a parameter to other bits than the whole"):
+    with refused(popdist.OptimizerError, "updates a part of a parameter to other bits than the whole"):
         popdist.ShardedOptimizer(model, Scaled)
 
 

@@ -1,12 +1,17 @@
 """Which optimizers may be sharded: those that treat each element by itself.
 
-A parameter is then updated in parts to the bits it would have as a whole. The optimizer shows that on a small
-tensor: it steps on the whole of one and on the two halves of another, and the bits must be equal.
+A parameter is then updated in parts to the bits it would have as a whole. The optimizer shows that on tensors of
+several shapes: it steps on the whole of one and on two parts of another, with gradients that are common, huge,
+tiny and zero, and the bits must be equal. Some show another side only later, as after a warm-up. So in
+training all but torch's own show it again now and then, on some of the elements that they update, with the state
+of that moment.
 """
 
+import copy
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +29,45 @@ REASONS: Final = {
     "SOAP": "multiplies each matrix by matrices made of the whole of it",
     "LAMB": "scales each update by the norms of the whole parameter and of the whole update",
     "LARS": "scales each gradient by the norms of the whole parameter and of the whole gradient",
+    "StableAdamW": "clips each update by its mean square over the whole parameter",
+    "Prodigy": "estimates one step size from inner products over all parameters",
+    "DAdaptAdam": "estimates one step size from inner products over all parameters",
+    "DAdaptSGD": "estimates one step size from inner products over all parameters",
+    "DAdaptAdaGrad": "estimates one step size from inner products over all parameters",
+    "DAdaptLion": "estimates one step size from inner products over all parameters",
+    "NovoGrad": "divides each gradient by the norm of the whole of it",
+    "Adalomo": "scales each update by the norms of the whole parameter and of the whole update",
 }
 """Why the optimizer of this name cannot be sharded."""
 
-_ROWS, _COLUMNS, _STEPS, _RATE = 16, 16, 3, 0.01
+_KNOWN: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    )
+)
+"""Those of torch that treat each element by itself, whatever their settings and their state."""
+
+_SHAPES: Final = {(16, 16): 18, (256,): 6, (8, 4, 4, 4): 6, (128, 128): 3}
+"""What the proof is made on, and in how many steps."""
+
+_SIZES: Final = (1.0, 1.0, 1e4, 1.0, 1e-6, 0.0)
+"""What the gradients of successive steps are multiplied by."""
+
+_RATE: Final = 0.01
+_MOST_ELEMENTS: Final = 512
+_EVEN: Final = 128
+"""Numbers of elements are multiples of this, so that vector instructions see both parts alike."""
 
 
 def check_elementwise(
@@ -51,23 +91,83 @@ def check_elementwise(
     if reason := next((REASONS[name] for name in REASONS if name.lower() in map(str.lower, names)), None):
         raise OptimizerError(_refusal(optimizer_class, reason))
     make = functools.partial(_make, optimizer_class, defaults, settings)
-    values = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(1 + _STEPS, _ROWS, _COLUMNS, generator=values).to(device)
-    whole = start.clone()
-    state = _train(make, whole, gradients)
-    halves, half = start.clone().view(-1), start.numel() // 2
-    for part in (slice(None, half), slice(half, None)):
-        try:
-            _train(make, halves[part], [gradient.view(-1)[part] for gradient in gradients])
-        except Exception as error:
-            raise OptimizerError(_refusal(optimizer_class, f"does not take a row of numbers: {error}")) from error
-    if not torch.equal(whole.view(-1), halves):
+    values, names_of_elements = torch.Generator().manual_seed(0), frozenset[str]()
+    for shape, num_steps in _SHAPES.items():
+        start, *gradients = torch.randn(1 + num_steps, *shape, generator=values).to(device)
+        gradients = [gradient * _SIZES[step % len(_SIZES)] for step, gradient in enumerate(gradients)]
+        whole = start.clone()
+        state = _train(make, whole, gradients)
+        parts = start.clone().view(-1)
+        for part in _parts_of(parts):
+            try:
+                _train(make, parts[part], [gradient.view(-1)[part] for gradient in gradients])
+            except Exception as error:
+                reason = f"does not take a row of numbers: {error}"
+                raise OptimizerError(_refusal(optimizer_class, reason)) from error
+        _check_equal(optimizer_class, whole.view(-1), parts)
+        names_of_elements |= {
+            name for name, value in state.items() if isinstance(value, Tensor) and value.shape == whole.shape
+        }
+    return names_of_elements
+
+
+def check_in_training(optimizer: Optimizer) -> None:
+    """Check the same on some elements that ``optimizer`` is about to update; neither they nor its state change.
+
+    Raises:
+        OptimizerError: If it does not treat each element by itself now.
+    """
+    if type(optimizer) in _KNOWN:
+        return
+    for group in optimizer.param_groups:
+        parameter = max(group["params"], key=Tensor.numel, default=None)
+        if parameter is None or parameter.grad is None or parameter.numel() < _EVEN:
+            continue
+        size = min(parameter.numel(), _MOST_ELEMENTS) // _EVEN * _EVEN
+        for factor in _SIZES[1:]:
+            whole = _step_aside(optimizer, group, parameter, slice(size), factor)
+            parts = [_step_aside(optimizer, group, parameter, part, factor) for part in _parts_of(whole)]
+            _check_equal(type(optimizer), whole, torch.cat(parts))
+
+
+def _step_aside(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
+) -> Tensor:
+    """What a step would make of ``part`` of a parameter, with ``factor`` times its gradient."""
+    aside = Parameter(parameter.detach().view(-1)[part].clone())
+    aside.grad = cast("Tensor", parameter.grad).view(-1)[part] * factor
+    state = {name: _own_part(value, parameter, part) for name, value in optimizer.state.get(parameter, {}).items()}
+    twin = object.__new__(type(optimizer))  # torch's own copies leave out what a class adds
+    twin.__dict__.update({name: _copy_of(value) for name, value in vars(optimizer).items()})
+    twin.param_groups = [{**{name: copy.deepcopy(value) for name, value in group.items() if name != "params"}}]
+    twin.param_groups[0]["params"] = [aside]
+    twin.state = defaultdict(dict, {aside: state})
+    quiet_step(twin)
+    return aside.detach()
+
+
+def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever the optimizer keeps
+    return value.clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:  # noqa: ANN401 - whatever the optimizer keeps
+    if isinstance(value, Tensor):
+        return value.view(-1)[part].clone() if value.shape == parameter.shape else value.clone()
+    return copy.deepcopy(value)
+
+
+def _parts_of(whole: Tensor) -> tuple[slice, slice]:
+    """A smaller and a larger part, or two halves."""
+    cut = max(whole.numel() // 4, min(64, whole.numel() // 2))
+    return slice(0, cut), slice(cut, whole.numel())
+
+
+def _check_equal(optimizer_class: type[Optimizer], whole: Tensor, parts: Tensor) -> None:
+    same = (whole == parts) | (whole.isnan() & parts.isnan())
+    if not bool(same.all()):
         raise OptimizerError(
-            _refusal(optimizer_class, "updates a half of a parameter to other bits than the whole")
+            _refusal(optimizer_class, "updates a part of a parameter to other bits than the whole")
         )
-    return frozenset(
-        name for name, value in state.items() if isinstance(value, Tensor) and value.shape == whole.shape
-    )
 
 
 def _make(

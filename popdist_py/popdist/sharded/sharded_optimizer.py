@@ -22,10 +22,11 @@ from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
 from popdist.groups import CAUSE_FIRST_SECONDS, Group
 from popdist.headers import name_instances
-from popdist.sharded.elementwise import check_elementwise, quiet_step
+from popdist.sharded.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
 from popdist.sharded.state import State, copy_state, gather_state, own_state
 from popdist.sharded.weight_copies import WeightCopies
+from popdist.training.checks import is_checked
 from popdist.training.replicated_model import ReplicatedModel
 
 PLAIN = (bool, int, float, str, tuple, type(None))
@@ -124,6 +125,7 @@ class ShardedOptimizer(Optimizer):
         self._optimizer_class = optimizer_class
         self._keys: frozenset[str] = frozenset()
         self._sharded: list[ShardedParameter] = []
+        self._num_steps = 0
         self._copies = WeightCopies()
         self._inside: Optimizer | None = None
         self._group().agree(f"ShardedOptimizer({optimizer_class.__name__}{in_words(defaults)})")
@@ -209,6 +211,9 @@ class ShardedOptimizer(Optimizer):
         try:
             for parameter in self._sharded:
                 parameter.lend_gradient()
+            self._num_steps += 1
+            if is_checked(self._num_steps) and context.current_job().is_checked:
+                check_in_training(inside)
             quiet_step(inside)
         except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
             return error
