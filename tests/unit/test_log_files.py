@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.errors import LaunchError
+from poprun.errors import LaunchError, PlanError
 from poprun.job.output.log_files import LogFiles
 
 
@@ -35,7 +35,7 @@ def test_too_many_logs_are_told_of_and_none_is_left_open(tmp_path: Path, monkeyp
     closed: list[int] = []
     real_open, real_close = os.open, os.close
 
-    def open_few(path: str, flags: int, mode: int) -> int:
+    def open_few(path: str, flags: int, mode: int = 0o777) -> int:
         if len(opened) == 3:
             raise OSError(24, "Too many open files", path)
         opened.append(real_open(path, flags, mode))
@@ -54,3 +54,19 @@ def test_too_many_logs_are_told_of_and_none_is_left_open(tmp_path: Path, monkeyp
         "cannot open the logs of 700 instances: Too many open files; raise the limit with `ulimit -n`"
     )
     assert closed == opened
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_log_goes_nowhere_else(tmp_path: Path, kind: str) -> None:
+    """Another user's link in a folder for all is not followed, and his pipe keeps nobody waiting."""
+    (tmp_path / "precious").write_text("secret")
+    folder = tmp_path / "logs" / "job" / "0"
+    folder.mkdir(parents=True)
+    log = folder / "instance-0.out.log"
+    log.symlink_to(tmp_path / "precious") if kind == "link" else os.mkfifo(log)
+    os.lchown(log, 54321, -1)
+
+    with pytest.raises(PlanError, match="another user" if kind == "link" else "No such device"):
+        LogFiles(str(tmp_path / "logs"), "job", 0, 1, print)
+    assert (tmp_path / "precious").read_text() == "secret"

@@ -16,7 +16,7 @@ def check_target(path: str) -> None:
         OSError: If it cannot: the directory is missing or cannot be written, ``path`` is a directory, a device or
             a pipe, the name is too long.
     """
-    target = _target(path)
+    target = own_target(path)
     with suppress(FileNotFoundError):
         os.lstat(target)
         if os.path.isdir(target):
@@ -37,7 +37,7 @@ def write_whole(path: str, text: str) -> None:
     Raises:
         OSError: If it cannot be written; the old file is there as before.
     """
-    target = _target(path)
+    target = own_target(path)
     name = _name_beside(target)
     descriptor = _create(name)
     try:
@@ -53,8 +53,12 @@ def write_whole(path: str, text: str) -> None:
     _sync_folder(os.path.dirname(target))
 
 
-def _target(path: str) -> str:
-    """The path that ``path`` leads to, through links of this user and of root only."""
+def own_target(path: str) -> str:
+    """The path that ``path`` leads to, through symbolic links of this user and of root only.
+
+    Raises:
+        OSError: If a link is another user's, or links lead in a circle.
+    """
     for _ in range(_MOST_LINKS):
         path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
         try:

@@ -7,8 +7,11 @@ from contextlib import suppress
 from typing import Final
 
 from poprun.errors import LaunchError, PlanError
+from poprun.text.atomic_file import own_target
 
 _NAMES: Final = {1: "out", 2: "err"}
+_APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A link or a pipe may have been put there by another user."""
 _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 
 
@@ -38,9 +41,7 @@ class LogFiles:
             for instance in range(num_instances):
                 for stream in _NAMES:
                     path = self._path(instance, stream)
-                    self._descriptors[instance, stream] = os.open(
-                        path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666
-                    )
+                    self._descriptors[instance, stream] = os.open(own_target(path), _APPEND, 0o666)
         except OSError as error:
             self.close()
             if error.errno in _OUT_OF_DESCRIPTORS:
