@@ -38,7 +38,7 @@ class BatchError(PopdistError):
 
 
 class GradientError(PopdistError):
-    """A gradient holds NaN or infinity; the message names the parameter and the replica."""
+    """A gradient is not finite, would be lost, or differs between instances; the message names the parameter."""
 
 
 class DatasetError(PopdistError):

@@ -164,11 +164,11 @@ def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSums:
-    """A checksum of each parameter of a module, as it was at one moment.
+    """A checksum of each parameter of a module, or of its gradient, as it was at one moment.
 
     Attributes:
         names: Of the parameters.
-        parameters: In the order of the module.
+        parameters: They, or their gradients.
         sums: For each, the sum of its memory, read as 64-bit integers, modulo 2**64.
     """
 
@@ -193,61 +193,76 @@ def sum_parameters(module: nn.Module) -> ParameterSums:
     Left out are those that may differ: tensors of a class of their own, such as a DTensor, of which each instance
     has a part; and those without numbers to add: lazy, sparse, or on the device "meta".
     """
-    named = [(name, it) for name, it in module.named_parameters() if _is_comparable(it)]
-    parameters = [it for _, it in named]
-    return ParameterSums(names=[name for name, _ in named], parameters=parameters, sums=sums_of(parameters))
+    return sum_tensors((name, it) for name, it in module.named_parameters() if _is_comparable(it))
 
 
-def compare_sums(
-    group: Group, words: Iterable[int], own: ParameterSums | None, timeout_seconds: float | None = None
+def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
+    """The checksums of tensors, each after its name."""
+    pairs = list(named)
+    tensors = [tensor for _, tensor in pairs]
+    return ParameterSums(names=[name for name, _ in pairs], parameters=tensors, sums=sums_of(tensors))
+
+
+def compare_weights(
+    group: Group, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
 ) -> None:
-    """Find the first parameter that differs between instances, if one does; every instance calls this.
+    """Check that the weights of all instances are equal; as :func:`find_difference`.
+
+    Raises:
+        WeightsError: If they differ; it names the parameter and the instances.
+        CollectiveError, BackendError: If the instances do other things, or one was lost.
+    """
+    difference = find_difference(group, "weights", words, own, timeout_seconds)
+    if difference is not None:
+        raise WeightsError(
+            f"the weights of the instances are no longer equal: {difference}. It may have begun some steps ago. "
+            "The usual reasons: one instance left out a step, as for a NaN that it alone has seen; a learning "
+            "rate follows a loss of one instance, in place of its mean over all; load_state_dict() on one "
+            "instance only; a layer that was made after ReplicatedModel, with another seed on each instance. "
+            "popdist.broadcast_weights(model) makes them equal"
+        )
+
+
+def find_difference(
+    group: Group, noun: str, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
+) -> str | None:
+    """The first tensor that differs between instances, and on which; every instance calls this.
 
     Args:
         group: All instances of the job.
-        words: What each has said of its parameters, 0 for nothing: then it has no say.
+        noun: What the tensors are.
+        words: What each has said of its tensors, 0 for nothing: then it has no say.
         own: This instance's, of which it has said ``word``; None if it has said 0.
         timeout_seconds: How long to wait for each answer.
 
+    Returns:
+        In words; None where all are equal, which needs no answer.
+
     Raises:
-        WeightsError: If the instances differ; it names the parameter and the instances.
         CollectiveError, BackendError: If the instances do other things, or one was lost.
     """
     if len(set(words) - {0}) <= 1:
-        return
+        return None
     sums = own.sums if own is not None else ()
-    told = group.start("the weights differ, count them", [len(sums)]).wait(timeout_seconds)
-    counts = {count for (count,) in told} - {0}
-    if len(counts) > 1:
-        raise WeightsError(
-            f"the instances no longer have the same model: it has {min(counts)} parameters on one of them and "
-            f"{max(counts)} on another"
-        )
-    span = range(counts.pop())
+    told = group.start(f"the {noun} differ, count them", [len(sums)]).wait(timeout_seconds)
+    counts = {i: count for i, (count,) in zip(group.instances, told, strict=True) if count}
+    if len(set(counts.values())) > 1:
+        return ", ".join(f"{count} {noun} on instance {instance}" for instance, count in counts.items())
+    span = range(max(counts.values()))
     while True:
         step = -(-len(span) // MAX_NUMBERS)
         parts = [span[start : start + step] for start in range(0, len(span), step)]
         asked = [_word(sums[part.start : part.stop]) for part in parts] if sums else []
-        text = f"the weights differ, look at {span.start} to {span.stop}"
+        text = f"the {noun} differ, look at {span.start} to {span.stop}"
         told = group.start(text, asked).wait(timeout_seconds)
         answers = {i: numbers for i, numbers in zip(group.instances, told, strict=True) if numbers}
         place = next(k for k, answer in enumerate(zip(*answers.values(), strict=True)) if len(set(answer)) > 1)
         span = parts[place]
         if len(span) == 1:
-            name = own.names[span.start] if own is not None else f"parameter {span.start}"
-            raise _no_longer_equal(name, {i: numbers[place] for i, numbers in answers.items()})
-
-
-def _no_longer_equal(name: str, sums: Mapping[int, int]) -> WeightsError:
-    first = min(sums)
-    others = [instance for instance, value in sums.items() if value != sums[first]]
-    return WeightsError(
-        f"the weights of the instances are no longer equal: {name} of {name_instances(others)} is not that of "
-        f"instance {first}. It may have begun some steps ago. The usual reasons: one instance left out a step, as "
-        "for a NaN that it alone has seen; a learning rate follows a loss of one instance, in place of its mean "
-        "over all; load_state_dict() on one instance only; a layer that was made after ReplicatedModel, with "
-        "another seed on each instance. popdist.broadcast_weights(model) makes them equal"
-    )
+            name = own.names[span.start] if own is not None else f"number {span.start}"
+            first = min(answers)
+            others = [i for i, answer in answers.items() if answer[place] != answers[first][place]]
+            return f"{name} of {name_instances(others)} is not that of instance {first}"
 
 
 def _is_comparable(parameter: Tensor) -> bool:
@@ -276,7 +291,8 @@ def sums_of(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _sum_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().view(-1)
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    flat = dense.detach().contiguous().view(-1)
     if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() * flat.itemsize % _WORD_BYTES:
         flat = flat.clone()
     num_whole = flat.nbytes // _WORD_BYTES * _WORD_BYTES // flat.itemsize

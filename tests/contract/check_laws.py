@@ -1,5 +1,7 @@
 """The laws of what is looked for in checked steps: silent without it, named on every instance with it."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +23,14 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 def loop(model: popdist.ReplicatedModel) -> None:
     """A step as a loop."""
+    model.zero_grad()
     for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
         loss_of(model, x).backward()
 
 
 def by_hand(model: popdist.ReplicatedModel) -> None:
     """A step of micro batches."""
+    model.zero_grad()
     for index in range(popdist.num_local_replicas()):
         with model.micro_batch(index):
             loss_of(model, samples(3)[0]).backward()
@@ -38,6 +42,7 @@ def after_backward(model: popdist.ReplicatedModel) -> None:
     if popdist.num_local_replicas() > 1:
         by_hand(model)
     else:
+        model.zero_grad()
         loss_of(model, samples(3)[0]).backward()
 
 
@@ -65,7 +70,6 @@ def law_weights_that_drift_apart_are_named() -> None:
             step(model)
         popdist.broadcast_weights(model)
         step(model)
-        model.zero_grad()
 
 
 def law_other_steps_are_not_checked() -> None:
@@ -130,3 +134,141 @@ def law_a_write_of_one_instance_is_an_error_on_all() -> None:
         return
     with refused(popdist.WeightsError, rf"0\.bias was written in a micro batch, on instance {last}:"):
         step()
+
+
+def weights_of(model: nn.Module) -> str:
+    """A checksum."""
+    return popdist.checksum(model)
+
+
+def backward_alone(model: popdist.ReplicatedModel) -> None:
+    """Gradients of this instance's own, from other samples on each."""
+    model.zero_grad()
+    with model.no_sync():
+        loss_of(model, torch.full((2, 4), 1.0 + popdist.instance_index())).backward()
+
+
+def set_by_hand(model: popdist.ReplicatedModel) -> None:
+    """As many gradients on all instances, one of which the last has for itself."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if is_last():
+        model.get_parameter("module.1.weight").grad = torch.zeros(1, 4)
+
+
+def law_a_step_on_gradients_that_differ_is_refused() -> None:
+    """Before it changes a weight, on all instances; the next step is in order."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, others = weights_of(model), name_instances(range(1, popdist.num_instances()))
+    words = r"SGD\.step\(\) on gradients that popdist has not reduced, and they are not equal on all instances: "
+    for make, difference in (
+        (backward_alone, rf"0\.weight of {others} is not that of instance 0"),
+        (set_by_hand, rf"1\.weight of instance {popdist.num_instances() - 1} is not that of instance 0"),
+    ):
+        make(model)
+        with refused(popdist.GradientError, words + difference):
+            optimizer.step()
+        assert weights_of(model) == before
+    loop(model)
+    optimizer.step()
+
+
+def law_gradients_that_the_program_has_made_equal_pass() -> None:
+    """By an all_reduce of its own, or by setting the same ones; so do those of a sum that one instance clipped."""
+    model = popdist.ReplicatedModel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward_alone(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            popdist.all_reduce(parameter.grad, "mean")
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    loop(model)
+
+
+def law_a_gradient_that_was_added_to_is_no_longer_reduced() -> None:
+    """As a critic's own gradients, when its generator is trained before the critic has stepped."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop(model)
+    with model.no_sync():
+        loss_of(model, torch.full((2, 4), 1.0 + popdist.instance_index())).backward()
+    with refused(popdist.GradientError, r"0\.weight of"):
+        optimizer.step()
+
+
+def law_closures_are_looked_at_when_they_have_run() -> None:
+    """Not when the step begins, when there are gradients of before."""
+    model = popdist.ReplicatedModel(net())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        if is_wrong:
+            backward_alone(model)
+        else:
+            loop(model)
+        return 1.0
+
+    for is_wrong in (False, popdist.num_instances() > 1):
+        backward_alone(model)
+        if is_wrong:
+            with refused(popdist.GradientError, r"LBFGS\.step\(\) on gradients"):
+                optimizer.step(closure)
+        else:
+            optimizer.step(closure)
+
+
+def law_steps_are_compared_in_the_first_three_only() -> None:
+    """And in every hundredth, of those that are made on such gradients."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        backward_alone(model)
+        with refused(popdist.GradientError, "not equal"):
+            optimizer.step()
+    optimizer.step()
+    loop(model)
+    optimizer.step()
+
+
+def law_a_step_of_some_instances_meets_nobody() -> None:
+    """In execute_on_instances, and on a copy that an instance has made for itself."""
+    model = popdist.ReplicatedModel(net())
+    if is_last():
+        probe = copy.deepcopy(model)
+        backward_alone(probe)
+        torch.optim.SGD(probe.parameters(), lr=0.1).step()
+
+    def alone() -> None:
+        backward_alone(model)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+    popdist.execute_on_instances({0}, alone)
+    loop(model)
+
+
+def law_a_step_that_one_instance_takes_alone_is_an_error_on_all() -> None:
+    """They hear which one it was."""
+    if popdist.num_instances() == 1:
+        return
+    model = popdist.ReplicatedModel(net())
+    last = popdist.num_instances() - 1
+    words = rf"instance {last}: SGD\.step\(\) on gradients that popdist has not reduced"
+    with refused(popdist.CollectiveError, words):
+        if is_last():
+            backward_alone(model)
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        else:
+            popdist.barrier()
+    popdist.broadcast_weights(model)
+    loop(model)

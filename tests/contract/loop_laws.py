@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 import popdist
 from popdist.data.batch import MicroBatch
 from popdist.training.randomness import ReplicaRandomness
-from tests.contract import check_laws, training_laws
+from tests.contract import check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import (
     Net,
@@ -34,8 +34,8 @@ CPU = torch.device("cpu")
 
 
 def all_laws() -> list[Callable[[], None]]:
-    """Every law of training_laws.py, check_laws.py and of this file."""
-    modules = (training_laws, check_laws, sys.modules[__name__])
+    """Every law of training_laws.py, check_laws.py, old_gradient_laws.py and of this file."""
+    modules = (training_laws, check_laws, old_gradient_laws, sys.modules[__name__])
     return [law for module in modules for law in training_laws.laws_of(module)]
 
 
@@ -75,6 +75,7 @@ def law_random_numbers_belong_to_the_replica() -> None:
             drawn.append(draw())
             model(x).sum().backward()
         outside += [random.random(), float(torch.rand(()))]  # noqa: S311 - the subject
+        model.zero_grad()
 
     alone = ReplicaRandomness(3, popdist.local_replicas())
     expected = []
@@ -117,6 +118,7 @@ def law_buffers_are_those_of_all_replicas() -> None:
     for count in (2 * popdist.num_replicas(), 2 * popdist.num_replicas() + 1):
         before = model.state_dict()["0.running_mean"].clone(), model.state_dict()["constant"].clone()
         x, y = samples(count)
+        model.zero_grad()
         for part, labels in model.micro_batches(share((x, y))):
             cross_entropy(model(part), labels).backward()
         means = torch.stack(
@@ -199,6 +201,7 @@ def law_a_step_by_hand_has_the_bits_of_the_loop() -> None:
     train(model, (x, y), 2)
     expected = gradients(model)
 
+    model.zero_grad()
     num_parts = 2 * popdist.num_local_replicas()
     pieces = zip(x.tensor_split(num_parts), y.tensor_split(num_parts), strict=True)
     for index, (part, labels) in enumerate(pieces):
@@ -209,6 +212,7 @@ def law_a_step_by_hand_has_the_bits_of_the_loop() -> None:
     model.reduce_gradients()
     assert same_bits(gradients(model), expected)
 
+    model.zero_grad()
     if popdist.instance_index() == 0:
         with model.micro_batch(0):
             cross_entropy(model(x[:2]), y[:2]).backward()
@@ -233,12 +237,14 @@ def law_weights_make_the_mean_right() -> None:
         cross_entropy(model(part), labels).backward()
     check_gradient(model, (x, y))
 
+    model.zero_grad()
     for part, labels in model.micro_batches(own, split=list, reduction="sum"):
         cross_entropy(model(part), labels, reduction="sum").backward()
     model.weight.grad /= len(x)
     model.bias.grad /= len(x)
     check_gradient(model, (x, y))
 
+    model.zero_grad()
     only_the_first = [float(replica == 0) for replica in popdist.local_replicas()]
     for part, labels in model.micro_batches(own, split=list, weights=only_the_first):
         cross_entropy(model(part), labels).backward()

@@ -146,6 +146,8 @@ class Half(nn.Module):
 
 def train(early: nn.Module, late: nn.Module, step: Callable[[nn.Module], None]) -> None:
     """The same step of two models, one of which offers nothing: they have the same gradients."""
+    early.zero_grad()
+    late.zero_grad()
     step(early)
     with never_early():
         step(late)
@@ -205,6 +207,7 @@ def law_buckets_go_while_the_backward_pass_runs() -> None:
             before = channel().num_issued
             meet()
             cross_entropy(model(x), y).backward()
+        model.zero_grad()
     assert num_done == [3]
     assert channel().num_issued == before + 4
 
@@ -350,6 +353,7 @@ def law_a_step_that_is_left_is_owed_to_the_others() -> None:
     with counted() as ends:
         for _ in range(NUM_STEPS):
             train(early, late, step)
+            early.zero_grad()
             with training_laws.step_lost(f"instance {popdist.num_instances() - 1} left the micro_batches loop"):
                 for index, (x, y) in enumerate(early.micro_batches(full_batch())):
                     meet()
@@ -369,6 +373,7 @@ def law_who_leaves_before_all_have_spoken_ends_it_for_all() -> None:
         train(early, late, step)
     store = context._state.store
     assert store is not None
+    early.zero_grad()
     if is_last():
         with mock.patch.object(reduction, "ABANDON_SECONDS", 0.01):
             for x, y in early.micro_batches(full_batch()):

@@ -32,6 +32,7 @@ WAYS = {"in its backward pass": _LOST, "with gradients on their way": _LOST}
 def lose(way: str) -> str:
     """Train some steps, in the last of which the victim dies; the end of the error."""
     model = _begin()
+    model.zero_grad()
     if popdist.instance_index() == VICTIM:
         _prepare_to_die(model, way)
     try:
@@ -45,7 +46,7 @@ def lose(way: str) -> str:
     _wait_for_survivors()
     popdist.finalize()
     assert threading.active_count() == 1
-    return message.rpartition(" on cpu): ")[2]
+    return message.rpartition("): ")[2]
 
 
 def _wait_for_survivors() -> None:
@@ -92,6 +93,7 @@ def interrupt() -> None:
 
 
 def _send_early(model: popdist.ReplicatedModel) -> None:
+    model.zero_grad()
     for x, _ in model.micro_batches(overlap_laws.full_batch()):
         overlap_laws.meet()
         model(x).square().mean().backward()
@@ -100,6 +102,7 @@ def _send_early(model: popdist.ReplicatedModel) -> None:
 def main(end: str) -> None:
     """A program that just ends, or holds a loop, or whose instance 1 raises when its gradients have gone."""
     model = _begin()
+    model.zero_grad()
     if end == "hold":
         gc.disable()
         cycle: list[object] = [model.micro_batches(overlap_laws.full_batch())]

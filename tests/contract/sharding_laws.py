@@ -95,12 +95,14 @@ NUM_TRAINED = 9
 """Parameters of it that get a gradient."""
 
 
-def step(*models: popdist.ReplicatedModel, number: int = 0) -> None:
-    """Gradients of the same samples for each model."""
+def step(*models: popdist.ReplicatedModel, number: int = 0, add: bool = False) -> None:
+    """Gradients of the same samples for each model, or added to those that it has."""
     x = torch.randn(popdist.num_replicas(), 3, 8, 8, generator=torch.Generator().manual_seed(number))
     rows = popdist.local_replicas()
     for model in models:
-        for part in model.micro_batches(x[rows.start : rows.stop]):
+        if not add:
+            model.zero_grad()
+        for part in model.micro_batches(x[rows.start : rows.stop], add=add):
             model(part).backward()
 
 
@@ -400,6 +402,22 @@ def law_gradients_are_whole_where_another_optimizer_needs_them() -> None:
     for optimizers in pairs:
         for it in optimizers:
             it.step()
+    check_same(model, other)
+
+
+def law_gradients_of_several_loops_are_added() -> None:
+    """Whether they are in parts or not, and whether or not anybody clips or reads them in between."""
+    model, plain, other, sharded = pair(optim.Adam, lr=0.1)
+    for change in ("none", "clip", "read"):
+        for number in range(3):
+            step(model, other, number=number, add=number > 0)
+            if number == 1 and change == "clip":
+                model.clip_grad_norm_(0.01)
+                other.clip_grad_norm_(0.01)
+            elif number == 1 and change == "read":
+                assert torch.equal(other.last.weight.grad, model.last.weight.grad)
+        plain.step()
+        sharded.step()
     check_same(model, other)
 
 

@@ -1,7 +1,9 @@
 """Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
 
-Holds popdist.gradients.buffers, popdist.gradients.memory, popdist.gradients.reduction,
-popdist.training.model_steps, popdist.training.outside_step and popdist.training.step.
+Holds popdist.gradients.buffers, popdist.gradients.memory, popdist.gradients.notes,
+popdist.gradients.old_gradients, popdist.gradients.reduction,
+popdist.training.model_steps, popdist.training.optimizer_steps, popdist.training.outside_step and
+popdist.training.step.
 """
 
 import os
@@ -10,18 +12,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import popdist
 from popdist import context
 from popdist.testing import run_world
-from tests.contract import loop_laws, training_laws, training_recipes
+from tests.contract import check_laws, loop_laws, training_laws, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
 
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 3), (2, 6), (3, 3), (4, 8)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
-    """Every law of training_laws.py, check_laws.py and loop_laws.py, on every instance."""
+    """Every law of loop_laws.py and of the files that it names, on every instance."""
     world = run_world if num_instances == 2 else forked_world
     counts = world(
         loop_laws.run_all,
@@ -46,6 +49,20 @@ def test_the_cause_is_reported_first() -> None:
     """The others give way to the instance that knows why the step was lost."""
     with pytest.raises(popdist.WorldError, match=r"(?s)instance 1 of 2 raised.*ValueError: too many cooks"):
         run_world(crash, num_instances=2)
+
+
+def step_alone() -> None:
+    """The others have left, and this instance goes on with gradients of its own."""
+    popdist.init(timeout_seconds=DEADLINE_SECONDS)
+    model = popdist.ReplicatedModel(check_laws.net())
+    if popdist.is_main():
+        check_laws.backward_alone(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_a_check_meets_nobody_who_has_left(forked_world: ForkedWorlds) -> None:
+    """It is not made, and is no error."""
+    forked_world(step_alone, num_instances=3, timeout_seconds=DEADLINE_SECONDS)
 
 
 def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -> None:

@@ -106,6 +106,20 @@ def recipe_schedule_and_groups() -> nn.Module:
     return model.module
 
 
+def recipe_two_tasks_and_rare_steps() -> nn.Module:
+    """Gradients of several loops are added; the optimizer steps after every fourth one."""
+    model = popdist.ReplicatedModel(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(NUM_STEPS):
+        for add in (False, True):
+            for x, y in model.micro_batches(batch(), add=add):
+                cross_entropy(model(x), y).backward()
+            for x, _ in model.micro_batches(batch(), add=True):
+                mse_loss(model(x), x).backward()
+        optimizer.step()
+    return model.module
+
+
 def recipe_compiled() -> nn.Module:
     """torch.compile of the module inside; its random numbers are the replica's, too."""
     module = layers()

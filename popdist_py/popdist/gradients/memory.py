@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
+from popdist.gradients.notes import is_used
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows
 from popdist.groups import Group
 from popdist.host_memory.addition import node_additions
@@ -208,21 +209,47 @@ class ModelGradients:
         self._memory: GradientMemory | None = None
         self.device = torch.device("cpu")
 
+    def parameters(self) -> list[Parameter]:
+        """The model's parameters now, frozen ones too; a tied one may come twice."""
+        return _parameters_of(self._module())
+
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
-        parameters = _parameters_of(self._module())
+        self.take_unused()
+
+    def unused(self) -> dict[int, Tensor]:
+        """The gradients that no optimizer has used, by the identity of their parameters."""
+        return {
+            id(parameter): gradient
+            for parameter in self.parameters()
+            if (gradient := parameter.grad) is not None and not is_used(gradient)
+        }
+
+    def take_unused(self) -> tuple[dict[int, Tensor], bool]:
+        """Set every ``.grad`` to None, also those of parameters that were frozen in the meantime.
+
+        Returns:
+            :meth:`unused` of before, and whether there were others.
+        """
+        parameters, unused, are_some_used = self.parameters(), dict[int, Tensor](), False
         for parameter in parameters:
-            if parameter.requires_grad:
+            gradient = parameter.grad
+            if gradient is not None:
                 parameter.grad = None
+                if is_used(gradient):
+                    are_some_used = True
+                else:
+                    unused[id(parameter)] = gradient
         if parameters:
             self.device = parameters[0].device
+        return unused, are_some_used
 
     def find(self) -> FlatGradients:
         """The gradients of the parameters of this moment; the same object until these change."""
         module = self._module()
         kinds = [
             (id(parameter), parameter.requires_grad, parameter.device, parameter.dtype)
-            for parameter in _parameters_of(module)
+            for parameter in self.parameters()
         ]
         if kinds != self._kinds:
             self._found = FlatGradients(module.named_parameters() if module is not None else ())

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._pytree import tree_map_only
 
 from popdist.gradients.exchange import joined, scatter_sum
+from popdist.gradients.notes import note_reduced
 from popdist.gradients.rows import FlatGradients, GradientRows, num_reals
 from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
 from popdist.groups import Group
@@ -150,6 +151,7 @@ class StepGradients:
         if parameter.grad is not None:
             gradient = PartialGradient(parameter.grad, name, ranges, self)
             parameter.grad = gradient
+            note_reduced(gradient)
             self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
 
     def gather(self) -> None:

@@ -32,6 +32,7 @@ from popdist.gradients.buffer_changes import StepChanges, agree_on_changes, chan
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
 from popdist.gradients.memory import GradientMemory
+from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
@@ -40,7 +41,7 @@ from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
-from popdist.weights import ParameterSums, compare_sums
+from popdist.weights import ParameterSums, compare_weights
 
 MeanOrSum: TypeAlias = Literal["mean", "sum"]
 """What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
@@ -75,6 +76,7 @@ class GradientSum:
         buffers: Of the model, made equal with the gradients; None leaves them alone.
         weights: Checksums of the model's parameters, which must be equal on all instances and stay so to the end
             of the step; None where the step is not checked.
+        old: The gradients that were there before; None if they belong to this step.
 
     Attributes:
         used: The parameters that had a gradient on this instance: bit i stands for the i-th.
@@ -84,7 +86,11 @@ class GradientSum:
     """
 
     def __init__(
-        self, memory: GradientMemory, buffers: ReplicaBuffers | None = None, weights: ParameterSums | None = None
+        self,
+        memory: GradientMemory,
+        buffers: ReplicaBuffers | None = None,
+        weights: ParameterSums | None = None,
+        old: OldGradients | None = None,
     ) -> None:
         check_whole_job(memory.group, memory.layout)
         self._memory = memory
@@ -92,18 +98,22 @@ class GradientSum:
         self._gradients = memory.gradients
         self._buffers = buffers
         self._weight_sums = weights
+        self._old = old
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
         self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0
         self._changes = StepChanges()
         self._announced: Exchange | None = None
+        self._adds = False
         self._scales = False
         self._unit: float | None = 1.0
         self._is_awaited = True
         self._early: OverlappedSum | None = None
 
-    def announce(self, accumulation: int, heaviest: float, reduction: MeanOrSum, batch_digest: int) -> None:
+    def announce(
+        self, accumulation: int, heaviest: float, reduction: MeanOrSum, batch_digest: int = 0, *, add: bool
+    ) -> None:
         """Tell the others this instance's heaviest weight; for a mean, all weights are divided by the job's.
 
         Args:
@@ -111,23 +121,31 @@ class GradientSum:
             heaviest: Of this instance's micro batches.
             reduction: What becomes of the sum.
             batch_digest: Tells the batch of this instance from others; 0 where it is not compared.
+            add: Whether the step adds to the gradients of before.
 
         Raises:
             BatchError: If the job has one instance and no sample.
+            GradientError: If this instance has gradients which nothing has used, and does not add to them.
             CollectiveError, BackendError: If what was started before has failed.
         """
         self._scales = reduction == "mean"
+        self._adds = add
+        number = self._number_of_old
         if len(self._group.instances) == 1:
             self._unit = self._unit_of([heaviest])
+            self._settle_old([number])
             return
         overlap = self._memory.overlap
         if overlap is not None and self._parts() is None:
             self._early = overlap.begin_step(scales=self._scales)
         offer = 0 if self._early is None else self._early.number
-        self._announced = _announce(self._group, accumulation, heaviest, offer, self._weights_word, batch_digest)
+        numbers = [*as_words([heaviest]), offer, self._weights_word, batch_digest, number]
+        self._announced = self._group.start(_title(accumulation, add=add), numbers)
         self._unit = None
         if self._early is not None:
             self._early.listen(self._announced)
+        if number and not add:
+            self.unit()
 
     def unit(self, timeout_seconds: float | None = None) -> float:
         """What weights are divided by before they scale a gradient; waits for the others once, if at all.
@@ -135,6 +153,7 @@ class GradientSum:
         Raises:
             BatchError: If the whole job has no sample in this step.
             MicroBatchError: If an instance could not split its batch.
+            GradientError: If an instance has gradients which nothing has used.
             WeightsError: If the step is checked, and the weights of the instances differ.
             CollectiveError, BackendError: If the instances disagree, or one was lost.
         """
@@ -142,7 +161,8 @@ class GradientSum:
             try:
                 told = self._announced.wait(timeout_seconds)
                 unit = self._unit_of([weight for words in told for weight in as_floats(words[:1])])
-                compare_sums(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
+                self._settle_old([words[4] for words in told])
+                compare_weights(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
             except PopdistError:
                 self._is_awaited = False
                 raise
@@ -157,6 +177,14 @@ class GradientSum:
         if not any(heaviest):
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
         return max(heaviest) if self._scales else 1.0
+
+    @property
+    def _number_of_old(self) -> int:
+        return 0 if self._old is None else self._old.number(add=self._adds)
+
+    def _settle_old(self, numbers: Sequence[int]) -> None:
+        if self._old is not None:
+            self._old.settle(dict(zip(self._group.instances, numbers, strict=True)), add=self._adds)
 
     @property
     def _weights_word(self) -> int:
@@ -182,17 +210,26 @@ class GradientSum:
         self._rows.push(rows)
         self._weights.push(weight)
 
-    def finish(self, reduction: MeanOrSum, not_finite: NotFinite | None = None, fault: str | None = None) -> None:
+    def finish(
+        self,
+        reduction: MeanOrSum,
+        not_finite: NotFinite | None = None,
+        fault: str | None = None,
+        *,
+        add: bool = False,
+    ) -> None:
         """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
 
         Args:
             reduction: The same on all instances.
             not_finite: What this instance has found, if anything: then every instance raises.
             fault: What else it has found, in words.
+            add: Whether it is added to the gradient of before; the same on all instances.
 
         Raises:
             BatchError: If the weights of the whole job add up to 0, so that there is no mean.
-            GradientError: If an instance has found a gradient that is not finite.
+            GradientError: If an instance has found a gradient that is not finite, or has one of before which
+                nothing has used.
             WeightsError: If the step is checked, and the weights of the instances differ, or were written since it
                 began; if an instance has found a fault, or a buffer that cannot be combined.
             MicroBatchError: If another instance has left its loop, or could not split its batch.
@@ -200,7 +237,7 @@ class GradientSum:
             BackendError: If an instance was lost or did not come in time.
         """
         unit = self.unit()
-        self._is_awaited = False
+        self._is_awaited, self._adds = False, add
         parts = self._parts()
         way = 0 if self._early is None else self._early.close(list(self._rows.nodes.values()))
         way = way if parts is None else parts.number
@@ -210,8 +247,9 @@ class GradientSum:
         self._changes = changes_of(self.used, len(self._gradients.names), self._buffers)
         states = self._say(state if written is None else "written", way).wait()
         self._check([_STATES[state[0]] for state in states], not_finite, written, fault)
-        compare_sums(self._group, [state[3] for state in states], self._weight_sums)
-        total = self._total_weight([state[4:] for state in states])
+        self._settle_old([state[4] for state in states])
+        compare_weights(self._group, [state[3] for state in states], self._weight_sums)
+        total = self._total_weight([state[5:] for state in states])
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         changes = agree_on_changes(self._group, self._changes, [state[1] for state in states], self._buffers)
@@ -222,6 +260,8 @@ class GradientSum:
         self._gradients.give(rows, changes.mask & ((1 << num_parameters) - 1))
         if parts is not None:
             parts.cover(self._group)
+        if add and self._old is not None:
+            self._old.add_to_new()
         own = changes.mask >> num_parameters
         if self._buffers is not None and (own or changes.others):
             self._buffers.combine(self._group, self._memory.layout, own, changes.others)
@@ -246,7 +286,7 @@ class GradientSum:
             self._end_early()
 
     def _tell_late(self) -> None:
-        with suppress(BatchError, CollectiveError):
+        with suppress(BatchError, CollectiveError, GradientError, WeightsError):
             self._tell_of_abandonment(None)
 
     def _tell_of_abandonment(self, timeout_seconds: float | None) -> None:
@@ -310,8 +350,9 @@ class GradientSum:
         """
         weights = as_words(self._weights.nodes.values())
         text = f"add gradients({self._gradients}" + (")" if self._buffers is None else f", {self._buffers})")
-        word = self._weights_word if self._announced is None else 0
-        numbers = [_STATES.index(state), self._changes.digest, way, word]
+        text += " to those of before" * self._adds
+        first = [self._weights_word, self._number_of_old] if self._announced is None else [0, 0]
+        numbers = [_STATES.index(state), self._changes.digest, way, *first]
         return self._group.start(text, [*numbers, *weights])
 
     def _check(
@@ -359,17 +400,15 @@ class GradientSum:
         return finish(partials, self._memory.layout.num_replicas, operator.add)
 
 
-def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT) -> None:
+def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:
     """Tell the others, in place of a step, that this instance cannot make it. Never raises."""
     with suppress(PopdistError):
-        _announce(group, accumulation, refusal, 0, 0, 0).wait(ABANDON_SECONDS)
+        numbers = [*as_words([refusal]), 0, 0, 0, 0]
+        group.start(_title(accumulation, add=add), numbers).wait(ABANDON_SECONDS)
 
 
-def _announce(
-    group: Group, accumulation: int, heaviest: float, offer: int, weights_word: int, batch_digest: int
-) -> Exchange:
-    numbers = [*as_words([heaviest]), offer, weights_word, batch_digest]
-    return group.start(f"micro_batches(accumulation={accumulation})", numbers)
+def _title(accumulation: int, *, add: bool) -> str:
+    return f"micro_batches(accumulation={accumulation}" + (", add=True)" if add else ")")
 
 
 def _warn_of_equal_batches(group: Group, digests: Sequence[int]) -> None:

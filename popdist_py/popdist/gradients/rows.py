@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import CollectiveError
+from popdist.gradients.notes import note_reduced
 
 Rows: TypeAlias = list[Tensor]
 """What a micro batch, a replica or several of them bring: one flat tensor for each device and dtype."""
@@ -233,7 +234,10 @@ class FlatGradients:
         for kind in self.kinds:
             for index, parameter, _ in kind.members:
                 slot = rows.slots[id(parameter)]
-                parameter.grad = slot.detach().to(parameter.dtype) if used >> index & 1 else None
+                parameter.grad = None
+                if used >> index & 1:
+                    parameter.grad = gradient = slot.detach().to(parameter.dtype)
+                    note_reduced(gradient)
 
 
 def _slot(row: Tensor, start: int, parameter: Parameter) -> Tensor:

@@ -22,7 +22,7 @@ from popdist.groups import Group
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import SharedBlock
 from popdist.sharded.parameters import Named, ShardedParameter
-from popdist.training import outside_step
+from popdist.training import optimizer_steps
 
 
 class WeightCopies:
@@ -43,7 +43,7 @@ class WeightCopies:
         host = _host_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
-            outside_step.reserve(shared, owner)
+            optimizer_steps.reserve(shared, owner)
             self._shared |= set(map(id, shared))
         self._exchanges = None
 

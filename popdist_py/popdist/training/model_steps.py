@@ -15,14 +15,16 @@ from popdist import context
 from popdist.errors import BatchError, MicroBatchError, PopdistWarning
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients
+from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.reduction import (
     CANNOT_SPLIT,
     IN_ANOTHER_LOOP,
+    GradientSum,
     MeanOrSum,
     check_reduction,
     refuse_step,
 )
-from popdist.training import outside_step
+from popdist.training import optimizer_steps
 from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, digest_of, split_batch, to_device
 from popdist.training.outside_step import AutomaticReduction
@@ -87,13 +89,19 @@ class ModelSteps:
         self._checks_finite = checks_finite
         self._label = _next_label()
         self._prepare()
+        self._join()
+
+    def _join(self) -> None:
+        """All instances have this model: it is not a copy that one of them has made for itself."""
+        self._is_joint = True
+        optimizer_steps.join(self, self._module)
 
     def _prepare(self) -> None:
         """Make what a copy makes anew."""
-        outside_step.watch()
+        optimizer_steps.watch()
         self.step: Step | PlainStep | None = None
         self._left_at: int | None = None
-        self._has_looked = False
+        self._has_looked = self._is_joint = False
         self.gradients = ModelGradients(self._module)
         self.buffers = ReplicaBuffers(self._module, self._label)
         self._python_state = PythonState(self._module)
@@ -132,20 +140,23 @@ class ModelSteps:
         training_loop.begin_step(self)
         group, checks_finite = context.current_group(), self._checks_finite
         is_checked = self._checked_steps.is_next_checked()
+        old = OldGradients(self._module, self.gradients)
         if self.layout.num_replicas == accumulation == 1:
-            self.step = PlainStep(self.gradients, is_checked=is_checked, checks_finite=checks_finite)
+            self.step = PlainStep(self.gradients, old, is_checked=is_checked, checks_finite=checks_finite)
         else:
+            weights = sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None
+            memory = self.gradients.memory(group, self.layout)
             self.step = Step(
-                self.gradients.memory(group, self.layout),
+                memory,
                 self.buffers,
+                GradientSum(memory, self.buffers if self.layout.num_replicas > 1 else None, weights, old),
                 accumulation=accumulation,
                 is_checked=is_checked,
-                weights=sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None,
                 checks_finite=checks_finite,
             )
         self.automatic.step = self.step
         self._left_at = None
-        outside_step.begin_step(self, self._module)
+        optimizer_steps.begin_step(self, self._module)
         return self.step
 
     def micro_batches(
@@ -156,6 +167,7 @@ class ModelSteps:
         reduction: MeanOrSum,
         weights: Sequence[float] | None,
         split: Split | None,
+        add: bool,
     ) -> Iterator[Nest]:
         """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
         try:
@@ -164,10 +176,10 @@ class ModelSteps:
                 batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
             )
         except BatchError:
-            self._refuse(accumulation, CANNOT_SPLIT)
+            self._refuse(accumulation, CANNOT_SPLIT, add=add)
             raise
         if self.step is not None:
-            self._refuse(accumulation, IN_ANOTHER_LOOP)
+            self._refuse(accumulation, IN_ANOTHER_LOOP, add=add)
             raise MicroBatchError(
                 "a step began before the one before it had ended: end each micro_batches loop of a model before "
                 "the next one, or call reduce_gradients() after the micro batches; neither of the two steps has a "
@@ -176,7 +188,7 @@ class ModelSteps:
             )
         num_entered, step = MicroBatchScope.num_entered, self.begin(accumulation)
         try:
-            step.announce(max(counts), reduction, self._look_at(batch) if step.is_checked else 0)
+            step.announce(max(counts), reduction, self._look_at(batch) if step.is_checked else 0, add=add)
         except BaseException:
             self.abandon()
             raise
@@ -185,7 +197,7 @@ class ModelSteps:
                 counted = 1.0 if reduction == "sum" and weights is None else weight
                 with MicroBatchScope(self, step, index, counted):
                     yield to_device(content, self.gradients.device)
-        self.finish(reduction)
+        self.finish(reduction, add=add)
         MicroBatchScope.mark_beside(num_entered)
 
     def _look_at(self, batch: Nest) -> int:
@@ -212,7 +224,7 @@ class ModelSteps:
                 self._end()
             raise
 
-    def finish(self, reduction: MeanOrSum) -> None:
+    def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
         check_reduction(reduction)
         if self.step is None and self._left_at is not None:
@@ -220,11 +232,13 @@ class ModelSteps:
             raise error
         step = self.step or self.begin(1)
         try:
-            step.finish(reduction)
+            step.finish(reduction, add=add)
         except BaseException:
             self.abandon()
             raise
         self._checked_steps.end_step()
+        if not self._is_joint:
+            self._join()
         self._end()
 
     def abandon(self, reason: str = LEFT) -> None:
@@ -232,19 +246,19 @@ class ModelSteps:
         if self.step is not None:
             self.step.abandon()
             self._end()
-            outside_step.lose_step(self, self._module, reason)
+            optimizer_steps.lose_step(self, self._module, reason)
 
     def leave(self, index: int | None, reason: str) -> None:
         """Abandon the step in micro batch ``index`` of a loop of the program's own; None in ``micro_batches``."""
         self._left_at = index
         self.abandon(reason)
 
-    def _refuse(self, accumulation: int, refusal: float) -> None:
+    def _refuse(self, accumulation: int, refusal: float, *, add: bool) -> None:
         """Make no step, nor the one that is open, and tell the others so; there are no gradients anywhere."""
         self.abandon()
         self.gradients.clear()
-        refuse_step(context.current_group(), accumulation, refusal)
-        outside_step.lose_step(self, self._module, LEFT)
+        refuse_step(context.current_group(), accumulation, refusal, add=add)
+        optimizer_steps.lose_step(self, self._module, LEFT)
 
     def _left_error(self) -> MicroBatchError:
         return MicroBatchError(
@@ -254,8 +268,8 @@ class ModelSteps:
 
     def _end(self) -> None:
         self.step = self.automatic.step = None
-        self.automatic.is_computing = False
-        outside_step.end_step(self)
+        self.automatic.end_computing()
+        optimizer_steps.end_step(self)
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
             self.buffers.begin_pass()  # the next pass may be one outside the loop, which nothing announces
 
@@ -294,7 +308,7 @@ class MicroBatchScope:
 
     def __enter__(self) -> None:
         self._randomness.__enter__()
-        self._steps.automatic.is_computing = True
+        self._steps.automatic.begin_computing()
         MicroBatchScope.num_entered += 1
         self.number = MicroBatchScope.num_entered
         self._open.append(self)
@@ -304,7 +318,7 @@ class MicroBatchScope:
         self._randomness.__exit__()
         if error is not None and self._steps.step is not self._step:
             return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun
-        self._steps.automatic.is_computing = False
+        self._steps.automatic.end_computing()
         if error is not None:
             self._steps.leave(self._index, self.leaving)
             return

@@ -114,14 +114,18 @@ class ReplicatedModel(nn.Module):
         reduction: MeanOrSum = "mean",
         weights: Sequence[float] | None = None,
         split: Split | None = None,
+        add: bool = False,
     ) -> Iterator[Nest]:
         """Split this instance's combined batch into its replicas' micro batches; afterwards ``.grad`` is ready.
 
         Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. Every
         gradient is weighted by the samples it stands for, so ragged last steps are exact: when the loop has ended,
         ``.grad`` of each parameter is the mean over all samples of the job's step. It is added in float32
-        (float64 for parameters of double precision) and is None for a parameter that no replica used. The
-        gradients that were there before are dropped.
+        (float64 for parameters of double precision) and is None for a parameter that no replica used.
+
+        The loop begins without gradients. Those of before are dropped if a step of an optimizer has used them, or
+        a GradScaler has left it out for NaN or infinity, or an earlier call of the same step's closure made them,
+        or they came from another model's loop under this one's ``no_sync()``. Others are an error, or ``add``.
 
         A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
         none, and still takes part. Leaving the loop before its end (by break, return or an exception) abandons
@@ -139,6 +143,9 @@ class ReplicatedModel(nn.Module):
                 unless ``weights`` says more.
             weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
                 loss that is a mean over tokens. At least 0 each; 0 drops the gradient.
+            add: Add to the gradients of before which nothing has used, in place of an error: for an optimizer that
+                steps after several loops. The sum is that of the loops' results, in their order, whatever the
+                split. A GradScaler needs ``zero_grad()`` after its step then.
             split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
                 replica, None for one without samples. ``split=list`` takes a list of them.
 
@@ -148,13 +155,15 @@ class ReplicatedModel(nn.Module):
         Raises:
             BatchError: If the batch cannot be split, a weight is negative, or the whole job has no sample in this
                 step.
-            GradientError: If gradients are checked and one is not finite.
+            GradientError: If there are gradients of before that nothing has used, or gradients are checked and one
+                is not finite.
+            WeightsError: If a check finds weights that differ between instances, or were written in a micro batch.
             MicroBatchError: If an instance left its loop or could not split its batch.
             CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
             BackendError: If an instance was lost or did not come in time.
         """
         steps = self._model_steps
-        return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split)
+        return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split, add=add)
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1
@@ -169,8 +178,9 @@ class ReplicatedModel(nn.Module):
                     loss_fn(model(x), y).backward()
             model.reduce_gradients()
 
-        The first one drops the gradients that were there. Leaving it by an exception abandons the step, as
-        leaving ``micro_batches`` does.
+        The first one takes away the gradients that were there, as ``micro_batches`` does; whether the step adds to
+        them, :meth:`reduce_gradients` says. Leaving it by an exception abandons the step, as leaving
+        ``micro_batches`` does.
 
         Args:
             index: Among this instance's micro batches, replica by replica: local replica x accumulation + step.
@@ -184,7 +194,7 @@ class ReplicatedModel(nn.Module):
         accumulation = whole_number("accumulation", accumulation, BatchError)
         return self._model_steps.micro_batch(index, weight, accumulation)
 
-    def reduce_gradients(self, reduction: MeanOrSum = "mean") -> None:
+    def reduce_gradients(self, reduction: MeanOrSum = "mean", *, add: bool = False) -> None:
         """End a step: ``.grad`` of each parameter becomes that of all replicas, and buffers are made equal.
 
         Micro batches that were left out count as empty ones. Every instance calls it, also one without any.
@@ -192,12 +202,13 @@ class ReplicatedModel(nn.Module):
         Args:
             reduction: ``"mean"`` divides the sum of the weighted gradients by the sum of the weights; ``"sum"``
                 does not.
+            add: As of ``micro_batches``.
 
         Raises:
             BatchError: If the weights of the whole job add up to 0.
-            GradientError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
+            GradientError, WeightsError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
         """
-        self._model_steps.finish(reduction)
+        self._model_steps.finish(reduction, add=add)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

@@ -7,23 +7,23 @@ from torch import Tensor
 from popdist.errors import BatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
+from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.gradients.rows import GradientRows
 from popdist.progress import progress_page
 from popdist.training.python_state import take_fault
 from popdist.tree import TreeSum, finish
-from popdist.weights import ParameterSums
 
 
 class Step:
     """One step: made when it starts, given each micro batch's gradient, then finished or abandoned.
 
     Args:
-        memory: Of the gradients of the model's parameters. The ``.grad`` of those that are trained is set to None.
+        memory: Of the gradients of the model's parameters.
         buffers: Of the model.
+        total: The step's sum over all replicas of the job.
         accumulation: Micro batches of each local replica.
         is_checked: Whether the checks are made that cost time.
-        weights: Checksums of the model's parameters, where these are compared.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
     """
 
@@ -31,10 +31,10 @@ class Step:
         self,
         memory: GradientMemory,
         buffers: ReplicaBuffers,
+        total: GradientSum,
         *,
         accumulation: int,
         is_checked: bool,
-        weights: ParameterSums | None,
         checks_finite: bool,
     ) -> None:
         self.accumulation = accumulation
@@ -43,12 +43,11 @@ class Step:
         self._gradients = memory.gradients
         self._buffers = buffers
         self._checks_finite = checks_finite
-        self._sum = GradientSum(memory, buffers if memory.layout.num_replicas > 1 else None, weights)
+        self._sum = total
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
         self._position = 0
         self._not_finite: NotFinite | None = None
         self._current: GradientRows | None = None
-        self._gradients.clear()
         memory.begin_step()
         self._begin_replica()
         if memory.layout.num_replicas > 1:
@@ -59,9 +58,9 @@ class Step:
         self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
         self._has_run = False
 
-    def announce(self, heaviest: float, reduction: MeanOrSum, batch_digest: int) -> None:
+    def announce(self, heaviest: float, reduction: MeanOrSum, batch_digest: int, *, add: bool) -> None:
         """Tell the others that this instance begins a step of a whole batch, and its heaviest weight."""
-        self._sum.announce(self.accumulation, heaviest, reduction, batch_digest)
+        self._sum.announce(self.accumulation, heaviest, reduction, batch_digest, add=add)
 
     def begin(self, index: int, weight: float) -> int:
         """Get ready for micro batch ``index``, which counts ``weight``; those left out before it have no samples.
@@ -100,11 +99,11 @@ class Step:
         self._has_run = True
         self._push(rows, weight)
 
-    def finish(self, reduction: MeanOrSum) -> None:
+    def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.unit()
         self._skip_to(self._num_micro_batches)
-        self._sum.finish(reduction, self._not_finite, self._buffers.fault or take_fault())
+        self._sum.finish(reduction, self._not_finite, self._buffers.fault or take_fault(), add=add)
         self._buffers.end_step()
 
     def abandon(self) -> None:
@@ -156,22 +155,26 @@ class PlainStep:
     without popdist.
 
     Args:
-        gradients: Of the model's parameters. The ``.grad`` of those that are trained is set to None.
+        gradients: Of the model's parameters.
+        old: Those of before, which have been taken away.
         is_checked: Whether the checks are made that cost time.
         checks_finite: Whether to look for NaN and infinity in the gradient.
     """
 
     accumulation = 1
 
-    def __init__(self, gradients: ModelGradients, *, is_checked: bool, checks_finite: bool) -> None:
+    def __init__(
+        self, gradients: ModelGradients, old: OldGradients, *, is_checked: bool, checks_finite: bool
+    ) -> None:
         self.is_checked = is_checked
         self._gradients = gradients
+        self._old = old
         self._checks_finite = checks_finite
         self._weight: float | None = None
-        gradients.clear()
 
-    def announce(self, heaviest: float, _reduction: MeanOrSum, _batch_digest: int) -> None:
-        """Check that the micro batch weighs something."""
+    def announce(self, heaviest: float, _reduction: MeanOrSum, _batch_digest: int, *, add: bool) -> None:
+        """Check that the micro batch weighs something, and what becomes of the gradients of before."""
+        self._settle_old(add=add)
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
 
@@ -189,8 +192,9 @@ class PlainStep:
         """The micro batch has seen its backward passes."""
         self._weight = weight
 
-    def finish(self, reduction: MeanOrSum) -> None:
+    def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Leave each ``.grad`` as it is; for a sum, times the weight."""
+        self._settle_old(add=add)
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
         if self._checks_finite and self._weight:
@@ -203,7 +207,13 @@ class PlainStep:
             rows = gradients.make_rows()
             gradients.fill(rows, times=self._weight or 0.0)
             gradients.give(rows, gradients.used())
+        if add:
+            self._old.add_to_new()
         progress_page.count_step()
+
+    def _settle_old(self, *, add: bool) -> None:
+        if number := self._old.number(add=add):
+            self._old.settle({0: number}, add=add)
 
     def abandon(self) -> None:
         """Leave without a gradient."""
