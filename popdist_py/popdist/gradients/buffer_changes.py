@@ -165,7 +165,7 @@ def raise_fault(group: Group, fault: str | None) -> None:
     Raises:
         WeightsError: The fault of the first instance that has one.
     """
-    faults = gather_bytes(group, "tell what is wrong", (fault or "").encode())
-    instance, told = next((i, data) for i, data in zip(group.instances, faults, strict=True) if data)
-    where = "" if len(group.instances) == 1 else f" (found on instance {instance})"
-    raise WeightsError(told.decode() + where)
+    told = gather_bytes(group, "tell what is wrong", (fault or "").encode())
+    faults = {instance: data.decode() for instance, data in zip(group.instances, told, strict=True) if data}
+    where = "" if len(group.instances) == 1 else f" (found on {name_instances(faults)})"
+    raise WeightsError(next(iter(faults.values())) + where)

@@ -101,6 +101,10 @@ class ModelBuffers:
         self.apart: dict[str, tuple[int, int] | None] = {}
         self._described: tuple[list[int], str] = ([], "no buffers")
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.buffers)
+
     def __str__(self) -> str:
         """What must be the same on all instances, in words."""
         key = [id(buffer.tensor) for buffer in self.buffers.values()]

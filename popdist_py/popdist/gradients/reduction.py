@@ -349,7 +349,7 @@ class GradientSum:
                 one for sums that are there already; the same number on all instances, or none of these.
         """
         weights = as_words(self._weights.nodes.values())
-        text = f"add gradients({self._gradients}" + (")" if self._buffers is None else f", {self._buffers})")
+        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
         text += " to those of before" * self._adds
         first = [self._weights_word, self._number_of_old] if self._announced is None else [0, 0]
         numbers = [_STATES.index(state), self._changes.digest, way, *first]
