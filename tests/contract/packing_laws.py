@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import popdist
+from popdist.data.epoch import Permutation
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.packing import (
     Packed,
@@ -15,11 +17,13 @@ from popdist.packing import (
     Packing,
     attention_mask,
     label_counts,
+    lpfhp,
     pack_stream,
     packed_loader,
     token_mean,
     unpack,
 )
+from popdist.packing.packed_rows import PackedRows
 from tests.contract.collective_laws import refused
 
 TIMEOUT_SECONDS = 300.0
@@ -158,6 +162,35 @@ def law_the_instances_of_a_host_read_one_order() -> None:
     finally:
         packed_loader.SHARED_BYTES = limit  # type: ignore[misc] # as above
     assert shared == [batch.indices for batch in loader()]
+
+
+def law_a_run_goes_on_at_another_split() -> None:
+    """A position after eight rows means the same rows in every world."""
+    lengths = np.array(LENGTHS)
+    strategy = lpfhp(np.bincount(lengths)[1:], 16)
+    first = Permutation(strategy.num_packs, seed=3, epoch=1).indices(np.arange(8)).tolist()
+    rows = PackedRows(lengths, strategy, seed=3, shuffle=True)
+    seen = {sample for row in rows.samples(first, 1) for sample in row}
+    made = loader()
+    made.load_state_dict(made.state_dict() | {"epoch": 1, "position": 8})
+    rest = torch.tensor([index for batch in made for index in batch.indices], dtype=torch.int64)
+    assert sorted(popdist.gather(rest).tolist()) == sorted(set(range(len(TEXTS))) - seen)
+
+
+def law_lengths_are_counted_in_parts() -> None:
+    """Each instance asks its part of the samples; what fails on one is an error on all."""
+    asked: list[int] = []
+
+    def count(sample: dict[str, Any]) -> int:
+        asked.append(sample["topic"])
+        return len(sample["input_ids"])
+
+    indices = [batch.indices for batch in loader(packing={"lengths": count})]
+    assert indices == [batch.indices for batch in loader()]
+    assert popdist.all_reduce(torch.tensor(len(asked))).item() == len(TEXTS)
+    if popdist.num_instances() > 1:
+        with refused(popdist.PopdistError, r"gave None for sample 60|could not be counted on another instance"):
+            loader(packing={"lengths": lambda sample: None if sample is TEXTS[60] else 1})
 
 
 def law_instances_that_differ_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Packed datasets: every sample once an epoch, in rows that follow from seed, epoch and strategy alone."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from popdist.packing import PackedBatch, Packing, StreamRow, lpfhp, optimal, pac
 from popdist.packing.packed_rows import PackedRows
 from popdist.packing.sample_lengths import cut_to_fit
 from popdist.packing.strategies import Algorithm
+from tests.docs.markdown import ROOT
 
 PADDING = {"input_ids": 0}
 
@@ -259,15 +261,16 @@ def test_an_empty_dataset_is_an_error() -> None:
 
 def test_a_stream_is_packed_over_a_buffer() -> None:
     """All samples, in rows that fit, nearly full; the same again, whatever reads them."""
-    lengths = np.random.default_rng(0).integers(1, 100, 5000).tolist()
-    packed = pack_stream([[i] * length for i, length in enumerate(lengths)], 128, buffer=500, length_of=len)
+    counts = np.array(json.loads((ROOT / "benchmarks/data/packing_histograms.json").read_text())["wikipedia-512"])
+    lengths = (np.random.default_rng(0).choice(512, 10_000, p=counts / counts.sum()) + 1).tolist()
+    packed = pack_stream([range(i, i + length) for i, length in enumerate(lengths)], 512, length_of=len)
     rows = list(packed)
 
-    assert sorted(sample[0] for row in rows for sample in row) == list(range(5000))
-    assert all(row.num_tokens == sum(map(len, row)) <= 128 for row in rows)
-    assert sum(lengths) / (128 * len(rows)) > 0.98
+    assert sorted(sample.start for row in rows for sample in row) == list(range(10_000))
+    assert all(row.num_tokens == sum(map(len, row)) <= 512 for row in rows)
+    assert sum(lengths) / (512 * len(rows)) > 0.98
     assert rows == list(packed)
-    assert all(len(row) <= 2 for row in pack_stream(lengths, 128, length_of=int, max_sequences_per_pack=2))
+    assert all(len(row) <= 2 for row in pack_stream(lengths, 512, length_of=int, max_sequences_per_pack=2))
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,11 @@ class Packing:
         rows = PackedRows(pieces.lengths, self._strategy_for(pieces), seed=plan.seed, shuffle=plan.shuffle)
         if context.is_initialized():
             rows.ordered = _once_on_host(rows.ordered)
+            pieces = replace(
+                pieces,
+                lengths=_once_on_host(pieces.lengths),
+                whole_lengths=_once_on_host(pieces.whole_lengths),
+            )
         return _map_loader(_PackedFetcher(dataset, collation, rows, pieces), rows, plan, options)
 
     def _pieces(self, dataset: Any, num_workers: int) -> Pieces:  # noqa: ANN401 - as above
@@ -378,6 +383,6 @@ def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
     if host.rank:
         block.release()
     else:
-        block.mine.copy_(torch.from_numpy(numbers.view(np.uint8)))
+        block.mine.copy_(torch.from_numpy(np.ascontiguousarray(numbers).view(np.uint8)))
     host.barrier()
     return block.of(0).numpy().view(numbers.dtype)

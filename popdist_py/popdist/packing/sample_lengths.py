@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from popdist import context
-from popdist.errors import DatasetError
+from popdist.collectives import gather
+from popdist.errors import CollectiveError, DatasetError
 from popdist.instances import first_on_host, is_main
+from popdist.layout import part
 
 TooLong = Literal["error", "truncate", "drop", "split"]
 
@@ -29,6 +32,9 @@ LengthSource = Iterable[int] | str | Callable[[Any], int]
 """One number for each sample, the name of a column, or a function of a sample."""
 
 _COUNTING_BATCH: Final = 256
+
+_FAILED: Final = -(2**62)
+"""What an instance tells in place of lengths when it could not count them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +182,9 @@ def _count_or_load(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Count, once on each host where a cache is given."""
+    """Count: each instance a part, or with a cache one instance of each host for all."""
     if cache is None:
-        return _count(_Counted(dataset, length_of), num_workers)
+        return _count_parts(_Counted(dataset, length_of), num_workers)
     path = Path(cache)
     if not context.is_initialized():
         return _load(path, len(dataset)) if path.exists() else _save(path, dataset, length_of, num_workers)
@@ -186,6 +192,24 @@ def _count_or_load(
         if not path.exists():
             return _save(path, dataset, length_of, num_workers)
     return _load(path, len(dataset))
+
+
+def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
+    """Each instance counts its part of the samples, and tells the others."""
+    if not context.is_initialized() or (num_instances := context.environment().contract.num_instances) == 1:
+        return _count(counted, num_workers)
+    own = part(range(len(counted)), context.environment().contract.instance_index, num_instances)
+    try:
+        lengths = _count(Subset(counted, own), num_workers)
+    except BaseException:
+        gather(torch.tensor([_FAILED]))
+        raise
+    told: NDArray[np.int64] = gather(torch.from_numpy(lengths)).numpy()
+    if _FAILED in told:
+        raise CollectiveError(
+            "the lengths of samples could not be counted on another instance; see the error there"
+        )
+    return told
 
 
 def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers: int) -> NDArray[np.int64]:  # noqa: ANN401 - as above
@@ -225,12 +249,12 @@ def _load(path: Path, num_samples: int) -> NDArray[np.int64]:
     return found
 
 
-def _count(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
+def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
     """Ask each sample, in workers; a terminal shows how far it is."""
     loader = DataLoader(counted, batch_size=_COUNTING_BATCH, num_workers=num_workers, collate_fn=list)
-    lengths = np.empty(len(counted), np.int64)
+    lengths = np.empty(len(loader.dataset), np.int64)  # type: ignore[arg-type] # it has a length
     done = 0
-    for numbers in _shown(loader, len(counted)):
+    for numbers in _shown(loader, len(lengths)):
         lengths[done : done + len(numbers)] = numbers
         done += len(numbers)
     return lengths
