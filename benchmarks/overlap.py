@@ -17,7 +17,7 @@ from unittest import mock
 
 from measuring.documents import put, table
 from measuring.medians import median
-from step import Shape, Step, ddp_step, group, interval, measure, nothing, replicated_step, share
+from step import Shape, Step, ddp_step, drifting, group, interval, measure, nothing, replicated_step, share
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
@@ -56,7 +56,7 @@ def without_sum(step: Step) -> Step:
     """``step`` with the gradients of this instance alone."""
 
     def changed() -> None:
-        with mock.patch.object(reduction, "add_instances"):
+        with mock.patch.object(reduction, "add_instances"), drifting():
             step()
 
     return changed

@@ -34,11 +34,12 @@ def train(packing: str, folder: Path, epochs: int, most: int) -> Steps:
     return steps
 
 
-def smooth(steps: Steps) -> tuple[list[float], list[float]]:
-    """Millions of real tokens, and the mean loss of the steps around."""
+def smooth(steps: Steps) -> tuple[list[float], list[float], list[float]]:
+    """Millions of real tokens, seconds, and the mean loss of the steps around."""
     losses, size = [loss for _, _, loss in steps], min(MEAN_OF, len(steps))
     means = [sum(losses[i : i + size]) / size for i in range(len(losses) - size + 1)]
-    return [tokens / 1e6 for tokens, _, _ in steps[size // 2 :][: len(means)]], means
+    middle = steps[size // 2 :][: len(means)]
+    return [tokens / 1e6 for tokens, _, _ in middle], [seconds for _, seconds, _ in middle], means
 
 
 def plot(runs: dict[str, Steps], path: Path) -> None:
@@ -50,8 +51,7 @@ def plot(runs: dict[str, Steps], path: Path) -> None:
 
     figure, (over_tokens, over_time) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for name, steps in runs.items():
-        tokens, losses = smooth(steps)
-        seconds = [second for _, second, _ in steps[MEAN_OF // 2 :][: len(losses)]]
+        tokens, seconds, losses = smooth(steps)
         style = {"linewidth": 3.0, "alpha": 0.5} if name == "none" else {"linewidth": 1.2}
         over_tokens.plot(tokens, losses, label=NAMES[name], **style)
         over_time.plot(seconds, losses, label=NAMES[name], **style)

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import popdist
 from popdist.host_memory.row_reduction import Reduction
+from popdist.training.checks import CheckedSteps
 
 Step = Callable[[], None]
 
@@ -76,11 +77,16 @@ def loops(shape: Shape) -> dict[str, Step]:
     without = replicated_step(shape)
 
     def quiet() -> None:
-        with mock.patch.object(Reduction, "run", return_value=None):
+        with mock.patch.object(Reduction, "run", return_value=None), drifting():
             without()
 
     made["ReplicatedModel, none"] = quiet
     return made
+
+
+def drifting() -> AbstractContextManager[object]:
+    """Within it no check looks at weights, which drift apart where gradients are not reduced."""
+    return mock.patch.object(CheckedSteps, "is_next_checked", return_value=False)
 
 
 def nothing(_state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
