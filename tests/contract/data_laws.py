@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
 import popdist
 from popdist.data.batch import Batch
@@ -22,10 +22,10 @@ from tests.contract.collective_laws import refused
 TIMEOUT_SECONDS = 300.0
 
 
-def run_all(directory: Path) -> int:
-    """Every law, in the order of this file; how many there were."""
+def run_all(directory: Path, prefix: str = "law_") -> int:
+    """Every law, or those that begin so, in the order of this file; how many there were."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    laws = [law for name, law in globals().items() if name.startswith("law_")]
+    laws = [law for name, law in globals().items() if name.startswith(prefix)]
     for number, law in enumerate(laws):
         popdist.barrier()
         law(directory / str(number))
@@ -205,6 +205,68 @@ def law_the_state_is_that_of_the_loop(_directory: Path) -> None:
         assert received(first) + received(list(rest)) == whole
         assert received(list(loader)) == received(list(rest))
         assert loader.state_dict() == rest.state_dict() == {**loader.state_dict(), "epoch": 2, "position": 0}
+
+
+class Repeated:
+    """A sampler that gives each index three times, in an order drawn for each epoch; or the mistake it is told."""
+
+    def __init__(self, wrong: Any = None) -> None:  # noqa: ANN401 - anything
+        self.wrong = wrong
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.wrong, Exception):
+            raise self.wrong
+        order = [number for number in torch.randperm(61).tolist() for _ in range(3)]
+        return iter(order if self.wrong is None else [*order[:-1], self.wrong])
+
+
+def weighted() -> WeightedRandomSampler:
+    """Draws 80 times, some samples more often than others."""
+    return WeightedRandomSampler([1.0 + number for number in range(61)], 80)
+
+
+def run_sampler_laws(directory: Path) -> tuple[int, list[float]]:
+    """How many laws of samplers there were, and two epochs, which are the same for any split."""
+    num_laws = run_all(directory, "law_sampled_")
+    loader = popdist.data_loader(Augmented(), 2, 2, sampler=weighted())
+    return num_laws, received(list(loader)) + received(list(loader))
+
+
+def law_sampled_epochs_are_resumed(_directory: Path) -> None:
+    """In the middle, in steps of other sizes, with workers as well; each index as often as it was given."""
+    for make, length, num_workers in ((weighted, 80, 1), (Repeated, 183, 0)):
+        loader = popdist.data_loader(Augmented(), 2, sampler=make())
+        first = received(list(itertools.islice(loader, 2)))
+        rest = popdist.data_loader(Augmented(), 3, 2, sampler=make(), num_workers=num_workers)
+        rest.load_state_dict(loader.state_dict())
+        found = first + received(list(rest))
+        assert len(found) == 4 * length
+        whole = popdist.data_loader(Augmented(), 4, sampler=make())
+        assert found == received(list(whole))
+        assert received(list(rest)) == received(list(whole)) != found
+
+
+def law_sampled_indices_are_the_same_everywhere(_directory: Path) -> None:
+    """Each hears who has others, or that one has failed; the one that failed has its own error."""
+    if popdist.num_instances() == 1:
+        return
+    last = popdist.num_instances() - 1
+    generator = torch.Generator().manual_seed(int(is_last()))
+    loader = popdist.data_loader(Augmented(), 2, sampler=RandomSampler(range(61), generator=generator))
+    with refused(
+        popdist.CollectiveError, rf"RandomSampler gave other indices in epoch 0 on.* on instance {last}:"
+    ):
+        iter(loader)
+    loader = popdist.data_loader(Augmented(), 2, sampler=Repeated(KeyError("weights") if is_last() else None))
+    others = refused(popdist.CollectiveError, rf"Repeated failed on instance {last} in epoch 0")
+    with pytest.raises(KeyError, match="weights") if is_last() else others:
+        iter(loader)
+    loader = popdist.data_loader(Augmented(), 2, sampler=Repeated(61))
+    with refused(popdist.DatasetError, "Repeated gave 61 at position 182"):
+        iter(loader)
+    with refused(popdist.CollectiveError, rf"data_loader of 61 samples with a (list|range).*instance {last}: "):
+        popdist.data_loader(Augmented(), 2, sampler=[1] * 9 if is_last() else range(9))
+    popdist.barrier()
 
 
 class Stream:

@@ -25,3 +25,19 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int,
         timeout_seconds=DEADLINE_SECONDS,
     )
     assert counts == [len([name for name in vars(data_laws) if name.startswith("law_")])] * num_instances
+
+
+def test_samplers(forked_world: ForkedWorlds, tmp_path: Path) -> None:
+    """The laws of samplers, and the same epochs however four replicas are dealt to instances."""
+    found = [
+        forked_world(
+            data_laws.run_sampler_laws,
+            tmp_path,
+            num_instances=num_instances,
+            num_replicas=4,
+            timeout_seconds=DEADLINE_SECONDS,
+        )
+        for num_instances in (1, 2, 4)
+    ]
+    assert all(world == [found[0][0]] * num for world, num in zip(found, (1, 2, 4), strict=True))
+    assert found[0][0][0] == 2

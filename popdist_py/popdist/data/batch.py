@@ -44,6 +44,7 @@ class Share(NamedTuple):
         stop: Position in the epoch at which the next step begins, over all replicas.
         num_samples_job: Samples of the step over all replicas of the job.
         indices: Of this instance's samples in the dataset (or numbers in the stream), replica by replica.
+        positions: Where these stand in the order of a sampler, which may give an index twice; None without one.
     """
 
     epoch: int
@@ -51,6 +52,7 @@ class Share(NamedTuple):
     stop: int
     num_samples_job: int
     indices: list[int]
+    positions: range | None = None
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
         """The indices of each micro batch, of ``num_replicas`` local replicas one after the other."""

@@ -1,43 +1,21 @@
 """The loader that feeds one instance's replicas: torch's DataLoader, with the micro batches made one by one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple, Protocol
 
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import default_collate
 
 from popdist import context
-from popdist.data.batch import Share
-from popdist.data.epoch import EpochPlan, check_sizes, deal_epoch, plan_epochs
+from popdist.data.epoch import EpochPlan, check_sizes, length_of, plan_epochs
 from popdist.data.fetching import Collate, Collation, MapFetcher
 from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
+from popdist.data.sampler import EpochShares
+from popdist.data.sampler_order import SampledLoader, SampledPosition, SampledShares, check_sampler
 from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import DatasetError
 
-_DEALING_OPTIONS: Final = frozenset({"batch_size", "sampler", "batch_sampler", "in_order"})
-
-
-class EpochShares(Sampler[Share]):
-    """This instance's share of each step of the epoch that is being started."""
-
-    def __init__(self, plan: EpochPlan, replicas: range, position: EpochPosition) -> None:
-        self._plan = plan
-        self._replicas = replicas
-        self._position = position
-
-    def __len__(self) -> int:
-        return self._plan.num_steps()
-
-    def set_epoch(self, epoch: int) -> None:
-        """As the loader's, for programs that know it of DistributedSampler."""
-        self._position.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Share]:
-        return self._shares(self._position.epoch, deal_epoch(self._plan, self._replicas, self._position))
-
-    def _shares(self, epoch: int, steps: Iterator[tuple[range, list[int]]]) -> Iterator[Share]:
-        for number, (step, indices) in enumerate(steps):
-            yield Share(epoch=epoch, step=number, stop=step.stop, num_samples_job=len(step), indices=indices)
+_DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})
 
 
 class LoaderPlan(NamedTuple):
@@ -71,6 +49,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
+    sampler: Iterable[int] | None = None,
     collate_fn: Collate | None = None,
     packing: LoaderMaker | None = None,
     **options: Any,  # noqa: ANN401 - torch's own
@@ -86,6 +65,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     from ``seed``, the epoch and the sample's index, and those of ``collate_fn`` from its first sample: neither the
     split nor the number of workers changes them, and without workers the process's own random state stays as it
     was. (A dataset that reads a list of samples at once with ``__getitems__`` draws once for each micro batch.)
+    With a ``sampler`` they follow from the sample's place in its order: an index that comes twice draws twice.
 
     Args:
         dataset: Map-style: a length, and a sample for each index. A stream comes as ``shard_iterable(stream)``.
@@ -94,6 +74,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
         shuffle: Another order in each epoch; else the order of the dataset.
         seed: Chooses the orders and the random numbers. Must be the same on all instances.
         drop_last: Leave out a remainder smaller than a full step.
+        sampler: Gives the indices of each epoch, as torch's samplers do, all of them on every instance.
         collate_fn: Makes a micro batch of a list of samples; None means torch's own.
         packing: ``popdist.packing.Packing(...)`` puts several samples into one row. Both sizes then count rows.
         **options: Anything else that DataLoader takes, such as ``num_workers=4``, ``pin_memory=True``,
@@ -106,10 +87,9 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
             loader; a loader that was made before ``popdist.init()`` finds out when it is first iterated over.
     """
     _refuse_dealing(options)
-    if micro_batch_size is None:
-        raise DatasetError("data_loader(dataset, micro_batch_size): say how many samples a micro batch has")
+    _refuse_order(dataset, sampler, shuffle=shuffle, is_packed=packing is not None)
+    plan = LoaderPlan(_stated(micro_batch_size), accumulation, shuffle, seed, drop_last)
     if packing is not None:
-        plan = LoaderPlan(micro_batch_size, accumulation, shuffle, seed, drop_last)
         return packing.make_loader(dataset, plan, collate_fn, options)
     collation = Collation(
         collate_fn=collate_fn or default_collate,
@@ -117,11 +97,16 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
         accumulation=accumulation,
         seed=seed,
     )
-    if not isinstance(dataset, ShardedIterable):
-        return _map_loader(dataset, micro_batch_size, collation, options, shuffle=shuffle, drop_last=drop_last)
-    if shuffle:
-        raise DatasetError("shuffle=True: a stream has no indices to shuffle; shuffle it where it is made")
-    return _stream_loader(dataset, micro_batch_size, collation, options, drop_last=drop_last)
+    if sampler is not None:
+        return _sampled_loader(dataset, sampler, plan, collation, options)
+    make = _stream_loader if isinstance(dataset, ShardedIterable) else _map_loader
+    return make(dataset, plan, collation, options)
+
+
+def _stated(micro_batch_size: int | None) -> int:
+    if micro_batch_size is None:
+        raise DatasetError("data_loader(dataset, micro_batch_size): say how many samples a micro batch has")
+    return micro_batch_size
 
 
 def _refuse_dealing(options: dict[str, Any]) -> None:
@@ -133,46 +118,83 @@ def _refuse_dealing(options: dict[str, Any]) -> None:
     if refused := sorted(_DEALING_OPTIONS & options.keys()):
         raise DatasetError(
             f"{' and '.join(refused)}: data_loader deals the samples itself; say micro_batch_size, accumulation, "
-            "shuffle, seed and drop_last"
+            "shuffle, seed and drop_last, or give a sampler="
         )
+
+
+def _refuse_order(dataset: object, sampler: object, *, shuffle: bool, is_packed: bool) -> None:
+    """Refuse two orders, and one for what has none."""
+    is_stream = isinstance(dataset, ShardedIterable)
+    if sampler is None:
+        if is_stream and shuffle and not is_packed:
+            raise DatasetError("shuffle=True: a stream has no indices to shuffle; shuffle it where it is made")
+        return
+    if shuffle:
+        raise DatasetError("sampler= with shuffle=True: the sampler makes the order, so leave shuffle out")
+    if is_packed:
+        raise DatasetError("sampler= with packing=: rows are packed from all samples, so leave one of them out")
+    if is_stream:
+        raise DatasetError("sampler= with a stream, which has no samples at indices: leave the sampler out")
+    check_sampler(sampler)
+
+
+def _sampled_loader(
+    dataset: Any,  # noqa: ANN401 - as above
+    sampler: Iterable[int],
+    plan: LoaderPlan,
+    collation: Collation,
+    options: dict[str, Any],
+) -> ReplicaLoader:
+    micro_batch_size, accumulation, _, seed, drop_last = plan
+    contract = context.environment().contract
+    check_sizes(micro_batch_size, accumulation)
+    epochs = EpochPlan(
+        length=length_of(dataset),
+        num_replicas=contract.num_replicas,
+        samples_per_replica=micro_batch_size * accumulation,
+        drop_last=drop_last,
+    )
+    position = SampledPosition(
+        "data_loader with a sampler",
+        {"num_samples": epochs.length, "sampler": True, "seed": seed},
+        f"data_loader of {epochs.length} samples with a {type(sampler).__name__}, {micro_batch_size=}, "
+        f"{accumulation=}, {seed=}, {drop_last=}",
+    )
+    shares = SampledShares(sampler, epochs, contract.layout.replicas_of(contract.instance_index), position)
+    return SampledLoader(MapFetcher(dataset, collation), shares, position, accumulation, options)
 
 
 def _map_loader(
     dataset: Any,  # noqa: ANN401 - as above
-    micro_batch_size: int,
+    plan: LoaderPlan,
     collation: Collation,
     options: dict[str, Any],
-    *,
-    shuffle: bool,
-    drop_last: bool,
 ) -> ReplicaLoader:
+    micro_batch_size, accumulation, shuffle, seed, drop_last = plan
     contract = context.environment().contract
-    accumulation, seed = collation.accumulation, collation.seed
-    plan = plan_epochs(dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last)
+    epochs = plan_epochs(dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last)
     position = EpochPosition(
         "data_loader",
-        {"length": plan.length, "shuffle": shuffle, "seed": seed},
-        f"data_loader of {plan.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
+        {"length": epochs.length, "shuffle": shuffle, "seed": seed},
+        f"data_loader of {epochs.length} samples, {micro_batch_size=}, {accumulation=}, {shuffle=}, {seed=}, "
         f"{drop_last=}",
     )
-    shares = EpochShares(plan, contract.layout.replicas_of(contract.instance_index), position)
+    shares = EpochShares(epochs, contract.layout.replicas_of(contract.instance_index), position)
     return ReplicaLoader(MapFetcher(dataset, collation), position, accumulation, {"sampler": shares, **options})
 
 
 def _stream_loader(
     dataset: ShardedIterable,
-    micro_batch_size: int,
+    plan: LoaderPlan,
     collation: Collation,
     options: dict[str, Any],
-    *,
-    drop_last: bool,
 ) -> ReplicaLoader:
-    accumulation = collation.accumulation
+    micro_batch_size, accumulation, _, seed, drop_last = plan
     check_sizes(micro_batch_size, accumulation)
     position = EpochPosition(
         "data_loader",
-        {"seed": collation.seed},
-        f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, seed={collation.seed}, {drop_last=}",
+        {"seed": seed},
+        f"data_loader of a stream, {micro_batch_size=}, {accumulation=}, {seed=}, {drop_last=}",
     )
     fetcher = StreamFetcher(dataset, collation, micro_batch_size * accumulation, drop_last=drop_last)
     return StreamLoader(fetcher, position, accumulation, options, ends_with_first=drop_last)

@@ -16,7 +16,7 @@ cryptography: an adversary could predict it.
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,13 @@ _WORD: Final = 2**64 - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
 _SECOND_FACTOR: Final = 0x94D049BB133111EB
+
+
+class Order(Protocol):
+    """The order of one epoch."""
+
+    def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The indices of the dataset at ``positions``, in their order and shape."""
 
 
 class Permutation:
@@ -184,7 +191,7 @@ def plan_epochs(
     """
     check_sizes(micro_batch_size, accumulation)
     plan = EpochPlan(
-        length=_length(length_or_dataset, num_replicas),
+        length=length_of(length_or_dataset, num_replicas),
         num_replicas=num_replicas,
         samples_per_replica=micro_batch_size * accumulation,
         drop_last=drop_last,
@@ -208,26 +215,28 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
     whole_number("accumulation", accumulation, DatasetError)
 
 
-def deal_epoch(plan: EpochPlan, replicas: range, position: EpochPosition) -> Iterator[tuple[range, list[int]]]:
+def deal_epoch(
+    plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
+) -> Iterator[tuple[range, list[int]]]:
     """The rest of the epoch in which ``position`` stands when this is called, step by step.
 
     Args:
         plan: How the epoch is dealt.
         replicas: Consecutive replicas, by their job-wide numbers.
-        position: Tells epoch, place and order; what becomes of it later plays no part.
+        position: Tells epoch, place and shuffle; what becomes of it later plays no part.
+        order: What takes the place of the dataset's order and its shuffle; None for these.
 
     Returns:
         For each step its positions, over all replicas of the job, and the dataset's indices of the samples that
         ``replicas`` see, first replica first.
     """
-    order = None
-    if position.identity["shuffle"]:
+    if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
     return _deal(plan, replicas, plan.steps(position.num_read), order)
 
 
 def _deal(
-    plan: EpochPlan, replicas: range, steps: Iterator[range], order: Permutation | None
+    plan: EpochPlan, replicas: range, steps: Iterator[range], order: Order | None
 ) -> Iterator[tuple[range, list[int]]]:
     size, largest = (max(1, size // (plan.samples_per_replica * len(replicas))) for size in LOOKUP_SIZES)
     while ahead := list(islice(steps, size)):
@@ -239,7 +248,12 @@ def _deal(
         size = min(_GROWTH * size, largest)
 
 
-def _length(length_or_dataset: Any, num_replicas: int) -> int:  # noqa: ANN401 - what was given, checked here
+def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:  # noqa: ANN401 - what was given, checked here
+    """How many samples there are.
+
+    Raises:
+        DatasetError: If that is not known, or fewer than ``num_replicas``.
+    """
     if isinstance(length_or_dataset, IterableDataset):
         raise DatasetError(
             f"{type(length_or_dataset).__name__} is a stream, which has no samples at indices: give it to "

@@ -44,7 +44,7 @@ class Collation:
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
     def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes
-        """One micro batch of ``samples``, of which the first has the index ``first``.
+        """One micro batch of ``samples``; what is drawn for it follows from ``first``, as for its first sample.
 
         Raises:
             BatchError: If the collate function returns None.
@@ -92,20 +92,28 @@ class MapFetcher(Dataset[Any]):
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 
     def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:
+        split = seeded = self._collation.split(share)
+        if share.positions is not None:
+            seeded = self._collation.split(share._replace(indices=list(share.positions)))
         return [
-            self._collation.collate(self._read(indices, share.epoch, reseed), share.epoch, indices[0], reseed)
+            self._collation.collate(
+                self._read(indices, numbers, share.epoch, reseed), share.epoch, numbers[0], reseed
+            )
             if indices
             else None
-            for indices in self._collation.split(share)
+            for indices, numbers in zip(split, seeded, strict=True)
         ]
 
-    def _read(self, indices: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
-        """The samples; a dataset that reads a list of them at once draws for all as for the first one."""
+    def _read(self, indices: list[int], numbers: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
+        """The samples, whose random numbers follow from ``numbers``.
+
+        A dataset that reads a list of them at once draws for all as for the first one.
+        """
         dataset = self.dataset
         read_all = getattr(dataset, "__getitems__", None)
         if reseed is None:
             return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
-        seeds = self._collation.seeds(epoch, indices)
+        seeds = self._collation.seeds(epoch, numbers)
         if read_all is not None and not isinstance(dataset, Subset):
             reseed(seeds[0])
             return list(read_all(indices))

@@ -1,11 +1,12 @@
-"""The batch sampler that feeds one instance's replicas, exactly once an epoch, resumable at any size."""
+"""The samplers that feed one instance's replicas, exactly once an epoch, resumable at any size."""
 
 from collections.abc import Iterator, Sized
 
 from torch.utils.data import Sampler
 
 from popdist import context
-from popdist.data.epoch import deal_epoch, plan_epochs
+from popdist.data.batch import Share
+from popdist.data.epoch import EpochPlan, Order, deal_epoch, plan_epochs
 from popdist.data.position import EpochPosition, EpochReader
 from popdist.training_loop import training_loop
 
@@ -77,3 +78,29 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
                 yield indices
                 ask()
         self._position.end_epoch(number)
+
+
+class EpochShares(Sampler[Share]):
+    """This instance's share of each step of the epoch that is being started."""
+
+    _order: Order | None = None
+
+    def __init__(self, plan: EpochPlan, replicas: range, position: EpochPosition) -> None:
+        self._plan = plan
+        self._replicas = replicas
+        self._position = position
+
+    def __len__(self) -> int:
+        return self._plan.num_steps()
+
+    def set_epoch(self, epoch: int) -> None:
+        """As the loader's, for programs that know it of DistributedSampler."""
+        self._position.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Share]:
+        steps = deal_epoch(self._plan, self._replicas, self._position, self._order)
+        return self._shares(self._position.epoch, steps)
+
+    def _shares(self, epoch: int, steps: Iterator[tuple[range, list[int]]]) -> Iterator[Share]:
+        for number, (step, indices) in enumerate(steps):
+            yield Share(epoch=epoch, step=number, stop=step.stop, num_samples_job=len(step), indices=indices)

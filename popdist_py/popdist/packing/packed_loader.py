@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from popdist import context
 from popdist.data.batch import Batch, MicroBatch, Share
-from popdist.data.data_loader import EpochShares, LoaderPlan
+from popdist.data.data_loader import LoaderPlan
 from popdist.data.epoch import plan_epochs
 from popdist.data.fetching import Collate, Collation, MapFetcher
 from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed
+from popdist.data.sampler import EpochShares
 from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import BackendError, DatasetError, whole_number
 from popdist.packing.collation import TOKENS, Collator
@@ -261,7 +262,7 @@ class _PackedFetcher(MapFetcher):
     def _fill(self, rows: list[list[int]], epoch: int, reseed: Reseed | None) -> _Filled:
         places = [[self._pieces.place_of(piece) for piece in row] for row in rows]
         indices = [sample for row in places for sample, _, _ in row]
-        samples = iter(self._read(indices, epoch, reseed))
+        samples = iter(self._read(indices, indices, epoch, reseed))
         filled = [[self._cut(next(samples), *place) for place in row] for row in places]
         content = self._collation.collate(filled, epoch, indices[0], reseed)
         num_tokens = sum(length for row in places for _, _, length in row)
