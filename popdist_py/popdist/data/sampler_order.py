@@ -266,7 +266,7 @@ def _is_index(number: object, num_samples: int) -> bool:
 
 
 def _differing(name: str, epoch: int, groups: list[list[int]]) -> str:
-    found = " and others on ".join(name_instances(group) for group in groups)
+    found = " than on ".join(name_instances(group) for group in groups)
     return (
         f"{name} gave other indices in epoch {epoch} on {found}: it must give the same on every instance. "
         "data_loader seeds Python's, numpy's and torch's own generators from seed and epoch for it; give a "
