@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import popdist
 from popdist.data.batch import MicroBatch
+from popdist.training.model_steps import ModelSteps
 from popdist.training.randomness import ReplicaRandomness
 from tests.contract import check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
@@ -377,6 +378,7 @@ def law_the_same_samples_on_several_instances_are_warned_of() -> None:
         ([own], ""),
     ]
     for batches, wanted in cases:
+        ModelSteps.num_looks = 0
         model = popdist.ReplicatedModel(Net())
         torch.manual_seed(popdist.instance_index())
         with warnings.catch_warnings(record=True) as caught:

@@ -10,7 +10,7 @@ import pytest
 from tests.running import run as run_command
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [3])
 def test_those_of_each_change(num_ranks: int) -> None:
     """Some of each kind; `python -m tests.torch_suite` runs all of them."""
     command = [sys.executable, "-m", "tests.torch_suite", "--each-change", "--world-size", str(num_ranks)]

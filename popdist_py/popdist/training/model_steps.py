@@ -47,6 +47,9 @@ BESIDE: Final = (
 
 R = TypeVar("R")
 
+MOST_LOOKS: Final = 3
+"""Models of a process for which DataLoaders are looked for: each look takes about a tenth of a second."""
+
 _numbers: Final = count(1)
 
 
@@ -79,7 +82,12 @@ class ModelSteps:
         module: Its gradients and buffers are those of all replicas after each step.
         seed: Of the replicas' random states.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
+
+    Attributes:
+        num_looks: For how many models of this process DataLoaders were looked for.
     """
+
+    num_looks: ClassVar[int] = 0
 
     def __init__(self, module: nn.Module, *, seed: int, checks_finite: bool) -> None:
         contract = context.environment().contract
@@ -204,7 +212,9 @@ class ModelSteps:
         """A digest of a batch that popdist has not dealt; once, a warning if each instance reads all data."""
         if self.layout.num_instances == 1 or hasattr(batch, "micro_batches"):
             return 0
-        if not self._has_looked and context.environment().contract.instance_index == 0:
+        is_first = context.environment().contract.instance_index == 0
+        if is_first and not self._has_looked and ModelSteps.num_looks < MOST_LOOKS:
+            ModelSteps.num_looks += 1
             warn_of_shuffling_loaders()
         self._has_looked = True
         return digest_of(batch)
