@@ -163,3 +163,8 @@ class SerialBackend:
 
     def close(self) -> None:
         """Nothing to do: there is no connection to drop."""
+
+
+def host_group_of(backend: Backend) -> "HostGroup | None":
+    """The instances that share this one's memory: all of the job, or those of its host; None where none do."""
+    return backend.host_group or (backend.neighbours.group if backend.neighbours is not None else None)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from popdist import context
+from popdist.comm.backend import host_group_of
 from popdist.data.batch import Batch, MicroBatch, Share
 from popdist.data.data_loader import LoaderPlan
 from popdist.data.epoch import plan_epochs
@@ -373,8 +374,7 @@ def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
     Small ones stay where they are, and so do those of a host without room. The memory is given back when the job
     ends.
     """
-    backend = context.current_group().backend
-    host = backend.host_group or (backend.neighbours.group if backend.neighbours is not None else None)
+    host = host_group_of(context.current_group().backend)
     if host is None or numbers.nbytes < SHARED_BYTES:
         return numbers
     try:

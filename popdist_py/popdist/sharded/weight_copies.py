@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from popdist.comm.backend import Backend
+from popdist.comm.backend import Backend, host_group_of
 from popdist.errors import BackendError
 from popdist.gradients.shards import ShardExchange, flat_view, group_by_kind
 from popdist.groups import Group
@@ -40,7 +40,7 @@ class WeightCopies:
             named: The same on all.
             owner: The optimizer, which alone may step on them from now on.
         """
-        host = _host_of(group.backend)
+        host = host_group_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
             optimizer_steps.reserve(shared, owner)
@@ -68,14 +68,9 @@ def _exchanges(sharded: Sequence[ShardedParameter], backend: Backend) -> list[Sh
     return [ShardExchange(tensors, backend) for tensors in group_by_kind(sharded)]
 
 
-def _host_of(backend: Backend) -> HostGroup | None:
-    """The instances that share this one's memory: all of the job, or those of this one of its hosts."""
-    return backend.host_group or (backend.neighbours.group if backend.neighbours is not None else None)
-
-
 def _peers(backend: Backend) -> Backend:
     """One instance of each host: those that have this one's place there."""
-    host = _host_of(backend)
+    host = host_group_of(backend)
     if host is None:
         return backend
     return backend.subgroup(backend.instances[host.rank :: host.size])
