@@ -160,10 +160,13 @@ def train_as_usual(model: nn.Module, batch: tuple[Tensor, Tensor], accumulation:
     training_laws.train(model, batch, accumulation)
 
 
-def pair_of(module: nn.Module) -> tuple[popdist.ReplicatedModel, popdist.ReplicatedModel]:
+def pair_of(
+    module: nn.Module, gradient_dtype: torch.dtype | None = None
+) -> tuple[popdist.ReplicatedModel, popdist.ReplicatedModel]:
     """Two models that are the same."""
-    module = module.to(place.device)
-    return popdist.ReplicatedModel(module), popdist.ReplicatedModel(copy.deepcopy(module))
+    modules = module.to(place.device), copy.deepcopy(module).to(place.device)
+    first, second = (popdist.ReplicatedModel(it, gradient_dtype=gradient_dtype) for it in modules)
+    return first, second
 
 
 def chain(num_layers: int) -> nn.Sequential:
@@ -178,9 +181,15 @@ def full_batch() -> tuple[Tensor, Tensor]:
 
 def law_the_bits_are_those_of_the_end_of_the_step() -> None:
     """For parameters that are shared, frozen, rarely used, unused, complex, double or half, and ragged steps."""
-    for make in (Net, Waves, Half):
+    for make, gradient_dtype in (
+        (Net, None),
+        (Waves, None),
+        (Half, None),
+        (Net, torch.bfloat16),
+        (Waves, torch.float16),
+    ):
         for accumulation in (1, 3):
-            early, late = pair_of(make())
+            early, late = pair_of(make(), gradient_dtype)
             full = 2 * popdist.num_replicas() * accumulation
             with counted() as ends:
                 for count in (full, full, full, full - 1, full // 2 + 1, popdist.num_replicas(), 1):
@@ -259,6 +268,19 @@ def law_what_is_changed_after_it_was_sent_counts() -> None:
             for chosen in (None, None, None, change, None):
                 train(early, late, partial(step, change=chosen))
         assert ends == [True, True, False], change
+
+
+def law_a_gradient_that_is_no_number_may_go_early() -> None:
+    """Rounding makes one NaN of another, which is no change."""
+    model = popdist.ReplicatedModel(chain(3), gradient_dtype=torch.bfloat16)
+    with counted() as ends:
+        for _ in range(NUM_STEPS):
+            model.zero_grad()
+            for x, y in model.micro_batches(full_batch()):
+                meet()
+                (cross_entropy(model(x), y) * float("nan")).backward()
+            assert all(bool(it.isnan().all()) for it in gradients(model).values())
+    assert ends == [True] * (NUM_STEPS - 1)
 
 
 class Recomputed(nn.Module):

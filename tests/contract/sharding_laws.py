@@ -159,6 +159,22 @@ def law_bits_are_those_without_it() -> None:
         assert popdist.checksum(Wide()) != popdist.checksum(other)
 
 
+def law_rounded_gradients_have_the_same_bits() -> None:
+    """Whether an instance gets all of their sums or its part; clipped by both."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model, other = (popdist.ReplicatedModel(Wide(), gradient_dtype=dtype) for _ in range(2))
+        plain = optim.AdamW(model.parameters(), lr=0.1)
+        sharded = popdist.ShardedOptimizer(other, optim.AdamW, lr=0.1)
+        for number in range(3):
+            step(model, other, number=number)
+            assert num_in_parts(other) == (NUM_TRAINED if has_parts() else 0)
+            for net in (model, other):
+                net.clip_grad_norm_(0.1)
+            plain.step()
+            sharded.step()
+        check_same(model, other)
+
+
 def law_whole_numbers_stay_as_they_are() -> None:
     """A parameter of them is never trained; the others are, and the state is theirs."""
     net = nn.Linear(4, 4)

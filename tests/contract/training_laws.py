@@ -5,6 +5,7 @@ What each instance brings depends on its index, so each can work out the gradien
 
 import copy
 import gc
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import popdist
 from popdist import context
 from popdist.gradients import reduction
 from popdist.layout import parts
+from popdist.tree import tree_sum
 from tests.contract.collective_laws import refused
 
 TIMEOUT_SECONDS = 300.0
@@ -182,6 +184,104 @@ def law_gradients_are_added_wide() -> None:
         assert model.weight.grad.dtype == dtype
         assert model.weight.grad.stride() == model.weight.stride()
         torch.testing.assert_close(model.weight.grad, (total / len(replicas)).to(dtype))
+
+
+def rounded_gradient(
+    model: popdist.ReplicatedModel, batch: tuple[Tensor, Tensor], weights: list[list[float]], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The mean with each replica's gradient, and each sum of replicas, rounded to ``dtype``."""
+    plain, unit = copy.deepcopy(model.module), max(map(max, weights))
+    micro_batches_of = zip(*(rows.chunk(sum(map(len, weights))) for rows in batch), strict=True)
+    replicas: list[list[Tensor]] = []
+    for replica_weights in weights:
+        found = []
+        for weight, (x, y) in zip(replica_weights, micro_batches_of, strict=False):
+            found.append(
+                [
+                    it * (weight / unit)
+                    for it in torch.autograd.grad(cross_entropy(plain(x), y), [*plain.parameters()])
+                ]
+            )
+        replicas.append(
+            [tree_sum(micro_batches, torch.add).to(dtype) for micro_batches in zip(*found, strict=True)]
+        )
+    over = tree_sum([tree_sum(it, operator.add) for it in weights], operator.add) / unit
+    sums = [tree_sum(of_replicas, torch.add) for of_replicas in zip(*replicas, strict=True)]
+    assert {it.dtype for it in sums} == {dtype}
+    names = [name for name, _ in plain.named_parameters()]
+    return {name: it.float() / over for name, it in zip(names, sums, strict=True)}
+
+
+def check_same_bits(model: popdist.ReplicatedModel, expected: dict[str, Tensor]) -> None:
+    """The gradients of ``model`` are these."""
+    for name, gradient in expected.items():
+        found = model.get_parameter(name).grad
+        assert found is not None
+        assert torch.equal(found, gradient), name
+
+
+def layers() -> nn.Sequential:
+    """A small network in which every parameter is used."""
+    return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 4))
+
+
+def law_gradients_are_rounded_where_it_is_asked_for() -> None:
+    """Each replica's weighted gradient and every sum of replicas, the last one too, whoever adds them."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = popdist.ReplicatedModel(layers(), gradient_dtype=dtype)
+        for accumulation in (1, 3):
+            weights = [
+                [1.0 + (3 * replica + k) % 4 for k in range(accumulation)]
+                for replica in range(popdist.num_replicas())
+            ]
+            batch = samples(2 * popdist.num_replicas() * accumulation)
+            mine = [weight for replica in popdist.local_replicas() for weight in weights[replica]]
+            for _ in range(3):
+                model.zero_grad()
+                for x, y in model.micro_batches(share(batch), accumulation, weights=mine):
+                    cross_entropy(model(x), y).backward()
+                check_same_bits(model, rounded_gradient(model, batch, weights, dtype))
+        if popdist.num_local_replicas() == 1:
+            model.zero_grad()
+            batch = samples(2 * popdist.num_replicas())
+            x, y = share(batch)
+            cross_entropy(model(x), y).backward()
+            check_same_bits(model, rounded_gradient(model, batch, [[1.0]] * popdist.num_replicas(), dtype))
+
+
+def law_a_sum_too_large_for_half_precision_is_infinite() -> None:
+    """On every instance, and a GradScaler leaves out the step until its scale is small enough."""
+    model = popdist.ReplicatedModel(layers(), gradient_dtype=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    before, x = popdist.checksum(model), torch.ones(popdist.num_local_replicas(), 4)
+    scales = []
+    while popdist.checksum(model) == before:
+        scales.append(scaler.get_scale())
+        for part in model.micro_batches(x):
+            scaler.scale(model(part).sum()).backward()
+        last = list(model.parameters())[-1].grad
+        assert last is not None
+        assert (last == float("inf")).all() == (scales[-1] * popdist.num_replicas() > MOST_HALF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scales[0] > 2 * scales[-1]
+    check_equal_everywhere(model)
+
+
+MOST_HALF = torch.finfo(torch.float16).max
+
+
+def law_gradients_are_rounded_to_half_precision_only_and_alike() -> None:
+    """Another dtype is an error, and so is one that not all instances have."""
+    for wrong in (torch.float32, torch.float64, torch.int32, torch.bool, torch.complex64, "bfloat16", 16):
+        with refused(popdist.GradientError, rf"gradient_dtype={wrong!r}: .* torch.bfloat16 or torch.float16"):
+            popdist.ReplicatedModel(layers(), gradient_dtype=wrong)  # type: ignore[arg-type] # the subject
+    if popdist.num_instances() > 1:
+        with refused(
+            popdist.CollectiveError, r"gradient_dtype=torch.bfloat16[^$]*gradient_dtype=None|None[^$]*bfloat16"
+        ):
+            popdist.ReplicatedModel(layers(), gradient_dtype=torch.bfloat16 if is_last() else None)
 
 
 def address(parameter: nn.Parameter) -> int:

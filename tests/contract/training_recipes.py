@@ -144,6 +144,31 @@ def recipe_bfloat16_parameters() -> nn.Module:
     return train(model, lambda x, y: cross_entropy(model(x.to(torch.bfloat16)), y))
 
 
+def recipe_gradients_rounded_to_bfloat16() -> nn.Module:
+    """Half the bytes on a network; the last batch's replicas have other numbers of samples."""
+    model = popdist.ReplicatedModel(layers(), gradient_dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for count in (12, 12, 7):
+        for x, y in model.micro_batches(share(samples(count)), accumulation=2):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model.module
+
+
+def recipe_gradients_rounded_to_float16() -> nn.Module:
+    """A gradient that is too large for it becomes infinite, and the scaler's scale shrinks."""
+    model = popdist.ReplicatedModel(layers(), gradient_dtype=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for _ in range(NUM_STEPS):
+        for x, y in model.micro_batches(batch()):
+            scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() < 2.0**18
+    return model.module
+
+
 def recipe_channels_last() -> nn.Module:
     """Gradients keep the strides of their parameters."""
     net = nn.Sequential(nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 4))

@@ -122,7 +122,10 @@ def test_any_split_of_the_replicas_has_the_bits_of_one_instance(split: tuple[int
 
 @pytest.mark.usefixtures("_small_limits")
 @pytest.mark.parametrize(("num_hosts", "num_local"), [(2, 2), (3, 2), (2, 4), (3, 1)])
-@pytest.mark.parametrize(("op", "dtype"), [("sum", torch.float32), ("mean", torch.float16), ("max", torch.int64)])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [("sum", torch.float32), ("mean", torch.float16), ("max", torch.int64), ("rounded sum", torch.bfloat16)],
+)
 def test_members_of_a_host_add_in_its_memory_first(
     num_hosts: int, num_local: int, op: Op, dtype: torch.dtype
 ) -> None:
@@ -149,7 +152,7 @@ def test_members_of_a_host_add_in_its_memory_first(
 
         def scatter(rank: int, rows: list[Tensor] = rows, length: int = length) -> Tensor:
             made = reduction(rank)
-            shares = made.empty_shares(rows[rank], length)
+            shares = made.empty_shares(rows[rank], length, op)
             for member in range(size):
                 made.share_of(shares, member).copy_(rows[rank] if member == 1 else torch.zeros_like(rows[rank]))
             return made.reduce_scatter(shares, op).to(dtype)

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from popdist.host_memory.addition import HALVES, Op, combine_in_place, combiner, node_additions
+from popdist.host_memory.addition import Op, combine_in_place, combiner, is_widened, node_additions
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.tree import Node
 
@@ -76,7 +76,8 @@ class WaitingPeers:
 class TwoLevelReduction:
     """Reductions over all members; every member makes the same calls in the same order.
 
-    Operations are those of `popdist.host_memory.host_collectives`; half dtypes are combined in float32. Every call
+    Operations are those of `popdist.host_memory.host_collectives`; half dtypes are combined in float32, but in a
+    rounded sum. Every call
     raises BackendError if a member was lost or did not come in time.
 
     Args:
@@ -120,13 +121,13 @@ class TwoLevelReduction:
             for start in starts
         )
 
-    def empty_shares(self, like: Tensor, width: int) -> Tensor:
+    def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
         """Room for what a member sends to all others by :meth:`reduce_scatter`: zeros, of the dtype of the sum.
 
         Returns:
             A tensor of four dimensions: place of the receiver on its host, its host, node of the sender, numbers.
         """
-        dtype = torch.float32 if like.dtype in HALVES else like.dtype
+        dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
 
     def share_of(self, shares: Tensor, member: int) -> Tensor:
@@ -139,7 +140,7 @@ class TwoLevelReduction:
 
     def _reduce(self, rows: Sequence[Tensor], op: Op, out: Tensor) -> Iterator[None]:
         """Reduce a chunk into ``out``; pauses while something travels."""
-        wide = [row.float() if row.dtype in HALVES else row for row in rows]
+        wide = [row.float() if is_widened(op, row.dtype) else row for row in rows]
         step, length = _step(op), len(out)
         if length <= FEW:
             if self._neighbours is not None:

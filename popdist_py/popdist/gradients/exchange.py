@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from popdist.comm.two_level import CHUNK_SIZE, Transport, TwoLevelReduction, WaitingPeers
-from popdist.gradients.rows import Rows, add_rows
+from popdist.gradients.rows import Rows, add_rows, sum_of
 from popdist.gradients.shards import in_rounds
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
@@ -48,7 +48,7 @@ def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) ->
 
 def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:
     """Make the first of ``own``, this instance's partial sums, the sum over those of all instances."""
-    sum_over_hosts(group, layout, own[0].device).all_reduce(own)
+    sum_over_hosts(group, layout, own[0].device).all_reduce(own, sum_of(own[0].dtype))
 
 
 NEAR: Final = 16
@@ -79,15 +79,15 @@ def scatter_sum(
         own: This instance's partial sums, as :func:`nodes_of` names them.
         wanted: For each instance the runs of numbers that it wants, without overlap.
     """
-    reduction = sum_over_hosts(group, layout, own[0].device)
+    reduction, op = sum_over_hosts(group, layout, own[0].device), sum_of(own[0].dtype)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
     for number in range(max(map(len, rounds))):
         runs = [parts[number] if number < len(parts) else [] for parts in rounds]
-        shares = reduction.empty_shares(own[0], max(sum(map(len, asked)) for asked in runs))
+        shares = reduction.empty_shares(own[0], max(sum(map(len, asked)) for asked in runs), op)
         for instance, asked in enumerate(runs):
             for row, share in zip(own, reduction.share_of(shares, instance), strict=False):
                 _take(row, asked, share)
-        total = reduction.reduce_scatter(shares)
+        total = reduction.reduce_scatter(shares, op)
         mine = runs[group.backend.instance_index]
         lengths = [len(run) for run in mine]
         for run, part in zip(mine, total[: sum(lengths)].split(lengths), strict=True):

@@ -2,11 +2,12 @@
 
 On a host whose instances share memory, the gradient that ends as an instance's part of the job's sum lies there
 from the start: autograd's results are moved into it while they are in the cache, and the sum over the instances is
-made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody.
+made in place, each instance a share of the elements. Elsewhere the parts are sent to everybody. Gradients that are
+rounded are added over the replicas in narrow rows, of half the size, and made wide again at the end of the step.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
 from popdist.gradients.notes import is_used
-from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows
+from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows, sum_of
 from popdist.groups import Group
 from popdist.host_memory.addition import node_additions
 from popdist.host_memory.host_group import HostGroup
@@ -40,20 +41,29 @@ class SharedRows:
         nodes: For each instance, the parts of the job's sum that it makes.
         num_replicas: In the job.
         gradients: The same on all instances when they are added.
+        narrow: The dtype of narrow rows; None for wide ones.
 
     Attributes:
         mine: Rows for this instance's parts; none as long as there is no room for them.
     """
 
     def __init__(
-        self, host: HostGroup, nodes: Sequence[Sequence[Node]], num_replicas: int, gradients: FlatGradients
+        self,
+        host: HostGroup,
+        nodes: Sequence[Sequence[Node]],
+        num_replicas: int,
+        gradients: FlatGradients,
+        narrow: torch.dtype | None = None,
     ) -> None:
         self._host = host
         self._nodes = nodes
         self._num_replicas = num_replicas
         self._gradients = gradients
+        self._narrow = narrow
+        self._dtypes = [narrow or kind.dtype for kind in gradients.kinds]
         self._row_bytes = [
-            -(-kind.size * kind.dtype.itemsize // _LINE_BYTES) * _LINE_BYTES for kind in gradients.kinds
+            -(-kind.size * dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
+            for kind, dtype in zip(gradients.kinds, self._dtypes, strict=True)
         ]
         self._num_bytes = max(map(len, nodes)) * sum(self._row_bytes)
         self._reserved: Reservation | None = None
@@ -71,7 +81,7 @@ class SharedRows:
 
         Args:
             own: This instance's parts.
-            over: The same on all instances.
+            over: The same on all instances; 1 for narrow rows.
 
         Returns:
             The first of :attr:`mine`; None on all instances where the host has no room.
@@ -101,6 +111,7 @@ class SharedRows:
         self._reductions = [
             self._host.reduction(
                 [part[kind] for owned in parts for part in owned],
+                sum_of(self._dtypes[kind]),
                 outputs=[owned[0][kind] for owned in parts],
                 pairs=pairs,
             )
@@ -110,15 +121,51 @@ class SharedRows:
 
     def _place_mine(self, memory: Tensor) -> None:
         own = self._nodes[self._host.rank]
-        self.mine = [self._gradients.make_rows(self._rows_in(memory, position)) for position, _ in enumerate(own)]
+        rows = [self._rows_in(memory, position) for position, _ in enumerate(own)]
+        make, narrow = self._gradients.make_rows, self._narrow
+        self.mine = [make(it) if narrow is None else self._gradients.make_narrow(narrow, it) for it in rows]
 
     def _rows_in(self, memory: Tensor, position: int) -> Rows:
         """The rows of an instance's part at ``position`` of its ``memory``; each begins at a line of cache."""
         start, rows = position * sum(self._row_bytes), []
-        for kind, num_bytes in zip(self._gradients.kinds, self._row_bytes, strict=True):
-            rows.append(memory[start : start + kind.size * kind.dtype.itemsize].view(kind.dtype))
+        for kind, dtype, num_bytes in zip(self._gradients.kinds, self._dtypes, self._row_bytes, strict=True):
+            rows.append(memory[start : start + kind.size * dtype.itemsize].view(dtype))
             start += num_bytes
         return rows
+
+
+class RowPool:
+    """Rows of one kind that are used again in each step.
+
+    Args:
+        make: Makes new ones.
+    """
+
+    def __init__(self, make: Callable[[], GradientRows]) -> None:
+        self._make = make
+        self._all: list[GradientRows] = []
+        self._free: list[GradientRows] = []
+
+    def begin_step(self) -> None:
+        """Forget what the rows hold."""
+        self._free = list(self._all)
+
+    def take(self) -> GradientRows:
+        """Rows that nobody uses."""
+        if not self._free:
+            self._all.append(self._make())
+            return self._all[-1]
+        return self._free.pop()
+
+    def give_back(self, rows: GradientRows) -> None:
+        """Nobody uses ``rows`` any more."""
+        self._free.append(rows)
+
+    def add(self, left: GradientRows, right: GradientRows) -> GradientRows:
+        """Add ``right``, which is no longer needed then, to ``left``."""
+        add_rows(left.rows, right.rows)
+        self.give_back(right)
+        return left
 
 
 class GradientMemory:
@@ -128,6 +175,7 @@ class GradientMemory:
         group: All instances of the job.
         layout: Which replicas each of them owns.
         gradients: Of one model, the same on all instances when they are added.
+        narrow: The dtype to which each replica's gradient and each sum over replicas is rounded; None for none.
 
     Attributes:
         nodes: For each instance, the parts that it makes of the sum over all replicas.
@@ -136,10 +184,17 @@ class GradientMemory:
         overlap: What sends gradients early; None before the first step in which they went over a network.
     """
 
-    def __init__(self, group: Group, layout: ReplicaLayout, gradients: FlatGradients) -> None:
+    def __init__(
+        self,
+        group: Group,
+        layout: ReplicaLayout,
+        gradients: FlatGradients,
+        narrow: torch.dtype | None = None,
+    ) -> None:
         self.group = group
         self.layout = layout
         self.gradients = gradients
+        self.narrow = narrow
         self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         instance, num_replicas = group.backend.instance_index, layout.num_replicas
         self.first_replica = layout.replicas_of(instance).start
@@ -148,17 +203,18 @@ class GradientMemory:
             for part, node in enumerate(self.nodes[instance])
         }
         """For the first replica of each part, counted in this instance: the number of the part."""
-        self._own: list[GradientRows] = []
-        self._free: list[GradientRows] = []
+        self._wide = RowPool(gradients.make_rows)
+        self._narrow = self._wide if narrow is None else RowPool(lambda: gradients.make_narrow(narrow))
         self.overlap: Overlap | None = None
         self.shared: SharedRows | None = None
         host = group.backend.host_group
         if host is not None and gradients.kinds and all(kind.device.type == "cpu" for kind in gradients.kinds):
-            self.shared = SharedRows(host, self.nodes, num_replicas, gradients)
+            self.shared = SharedRows(host, self.nodes, num_replicas, gradients, narrow)
 
     def begin_step(self) -> None:
         """Forget what the rows hold."""
-        self._free = list(self._own)
+        self._wide.begin_step()
+        self._narrow.begin_step()
 
     def rows_for(self, replica: int, position: int) -> GradientRows:
         """Room for a micro batch.
@@ -167,12 +223,35 @@ class GradientMemory:
             replica: Its replica, among those of this instance.
             position: Which of the replica's micro batches it is.
         """
-        if position == 0 and self.shared is not None and self.shared.mine and replica in self._part_of:
-            return self.shared.mine[self._part_of[replica]]
-        if not self._free:
-            self._own.append(self.gradients.make_rows())
-            self._free.append(self._own[-1])
-        return self._free.pop()
+        shared = self._shared_for(replica) if position == 0 and self.narrow is None else None
+        return shared or self._wide.take()
+
+    def _shared_for(self, replica: int) -> GradientRows | None:
+        """Rows in the host's memory, if the part that begins with ``replica`` can be made there."""
+        if self.shared is None or not self.shared.mine or replica not in self._part_of:
+            return None
+        return self.shared.mine[self._part_of[replica]]
+
+    def of_replica(self, rows: GradientRows, replica: int) -> GradientRows:
+        """What is added over the replicas of a replica's gradient: ``rows`` themselves, or these rounded.
+
+        Args:
+            rows: The sum over its micro batches, which belongs to this object then.
+            replica: Among those of this instance.
+        """
+        if self.narrow is None:
+            return rows
+        narrow = self._shared_for(replica) or self._narrow.take()
+        narrow.copy(rows)
+        self._wide.give_back(rows)
+        return narrow
+
+    def widen(self, total: GradientRows, over: float) -> GradientRows:
+        """The sum over all replicas, in narrow rows, as wide ones, divided by ``over``."""
+        rows = self._wide.take()
+        rows.copy(total)
+        scale_rows(rows.rows, over=over)
+        return rows
 
     def take_all(self) -> GradientRows:
         """All gradients that there are, as those of the one micro batch of a step."""
@@ -182,10 +261,12 @@ class GradientMemory:
         return rows
 
     def add(self, left: GradientRows, right: GradientRows) -> GradientRows:
-        """Add ``right``, which is no longer needed then, to ``left``."""
-        add_rows(left.rows, right.rows)
-        self._free.append(right)
-        return left
+        """Add the micro batch ``right``, whose rows are no longer needed then, to ``left``."""
+        return self._wide.add(left, right)
+
+    def add_replicas(self, left: GradientRows, right: GradientRows) -> GradientRows:
+        """Add the replica ``right``, whose rows are no longer needed then, to ``left``."""
+        return self._narrow.add(left, right)
 
 
 ParameterKind = tuple[int, bool, torch.device, torch.dtype]
@@ -197,12 +278,15 @@ class ModelGradients:
 
     Args:
         module: The model, which is not kept alive by this; its parameters may change from step to step.
+        narrow: As of :class:`GradientMemory`.
 
     Attributes:
+        narrow: As given.
         device: Where the first parameter was when they were last cleared or found; the CPU without one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, narrow: torch.dtype | None = None) -> None:
+        self.narrow = narrow
         self._module = weakref.ref(module)
         self._kinds: list[ParameterKind] = []
         self._found = FlatGradients(())
@@ -261,7 +345,7 @@ class ModelGradients:
         """The memory in which they are added; the same object until the parameters change."""
         gradients = self.find()
         if self._memory is None or self._memory.gradients is not gradients or self._memory.group is not group:
-            self._memory = GradientMemory(group, layout, gradients)
+            self._memory = GradientMemory(group, layout, gradients, self.narrow)
         return self._memory
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from popdist.comm.channel import Channel
 from popdist.gradients.exchange import sum_between
-from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals
+from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals, sum_of
 from popdist.groups import Exchange
 from popdist.headers import as_floats
 from popdist.layout import ReplicaLayout
@@ -82,13 +82,20 @@ class Overlap:
         channel: Between all instances of the job.
         layout: Which replicas each of them owns.
         gradients: Of the model.
+        narrow: The dtype of what is added over the replicas; None for that of the gradients' rows.
 
     Attributes:
         buckets: In the order in which they are sent.
         expected: Identities of the parameters that have ever got a gradient in a last micro batch.
     """
 
-    def __init__(self, channel: Channel, layout: ReplicaLayout, gradients: FlatGradients) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        layout: ReplicaLayout,
+        gradients: FlatGradients,
+        narrow: torch.dtype | None = None,
+    ) -> None:
         self.channel = channel
         self.gradients = gradients
         self.buckets = make_buckets(gradients.kinds)
@@ -100,22 +107,32 @@ class Overlap:
         self.members = [[members[index] for index in bucket.members] for bucket in self.buckets]
         self._digest = digest_of(self.buckets)
         self._reduction = sum_between(channel, layout)
+        self._narrow = narrow
         self._has_given_up = False
-        self._rows: tuple[GradientRows, GradientRows] | None = None
+        self._rows: tuple[GradientRows, GradientRows, GradientRows] | None = None
+
+    @property
+    def replica(self) -> GradientRows:
+        """The gradient of this instance's last replica; :attr:`sent` itself if it is not rounded."""
+        return self._all()[0]
 
     @property
     def sent(self) -> GradientRows:
         """What this instance has sent early."""
-        return self._both()[0]
+        return self._all()[1]
 
     @property
     def sums(self) -> GradientRows:
         """The sums over the job."""
-        return self._both()[1]
+        return self._all()[2]
 
-    def _both(self) -> tuple[GradientRows, GradientRows]:
+    def _all(self) -> tuple[GradientRows, GradientRows, GradientRows]:
         if self._rows is None:
-            self._rows = (self.gradients.make_rows(), self.gradients.make_rows())
+            wide, make = self.gradients.make_rows(), self.gradients.make_narrow
+            if self._narrow is None:
+                self._rows = (wide, wide, self.gradients.make_rows())
+            else:
+                self._rows = (wide, make(self._narrow), make(self._narrow))
         return self._rows
 
     def num_expected(self) -> list[int]:
@@ -139,7 +156,7 @@ class Overlap:
         if self._has_given_up or self.channel.is_taken or self.channel.is_broken or not self.buckets:
             return 0
         try:
-            self._both()
+            self._all()
         except (RuntimeError, MemoryError):
             self._has_given_up = True
             return 0
@@ -150,7 +167,7 @@ class Overlap:
     def send(self, bucket: Bucket, own: Sequence[Tensor]) -> None:
         """Have a bucket added over the job, of which ``own`` are this instance's parts."""
         into = self.sums.rows[bucket.kind][bucket.run]
-        self.channel.issue(lambda: self._reduction.all_reduce(own, into=into), [*own, into])
+        self.channel.issue(lambda: self._reduction.all_reduce(own, sum_of(into.dtype), into), [*own, into])
 
     def learn(self, arrived: set[int], *, is_final: bool) -> None:
         """Remember what a step has shown.
@@ -212,11 +229,11 @@ class LastMicroBatch:
             number: Of the bucket, whose gradients are complete.
             unit: What weights are divided by.
         """
-        bucket, sent = self._overlap.buckets[number], self._overlap.sent
+        bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
-            slot = sent.slots[id(parameter)]
+            slot = wide.slots[id(parameter)]
             slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
-        row = sent.rows[bucket.kind][bucket.run]
+        row = wide.rows[bucket.kind][bucket.run]
         if self._weight != unit:
             row.mul_(self._weight / unit)
 
@@ -227,7 +244,7 @@ class LastMicroBatch:
         micro_batches.push(row)
         replicas = self._replicas.of_part(part, _add)
         (replica,) = micro_batches.nodes.values()
-        replicas.push(replica)
+        replicas.push(replica if sent is wide else part(sent).copy_(replica))
         return list(replicas.nodes.values())
 
     def _is_in_order(self, device: torch.device) -> bool:
@@ -243,7 +260,7 @@ def _add(left: Tensor, right: Tensor) -> Tensor:
     return torch.add(left, right, out=right)
 
 
-_BITS: Final = {torch.float32: torch.int32, torch.float64: torch.int64}
+_BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What numbers are compared as: a NaN is not equal to itself, and 0.0 is to -0.0."""
 
 
@@ -379,4 +396,13 @@ class OverlappedSum:
         pairs = [
             (self._overlap.sent.rows[kind][start:], last.rows[kind][start:]) for kind, start in starts.items()
         ]
-        return all(torch.equal(sent.view(_BITS[sent.dtype]), own.view(_BITS[own.dtype])) for sent, own in pairs)
+        return all(_have_same_bits(sent, own) for sent, own in pairs)
+
+
+def _have_same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two rows are the same; one NaN is as good as another, of which torch's conversions make several."""
+    bits = _BITS[left.dtype.itemsize]
+    left_bits, right_bits = left.view(bits), right.view(bits)
+    if torch.equal(left_bits, right_bits):
+        return True
+    return bool(((left_bits == right_bits) | (left.isnan() & right.isnan())).all())

@@ -100,7 +100,7 @@ class GradientSum:
         self._weight_sums = weights
         self._old = old
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
-        self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add, start=first)
+        self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add_replicas, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0
         self._changes = StepChanges()
@@ -207,7 +207,8 @@ class GradientSum:
 
     def push(self, rows: GradientRows, weight: float) -> None:
         """Take the next local replica's gradients, added up with their weights."""
-        self._rows.push(rows)
+        replica = self._rows.position - self._memory.first_replica
+        self._rows.push(self._memory.of_replica(rows, replica))
         self._weights.push(weight)
 
     def finish(
@@ -305,13 +306,19 @@ class GradientSum:
         return parts_of(self._gradients)
 
     def _add(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> GradientRows:
-        """The sum over all replicas, divided by ``over``, when all instances have said that they come to it.
+        """The sum over all replicas, divided by ``over``, in wide rows; all have said that they come to it.
 
         Args:
             over: The same on all instances.
             parts: What the instances need, if they have agreed to get no more.
             are_sums_right: Whether all have said that what went early is what they have now.
         """
+        if self._memory.narrow is None:
+            return self._add_rows(over, parts, are_sums_right=are_sums_right)
+        return self._memory.widen(self._add_rows(1.0, parts, are_sums_right=are_sums_right), over)
+
+    def _add_rows(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> GradientRows:
+        """The sum in rows as they were added."""
         memory, own = self._memory, list(self._rows.nodes.values())
         early = None if self._early is None else self._early.wait(are_right=are_sums_right)
         if early is not None:
@@ -325,7 +332,7 @@ class GradientSum:
         if parts is not None:
             return parts.add(self._group, memory.layout, own, over)
         if len(self._group.instances) == 1:
-            total = finish(self._rows.nodes, memory.layout.num_replicas, memory.add)
+            total = finish(self._rows.nodes, memory.layout.num_replicas, memory.add_replicas)
         else:
             total = self._add_over_network(own)
         scale_rows(total.rows, over=over)
@@ -337,7 +344,9 @@ class GradientSum:
             add_instances(self._group, memory.layout, list(row_of_nodes))
         if memory.overlap is None and self._announced is not None:  # all instances are together here
             channel = self._group.backend.channel([kind.device for kind in self._gradients.kinds])
-            memory.overlap = None if channel is None else Overlap(channel, memory.layout, self._gradients)
+            memory.overlap = (
+                None if channel is None else Overlap(channel, memory.layout, self._gradients, memory.narrow)
+            )
         return own[0]
 
     def _say(self, state: str, way: int = 0) -> Exchange:

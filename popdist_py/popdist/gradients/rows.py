@@ -1,9 +1,12 @@
 """The gradients of a model's parameters, laid end to end in rows of numbers that can be added.
 
 There is one row for each device and dtype in which gradients are added: float64 for double precision, else
-float32, so that half precision is rounded once, at the end. Each parameter has a slot in its row, with the
-parameter's shape and order of memory: a view of it can be the parameter's ``.grad``. A parameter without a
-gradient has zeros in its slot, and a mask tells which had one.
+float32, so that half precision is rounded once, at the end. Where gradients are rounded on purpose
+(``gradient_dtype``), the sum over a replica's micro batches is wide as well, and the replicas are added in narrow
+rows, which have that dtype: so each replica's gradient is rounded, and each partial sum.
+
+Each parameter has a slot in its row, with the parameter's shape and order of memory: a view of it can be the
+parameter's ``.grad``. A parameter without a gradient has zeros in its slot, and a mask tells which had one.
 """
 
 import hashlib
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.errors import CollectiveError
+from popdist.errors import CollectiveError, GradientError
 from popdist.gradients.notes import note_reduced
+from popdist.host_memory.addition import HALVES, Op
 
 Rows: TypeAlias = list[Tensor]
 """What a micro batch, a replica or several of them bring: one flat tensor for each device and dtype."""
@@ -28,6 +32,25 @@ _DOUBLE = frozenset({torch.float64, torch.complex128})
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which numbers of ``dtype`` are added."""
     return torch.float64 if dtype in _DOUBLE else torch.float32
+
+
+def check_gradient_dtype(dtype: object) -> torch.dtype | None:
+    """``dtype``, if gradients can be rounded to it; None for those that are not rounded.
+
+    Raises:
+        GradientError: If they cannot.
+    """
+    if dtype is not None and dtype not in HALVES:
+        raise GradientError(
+            f"gradient_dtype={dtype!r}: gradients can be rounded to torch.bfloat16 or torch.float16, or not at "
+            "all (None), when they are added in float32"
+        )
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def sum_of(dtype: torch.dtype) -> Op:
+    """How rows of ``dtype`` are added over the replicas: narrow ones are rounded at each addition."""
+    return "rounded sum" if dtype in HALVES else "sum"
 
 
 def num_reals(tensor: Tensor) -> int:
@@ -110,7 +133,7 @@ class GradientRows:
 
     Attributes:
         rows: Flat tensors, one for each kind.
-        slots: For each parameter, by its identity, its part of the rows.
+        slots: For each parameter, by its identity, its part of the rows; none in narrow rows.
     """
 
     rows: Rows
@@ -204,6 +227,11 @@ class FlatGradients:
             for _, parameter, start in kind.members
         }
         return GradientRows(rows=rows, slots=slots)
+
+    def make_narrow(self, dtype: torch.dtype, rows: Rows | None = None) -> GradientRows:
+        """Rows of ``dtype`` for the sum over replicas: ``rows``, or new ones for None."""
+        rows = rows or [torch.zeros(kind.size, dtype=dtype, device=kind.device) for kind in self.kinds]
+        return GradientRows(rows=rows, slots={})
 
     @torch.no_grad()
     def fill(self, into: GradientRows, times: float = 1.0) -> None:

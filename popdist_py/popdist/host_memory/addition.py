@@ -18,11 +18,13 @@ from torch import Tensor
 from popdist.host_memory.flags import kind
 from popdist.tree import Node, finish
 
-Op = Literal["sum", "mean", "min", "max", "product"]
+Op = Literal["sum", "mean", "min", "max", "product", "rounded sum"]
+"""``rounded sum`` rounds each partial sum to the dtype of the rows; the others combine half dtypes in float32."""
+
 OPS: Final[tuple[Op, ...]] = get_args(Op)
 
 HALVES: Final = (torch.float16, torch.bfloat16)
-"""Dtypes that are combined in float32."""
+"""Dtypes that are combined in float32, but in a rounded sum."""
 
 ARRAY_DTYPES: Final = (
     torch.float64,
@@ -159,6 +161,7 @@ _COMBINERS: Final[dict[Op, Combine]] = {
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
+    "rounded sum": torch.add,
 }
 
 
@@ -181,6 +184,11 @@ def combine_in_place(combine: Combine, rows: Sequence[Any], pairs: Iterable[tupl
     return rows[0]
 
 
+def is_widened(op: Op, dtype: torch.dtype) -> bool:
+    """Whether rows of ``dtype`` are combined in float32."""
+    return dtype in HALVES and op != "rounded sum"
+
+
 class Combiner:
     """Combines rows of one dtype.
 
@@ -194,7 +202,7 @@ class Combiner:
         self.plain = combiner(op, dtype)
         self._pairs = additions(num_rows)
         self._divisor = num_rows if op == "mean" else None
-        self._is_half = dtype in HALVES
+        self._is_half = is_widened(op, dtype)
         self._num_held = num_rows if self._is_half else len(self._pairs[:-1])
         self._dtype = torch.float32 if self._is_half else dtype
         self.is_plain = num_rows == len((0, 1)) and not self._is_half and self._divisor is None

@@ -215,8 +215,8 @@ class HostGroup:
         Args:
             rows: Flat contiguous tensors of one dtype and length in memory of this group's blocks: the same ones
                 in the same order on every rank.
-            op: "sum", "mean" (floating dtypes only), "min", "max" or "product". NaN wins in "min" and "max". Half
-                dtypes are combined in float32.
+            op: "sum", "mean" (floating dtypes only), "min", "max" or "product", which combine half dtypes in
+                float32; or "rounded sum", which rounds each partial sum. NaN wins in "min" and "max".
             outputs: Where the result goes, as ``rows``; may be of another floating dtype. None means ``rows``.
             pairs: In which order: row ``left`` becomes the result of both, and row 0 ends as the result of all.
                 None means the tree of `popdist.tree` over the rows.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from popdist.host_memory import addition
 from popdist.host_memory.addition import (
-    HALVES,
     KINDS,
     OPS,
     Combine,
@@ -22,6 +21,7 @@ from popdist.host_memory.addition import (
     blocks,
     combine_in_place,
     combiner,
+    is_widened,
     path_of,
     share,
 )
@@ -53,7 +53,6 @@ class Reduction:
             raise ValueError("the rows of a reduction must be flat, and of one length and dtype")
         if any(row.shape != rows[0].shape for row in outputs):
             raise ValueError("the outputs of a reduction must be as long as its rows")
-        combine = combiner(op, dtype)
         order = additions(len(rows)) if pairs is None else tuple(pairs)
         elements = share(num_elements, flags.rank, flags.size, dtype.itemsize)
         path = path_of(_place_of(rows, outputs, order), op, dtype, len(rows))
@@ -65,7 +64,7 @@ class Reduction:
         if path == "C":
             self._combine_share = _sum_in_one_pass(rows, elements)
         else:
-            self._combine_share = _BlockByBlock(path, combine, rows, outputs, order, elements)
+            self._combine_share = _BlockByBlock(path, op, rows, outputs, order, elements)
 
     def run(self, timeout_seconds: float | None = None, *, over: float = 1) -> None:
         """Combine: a collective of the group.
@@ -107,19 +106,19 @@ class _BlockByBlock:
     def __init__(
         self,
         path: addition.Path,
-        combine: Combine,
+        op: Op,
         rows: Sequence[Tensor],
         outputs: Sequence[Tensor],
         order: Sequence[tuple[int, int]],
         elements: range,
     ) -> None:
         dtype = rows[0].dtype
-        is_half = dtype in HALVES
+        is_half = is_widened(op, dtype)
         pieces = list(blocks(elements, dtype.itemsize, len(rows)))
         targets = [out for out in outputs if is_half or not _is_same(out, rows[0])]
         self._blocks = [_Block([row[piece] for row in rows], [out[piece] for out in targets]) for piece in pieces]
         self._order = order
-        self._combine = combine
+        self._combine: Combine = combiner(op, dtype)
         self._divide: Callable[[Any, float], object] = Tensor.div_
         self._copy: Callable[[Any, Any], object] = Tensor.copy_
         if path == "numpy":

@@ -45,7 +45,7 @@ _ATTRIBUTES: Final = {
     "require_backward_grad_sync": _ACCUMULATION,
     "join": _UNUSED,
     "reducer": _MEMORY,
-    "register_comm_hook": _MEMORY,
+    "register_comm_hook": f"{_MEMORY}; for bf16_compress_hook write ReplicatedModel(net, gradient_dtype=...)",
 }
 """Attributes of DistributedDataParallel that programs use."""
 

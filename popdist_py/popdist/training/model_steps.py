@@ -7,6 +7,7 @@ from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Final, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -82,6 +83,7 @@ class ModelSteps:
         module: Its gradients and buffers are those of all replicas after each step.
         seed: Of the replicas' random states.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
+        gradient_dtype: What gradients are rounded to; None for nothing.
 
     Attributes:
         num_looks: For how many models of this process DataLoaders were looked for.
@@ -89,12 +91,15 @@ class ModelSteps:
 
     num_looks: ClassVar[int] = 0
 
-    def __init__(self, module: nn.Module, *, seed: int, checks_finite: bool) -> None:
+    def __init__(
+        self, module: nn.Module, *, seed: int, checks_finite: bool, gradient_dtype: torch.dtype | None
+    ) -> None:
         contract = context.environment().contract
         self.layout = contract.layout
         self.randomness = ReplicaRandomness(seed, self.layout.replicas_of(contract.instance_index))
         self._module = module
         self._checks_finite = checks_finite
+        self._gradient_dtype = gradient_dtype
         self._label = _next_label()
         self._prepare()
         self._join()
@@ -110,7 +115,7 @@ class ModelSteps:
         self.step: Step | PlainStep | None = None
         self._left_at: int | None = None
         self._has_looked = self._is_joint = False
-        self.gradients = ModelGradients(self._module)
+        self.gradients = ModelGradients(self._module, self._gradient_dtype)
         self.buffers = ReplicaBuffers(self._module, self._label)
         self._python_state = PythonState(self._module)
         self._checked_steps = CheckedSteps()
@@ -126,7 +131,7 @@ class ModelSteps:
             self.buffers.begin_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "randomness", "_module", "_checks_finite", "_label")
+        kept = ("layout", "randomness", "_module", "_checks_finite", "_gradient_dtype", "_label")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,7 +154,7 @@ class ModelSteps:
         group, checks_finite = context.current_group(), self._checks_finite
         is_checked = self._checked_steps.is_next_checked()
         old = OldGradients(self._module, self.gradients)
-        if self.layout.num_replicas == accumulation == 1:
+        if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             self.step = PlainStep(self.gradients, old, is_checked=is_checked, checks_finite=checks_finite)
         else:
             weights = sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None

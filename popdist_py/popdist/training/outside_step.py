@@ -74,6 +74,8 @@ class AutomaticReduction:
         self._layout = layout
         self._checked_steps = checked_steps
         self._checks_finite = checks_finite
+        self._acts_alone = checks_finite or gradients.narrow is not None
+        """Whether there is something to do also where there is one replica only."""
         self._num_suspensions = 0
         self._is_window_clean = False
         self._watched: dict[int, weakref.ref[Parameter]] = {}
@@ -83,7 +85,7 @@ class AutomaticReduction:
 
     def watch(self) -> None:
         """Notice backward passes outside the micro batches from now on; new and frozen parameters count, too."""
-        if self.is_computing or (self._layout.num_replicas == 1 and not self._checks_finite):
+        if self.is_computing or (self._layout.num_replicas == 1 and not self._acts_alone):
             return
         for parameter in self.module.parameters():
             if not self._watches(parameter):
@@ -182,6 +184,8 @@ class AutomaticReduction:
             self._buffers.begin_pass()
         elif found is not None:
             raise not_finite_error(found, gradients)
+        elif self._gradients.narrow is not None:
+            _reduce_all(self._gradients.memory(group, self._layout), "mean")
 
 
 _all: Final[weakref.WeakSet[AutomaticReduction]] = weakref.WeakSet()

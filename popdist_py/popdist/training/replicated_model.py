@@ -12,6 +12,7 @@ from popdist import context
 from popdist.errors import BatchError, WeightsError, seed_number, whole_number
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum
+from popdist.gradients.rows import check_gradient_dtype
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps
@@ -52,11 +53,16 @@ class ReplicatedModel(nn.Module):
             ``GradientError``, which names the parameter and the replica. Not for use with a GradScaler, which
             expects them.
         strict_bits: Refuse local replicas that are no power of two.
+        gradient_dtype: ``torch.bfloat16`` or ``torch.float16``: each replica's weighted gradient and each sum of
+            replicas, the whole one too, is rounded to it, whether it is sent or not; then the mean is taken, and
+            ``.grad`` has the parameter's dtype. It halves what goes over a network. In float16 what is greater
+            than 65504 becomes infinity, which a GradScaler finds. None rounds nothing.
         **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
 
     Raises:
         WeightsError: If the instances have different modules, or the weights differ afterwards; if the module or a
             part of it reduces gradients already, or is lazy; for an option of DistributedDataParallel.
+        GradientError: If ``gradient_dtype`` is another one.
         CollectiveError: If the instances differ in the other arguments.
         BatchError: If ``strict_bits`` refuses the number of local replicas, or the seed is none.
         ContractError, BackendError: As ``popdist.init()``.
@@ -71,6 +77,7 @@ class ReplicatedModel(nn.Module):
         *,
         check_finite: bool = False,
         strict_bits: bool = False,
+        gradient_dtype: torch.dtype | None = None,
         **ddp_options: object,
     ) -> None:
         super().__init__()
@@ -85,12 +92,17 @@ class ReplicatedModel(nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
         refuse_module(module)
         seed = seed_number(seed, BatchError)
+        gradient_dtype = check_gradient_dtype(gradient_dtype)
         context.ensure_init()
-        context.current_group().agree(f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=})")
+        context.current_group().agree(
+            f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=}, {gradient_dtype=})"
+        )
         self.module = module
         self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
         broadcast_weights(module)
-        self._model_steps = ModelSteps(module, seed=seed, checks_finite=check_finite)
+        self._model_steps = ModelSteps(
+            module, seed=seed, checks_finite=check_finite, gradient_dtype=gradient_dtype
+        )
         self._model_steps.automatic.watch()
 
     @property
