@@ -1,6 +1,7 @@
-"""What a build does besides packing files: compile popdist's extension, where there is a C compiler.
+"""What a build does besides packing files: compile popdist's extensions, where there is a C compiler.
 
-Without one, or without Python's headers, the wheel is for every machine, and small all-reduces take longer.
+Without one, or without Python's headers, the wheel is for every machine, and small all-reduces and rounded steps
+take longer.
 """
 
 import os
@@ -14,9 +15,15 @@ from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER: Final = "popdist_py/popdist/host_memory"
-NAME: Final = "_quick.abi3.so"
-FLAGS: Final = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-shared")
+PACKAGES: Final = "popdist_py"
+EXTENSIONS: Final = {
+    "popdist/host_memory": "_quick.abi3.so",
+    "popdist/optim": "_arithmetic.abi3.so",
+}
+"""What the C files of each folder become."""
+
+FLAGS: Final = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-shared")
+"""Contracted operations would have other bits than those of Python's code."""
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
@@ -24,24 +31,29 @@ class CustomBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and say what the wheel is for."""
-        folder = Path(self.root, FOLDER)
         self._scratch = tempfile.mkdtemp(prefix="popdist-extension-")
-        made = Path(self._scratch, NAME)
-        if trouble := compiled(sorted(folder.glob("quick*.c")), made):
-            self.app.display_warning(f"popdist goes without its extension: {trouble}")
-            return
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["pure_python"] = False
-        build_data["tag"] = f"cp311-abi3-{platform}"
-        if version == "editable":
-            temporary = shutil.copy(made, folder / f"{NAME}.new")
-            Path(temporary).replace(folder / NAME)
-        else:
-            build_data["force_include"][str(made)] = f"popdist/host_memory/{NAME}"
+        for place, name in EXTENSIONS.items():
+            folder, made = Path(self.root, PACKAGES, place), Path(self._scratch, name)
+            if trouble := compiled(sorted(folder.glob("*.c")), made):
+                self.app.display_warning(f"popdist goes without {place}/{name}: {trouble}")
+            elif version == "editable":
+                temporary = shutil.copy(made, folder / f"{name}.new")
+                Path(temporary).replace(folder / name)
+                _mark_as_compiled(build_data)
+            else:
+                build_data["force_include"][str(made)] = f"{place}/{name}"
+                _mark_as_compiled(build_data)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatch's
         """Leave nothing."""
         shutil.rmtree(self._scratch)
+
+
+def _mark_as_compiled(build_data: dict[str, Any]) -> None:
+    """The wheel is for this kind of machine only."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    build_data["pure_python"] = False
+    build_data["tag"] = f"cp311-abi3-{platform}"
 
 
 def compiled(sources: list[Path], made: Path) -> str:

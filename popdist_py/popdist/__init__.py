@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist import checkpoint as checkpoint
+    from popdist import optim as optim
     from popdist import packing as packing
     from popdist.collectives import all_gather as all_gather
     from popdist.collectives import all_reduce as all_reduce
@@ -110,7 +111,7 @@ _NAMES_OF_MODULES = {
 
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
-_PUBLIC_FOLDERS = ("checkpoint", "packing")
+_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 

@@ -68,6 +68,7 @@ POPDIST: Final[Floors] = (
         "training": "the replicated model and its step",
         "packing": "several sequences in one row of the batch",
     },
+    {"optim": "optimizers for large batches and low precision"},
     {"sharded": "the sharded optimizer"},
     {
         "checkpoint": "states on the disk",

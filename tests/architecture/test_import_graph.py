@@ -40,6 +40,7 @@ TORCH_FACING = frozenset(
         "collectives",
         "gradients",
         "training",
+        "optim",
         "sharded",
         "data",
         "packing",

@@ -23,6 +23,7 @@ from popdist.errors import BackendError
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import whole_pages
+from popdist.optim import LAMB, LARS
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
@@ -41,6 +42,9 @@ OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
     (optim.Adagrad, {}),
     (optim.Adadelta, {}),
     (optim.ASGD, {}),
+    (LAMB, {"lr": 0.01, "max_weight_norm": 3.0}),
+    (LAMB, {"lr": 0.01, "bias_correction": False, "weight_decay": 0.0, "maximize": True}),
+    (LARS, {"lr": 0.5, "weight_decay": 0.1, "nesterov": True, "foreach": False}),
 ]
 
 
@@ -146,7 +150,7 @@ def check_same_state(left: dict[str, Any], right: dict[str, Any]) -> None:
 
 
 def law_bits_are_those_without_it() -> None:
-    """Of weights and of the state, for every optimizer of torch that treats each element by itself."""
+    """Of weights and of the state, for every optimizer of torch that treats each element by itself; LAMB; LARS."""
     for optimizer_class, settings in OPTIMIZERS:
         model, plain, other, sharded = pair(optimizer_class, **settings)
         for number in range(2):
@@ -638,6 +642,53 @@ def law_instances_must_do_the_same() -> None:
     with refused(popdist.CollectiveError, r"ShardedOptimizer.state_dict.*ShardedOptimizer.step|step.*state_dict"):
         optimizer.state_dict() if is_last() else optimizer.step()
     optimizer.step()
+
+
+def law_trust_ratios_are_those_of_whole_parameters() -> None:
+    """With groups that have none, a group that comes later, other memory orders, and a state that goes on."""
+    nets = [popdist.ReplicatedModel(Wide()) for _ in range(2)]
+    optimizers: list[Optimizer] = []
+    makers: list[Callable[..., Optimizer]] = [LAMB, partial(popdist.ShardedOptimizer, nets[1], LAMB)]
+    for net, make in zip(nets, makers, strict=True):
+        groups = [
+            {"params": [net.hidden.weight, net.wide]},
+            {"params": [net.scale, *net.convolution.parameters()], "trust_ratio": False, "weight_decay": 0.0},
+        ]
+        optimizers.append(make(groups, lr=0.01))
+    schedules = [optim.lr_scheduler.ExponentialLR(it, 0.7) for it in optimizers]
+    for number in range(4):
+        step(*nets, number=number)
+        if number == 1:
+            for net, it in zip(nets, optimizers, strict=True):
+                it.add_param_group({"params": [net.last.weight, net.phases], "lr": 0.1})
+        if number == 2:
+            states = [it.state_dict() for it in optimizers]
+            check_same_state(*states)
+            for it, state in zip(optimizers, reversed(states), strict=True):
+                it.load_state_dict(copy.deepcopy(state))
+        for it, schedule in zip(optimizers, schedules, strict=True):
+            it.step()
+            schedule.step()
+    check_same(*nets)
+
+
+def law_a_failure_before_norms_are_exchanged_is_one_on_all() -> None:
+    """Nobody waits for norms that do not come, and the next step works."""
+    model = popdist.ReplicatedModel(nn.Linear(100, 100))
+    optimizer = popdist.ShardedOptimizer(model, LAMB, lr=0.1)
+    for x in model.micro_batches(torch.randn(popdist.num_local_replicas(), 100)):
+        model(x).sum().backward()
+    before = popdist.checksum(model)
+    last = f"instance {popdist.num_instances() - 1}"
+    with ExitStack() as stack:
+        if is_last():
+            stack.enter_context(mock.patch.object(LAMB, "first_half", side_effect=ValueError("no room")))
+        with refused(*((ValueError, "no room") if is_last() else (popdist.OptimizerError, f"{last} failed in"))):
+            optimizer.step()
+    popdist.barrier()
+    assert popdist.checksum(model) == before
+    optimizer.step()
+    assert popdist.checksum(model) != before
 
 
 class Fragile(optim.SGD):

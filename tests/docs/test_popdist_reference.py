@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import popdist
-from popdist import checkpoint, testing
+from popdist import checkpoint, optim, testing
 from popdist.data.batch import Batch, MicroBatch
 from popdist.data.replica_loader import ReplicaLoader
 from tests.docs.markdown import ROOT, blocks
@@ -37,6 +37,7 @@ def public_names() -> set[str]:
     """All that a program may use, as the page writes it."""
     names = set(vars(popdist)["__all__"])
     names |= {f"checkpoint.{name}" for name in checkpoint.__all__}
+    names |= {f"optim.{name}" for name in optim.__all__}
     names |= {f"popdist.testing.{name}" for name in testing.__all__}
     for word, kind in OBJECTS.items():
         ours = [base for base in kind.__mro__ if base.__module__.startswith("popdist.")]
@@ -68,7 +69,7 @@ def test_a_name_that_is_not_there_is_missed(name: str) -> None:
 
 def signatures() -> Iterator[Any]:
     """Each call in the first column of a table: the function, and the arguments as the page writes them."""
-    places = {**OBJECTS, "": popdist, "checkpoint": checkpoint}
+    places = {**OBJECTS, "": popdist, "checkpoint": checkpoint, "optim": optim}
     for line in REFERENCE.read_text(encoding="utf-8").splitlines():
         for path, arguments in re.findall(r"`([A-Za-z_.]+)\(([^`]+)\)`", line.split(" | ")[0]):
             owner, _, name = path.removeprefix("popdist.").rpartition(".")

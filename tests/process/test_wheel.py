@@ -17,12 +17,12 @@ ROOT = Path(__file__).parent.parent.parent
 NEEDED_BY_THE_LAUNCHER = ("click", "pyyaml", "psutil", "rich", "markdown-it-py", "mdurl", "pygments")
 """What `poprun` needs, and what that needs in turn; no torch, no numpy, no MPI."""
 
-EXTENSION = "popdist/host_memory/_quick.abi3.so"
+EXTENSIONS = {"_quick": "popdist/host_memory/_quick.abi3.so", "_arithmetic": "popdist/optim/_arithmetic.abi3.so"}
 
 LOAD = """
 import sys
 from importlib.machinery import ExtensionFileLoader
-print(ExtensionFileLoader("_quick", sys.argv[1]).load_module().Quick)
+print(dir(ExtensionFileLoader(sys.argv[1], sys.argv[2]).load_module()))
 """
 
 WHERE = "import poprun, popdist; print(poprun.__file__); print(popdist.__file__)"
@@ -82,25 +82,31 @@ def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler that could make the extension")
 def test_the_wheel_holds_the_extension_for_every_later_python(built: Path) -> None:
-    """It is for machines like this one, and the extension in it can be imported."""
+    """It is for machines like this one, and the extensions in it can be imported."""
     wheel = next(built.glob("*.whl"))
 
     assert "-cp311-abi3-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
-        archive.extract(EXTENSION, built)
-    finished = run([sys.executable, "-W", "ignore", "-c", LOAD, str(built / EXTENSION)]).succeeded()
-    assert "_quick.Quick" in finished.out
+        for path in EXTENSIONS.values():
+            archive.extract(path, built)
+    shown = [
+        run([sys.executable, "-W", "ignore", "-c", LOAD, name, str(built / path)]).succeeded().out
+        for name, path in EXTENSIONS.items()
+    ]
+    assert "'Quick'" in shown[0]
+    assert "'square_sum'" in shown[1]
 
 
 def test_without_a_compiler_the_wheel_is_for_every_machine(tmp_path: Path) -> None:
-    """And says that it goes without its extension."""
+    """And says that it goes without its extensions."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
     finished = run(command, env={"CC": "no-such-compiler"}).succeeded()
 
-    assert "popdist goes without its extension" in finished.out + finished.err
+    for path in EXTENSIONS.values():
+        assert f"popdist goes without {path}" in finished.out + finished.err
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert EXTENSION not in zipfile.ZipFile(wheel).namelist()
+    assert not {*EXTENSIONS.values()} & {*zipfile.ZipFile(wheel).namelist()}
 
 
 def test_both_packages_come_from_the_wheel(installed: Path, tmp_path: Path) -> None:

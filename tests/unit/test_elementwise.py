@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist.sharded.elementwise import check_elementwise, check_in_training
+from popdist.optim.elementwise import check_elementwise, check_in_training
 
 KNOWN = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 

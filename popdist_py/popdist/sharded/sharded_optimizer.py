@@ -22,7 +22,9 @@ from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
 from popdist.groups import CAUSE_FIRST_SECONDS, Group
 from popdist.headers import name_instances
-from popdist.sharded.elementwise import check_elementwise, check_in_training, quiet_step
+from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
+from popdist.optim.pieces import PieceOptimizer
+from popdist.sharded.norm_exchange import NormExchange, pieces_of
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
 from popdist.sharded.state import State, copy_state, gather_state, own_state
 from popdist.sharded.weight_copies import WeightCopies
@@ -99,13 +101,14 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         model: Whose parameters these are.
-        optimizer_class: Of torch or your own. It must treat each element by itself, as SGD and the Adam family do.
+        optimizer_class: Of torch or your own. It must treat each element by itself, as SGD and the Adam family do;
+            of those that do not, LAMB and LARS of ``popdist.optim`` know how to work on shards.
         params: Parameters of the model, or groups of them, as torch's optimizers take them; None means all.
         **defaults: The keyword arguments of ``optimizer_class``.
 
     Raises:
-        OptimizerError: If the optimizer does not treat each element by itself, as LBFGS, Adafactor, Muon, LAMB and
-            LARS do not, or a parameter is not the model's or has gaps in its memory.
+        OptimizerError: If the optimizer does not treat each element by itself, as LBFGS, Adafactor, Muon and
+            others' LAMB do not, or a parameter is not the model's or has gaps in its memory.
         CollectiveError: If the instances make different ones.
         BackendError: If an instance was lost or did not come in time.
     """
@@ -128,6 +131,7 @@ class ShardedOptimizer(Optimizer):
         self._num_steps = 0
         self._copies = WeightCopies()
         self._inside: Optimizer | None = None
+        self._norms: NormExchange | None = None
         self._group().agree(f"ShardedOptimizer({optimizer_class.__name__}{in_words(defaults)})")
         self._given = defaults
         super().__init__(model.parameters() if params is None else params, defaults)
@@ -163,6 +167,9 @@ class ShardedOptimizer(Optimizer):
             group.setdefault(name, value)
         self._keys |= keys
         self._sharded += sharded
+        if isinstance(self._inside, PieceOptimizer):
+            self._norms = NormExchange(whole_job, self._sharded) if self._inside.exchanges_norms else None
+            self._inside.place(pieces_of(self._sharded), self._norms.run if self._norms else None)
         remember([(parameter.whole, parameter.ranges) for parameter in sharded], self)
 
     @torch.no_grad()
@@ -208,6 +215,8 @@ class ShardedOptimizer(Optimizer):
     def _update(self) -> Exception | None:
         """Update this instance's shards; the error, if there was one."""
         inside = self._settled_inside()
+        if self._norms is not None:
+            self._norms.begin_step()
         try:
             for parameter in self._sharded:
                 parameter.lend_gradient()
@@ -220,6 +229,8 @@ class ShardedOptimizer(Optimizer):
         finally:
             for parameter in self._sharded:
                 parameter.shard.grad = None
+            if self._norms is not None:
+                self._norms.end_step()
         for own, within in zip(self.param_groups, inside.param_groups, strict=True):
             own.update(settings_of(within))
         return None

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist.errors import OptimizerError
+from popdist.optim.pieces import PieceOptimizer, is_piece_optimizer
 
 REASONS: Final = {
     "LBFGS": "takes inner products over all parameters",
@@ -78,6 +79,8 @@ def check_elementwise(
 ) -> frozenset[str]:
     """Check that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
 
+    Those of popdist's own that may be given pieces of parameters need no proof; subclasses of them do.
+
     Args:
         optimizer_class: Of torch or the program's own.
         defaults: Keyword arguments of the optimizer.
@@ -87,6 +90,8 @@ def check_elementwise(
     Returns:
         The names in the optimizer's state of what has one number for each element.
     """
+    if issubclass(optimizer_class, PieceOptimizer) and is_piece_optimizer(optimizer_class):
+        return optimizer_class.names_of_elements(defaults, settings, device)
     names = [kind.__name__ for kind in optimizer_class.__mro__]
     if reason := next((REASONS[name] for name in REASONS if name.lower() in map(str.lower, names)), None):
         raise OptimizerError(_refusal(optimizer_class, reason))
@@ -117,7 +122,7 @@ def check_in_training(optimizer: Optimizer) -> None:
     Raises:
         OptimizerError: If it does not treat each element by itself now.
     """
-    if type(optimizer) in _KNOWN:
+    if type(optimizer) in _KNOWN or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
         parameter = max(group["params"], key=Tensor.numel, default=None)

@@ -1,0 +1,95 @@
+"""Sums of squares over a parameter in one fixed order, of which pieces of it can be added apart.
+
+The elements of a parameter, in the order of memory, are cut into blocks of 128, counted from its first one.
+Squares are taken and added in float64. Within a block the upper half is added to the lower half until one number
+is left; the blocks are added in the binary tree of `popdist.tree` over the block's number. So the bits depend on
+no thread, and a piece that begins at a multiple of 128 elements is a few nodes of the tree.
+"""
+
+import math
+from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from popdist.optim.pieces import Piece
+from popdist.tree import aligned_nodes, span
+
+BLOCK: Final = 128
+"""Elements of a block: shards of parameters are cut at multiples of it."""
+
+
+def extension() -> ModuleType | None:
+    """The part of this folder that is written in C; None where it was not built."""
+    try:
+        return import_module("popdist.optim._arithmetic")
+    except ImportError:
+        return None
+
+
+def flat_in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The elements of ``tensor`` in the order in which ``parameter``, of the same shape, has them in memory.
+
+    A parameter with gaps in its memory counts as if it were contiguous.
+    """
+    if tensor.is_contiguous() and parameter.is_contiguous():
+        return tensor.view(-1)
+    dense = torch.empty_like(parameter, device="meta", requires_grad=False)
+    if tensor.stride() != dense.stride():
+        tensor = torch.empty_strided(dense.shape, dense.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+            tensor
+        )
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def square_sums(flats: Sequence[Tensor]) -> list[float]:
+    """The sum of squares of each row of numbers; of complex ones, of their absolute values."""
+    arithmetic = extension()
+    sums = [_square_sum(flat, arithmetic) for flat in flats]
+    on_devices = [number for number in sums if isinstance(number, Tensor)]
+    told = iter(torch.stack(on_devices).tolist() if on_devices else ())
+    return [next(told) if isinstance(number, Tensor) else number for number in sums]
+
+
+def node_sums(flat: Tensor, piece: Piece) -> list[float]:
+    """The sums of squares of ``piece``, whose elements are ``flat``, in the nodes of the tree that it covers."""
+    start = piece.elements.start
+    return square_sums([flat[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
+
+
+def runs_of_nodes(piece: Piece) -> list[range]:
+    """The elements of each node of the tree that ``piece`` covers, left to right."""
+    num_blocks = math.ceil(piece.num_elements / BLOCK)
+    first, last = piece.elements.start // BLOCK, math.ceil(piece.elements.stop / BLOCK)
+    spans = [span(node, num_blocks) for node in aligned_nodes(first, last, num_blocks)]
+    return [range(it.start * BLOCK, min(it.stop * BLOCK, piece.elements.stop)) for it in spans]
+
+
+def _square_sum(flat: Tensor, arithmetic: ModuleType | None) -> float | Tensor:
+    if not flat.numel():
+        return 0.0
+    if arithmetic is None or flat.device.type != "cpu" or flat.is_complex():
+        return _sum_by_torch(flat)
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat = flat.to(torch.float32)  # exact
+    total: float = arithmetic.square_sum(flat.data_ptr(), flat.numel(), flat.dtype == torch.float64)
+    return total
+
+
+def _sum_by_torch(flat: Tensor) -> Tensor:
+    if flat.is_complex():
+        squares = torch.view_as_real(flat).to(torch.float64).square().sum(1)
+    else:
+        squares = flat.to(torch.float64).square()
+    sums = torch.nn.functional.pad(squares, (0, -len(squares) % BLOCK)).view(-1, BLOCK)
+    while sums.shape[1] > 1:
+        width = sums.shape[1] // 2
+        sums = sums[:, :width] + sums[:, width:]
+    level = sums.view(-1)
+    while len(level) > 1:
+        pairs = level[: len(level) // 2 * 2].view(-1, 2)
+        level = torch.cat([pairs[:, 0] + pairs[:, 1], level[2 * len(pairs) :]])
+    return level[0]

@@ -1,0 +1,162 @@
+"""The step that LAMB and LARS have in common: the update of a whole parameter is scaled by norms over all of it.
+
+A step of each parameter has two halves. The first one makes the tensor whose norm is wanted beside that of the
+weights; the second one updates the weights, with both norms. Between them pieces of parameters have their sums
+added up over the instances, once for all of them.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from popdist.errors import OptimizerError
+from popdist.optim.pieces import PieceOptimizer
+from popdist.optim.square_sums import flat_in_order_of, node_sums, square_sums
+
+Settings: TypeAlias = Mapping[str, Any]
+"""A parameter group."""
+
+_CACHED_ELEMENTS: Final = 1 << 16
+"""So many elements of small tensors are updated at once on the CPU: what they need fits its caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """A step between its halves.
+
+    Attributes:
+        group: The settings.
+        parameters: What is updated.
+        measured: For each the tensor whose norm is wanted.
+    """
+
+    group: Settings
+    parameters: list[Tensor]
+    measured: list[Tensor]
+
+
+class TrustRatioOptimizer(PieceOptimizer):
+    """An optimizer whose updates are scaled by norms of whole parameters."""
+
+    exchanges_norms = True
+
+    def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+        """Make the tensors whose norms are wanted.
+
+        Args:
+            group: The settings.
+            parameters: At least one.
+            gradients: Of each; negated already if the group maximizes. May be changed if ``group["maximize"]``.
+        """
+        raise NotImplementedError
+
+    def second_half(self, half: Half, norms: Sequence[tuple[float, float]] | None) -> None:
+        """Update the weights.
+
+        Args:
+            half: What the first half has made.
+            norms: Of each parameter and of what was measured; None where the group has no trust ratio.
+        """
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            OptimizerError: If a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, _with_gradient(group["params"])) for group in self.param_groups]
+        if self._whole_sums is not None:
+            self._step_on_pieces(work, self._whole_sums)
+        for group, parameters in work:
+            for some in _batches([it for it in parameters if not self._is_cut(group, it)], group["foreach"]):
+                half = self._begin(group, some)
+                self.second_half(half, _norms(half) if group["trust_ratio"] else None)
+        return loss
+
+    def _step_on_pieces(
+        self,
+        work: Sequence[tuple[Settings, list[Tensor]]],
+        whole_sums: Callable[..., Mapping[Tensor, Sequence[float]]],
+    ) -> None:
+        """Update what this instance has a piece of."""
+        halves = []
+        for group, parameters in work:
+            if cut := [it for it in parameters if self._is_cut(group, it)]:
+                halves.append(self._begin(group, cut))
+        pieces = {
+            parameter: [node_sums(flat_in_order_of(it, parameter), self._pieces[parameter]) for it in both]
+            for half in halves
+            for parameter, *both in zip(half.parameters, half.parameters, half.measured, strict=True)
+        }
+        whole = whole_sums(pieces)
+        for half in halves:
+            self.second_half(half, [_roots(*whole[parameter]) for parameter in half.parameters])
+
+    def _is_cut(self, group: Settings, parameter: Tensor) -> bool:
+        """Whether the other instances must be asked for the norms."""
+        piece = self._pieces.get(parameter)
+        return piece is not None and not piece.is_whole and bool(group["trust_ratio"])
+
+    def _begin(self, group: Settings, parameters: list[Tensor]) -> Half:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if group["maximize"]:
+            gradients = list(torch._foreach_neg(gradients))  # noqa: SLF001 - as torch's own optimizers call it
+        with_values = self.first_half(group, parameters, gradients)
+        return Half(group=group, parameters=parameters, measured=with_values)
+
+
+def _with_gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
+    found = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in found:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise OptimizerError(
+                f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with "
+                "sparse=False"
+            )
+    return found
+
+
+def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
+    """The parameters that are updated at once: the bits are the same for any of these ways.
+
+    On the CPU torch's foreach functions are loops over the tensors, so few that stay in the cache are best.
+    """
+    is_on_cpu = any(parameter.device.type == "cpu" for parameter in parameters)
+    most = 0 if foreach is False else _CACHED_ELEMENTS if is_on_cpu else math.inf
+    batch: list[Tensor] = []
+    num_elements = 0
+    for parameter in parameters:
+        if batch and num_elements + parameter.numel() > most:
+            yield batch
+            batch, num_elements = [], 0
+        batch.append(parameter)
+        num_elements += parameter.numel()
+    if batch:
+        yield batch
+
+
+def _norms(half: Half) -> list[tuple[float, float]]:
+    weights = [flat_in_order_of(it, it) for it in half.parameters]
+    measured = [flat_in_order_of(it, own) for it, own in zip(half.measured, half.parameters, strict=True)]
+    sums = square_sums([*weights, *measured])
+    return [_roots(*both) for both in zip(sums[: len(weights)], sums[len(weights) :], strict=True)]
+
+
+def _roots(of_weights: float, of_measured: float) -> tuple[float, float]:
+    return math.sqrt(of_weights), math.sqrt(of_measured)
