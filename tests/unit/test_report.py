@@ -47,6 +47,7 @@ TABLE = [
     (JobEnd(statuses=[LET_DOWN], launcher_code=-9), 137),
     (JobEnd(statuses=[LET_DOWN, BAD], launcher_code=-9), 7),
     (JobEnd(statuses=[LOST], launcher_code=0), 137),
+    (JobEnd(statuses=[LOST], launcher_code=0, has_started=False), 70),
     (JobEnd(statuses=[STOPPED], launcher_ended_early=True, launcher_code=3, stop_reason="x"), 3),
     (JobEnd(statuses=[STOPPED], launcher_ended_early=True, launcher_code=0, stop_reason="x"), 70),
     (

@@ -110,7 +110,7 @@ def exit_code(end: JobEnd) -> int:
     if failed is not None and failed.exit_code and not failed.was_stopped:
         return shell_code(failed.exit_code)
     if failed is not None and (failed.problem in _LOST or not end.launcher_code):
-        return _LOST.get(failed.problem, shell_code(-signal.SIGKILL))
+        return _LOST.get(failed.problem, shell_code(-signal.SIGKILL) if end.has_started else _LAUNCH_FAILED)
     if end.num_interrupts and not end.has_started:  # Ctrl-C may have ended the launcher before it had a session
         return shell_code(-signal.SIGINT)
     if (failed is not None or end.launcher_ended_early) and end.launcher_code:
