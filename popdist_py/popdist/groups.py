@@ -5,6 +5,7 @@ follows fits; different ones raise the same error everywhere, and the group can 
 instance has taken the same number of headers.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ CAUSE_FIRST_SECONDS: Final = 1.0
 
 A launcher reports the failure that comes first, and that shall be the cause.
 """
+
+
+def let_the_cause_come_first() -> None:
+    """Wait a moment before an error of which another instance has the cause, so that it reports its own first."""
+    time.sleep(CAUSE_FIRST_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,13 +1,12 @@
 """Work for some instances only: what the first one does for all, such as printing, downloading or saving."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from popdist.context import current_job, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError
-from popdist.groups import CAUSE_FIRST_SECONDS, Group
+from popdist.groups import Group, let_the_cause_come_first
 from popdist.headers import name_instances
 
 P = ParamSpec("P")
@@ -109,5 +108,5 @@ def end_together(group: Group, text: str, failure: str) -> None:
     """
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
-        time.sleep(CAUSE_FIRST_SECONDS)
+        let_the_cause_come_first()
         raise CollectiveError(failure.format(name_instances(failed)))

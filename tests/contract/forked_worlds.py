@@ -1,9 +1,9 @@
 """Worlds whose instances are forked from one process, which has imported torch once for all of them.
 
 The process behind `tests.contract.forked_calls`: it reads calls from its standard input and answers on its
-standard output. An instance is what `run_world` makes, but for two things: the hashes of all instances have one
-seed, and nobody but this process watches over them. So a law that runs here at some sizes runs in a world of
-`run_world` at another.
+standard output. An instance is what `run_world` makes, but for three things: the hashes of all instances have one
+seed, nobody but this process watches over them, and an error of which another instance has the cause does not wait
+for that one to report first. So a law that runs here at some sizes runs in a world of `run_world` at another.
 """
 
 import multiprocessing
@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from popdist import groups
 from popdist.contract import Contract, Endpoint
 from poprun.process.spawn import become_subreaper
 from tests import leftovers
@@ -34,6 +35,7 @@ _FORK = multiprocessing.get_context("fork")
 def main() -> None:
     """Answer calls until there are no more."""
     become_subreaper()
+    groups.CAUSE_FIRST_SECONDS = 0.0  # type: ignore[misc] # nobody reports
     torch.optim.SGD([torch.zeros(1)])  # has torch import the rest of itself once, and not in each instance
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer

@@ -5,7 +5,7 @@ import sys
 
 import psutil
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 import popdist
 
@@ -18,13 +18,28 @@ def tell(*words: object) -> None:
 
 
 def join() -> None:
-    """Every instance counts, and knows its place; nothing that init() opened listens off loopback."""
+    """Every instance counts, knows its place, and trains; nothing that init() opened listens off loopback."""
     before = _listening()
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     addresses = {address for address, _ in _listening() - before}
     ranks = popdist.all_gather(torch.tensor(popdist.instance_index())).tolist()
     local = popdist.all_gather(torch.tensor(popdist.local_instance_index())).sort().values.tolist()
-    tell(popdist.num_replicas(), ranks, local, popdist.isPopdistEnvSet(), addresses)
+    tell(popdist.num_replicas(), ranks, local, popdist.isPopdistEnvSet(), addresses, trained())
+
+
+def trained() -> str:
+    """The checksum of weights after three steps of all replicas."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    samples, replicas = torch.randn(2 * popdist.num_replicas(), 8), popdist.local_replicas()
+    for _ in range(3):
+        for x in model.micro_batches(samples[2 * replicas.start : 2 * replicas.stop]):
+            model(x).square().mean().backward()
+        optimizer.step()
+    return popdist.checksum(model)
 
 
 def join_mpi() -> None:

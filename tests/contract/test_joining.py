@@ -14,7 +14,7 @@ import yaml
 
 from poprun.emit import Surroundings, emit_job
 from poprun.text.formats import EmitKind
-from tests.contract import default_group_laws
+from tests.contract import default_group_laws, joining_program
 from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.training_laws import laws_of
 from tests.planning import planned
@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).parent / "joining_program.py"
 
 NAMES = ("mpich", "openmpi")
 
-JOINED = "3 [0, 1, 2] [0, 1, 2] False {'127.0.0.1'}"
+JOINED = "3 [0, 1, 2] [0, 1, 2] False {{'127.0.0.1'}} {}"
 
 
 def torchrun(what: str, *, num_instances: int = 2) -> Finished:
@@ -46,14 +46,23 @@ def mpiexec(mpi: MpiEnvironment, what: str, *, num_instances: int = 2, python: P
     )
 
 
-def test_ranks_of_torchrun_are_instances() -> None:
-    """`torchrun train.py` is one job with one replica for each rank, connected over loopback."""
-    assert torchrun("join", num_instances=3).succeeded().lines == [JOINED] * 3
+@pytest.fixture
+def joined(forked_world: ForkedWorlds) -> str:
+    """What each of three instances prints; its checksum is that of one instance with three replicas."""
+    (weights,) = forked_world(
+        joining_program.trained, num_instances=1, num_replicas=3, timeout_seconds=DEADLINE_SECONDS
+    )
+    return JOINED.format(weights)
 
 
-def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment) -> None:
-    """`mpiexec -n 3 python train.py` is one job with one replica for each rank, connected over loopback."""
-    assert mpiexec(mpi, "join_mpi", num_instances=3).succeeded().lines == [JOINED] * 3
+def test_ranks_of_torchrun_are_instances(joined: str) -> None:
+    """`torchrun train.py` is one job with one replica for each rank, over loopback; its weights are the same."""
+    assert torchrun("join", num_instances=3).succeeded().lines == [joined] * 3
+
+
+def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment, joined: str) -> None:
+    """`mpiexec -n 3 python train.py`, too."""
+    assert mpiexec(mpi, "join_mpi", num_instances=3).succeeded().lines == [joined] * 3
 
 
 def test_an_mpi_that_is_not_mpi4pys_is_named(

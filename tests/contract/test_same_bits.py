@@ -26,7 +26,7 @@ Cell = tuple[str, int]
 
 RESTARTED: list[tuple[int, Cell, Cell]] = [
     (8, ("mpich", 2), ("openmpi", 4)),
-    (8, ("local", 8), ("mpich", 1)),
+    (8, ("local", 4), ("mpich", 1)),
     (6, ("openmpi", 2), ("local", 3)),
 ]
 """Replicas, and where the first and the second part of a run take place. Six are dealt in blocks that are no whole

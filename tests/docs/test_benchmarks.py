@@ -32,7 +32,7 @@ def test_the_launchers_can_be_measured_again() -> None:
 
 
 def test_the_training_can_be_drawn_again(tmp_path: Path) -> None:
-    """Two epochs of ``benchmarks/training.py`` show the same weights for three splits, and draw their curves."""
+    """Two epochs of ``benchmarks/training.py`` show the same weights for three splits, as the README says."""
     script = str(ROOT / "benchmarks" / "training.py")
     finished = run([sys.executable, script, "--epochs", "2", "--plot", str(tmp_path / "training.svg")]).succeeded()
 

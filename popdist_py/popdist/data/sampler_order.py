@@ -7,7 +7,6 @@ repeated augmentation), so the random numbers of a sample follow from its positi
 """
 
 import hashlib
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from operator import index
@@ -26,7 +25,7 @@ from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.data.sampler import EpochShares
 from popdist.errors import CollectiveError, DatasetError
-from popdist.groups import CAUSE_FIRST_SECONDS
+from popdist.groups import let_the_cause_come_first
 from popdist.headers import name_instances
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
@@ -173,7 +172,7 @@ class SampledShares(EpochShares):
         told = exchange([order.checksum], text).wait()
         instances = context.current_group().instances
         if failed := [number for number, found in zip(instances, told, strict=True) if not found]:
-            time.sleep(CAUSE_FIRST_SECONDS)
+            let_the_cause_come_first()
             raise CollectiveError(
                 f"{name} failed on {name_instances(failed)} in epoch {epoch} (see the error there)"
             )

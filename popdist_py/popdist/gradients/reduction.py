@@ -10,7 +10,6 @@ these headers carries a checksum of the weights.
 """
 
 import operator
-import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -36,7 +35,7 @@ from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
-from popdist.groups import CAUSE_FIRST_SECONDS, Exchange, Group
+from popdist.groups import Exchange, Group, let_the_cause_come_first
 from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
@@ -458,11 +457,8 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
 
 
 def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
-    """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own.
-
-    A launcher reports the failure that comes first, and the cause is theirs.
-    """
-    time.sleep(CAUSE_FIRST_SECONDS)
+    """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own."""
+    let_the_cause_come_first()
     return MicroBatchError(
         f"{name_instances(instances)} {reason}, so this step has no gradient on any instance; if all instances "
         "catch what they raise, the next loop works on all of them"

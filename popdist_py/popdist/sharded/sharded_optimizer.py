@@ -5,7 +5,6 @@ updated with another learning rate.
 """
 
 import hashlib
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ from popdist import context
 from popdist.errors import OptimizerError
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
-from popdist.groups import CAUSE_FIRST_SECONDS, Group
+from popdist.groups import Group, let_the_cause_come_first
 from popdist.headers import name_instances
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.pieces import PieceOptimizer
@@ -65,7 +64,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
     if trouble is not None:
         raise trouble
     if failed := [i for i, (has_failed, _) in zip(group.instances, told, strict=True) if has_failed]:
-        time.sleep(CAUSE_FIRST_SECONDS)  # they shall end first, with the cause
+        let_the_cause_come_first()
         raise OptimizerError(
             f"{name_instances(failed)} failed in {text} (see the error there), so a part of the weights was not "
             "updated"

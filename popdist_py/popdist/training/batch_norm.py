@@ -1,6 +1,5 @@
 """New statistics of BatchNorm for finished weights, such as an average of them, from all replicas of the job."""
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ from popdist.errors import MicroBatchError, WeightsError
 from popdist.gradients.buffer_changes import agree_on_changes, changes_of
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
-from popdist.groups import CAUSE_FIRST_SECONDS
+from popdist.groups import let_the_cause_come_first
 from popdist.headers import name_instances
 from popdist.training.micro_batches import Nest, split_batch, to_device
 from popdist.training.randomness import ReplicaRandomness
@@ -126,7 +125,7 @@ class _Passes:
 def _check(failed: list[int]) -> None:
     """Raise if instances have ``failed``, after a moment in which they can end with their own errors."""
     if failed:
-        time.sleep(CAUSE_FIRST_SECONDS)
+        let_the_cause_come_first()
         raise MicroBatchError(
             f"update_bn: {name_instances(failed)} could not compute a batch (see the error there), so it changed "
             "nothing on any instance"
