@@ -20,6 +20,7 @@ BAD = replace(GOOD, index=1, exit_code=7, exited_at_seconds=3.0)
 CRASHED = replace(BAD, index=2, exit_code=-11, exited_at_seconds=2.0)
 STOPPED = replace(GOOD, index=3, exit_code=-15, was_stopped=True, exited_at_seconds=1.0)
 LET_DOWN = replace(STOPPED, index=4, problem=SHIM_KILLED)
+SHIMLESS = InstanceStatus(index=6, state=InstanceState.ENDED, problem=SHIM_KILLED, exited_at_seconds=0.5)
 LOST = InstanceStatus(index=5, state=InstanceState.ENDED, problem="its agent was killed", exited_at_seconds=0.5)
 
 TABLE = [
@@ -47,7 +48,8 @@ TABLE = [
     (JobEnd(statuses=[LET_DOWN], launcher_code=-9), 137),
     (JobEnd(statuses=[LET_DOWN, BAD], launcher_code=-9), 7),
     (JobEnd(statuses=[LOST], launcher_code=0), 137),
-    (JobEnd(statuses=[LOST], launcher_code=0, has_started=False), 70),
+    (JobEnd(statuses=[SHIMLESS], launcher_code=0), 137),
+    (JobEnd(statuses=[SHIMLESS], launcher_code=0, has_started=False), 70),
     (JobEnd(statuses=[STOPPED], launcher_ended_early=True, launcher_code=3, stop_reason="x"), 3),
     (JobEnd(statuses=[STOPPED], launcher_ended_early=True, launcher_code=0, stop_reason="x"), 70),
     (
