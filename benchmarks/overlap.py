@@ -5,7 +5,9 @@
 
 Each round times every loop for some steps, one right after the other, and the next round the other way round. A
 loop's communication is the difference, within a round, to the same loop with the reduction replaced by nothing.
-Every instance has one thread. Hosts have one instance each: else the gradients of a host are added in its memory.
+The wire's is what the network alone takes: each host sends the next one as much as a sum of the gradients takes at
+least (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). Every instance has one thread. Where
+hosts have several instances, gradients are added in the memory of each host first.
 """
 
 import argparse
@@ -15,18 +17,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
 
+import torch
 from measuring.documents import put, table
 from measuring.medians import median
 from step import Shape, Step, ddp_step, drifting, group, interval, measure, nothing, replicated_step, share
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
+from popdist import context
 from popdist.gradients import reduction
 from popdist.gradients.overlap import Overlap
 
 GLOO, LATE, EARLY = "DDP, gloo", "ReplicatedModel, at the end", "ReplicatedModel"
-WITHOUT = {GLOO: "DDP, none", LATE: "ReplicatedModel, none", EARLY: "ReplicatedModel, none"}
+HALF, WIRE = "ReplicatedModel, bfloat16", "the wire"
+WITHOUT = {
+    GLOO: "DDP, none",
+    LATE: "ReplicatedModel, none",
+    EARLY: "ReplicatedModel, none",
+    HALF: "ReplicatedModel, none",
+}
 """Each loop, and the same without a reduction."""
+
+MOST = {EARLY: 1.0, HALF: 1.0}
+"""What share of DDP's communication theirs may be."""
 
 
 def loops(shape: Shape) -> dict[str, Step]:
@@ -38,8 +52,31 @@ def loops(shape: Shape) -> dict[str, Step]:
         "DDP, none": ddp_step(shape, silent),
         LATE: without_overlap(replicated_step(shape)),
         EARLY: replicated_step(shape),
+        HALF: replicated_step(shape, torch.bfloat16),
         "ReplicatedModel, none": without_sum(without_overlap(replicated_step(shape))),
+        WIRE: wire_step(shape),
     }
+
+
+def wire_step(shape: Shape) -> Step:
+    """The bytes alone: the instances of a host share what it sends."""
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    num_local, numbers = size // num_hosts(), sum(it.numel() for it in shape.net().parameters())
+    sent = torch.zeros(2 * (num_hosts() - 1) * numbers // (num_hosts() * num_local))
+    received = torch.empty_like(sent)
+
+    def exchange() -> None:
+        arrival = distributed.irecv(received, (rank - num_local) % size)
+        distributed.send(sent, (rank + num_local) % size)
+        if arrival is not None:
+            arrival.wait()
+
+    return exchange
+
+
+def num_hosts() -> int:
+    """Of the job, each with as many instances."""
+    return popdist.num_instances() // context.environment().contract.num_local_instances
 
 
 def without_overlap(step: Step) -> Step:
@@ -68,21 +105,18 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
         name: [with_it - without for with_it, without in zip(times[name], times[other], strict=True)]
         for name, other in WITHOUT.items()
     }
-    rows = [
-        [
-            name,
-            interval(median(times[name]), 1e3, "ms"),
-            interval(median(costs[name]), 1e3, "ms"),
-            interval(share(costs[name], costs[LATE]), 1, ""),
-            interval(share(times[name], times[LATE]), 1, ""),
-        ]
-        for name in WITHOUT
-    ]
-    rows += [
-        [name, interval(median(times[name]), 1e3, "ms"), "", "", ""] for name in sorted(set(WITHOUT.values()))
-    ]
-    head = ["loop", "a step", "its communication", "of that at the end", "step of that at the end"]
-    return f"{len(costs[LATE])} rounds, {popdist.num_instances()} hosts: `{command}`\n\n{table(head, rows)}"
+    rows = []
+    for name in WITHOUT:
+        part, most = share(costs[name], costs[GLOO]), MOST.get(name)
+        limit = ["", ""] if most is None else [f"≤ {most:g}", "yes" if part.value <= most else "NO"]
+        cells = [interval(median(times[name]), 1e3, "ms"), interval(median(costs[name]), 1e3, "ms")]
+        wire = interval(share(costs[name], times[WIRE]), 1, "")
+        rows.append([name, *cells, interval(part, 1, ""), *limit, wire])
+    others = (*sorted(set(WITHOUT.values())), WIRE)
+    rows += [[name, interval(median(times[name]), 1e3, "ms"), "", "", "", "", ""] for name in others]
+    head = ["loop", "a step", "its communication", "of DDP's", "limit", "holds", "of the wire's"]
+    hosts = f"{num_hosts()} hosts of {popdist.num_instances() // num_hosts()}"
+    return f"{len(costs[LATE])} rounds, {hosts} instances: `{command}`\n\n{table(head, rows)}"
 
 
 def main() -> None:
@@ -93,7 +127,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="linear layers (12)")
     parser.add_argument("--width", type=int, default=1024, help="of each layer (1024)")
     parser.add_argument("--batch-size", type=int, default=256, help="samples of an instance in a step (256)")
-    parser.add_argument("--document", type=Path, help="a Markdown file whose part `overlap` gets the table")
+    parser.add_argument("--document", type=Path, help="a Markdown file that gets the table")
+    parser.add_argument("--part", default="overlap", help="which part of it (overlap)")
     options = parser.parse_args()
     with group():
         shape = Shape(layers=options.layers, width=options.width, batch_size=options.batch_size)
@@ -102,7 +137,7 @@ def main() -> None:
             text = described(times, shlex.join(["python", *sys.argv]))
             print(text)
             if options.document:
-                put(options.document, "overlap", text)
+                put(options.document, options.part, text)
 
 
 if __name__ == "__main__":

@@ -108,9 +108,9 @@ def ddp_step(shape: Shape, model: nn.Module) -> Step:
     return step
 
 
-def replicated_step(shape: Shape) -> Step:
+def replicated_step(shape: Shape, gradient_dtype: torch.dtype | None = None) -> Step:
     """The same with one replica in each instance."""
-    model = popdist.ReplicatedModel(shape.net())
+    model = popdist.ReplicatedModel(shape.net(), gradient_dtype=gradient_dtype)
     x, optimizer = shape.batch(), torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:

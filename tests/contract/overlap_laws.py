@@ -33,8 +33,9 @@ from tests.contract.training_laws import Net, is_last, samples, share
 BUCKET_SIZE = 48
 """Numbers; slots begin at multiples of 16."""
 
+PIECE_SIZE = 32
 FEW = 20
-"""So some buckets go to everybody as a whole, and others in shares."""
+"""So some pieces go to everybody as a whole, and others in shares."""
 
 place = SimpleNamespace(device=torch.device("cpu"))
 """Where the models of this instance are."""
@@ -52,7 +53,7 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
         place.device = torch.device("cuda", popdist.local_instance_index())
         torch.backends.cudnn.deterministic = True
     laws = training_laws.laws_of(sys.modules[__name__])
-    with mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE), mock.patch.object(two_level, "FEW", FEW):
+    with tiny_sizes():
         for law in laws:
             popdist.barrier()
             law()
@@ -63,12 +64,19 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
 
 def run_recipes() -> tuple[dict[str, str], int]:
     """What every recipe of training_recipes.py has trained, and how many steps went early and were right."""
+    with tiny_sizes(), counted() as ends:
+        return training_recipes.run_all(), sum(ends)
+
+
+@contextmanager
+def tiny_sizes() -> Iterator[None]:
+    """Within it a small model has several buckets, of several pieces each."""
     with (
         mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE),
+        mock.patch.object(overlap, "PIECE_SIZE", PIECE_SIZE),
         mock.patch.object(two_level, "FEW", FEW),
-        counted() as ends,
     ):
-        return training_recipes.run_all(), sum(ends)
+        yield
 
 
 @contextmanager
@@ -77,10 +85,10 @@ def counted() -> Iterator[list[bool]]:
     ends: list[bool] = []
     wait = OverlappedSum.wait
 
-    def count(step: OverlappedSum, *, are_right: bool) -> GradientRows | None:
+    def count(step: OverlappedSum, over: float, *, are_right: bool) -> GradientRows | None:
         if step._is_closed:
             ends.append(are_right)
-        return wait(step, are_right=are_right)
+        return wait(step, over, are_right=are_right)
 
     with mock.patch.object(OverlappedSum, "wait", count):
         yield ends
@@ -201,11 +209,14 @@ def law_the_bits_are_those_of_the_end_of_the_step() -> None:
 def law_buckets_go_while_the_backward_pass_runs() -> None:
     """When the first layer's turn comes, the sums of most of the others are there already."""
     model = popdist.ReplicatedModel(chain(6))
+    num_pieces = [-(-48 // PIECE_SIZE)] * 4
     num_done: list[int] = []
 
     def look(*_: object) -> None:
         if is_watched:
-            assert wait_until(lambda: channel()._num_done >= before + 3, training_laws.TIMEOUT_SECONDS)
+            assert wait_until(
+                lambda: channel()._num_done >= before + sum(num_pieces[:3]), training_laws.TIMEOUT_SECONDS
+            )
             num_done.append(channel()._num_done - before)
 
     first = model.module.get_submodule("0")
@@ -217,8 +228,8 @@ def law_buckets_go_while_the_backward_pass_runs() -> None:
             meet()
             cross_entropy(model(x), y).backward()
         model.zero_grad()
-    assert num_done == [3]
-    assert channel().num_issued == before + 4
+    assert num_done == [sum(num_pieces[:3])]
+    assert channel().num_issued == before + sum(num_pieces)
 
 
 def clip(model: nn.Module) -> None:

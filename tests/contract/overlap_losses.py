@@ -17,18 +17,18 @@ from torch import nn
 import popdist
 from popdist import context
 from popdist.comm.channel import Channel
-from popdist.gradients import overlap
-from popdist.gradients.overlap import OverlappedSum
+from popdist.gradients.overlap import Overlap, OverlappedSum
 from tests.contract import overlap_laws, training_laws
 
 VICTIM = 1
 
 _LOST = "the connection to instance 1 was closed: it ended or was lost"
 
-WAYS = {"in its backward pass": _LOST, "with gradients on their way": _LOST}
+WAYS = {"as all agree to send": _LOST, "in its backward pass": _LOST, "with gradients on their way": _LOST}
 """When it dies, and what the others hear."""
 
 
+@overlap_laws.tiny_sizes()
 def lose(way: str) -> str:
     """Train some steps, in the last of which the victim dies; the end of the error."""
     model = _begin()
@@ -68,20 +68,20 @@ def _begin() -> popdist.ReplicatedModel:
     return model
 
 
-@mock.patch.object(overlap, "BUCKET_SIZE", overlap_laws.BUCKET_SIZE)
-def interrupt() -> None:
-    """Instance 1 is interrupted as it sends a bucket: all hear of it, and what comes later is as it was before."""
+@overlap_laws.tiny_sizes()
+def interrupt(method: str) -> None:
+    """Instance 1 is interrupted as it sends a piece, or says where to put one: all hear of it, and go on."""
     model = _begin()
     before = overlap_laws.gradients(model)
     if popdist.instance_index() == VICTIM:
-        send, numbers = Channel.issue, itertools.count()
+        send, numbers = getattr(Channel, method), itertools.count()
 
-        def send_some(*arguments: Any) -> None:  # noqa: ANN401 - as it is called
-            send(*arguments)
-            if next(numbers) == 1:
+        def send_some(*arguments: Any) -> Any:  # noqa: ANN401 - as it is called
+            if next(numbers) == 2:
                 raise KeyboardInterrupt
+            return send(*arguments)
 
-        with mock.patch.object(Channel, "issue", send_some), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Channel, method, send_some), pytest.raises(KeyboardInterrupt):
             _send_early(model)
     else:
         with pytest.raises(popdist.MicroBatchError):
@@ -118,11 +118,13 @@ def main(end: str) -> None:
 
 
 def _prepare_to_die(model: nn.Module, way: str) -> None:
-    if way == "in its backward pass":
+    if way == "as all agree to send":
+        mock.patch.object(Overlap, "expect", side_effect=_die).start()
+    elif way == "in its backward pass":
         next(iter(model.parameters())).register_hook(lambda _: _die())
-    else:  # all have come to the end of the step, and the thread has sent nothing
+    else:  # all have come to the end of the step, and the thread has sent no results
         mock.patch.object(Channel, "_run", side_effect=lambda _: threading.Event().wait()).start()
-        mock.patch.object(OverlappedSum, "wait", side_effect=lambda **_: _die()).start()
+        mock.patch.object(OverlappedSum, "wait", side_effect=lambda *_, **__: _die()).start()
 
 
 def _die() -> None:

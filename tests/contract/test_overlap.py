@@ -81,9 +81,10 @@ def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str) -> None:
     assert told == [overlap_losses.WAYS[way], None, overlap_losses.WAYS[way]]
 
 
-def test_an_instance_is_interrupted(forked_world: ForkedWorlds) -> None:
-    """While it sends: nobody waits for what may have gone or not."""
-    forked_world(overlap_losses.interrupt, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
+@pytest.mark.parametrize("method", ["issue", "receive"])
+def test_an_instance_is_interrupted(forked_world: ForkedWorlds, method: str) -> None:
+    """While it sends, or says where to put what comes: nobody waits for what may have gone or not."""
+    forked_world(overlap_losses.interrupt, method, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("end", ["end", "hold", "raise"])

@@ -173,8 +173,8 @@ class Network:
             self._write_files()
             self._switch = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
             _wait_for_network(self._switch.pid)
-            self._on_switch("ip", "link", "add", "bridge", "type", "bridge")
-            self._on_switch("ip", "link", "set", "bridge", "up")
+            self.on_switch("ip", "link", "add", "bridge", "type", "bridge")
+            self.on_switch("ip", "link", "set", "bridge", "up")
             for number, name in enumerate(self._names, 1):
                 self._add(name, number)
             for host in self.hosts.values():
@@ -216,17 +216,21 @@ class Network:
         host = self.hosts[name] = Host(name, number, self.folder)
         _wait_for_network(host.init.pid)
         port, pid = f"port{number}", str(host.init.pid)
-        self._on_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
-        self._on_switch("ip", "link", "set", port, "master", "bridge", "up")
+        self.on_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+        self.on_switch("ip", "link", "set", port, "master", "bridge", "up")
         host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
         host.run("ip", "address", "add", f"{host.address_6}/64", "dev", "eth0", "nodad")
         host.run("ip", "link", "set", "eth0", "up")
 
-    def _on_switch(self, *command: str) -> None:
-        if self._switch is None:
-            return
-        words = ["nsenter", "--target", str(self._switch.pid), "--net", "--", *command]
-        subprocess.run(words, env={"PATH": _FOLDERS}, timeout=_PATIENCE_SECONDS, check=True)
+    def on_switch(self, *command: str) -> None:
+        """Run ``command`` where the cables of all hosts end, at the ports port1, port2 and so on."""
+        if self._switch is not None:
+            subprocess.run(self.in_switch(*command), env={"PATH": _FOLDERS}, timeout=_PATIENCE_SECONDS, check=True)
+
+    def in_switch(self, *command: str) -> list[str]:
+        """The argv that runs ``command`` there."""
+        assert self._switch is not None
+        return ["nsenter", "--target", str(self._switch.pid), "--net", "--", *command]
 
     def _write_files(self) -> None:
         _make_key(self.folder / "user")

@@ -2,28 +2,34 @@
 
 A channel has connections of its own, because nothing says in which order its collectives come between those of the
 program. All instances of the job issue as many, in the same order and with tensors that fit; nothing proves that
-here. Two instances send to each other at the same time; gloo's own all-to-all and all-gather use one direction
-after the other, and take up to twice as long over a network.
+here. On the CPU a collective is made of messages, which any thread may begin and for which the channel's thread
+waits: so the next one is on its way meanwhile. Two instances send to each other at the same time; gloo's own
+all-to-all and all-gather use one direction after the other, and take up to twice as long over a network.
 
 A collective of CUDA tensors runs in a stream of the channel and waits there for what was computed before it was
 issued; the host waits for neither. Memory that it uses is not given to others before it is done with it.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 from threading import Condition, Thread
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from popdist.errors import BackendError
 from popdist.headers import name_instances
 from popdist.host_memory.host_collectives import as_bytes
 from popdist.host_memory.waiting import wait_until
 from popdist.progress import progress_page
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -69,16 +75,20 @@ _NUM_LOOKS: Final = 5
 _LOOK_SECONDS: Final = 0.2
 
 
+FollowUp = Callable[[], None]
+"""The rest of a collective, for which the thread waits when nothing newer is to be done."""
+
+
 class ChannelWork(NamedTuple):
     """Collectives that the thread is asked to do.
 
     Attributes:
-        do: Does one or more collectives.
+        do: Does one or more collectives, but perhaps for a rest.
         tensors: What ``do`` reads and writes, all on one device.
         is_ready: On CUDA, the event after which the tensors may be read and written; None on the CPU.
     """
 
-    do: Callable[[], None]
+    do: Callable[[], FollowUp | None]
     tensors: Sequence[Tensor]
     is_ready: torch.cuda.Event | None
 
@@ -94,6 +104,7 @@ class Channel:
         find_lost: Asks which instances are known to be lost.
 
     Attributes:
+        instance_index: This instance.
         num_issued: How often something was issued; the same on all instances when they agree to issue more.
         is_taken: Whether somebody still has something to issue; nobody else may begin then.
     """
@@ -111,7 +122,7 @@ class Channel:
         self.is_taken = False
         self._process_group = process_group
         self._num_instances = num_instances
-        self._instance_index = instance_index
+        self.instance_index = instance_index
         self._break_off = break_off
         self._find_lost = find_lost
         self._works: SimpleQueue[ChannelWork | None] = SimpleQueue()
@@ -127,34 +138,46 @@ class Channel:
         return self._failure is not None
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every instance's ``tensor``, stacked; called by what is issued."""
+        """Every instance's ``tensor`` of CUDA, stacked; called by what is issued."""
         gathered = tensor.new_empty((self._num_instances, *tensor.shape))
-        mine, rows = as_bytes(tensor), [as_bytes(row) for row in gathered]
-        if tensor.is_cuda:
-            self._process_group.allgather(rows, mine).wait()
-        else:
-            self._swap([mine] * len(rows), rows)
+        self._process_group.allgather([as_bytes(row) for row in gathered], as_bytes(tensor)).wait()
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Row *j* goes to instance *j*; row *i* of the result came from instance *i*; called by what is issued."""
         received = torch.empty_like(tensor)
-        if tensor.is_cuda:
-            self._process_group.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
-        else:
-            self._swap([as_bytes(row) for row in tensor], [as_bytes(row) for row in received])
+        self._process_group.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
         return received
 
-    def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        swap(self._process_group, self._instance_index, range(self._num_instances), sent, received)
+    @contextmanager
+    def posting(self) -> Iterator[None]:
+        """Begin messages in the block, which raises nothing: on a connection that failed, what is issued fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._fail(error)
 
-    def issue(self, do: Callable[[], None], tensors: Sequence[Tensor]) -> None:
+    def receive(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
+        """Say where to put the next message of an instance with this tag; what to wait for."""
+        return self._message("recv", row, instance, tag)
+
+    def send(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
+        """Send an instance a message, which it receives when it has said where to; what to wait for."""
+        return self._message("send", row, instance, tag)
+
+    def _message(self, way: str, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
+        if self._process_group is None or not len(row):
+            return []
+        return [getattr(self._process_group, way)([as_bytes(row)], instance, tag)]
+
+    def issue(self, do: Callable[[], FollowUp | None], tensors: Sequence[Tensor]) -> None:
         """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise.
 
         Nothing is done once the channel was closed.
 
         Args:
-            do: Calls :meth:`all_gather` and :meth:`all_to_all`.
+            do: Calls :meth:`all_gather` and :meth:`all_to_all`, or waits for messages; returns what is to be done
+                later, when nothing newer is.
             tensors: What it reads and writes, at least one and all on one device; left alone until then.
         """
         if self._process_group is None:
@@ -167,15 +190,19 @@ class Channel:
             self._thread = Thread(target=self._work, daemon=True, name="popdist-channel")
             self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until all that was issued is done; on CUDA, have what is computed from now on wait for it.
+    def wait(self, number: int | None = None) -> None:
+        """Wait until what was issued is done; on CUDA, have what is computed from now on wait for it.
+
+        Args:
+            number: How much of it, as :attr:`num_issued` counts; None for all.
 
         Raises:
             BackendError: If it has failed.
         """
         with as_backend_error("the gradients of the other instances did not come"):
+            number = self.num_issued if number is None else number
             with self._progress:
-                self._progress.wait_for(lambda: self._num_done == self.num_issued)
+                self._progress.wait_for(lambda: self._num_done >= number)
             if self._failure is not None:
                 if (loss := self._loss()) is not None:
                     raise loss from self._failure
@@ -213,23 +240,46 @@ class Channel:
         except RuntimeError:  # after an error of CUDA's nothing waits any more
             return True
 
-    def _work(self) -> None:
-        while (work := self._works.get()) is not None:
-            try:
-                if self._failure is None:
-                    self._run(work)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the work is waited for
-                self._failure = self._failure or error
-                self.break_off()
-            del work  # a tensor that is held on to would outlive its last use
-            with self._progress:
-                self._num_done += 1
-                self._progress.notify_all()
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self.break_off()
 
-    def _run(self, work: ChannelWork) -> None:
+    def _work(self) -> None:
+        """Do what is issued; what remains of it is done in its order, when nothing newer is there."""
+        follow_ups: deque[FollowUp] = deque()
+        is_open = True
+        while is_open or follow_ups:
+            try:
+                work = self._works.get(block=not follow_ups)
+            except Empty:
+                self._do(follow_ups.popleft())
+                self._count()
+                continue
+            if work is None:
+                is_open = False
+                continue
+            follow_up = self._do(partial(self._run, work))
+            del work  # a tensor that is held on to would outlive its last use
+            if follow_up is None and not follow_ups:
+                self._count()
+            else:
+                follow_ups.append(follow_up or _do_nothing)
+
+    def _count(self) -> None:
+        with self._progress:
+            self._num_done += 1
+            self._progress.notify_all()
+
+    def _do(self, do: Callable[[], T]) -> T | None:
+        try:
+            return do() if self._failure is None else None
+        except BaseException as error:  # noqa: BLE001 - it is raised where the work is waited for
+            self._fail(error)
+            return None
+
+    def _run(self, work: ChannelWork) -> FollowUp | None:
         if work.is_ready is None:
-            work.do()
-            return
+            return work.do()
         device = work.tensors[0].device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -239,3 +289,8 @@ class Channel:
             work.do()
             for tensor in work.tensors:
                 tensor.record_stream(stream)
+        return None
+
+
+def _do_nothing() -> None:
+    """What remains of a collective that is done."""

@@ -8,11 +8,12 @@ does to its gradients before a micro batch is over, the sum is right.
 
 A step goes early only if all instances have said, in its first header, that they would, and how: a number tells
 the buckets and how many have been sent before. From then on each of them sends every bucket of the step, whatever
-becomes of it, because the others wait for them.
+becomes of it, because the others wait for them. A bucket travels in pieces: one is added while the next is on its
+way, and the first ones are divided while the last ones still travel.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Final
@@ -21,8 +22,9 @@ import torch
 from torch import Tensor
 
 from popdist.comm.channel import Channel
-from popdist.gradients.exchange import sum_between
-from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals, sum_of
+from popdist.comm.early_sums import EarlySum, PostedSum, QueuedSum
+from popdist.gradients.exchange import nodes_of
+from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals, scale_rows, sum_of
 from popdist.groups import Exchange
 from popdist.headers import as_floats
 from popdist.layout import ReplicaLayout
@@ -30,6 +32,9 @@ from popdist.tree import TreeSum
 
 BUCKET_SIZE: Final = 1 << 20
 """Numbers in a bucket, or more where the last gradient in it is large: what is worth a message of its own."""
+
+PIECE_SIZE: Final = 1 << 18
+"""Numbers that travel together, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,19 @@ def _buckets_of(number: int, kind: RowKind) -> Iterable[Bucket]:
             stop, members = start, []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketPiece:
+    """A part of a bucket, which travels by itself.
+
+    Attributes:
+        run: Where its numbers are in the row.
+        total: Its sum over the job.
+    """
+
+    run: slice
+    total: EarlySum
+
+
 def digest_of(buckets: Iterable[Bucket]) -> bytes:
     """A digest: the same for the same buckets."""
     return hashlib.blake2b(repr(list(buckets)).encode(), digest_size=16).digest()
@@ -105,11 +123,13 @@ class Overlap:
             id(members[index]): k for k, bucket in enumerate(self.buckets) for index in bucket.members
         }
         self.members = [[members[index] for index in bucket.members] for bucket in self.buckets]
+        self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
+        self._num_replicas = layout.num_replicas
         self._digest = digest_of(self.buckets)
-        self._reduction = sum_between(channel, layout)
         self._narrow = narrow
         self._has_given_up = False
         self._rows: tuple[GradientRows, GradientRows, GradientRows] | None = None
+        self._pieces: list[list[BucketPiece]] = []
 
     @property
     def replica(self) -> GradientRows:
@@ -133,7 +153,19 @@ class Overlap:
                 self._rows = (wide, wide, self.gradients.make_rows())
             else:
                 self._rows = (wide, make(self._narrow), make(self._narrow))
+            self._pieces = [self._pieces_of(bucket, self._rows[2]) for bucket in self.buckets]
         return self._rows
+
+    def _pieces_of(self, bucket: Bucket, sums: GradientRows) -> list[BucketPiece]:
+        row = sums.rows[bucket.kind]
+        starts = range(bucket.start, bucket.stop, PIECE_SIZE)
+        runs = [slice(start, min(start + PIECE_SIZE, bucket.stop)) for start in starts]
+        return [BucketPiece(run=run, total=self._early_sum(row[run])) for run in runs]
+
+    def _early_sum(self, into: Tensor) -> EarlySum:
+        if into.is_cuda:
+            return QueuedSum(self.channel, self.nodes, self._num_replicas, into, sum_of(into.dtype))
+        return PostedSum(self.channel, self.nodes, self._num_replicas, into)
 
     def num_expected(self) -> list[int]:
         """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""
@@ -164,10 +196,30 @@ class Overlap:
         number = hashlib.blake2b(self._digest + issued, digest_size=7).digest()
         return 1 + int.from_bytes(number, "little")
 
-    def send(self, bucket: Bucket, own: Sequence[Tensor]) -> None:
+    def expect(self) -> None:
+        """All instances have agreed to send every bucket."""
+        for piece in (piece for pieces in self._pieces for piece in pieces):
+            piece.total.expect()
+
+    def send(self, number: int, own: Sequence[Tensor]) -> None:
         """Have a bucket added over the job, of which ``own`` are this instance's parts."""
-        into = self.sums.rows[bucket.kind][bucket.run]
-        self.channel.issue(lambda: self._reduction.all_reduce(own, sum_of(into.dtype), into), [*own, into])
+        first = self.buckets[number].start
+        for piece in self._pieces[number]:
+            piece.total.send([row[piece.run.start - first : piece.run.stop - first] for row in own])
+
+    def finish(self, over: float) -> GradientRows:
+        """The sums over the job divided by ``over``, in wide rows, when all buckets were sent."""
+        rows = self.sums if self._narrow is None else self.replica
+        number = self.channel.num_issued - sum(map(len, self._pieces))
+        for bucket, pieces in zip(self.buckets, self._pieces, strict=True):
+            for piece in pieces:
+                number += 1
+                self.channel.wait(number)
+                part = rows.rows[bucket.kind][piece.run]
+                if rows is not self.sums:
+                    part.copy_(self.sums.rows[bucket.kind][piece.run])
+                scale_rows([part], over=over)
+        return rows
 
     def learn(self, arrived: set[int], *, is_final: bool) -> None:
         """Remember what a step has shown.
@@ -307,8 +359,10 @@ class OverlappedSum:
         with self._lock:
             self._last.check(parameter)
             self._arrive(parameter)
+            if not self._is_agreed():
+                return
             while self._num_sent < len(self._num_awaited) and not self._num_awaited[self._num_sent]:
-                if not self._is_agreed() or not self._last.can_read(self._num_sent):
+                if not self._last.can_read(self._num_sent):
                     return
                 self._send(self._last.add(self._num_sent, self._unit or 1.0))
                 self._num_early += 1
@@ -332,19 +386,22 @@ class OverlappedSum:
             self._overlap.learn(self._arrived, is_final=is_final)
             return -self.number if is_final else 0
 
-    def wait(self, *, are_right: bool) -> GradientRows | None:
+    def wait(self, over: float, *, are_right: bool) -> GradientRows | None:
         """When all instances have come to the end of the step: wait for what is on its way.
 
         Args:
+            over: What the sums are divided by.
             are_right: Whether all have said that the sums are.
 
         Returns:
-            The sums over the job, if they are right.
+            The sums over the job divided by ``over``, in wide rows, if they are right.
         """
-        if self._num_sent:
+        was_sent, self._num_sent = self._num_sent > 0, 0
+        if are_right:
+            return self._overlap.finish(over)
+        if was_sent:
             self._overlap.channel.wait()
-            self._num_sent = 0
-        return self._overlap.sums if are_right else None
+        return None
 
     def end(self) -> None:
         """Let another step go early; send what the others still expect where this one was left. Never raises."""
@@ -353,7 +410,8 @@ class OverlappedSum:
                 return
             self._is_over, self._last = True, None
             if not self._is_closed and self._is_agreed():
-                self._send_rest([self._overlap.sent])
+                own = self._overlap.nodes[self._overlap.channel.instance_index]
+                self._send_rest([self._overlap.sent] * len(own))
             elif self._announced is not None and self._unit is None and not self._is_refused:
                 self._overlap.channel.break_off()  # the others may still agree, without this one
             if self._num_sent:
@@ -373,18 +431,24 @@ class OverlappedSum:
             if numbers is not None:
                 heaviest = as_floats([words[0] for words in numbers])
                 self._is_refused = {words[1] for words in numbers} != {self.number} or not any(heaviest)
-                self._unit = None if self._is_refused else max(heaviest) if self._scales else 1.0
+                if not self._is_refused:
+                    self._unit = max(heaviest) if self._scales else 1.0
+                    self._protected(self._overlap.expect)
         return self._unit is not None
 
-    def _send(self, own: Sequence[Tensor]) -> None:
-        """Send the next bucket; if interrupted, it may have gone or not, so no instance sends early any more."""
-        bucket = self._overlap.buckets[self._num_sent]
-        self._num_sent += 1
+    def _protected(self, do: Callable[[], None]) -> None:
+        """Call ``do``; if interrupted, messages may have gone or not, so no instance sends early any more."""
         try:
-            self._overlap.send(bucket, own)
+            do()
         except BaseException:
             self._overlap.channel.break_off()
             raise
+
+    def _send(self, own: Sequence[Tensor]) -> None:
+        """Send the next bucket."""
+        number = self._num_sent
+        self._num_sent += 1
+        self._protected(lambda: self._overlap.send(number, own))
 
     def _send_rest(self, own: Sequence[GradientRows]) -> None:
         for bucket in self._overlap.buckets[self._num_sent :]:

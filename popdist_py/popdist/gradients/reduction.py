@@ -312,17 +312,16 @@ class GradientSum:
             parts: What the instances need, if they have agreed to get no more.
             are_sums_right: Whether all have said that what went early is what they have now.
         """
-        if self._memory.narrow is None:
-            return self._add_rows(over, parts, are_sums_right=are_sums_right)
-        return self._memory.widen(self._add_rows(1.0, parts, are_sums_right=are_sums_right), over)
-
-    def _add_rows(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> GradientRows:
-        """The sum in rows as they were added."""
-        memory, own = self._memory, list(self._rows.nodes.values())
-        early = None if self._early is None else self._early.wait(are_right=are_sums_right)
+        early = None if self._early is None else self._early.wait(over, are_right=are_sums_right)
         if early is not None:
-            scale_rows(early.rows, over=over)
             return early
+        if self._memory.narrow is None:
+            return self._add_rows(over, parts)
+        return self._memory.widen(self._add_rows(1.0, parts), over)
+
+    def _add_rows(self, over: float, parts: GradientParts | None) -> GradientRows:
+        """The sum divided by ``over``, in rows as they were added, at the end of the step."""
+        memory, own = self._memory, list(self._rows.nodes.values())
         if memory.shared is not None:
             total = memory.shared.add(own, over)
             if total is not None:

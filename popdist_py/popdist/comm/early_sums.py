@@ -1,0 +1,140 @@
+"""Sums of rows over all instances, made while the program goes on computing.
+
+On CPUs every instance says beforehand where it wants what the others will send: gloo sends nothing before the
+receiver has said so, and such a message would wait behind the data that are on their way. Then an instance sends
+each other one its share of a row as soon as the row is complete, and the channel's thread adds what arrives and
+sends everybody the result. Two instances with one row each, and all where the row is short, send the whole row
+instead: one round of messages in place of two.
+
+On GPUs the channel does the same reduction as everywhere (`popdist.comm.two_level`), in a stream of its own.
+
+The additions are those of the tree (`popdist.tree`), so the bits are those of a sum that is made at once.
+"""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from popdist.comm import two_level
+from popdist.comm.channel import Channel, FollowUp
+from popdist.comm.two_level import TwoLevelReduction, WaitingPeers
+from popdist.host_memory.addition import Op, node_additions
+from popdist.tree import Node
+
+_SHARE_TAG: Final = 2
+_RESULT_TAG: Final = 3
+
+_PAIR: Final = 2
+
+
+class EarlySum(Protocol):
+    """The sum of one row, again and again; all instances call its methods in the same order."""
+
+    def expect(self) -> None:
+        """Say where to put what will come: all have agreed to send."""
+
+    def send(self, own: Sequence[Tensor]) -> None:
+        """Have ``own``, one row for each node of this instance, added to those of the others; does not wait."""
+
+
+class PostedSum:
+    """The sum of a row on CPUs, of messages that are awaited before they are sent.
+
+    Args:
+        channel: Between the instances.
+        nodes: For each instance, the nodes of the tree that it brings.
+        num_items: Items of the whole tree.
+        into: Where the sum goes; flat.
+    """
+
+    def __init__(self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor) -> None:
+        self._channel = channel
+        self._own = channel.instance_index
+        self._others = [instance for instance in range(len(nodes)) if instance != self._own]
+        self._into = into
+        self._is_whole = len(into) <= two_level.FEW or sum(map(len, nodes)) == _PAIR
+        width = -(-len(into) // len(nodes))
+        runs = [slice(k * width, (k + 1) * width) for k in range(len(nodes))]
+        self._runs = [slice(None)] * len(nodes) if self._is_whole else runs
+        self._total = into[self._runs[self._own]]
+        self._places = [(instance, row) for instance, owned in enumerate(nodes) for row in range(len(owned))]
+        self._pairs = node_additions([node for owned in nodes for node in owned], num_items)
+        foreign = [place for place in self._places if place[0] != self._own]
+        is_room_there = len(foreign) == 1
+        self._received = {
+            place: self._total if is_room_there else torch.empty_like(self._total) for place in foreign
+        }
+        self._arrivals: list[dist.Work] = []
+        self._rest: list[dist.Work] = []
+
+    def expect(self) -> None:
+        """See :class:`EarlySum`."""
+        with self._channel.posting():
+            for (other, _), row in self._received.items():
+                self._arrivals += self._channel.receive(row, other, _SHARE_TAG)
+            for other in () if self._is_whole else self._others:
+                self._rest += self._channel.receive(self._into[self._runs[other]], other, _RESULT_TAG)
+
+    def send(self, own: Sequence[Tensor]) -> None:
+        """See :class:`EarlySum`."""
+        with self._channel.posting():
+            for other in self._others:
+                for row in own:
+                    self._rest += self._channel.send(row[self._runs[other]], other, _SHARE_TAG)
+        self._channel.issue(lambda: self._combine(own), [*own, self._into])
+
+    def _combine(self, own: Sequence[Tensor]) -> FollowUp:
+        """Add what has arrived, and send the result on; in the channel's thread."""
+        _wait(self._arrivals)
+        mine = self._runs[self._own]
+        values = [own[row][mine] if it == self._own else self._received[it, row] for it, row in self._places]
+        kept = {place for place, (it, _) in enumerate(self._places) if it == self._own}
+        for left, right in self._pairs:  # two of one instance's own never meet: they would be one node
+            target = values[right] if left in kept else values[left]
+            values[left] = torch.add(values[left], values[right], out=target)
+            kept.discard(left)
+        if values[0].data_ptr() != self._total.data_ptr():
+            self._total.copy_(values[0])
+        for other in () if self._is_whole else self._others:
+            self._rest += self._channel.send(self._total, other, _RESULT_TAG)
+        return self._finish
+
+    def _finish(self) -> None:
+        _wait(self._rest)
+
+
+class QueuedSum:
+    """The sum of a row on GPUs, which is one collective after the other.
+
+    Args:
+        channel: Between the instances.
+        nodes: For each instance, the nodes of the tree that it brings.
+        num_items: Items of the whole tree.
+        into: Where the sum goes; flat.
+        op: How rows are added.
+    """
+
+    def __init__(
+        self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor, op: Op
+    ) -> None:
+        self._channel = channel
+        self._reduction = TwoLevelReduction(WaitingPeers(channel), nodes, num_items)
+        self._into = into
+        self._op = op
+
+    def expect(self) -> None:
+        """See :class:`EarlySum`; NCCL needs no such word."""
+
+    def send(self, own: Sequence[Tensor]) -> None:
+        """See :class:`EarlySum`."""
+        self._channel.issue(lambda: self._reduction.all_reduce(own, self._op, self._into), [*own, self._into])
+
+
+def _wait(works: list[dist.Work]) -> None:
+    """Wait for all of ``works`` and forget them."""
+    for work in works:
+        work.wait()
+    works.clear()
