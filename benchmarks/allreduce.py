@@ -9,7 +9,8 @@ of what lies in memory can be much faster. "In place" has the tensor in shared m
 gradients. Every rank has one thread. Contenders whose launcher is not there are left out.
 
 "A call" is an all_reduce in a group of one rank: what torch and Python take. "A meeting" is a barrier of the ranks
-in shared memory. popdist's all_reduce is a call, and for each piece a copy_, a meeting, and an addition.
+in shared memory. popdist's all_reduce is a call, and for each piece a copy_, a meeting, and an addition. "Popdist
+shared" is that call with a tensor of `popdist.shared_empty`.
 """
 
 import argparse
@@ -116,7 +117,7 @@ def described(found: Mapping[int, Samples], libraries: Sequence[str], command: s
     for num_ranks, samples in found.items():
         parts += [f"{num_ranks} ranks, medians:", times_table(samples, compared(samples))]
         parts += [f"{num_ranks} ranks, how many times as long the others take (in parentheses: {CONFIDENCE:.0%}):"]
-        parts += [ratios_table(samples, ours) for ours in ("popdist", "popdist in place")]
+        parts += [ratios_table(samples, ours) for ours in ("popdist", "popdist shared", "popdist in place")]
         parts += [f"{num_ranks} ranks, what popdist's is made of, medians:", times_table(samples, PARTS)]
     parts += ["What is asked of two cores:", limits_table(found)]
     return "\n\n".join(parts)

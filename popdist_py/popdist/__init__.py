@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.collectives import broadcast as broadcast
     from popdist.collectives import broadcast_object as broadcast_object
     from popdist.collectives import gather as gather
+    from popdist.collectives import shared_empty as shared_empty
     from popdist.compat import checkNumIpusPerReplica as checkNumIpusPerReplica
     from popdist.compat import finalizeBackend as finalizeBackend
     from popdist.compat import getDeviceId as getDeviceId
@@ -80,7 +81,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     __version__: str
 
 _NAMES_OF_MODULES = {
-    "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather",
+    "collectives": "all_gather all_reduce barrier broadcast broadcast_object gather shared_empty",
     "compat": (
         "checkNumIpusPerReplica finalizeBackend getDeviceId getInstanceIndex getLocalInstanceIndex "
         "getNumInstances getNumIpusPerReplica getNumLocalReplicas getNumTotalReplicas getReplicaIndexOffset "

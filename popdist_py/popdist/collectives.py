@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from popdist.comm.backend import Backend
-from popdist.context import current_group, device
+from popdist.context import current_group, device, shares_tensors
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
 from popdist.headers import name_instances
+from popdist.host_memory import shared_storages
 from popdist.progress import progress_page
 from popdist.tree import tree_sum
 
@@ -70,6 +71,32 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
     for piece in flat.split(width):
         piece.copy_(_combine(list(backend.all_gather(piece)), op))
     return _give_back(tensor, flat)
+
+
+def shared_empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor on the CPU in memory that the other instances of the host can map.
+
+    An all-reduce of it, by popdist or over the backend ``popdist``, adds in place where all instances bring such a
+    tensor, and copies nothing. It is an ordinary tensor otherwise, and this instance's alone: each makes its own,
+    at any time. A process that this one forks has a copy. With ``POPDIST_SHARE_TENSORS=0`` it lies anywhere.
+
+    Args:
+        size: Length of each dimension, as numbers or as one sequence.
+        dtype: None means torch's default.
+
+    Returns:
+        The tensor; all zero.
+
+    Raises:
+        BackendError: If there is no room.
+        ContractError: If ``POPDIST_SHARE_TENSORS`` is neither 0 nor 1.
+    """
+    shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    tensor = torch.zeros(shape, dtype=dtype, device="meta")
+    if not shares_tensors() or not tensor.numel():
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    memory = torch.empty(0, dtype=dtype, device="cpu")
+    return memory.set_(shared_storages.make(tensor.nbytes), 0, tensor.shape, tensor.stride())
 
 
 def broadcast(tensor: AnyTensor, root: int = 0) -> AnyTensor:

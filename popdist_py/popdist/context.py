@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from popdist.contract import VERSION, Contract
+from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
 from popdist.groups import Group, Notice
@@ -82,6 +82,15 @@ def environment() -> Environment:
         return _state.job.environment
     progress_page.join()
     return detect(os.environ)
+
+
+def shares_tensors() -> bool:
+    """Whether tensors may lie in memory that other instances map: ``POPDIST_SHARE_TENSORS=0`` forbids it.
+
+    Raises:
+        ContractError: If the variable is neither 0 nor 1.
+    """
+    return read_share_tensors(os.environ) is not False
 
 
 def current_job() -> Job:

@@ -75,6 +75,7 @@ HYDRA_DESCRIPTOR: Final = "PMI_FD"
 
 NUM_THREADS: Final = "OMP_NUM_THREADS"
 DETERMINISTIC: Final = "POPDIST_DETERMINISTIC"
+SHARE_TENSORS: Final = "POPDIST_SHARE_TENSORS"
 
 _NODE_COUNT: Final = r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?"
 """One item of Slurm's lists of numbers."""
@@ -94,6 +95,23 @@ def read_count(env: Mapping[str, str], name: str, *, minimum: int = 1, default: 
     if not text.strip().isdecimal() or int(text) < minimum:
         raise ContractError(f"{name}={text!r} must be a whole number of at least {minimum}")
     return int(text)
+
+
+def read_share_tensors(env: Mapping[str, str]) -> bool | None:
+    """Whether groups of the backend ``popdist`` may move a program's tensors into memory that ranks share.
+
+    Returns:
+        True for all that can be moved, False for none; where nobody says, None for DistributedDataParallel's.
+
+    Raises:
+        ContractError: If the variable is neither 0 nor 1.
+    """
+    text = env.get(SHARE_TENSORS, "").strip()
+    if text not in {"", "0", "1"}:
+        raise ContractError(
+            f"{SHARE_TENSORS}={text!r} must be 0 or 1: whether large tensors may be moved into shared memory"
+        )
+    return text == "1" if text else None
 
 
 def read_threads(env: Mapping[str, str], name: str) -> int | None:

@@ -15,7 +15,7 @@ MOST_LINES_OF_A_SCRIPT = 20
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager", "misc"})
 
 READERS = {
-    "popdist": ("__init__.py", "context.py", "progress.py", "startup", "testing"),
+    "popdist": ("__init__.py", "context.py", "process_group/registration.py", "progress.py", "startup", "testing"),
     "poprun": (
         "cli",
         "vipu",

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from popdist.errors import CollectiveError
-from tests.contract import host_memory_laws, quick_laws
+from tests.contract import host_memory_laws, quick_laws, shared_tensor_laws
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -49,7 +49,8 @@ def run_all_mixed() -> int:
 
 def all_laws() -> list[Callable[[], None]]:
     """Those of the memory beneath, of small sums, then those of this file."""
-    named = [*vars(host_memory_laws).items(), *vars(quick_laws).items(), *globals().items()]
+    beneath = [item for laws in (host_memory_laws, quick_laws, shared_tensor_laws) for item in vars(laws).items()]
+    named = [*beneath, *globals().items()]
     return [law for name, law in named if name.startswith("law_")]
 
 

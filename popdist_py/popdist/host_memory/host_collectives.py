@@ -1,279 +1,27 @@
 """The collectives of a host group over tensors that live anywhere, through slots of shared memory.
 
-Each rank has two slots, used in turn: what it lays down for meeting n stands in the slot of n's parity (see
-`popdist.host_memory.flags`). So one meeting for each piece of data is enough: while a slow rank still reads one
-slot, a fast one fills the other. A slot is cut into as many parts as there are receivers of different data, and a
-piece is what fits such a part.
-
-An all-reduce of what fits a slot takes one meeting: every rank lays its tensor down and adds all of them itself,
-in C where that is possible. So it does with a larger one piece by piece between two ranks. Among more, each rank
-adds a share of every piece, lays the sum down, and takes the others' sums: two meetings for each piece, and the
-work of adding is divided.
+A slot (see `popdist.host_memory.all_reduce`) is cut into as many parts as there are receivers of different data,
+and a piece is what fits such a part. Each piece takes one meeting.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Final, Self
 
-import numpy as np
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.host_memory import addition
-from popdist.host_memory.addition import (
-    KINDS,
-    OPS,
-    SLOT_DTYPES,
-    Combiner,
-    Op,
-    additions,
-    as_numbers,
-    path_of,
-    share,
-)
+from popdist.host_memory.addition import KINDS, OPS, Combiner, Op
+from popdist.host_memory.all_reduce import AllReduce, QuickSum, Slots, alone
 from popdist.host_memory.flags import Names, operation, purpose
 from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.offers import MayMove
 
-FIRST_BYTES: Final = 1 << 16
-"""Size of a slot until something larger is sent."""
-
-LARGEST_BYTES: Final = 1 << 20
-"""Size of a slot from then on; what is larger goes in pieces, which stay in the caches on their way."""
-
-_PAIR: Final = 2
-_SHARED_BYTES: Final = 1 << 16
-
-SlotsListener = Callable[[Sequence[Tensor], int, int], None]
-
-
-class Slots:
-    """The slots of a group; every rank makes them, and lets them grow, at the same time.
-
-    Attributes:
-        num_bytes: Size of each.
-    """
-
-    def __init__(self, group: HostGroup) -> None:
-        self.num_bytes = FIRST_BYTES
-        self._group = group
-        self._block = group.allocate(2 * FIRST_BYTES)
-        self._listeners: list[SlotsListener] = []
-        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    def tell(self, listener: SlotsListener) -> None:
-        """Tell ``listener`` each rank's memory, :attr:`num_bytes` and :attr:`whole_bytes`, now and later."""
-        self._listeners.append(listener)
-        listener(self._block.rows, self.num_bytes, self.whole_bytes)
-
-    def fit(self, num_bytes: int) -> None:
-        """Make the slots larger if ``num_bytes`` do not fit; what does not fit the largest goes in pieces.
-
-        Raises:
-            BackendError: If a rank has no room: every rank raises it, and the slots stay as they are.
-        """
-        if num_bytes > self.num_bytes < LARGEST_BYTES:
-            block = self._group.allocate(2 * LARGEST_BYTES)
-            self._block.release()
-            self._block, self.num_bytes = block, LARGEST_BYTES
-            self._views.clear()
-            for listener in self._listeners:
-                listener(block.rows, self.num_bytes, self.whole_bytes)
-
-    @property
-    def whole_bytes(self) -> int:
-        """Up to this size each rank adds all by itself, in one meeting: of three and more not what is large."""
-        return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
-
-    def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's slot for meetings of this parity, in rank order: flat tensors of ``dtype``."""
-        key = (parity, dtype)
-        if key not in self._views:
-            start = parity * self.num_bytes
-            self._views[key] = [row[start : start + self.num_bytes].view(dtype) for row in self._block.rows]
-        return self._views[key]
-
-    def next(self, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's slot for the next meeting."""
-        return self.of_parity(self._group.flags.next_number() & 1, dtype)
-
-
-QuickSum = Callable[[list[torch.Tensor]], bool]
-"""Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened.
-
-Raises as all collectives do.
-"""
-
-_NUM_LOOKS: Final = 400
-"""How often C looks at the others' counters before Python waits for them."""
-
-
-def never(_tensors: Any) -> bool:  # noqa: ANN401 - whatever it is
-    """The quick sum that adds nothing."""
-    return False
-
-
-def alone(_tensors: Any) -> bool:  # noqa: ANN401 - as above
-    """The quick sum over one rank, which is there already."""
-    return True
-
-
-def make_quick_sum(group: HostGroup, slots: Slots) -> QuickSum:
-    """The quick sum of a group of at least two ranks, in C; :func:`never` where that cannot be."""
-    if {path_of("slot", "sum", dtype, group.size) for dtype in SLOT_DTYPES} != {"C"}:
-        return never
-    found: Any = addition.extension()
-    flags = group.flags
-    pairs = chain.from_iterable(additions(group.size))
-    purposes = [purpose(_ALL_REDUCE["sum"], kind=KINDS[dtype]) for dtype in SLOT_DTYPES]
-    num_looks = 1 if flags.is_crowded else _NUM_LOOKS
-    numbers = map(as_numbers, (flags.addresses, pairs, purposes))
-    try:
-        quick = found.Quick(torch.Tensor, flags, group.rank, group.size, num_looks, *numbers)
-    except (AttributeError, ValueError):  # a torch whose tensors speak another DLPack
-        return never
-
-    def lay(rows: Sequence[torch.Tensor], slot_bytes: int, most_bytes: int) -> None:
-        quick.lay(as_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
-
-    slots.tell(lay)
-    reduce: QuickSum = quick.reduce
-    return reduce
-
-
-_ALL_REDUCE: Final = {op: operation(f"all_reduce ({op})") for op in OPS}
 _REDUCE_SCATTER: Final = {op: operation(f"reduce_scatter ({op})") for op in OPS}
 _REDUCE: Final = {op: operation(f"reduce ({op})") for op in OPS}
 _ALL_GATHER: Final = operation("all_gather of bytes")
 _BROADCAST: Final = operation("broadcast of bytes")
 _ALL_TO_ALL: Final = operation("all_to_all")
-
-ARRAY_BYTES: Final = 1 << 19
-"""Size of the pieces that two ranks add with numpy, whose calls cost less: two of them fit a usual cache."""
-
-_MOST_PREPARED: Final = 512
-
-
-class _PreparedSum(NamedTuple):
-    """An all-reduce of tensors of one shape and dtype at one meeting; pairs hold what is for each parity."""
-
-    purpose: int
-    mine: tuple[Tensor, Tensor]
-    rows: tuple[list[Tensor], list[Tensor]]
-    combine: Combiner
-    memory: list[Tensor]
-
-
-class AllReduce:
-    """The all-reduce of a group of at least two ranks."""
-
-    def __init__(self, group: HostGroup, slots: Slots) -> None:
-        self._flags = group.flags
-        self._rank, self._size = group.rank, group.size
-        self._slots = slots
-        self._prepared: dict[tuple[Op, torch.dtype, Size], _PreparedSum] = {}
-        self._num_bytes = slots.num_bytes
-        """Size of the slots that the prepared sums are of."""
-        self.quick_sum = make_quick_sum(group, slots)
-
-    def __call__(self, tensor: Tensor, op: Op) -> None:
-        """Combine in place; see `HostCollectives.all_reduce`."""
-        prepared = self._prepared.get((op, tensor.dtype, tensor.shape))
-        if prepared is None or self._num_bytes != self._slots.num_bytes:
-            prepared = self._prepare(tensor, op)
-            if prepared is None:
-                self._reduce_in_pieces(tensor, op)
-                return
-        flags = self._flags
-        parity = flags.next_number() & 1
-        prepared.mine[parity].copy_(tensor)
-        flags.meet(prepared.purpose)
-        combine, rows = prepared.combine, prepared.rows[parity]
-        if combine.is_plain:
-            combine.plain(rows[0], rows[1], out=tensor)
-        else:
-            combine(rows, tensor, prepared.memory)
-
-    def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
-        """Prepare what needs one meeting only; None for what needs more."""
-        num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
-        combine = Combiner(op, dtype, self._size)
-        self._slots.fit(num_bytes)
-        if self._num_bytes != self._slots.num_bytes or len(self._prepared) >= _MOST_PREPARED:
-            self._prepared.clear()
-            self._num_bytes = self._slots.num_bytes
-        if num_bytes > self._slots.whole_bytes:
-            return None
-        even, odd = (
-            [slot[: tensor.numel()].view(shape) for slot in self._slots.of_parity(i, dtype)] for i in (0, 1)
-        )
-        prepared = self._prepared[op, dtype, shape] = _PreparedSum(
-            purpose=purpose(_ALL_REDUCE[op], kind=KINDS[dtype], count=tensor.numel()),
-            mine=(even[self._rank], odd[self._rank]),
-            rows=(even, odd),
-            combine=combine,
-            memory=combine.memory(shape),
-        )
-        return prepared
-
-    def _reduce_in_pieces(self, tensor: Tensor, op: Op) -> None:
-        flat = tensor.contiguous().view(-1)
-        combine = Combiner(op, tensor.dtype, self._size)
-        reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=len(flat))
-        if path_of("pieces", op, tensor.dtype, self._size) == "numpy":
-            self._add_arrays(flat, reason)
-        else:
-            width = self._num_bytes // tensor.element_size()
-            memory = combine.memory((width,))
-            reduce_piece = self._reduce_whole if self._size == _PAIR else self._reduce_shares
-            for piece in flat.split(width):
-                reduce_piece(piece, reason, combine, memory)
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(flat.view(tensor.shape))
-
-    def _add_arrays(self, flat: Tensor, reason: int) -> None:
-        """Each of two ranks adds all, in numpy's terms."""
-        array, width = flat.numpy(), ARRAY_BYTES // flat.element_size()
-        with np.errstate(all="ignore"):  # infinity and NaN are for those who look at the sum
-            for start in range(0, len(array), width):
-                piece = array[start : start + width]
-                slots = self._slots.next(flat.dtype)
-                rows = [slot[: len(piece)].numpy() for slot in slots]
-                np.copyto(rows[self._rank], piece)
-                self._flags.meet(reason)
-                rows[self._rank] = piece
-                np.add(rows[0], rows[1], out=piece)
-
-    def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Each rank adds all of the piece."""
-        length = len(piece)
-        rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
-        rows[self._rank].copy_(piece)
-        self._flags.meet(reason)
-        rows[self._rank] = piece
-        combine(rows, piece, [held[:length] for held in memory])
-
-    def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
-        """Each rank adds a share of the piece and takes the others'."""
-        flags, rank, slots = self._flags, self._rank, self._slots
-        shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
-        mine = shares[rank]
-        rows = slots.next(piece.dtype)
-        for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
-            rows[rank][part].copy_(piece[part])
-        flags.meet(reason)
-        results = slots.next(piece.dtype)
-        if mine:
-            part = slice(mine.start, mine.stop)
-            own, total = piece[part], results[rank][part]
-            parts = [own if other == rank else row[part] for other, row in enumerate(rows)]
-            combine(parts, total, [held[: len(mine)] for held in memory])
-            own.copy_(total)
-        flags.meet(reason)
-        for other, its in enumerate(shares):
-            if its and other != rank:
-                part = slice(its.start, its.stop)
-                piece[part].copy_(results[other][part])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -310,7 +58,7 @@ class HostCollectives:
         if not self._is_alone:
             self._slots = Slots(group)
             self._all_reduce = AllReduce(group, self._slots)
-            self.quick_sum = self._all_reduce.quick_sum
+            self.quick_sum = self._all_reduce.quick.add
 
     @classmethod
     def connect(
@@ -334,10 +82,16 @@ class HostCollectives:
         group = HostGroup.connect(prefix, rank - first, num_local, timeout_seconds=timeout_seconds, names=own)
         return None if group is None else cls(group)
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """Combine the tensors of all ranks, in place: the same bits on each of them."""
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
+        """Combine the tensors of all ranks, in place: the same bits on each of them.
+
+        Args:
+            tensor: This rank's.
+            op: How they are combined.
+            may_move: Asked whether the tensor's memory may be moved to where all ranks map it; None if it may not.
+        """
         if not self._is_alone:
-            self._all_reduce(tensor, op)
+            self._all_reduce(tensor, op, may_move)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Overwrite the tensor of every rank with that of rank ``root``."""
@@ -444,8 +198,15 @@ class HostCollectives:
         """Set how long a lost or late rank is waited for from now on."""
         self.group.flags.timeout_seconds = timeout_seconds
 
+    def leave_large(self) -> None:
+        """Have :attr:`quick_sum` leave large tensors to :meth:`all_reduce`, which can move their memory."""
+        if not self._is_alone:
+            self._all_reduce.quick.leave_large()
+
     def close(self) -> None:
         """Leave: the other ranks see it."""
+        if not self._is_alone:
+            self._all_reduce.offers.close()
         self.group.close()
 
     def break_off(self) -> None:

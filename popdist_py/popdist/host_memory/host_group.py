@@ -23,7 +23,7 @@ from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
 from popdist.host_memory.flags import Flags, Names, make_fence, operation, purpose
 from popdist.host_memory.row_reduction import Reduction
-from popdist.host_memory.segment_exchange import PeerSegment, SegmentExchange
+from popdist.host_memory.segment_exchange import PeerSegment, SegmentExchange, open_through_proc
 from popdist.host_memory.segments import (
     PAGE_BYTES,
     Reservation,
@@ -198,6 +198,14 @@ class HostGroup:
     def _map(self, rank: int, offset: int, num_bytes: int) -> Tensor:
         descriptor = self._segment.descriptor if rank == self.rank else self._found[rank].descriptor
         return as_tensor(map_window(descriptor, offset, whole_pages(num_bytes)))[:num_bytes]
+
+    def open_file(self, rank: int, descriptor: int) -> int:
+        """A descriptor of this process for a file in memory that another rank has open; no collective.
+
+        Raises:
+            OSError: If that is no file of popdist's, or ``/proc`` does not lead there.
+        """
+        return open_through_proc(self._found[rank].pid, descriptor)
 
     def reduction(
         self,

@@ -59,6 +59,15 @@ static int take(Quick *self, PyObject *list, Run *run) {
     return (uintptr_t)run->data % (tensor.dtype.bits / 8) == 0;
 }
 
+/* Whether Python may have an offer to make for the tensor. An address proves nothing, and Python looks again. */
+static int is_left(const Quick *self, const Run *run) {
+    uintptr_t start = (uintptr_t)run->data;
+    if (run->num_bytes < self->offered_bytes) return 0;
+    for (int i = 0; i < self->num_left; i++)
+        if (start >= self->left[2 * i] && start < self->left[2 * i + 1]) return 1;
+    return 0;
+}
+
 /* ---- Adding -------------------------------------------------------------------------------------------------- */
 
 #define DEFINE_ADD(TYPE)                                                                                      \
@@ -158,22 +167,40 @@ static int wait_for_all(Quick *self, uint64_t purpose) {
     return done == NULL ? -1 : 0;
 }
 
-PyObject *reduce(Quick *self, PyObject *list) {
-    Run run;
-    if (!takes_part(self) || !take(self, list, &run)) Py_RETURN_FALSE;
+/* Whether a rank has offered its memory for a tensor at the last meeting. */
+static int is_offered(const Quick *self, uint64_t number) {
+    for (int rank = 0; rank < self->size; rank++)
+        if (load(&self->pages[rank][NUMBERS + (number & 1)])) return 1;
+    return 0;
+}
+
+/* Lay the tensor down and meet the others, offering nothing; 0 where that is an error. */
+static int meet(Quick *self, PyObject *list, Run *run, uint64_t *meeting) {
     _Atomic uint64_t *mine = self->pages[self->rank];
-    uint64_t number = load(&mine[COUNTER]) + 1, purpose = self->purposes[run.dtype] | (uint64_t)run.length << 28;
-    memcpy(self->slots[self->rank] + (number & 1) * self->slot_bytes, run.data, run.num_bytes);
+    uint64_t number = load(&mine[COUNTER]) + 1, purpose = self->purposes[run->dtype] | (uint64_t)run->length << 28;
+    memcpy(self->slots[self->rank] + (number & 1) * self->slot_bytes, run->data, run->num_bytes);
     store(&mine[PURPOSES + (number & 1)], purpose);
+    store(&mine[NUMBERS + (number & 1)], 0);
     store(&mine[COUNTER], number);
     if (has_sleeper(self) || !have_come(self, number) || !agree(self, number, purpose)) {
-        if (wait_for_all(self, purpose) != 0) return NULL;
-        Run before = run;
-        if (!take(self, list, &run) || run.length != before.length || run.dtype != before.dtype) {
+        if (wait_for_all(self, purpose) != 0) return 0;
+        Run before = *run;
+        if (!take(self, list, run) || run->length != before.length || run->dtype != before.dtype) {
             PyErr_SetString(PyExc_RuntimeError, "the tensor was changed while the other ranks were waited for");
-            return NULL;
+            return 0;
         }
     }
+    *meeting = number;
+    return 1;
+}
+
+PyObject *reduce(Quick *self, PyObject *list) {
+    Run run;
+    if (!takes_part(self) || !take(self, list, &run) || is_left(self, &run)) Py_RETURN_FALSE;
+    uint64_t number;
+    if (!meet(self, list, &run, &number)) return NULL;
+    if (run.num_bytes >= self->offered_bytes && is_offered(self, number) && !meet(self, list, &run, &number))
+        return NULL; /* those who offer have laid nothing down before the second meeting */
     add(self, &run, number & 1);
     Py_RETURN_TRUE;
 }

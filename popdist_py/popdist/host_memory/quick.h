@@ -45,7 +45,7 @@ enum { MOST_RANKS = 64 };
 enum { BLOCK = 512 }; /* numbers of each rank that are added at once */
 
 /* Words of a rank's page; see popdist.host_memory.flags and waiting. */
-enum { COUNTER = 0, PURPOSES = 1, SLEEPS = 10 };
+enum { COUNTER = 0, PURPOSES = 1, NUMBERS = 4, SLEEPS = 10 };
 
 /* The dtypes that are added here, in the order of popdist.host_memory.addition.SLOT_DTYPES. */
 enum { FLOAT32, FLOAT64, INT32, INT64, NUM_DTYPES };
@@ -60,7 +60,9 @@ typedef struct {
     int pairs[MOST_RANKS][2];
     void *sums; /* room for a block of each rank: threads may have little of their own */
     int rank, size, num_looks;
-    int64_t slot_bytes, most_bytes;
+    int64_t slot_bytes, most_bytes, offered_bytes; /* from there on ranks may offer their memory */
+    uintptr_t *left; /* where tensors are left to Python that can be offered: begins and ends */
+    int num_left;
     uint64_t purposes[NUM_DTYPES];
 } Quick;
 

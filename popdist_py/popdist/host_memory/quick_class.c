@@ -39,9 +39,10 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
     PyObject *tensor_type, *flags;
     Numbers pages, pairs, purposes;
     int rank, size, num_looks;
+    long long offered_bytes;
     (void)named;
-    if (!PyArg_ParseTuple(args, "OOiiiy#y#y#", &tensor_type, &flags, &rank, &size, &num_looks, &pages.bytes,
-                          &pages.length, &pairs.bytes, &pairs.length, &purposes.bytes, &purposes.length))
+    if (!PyArg_ParseTuple(args, "OOiiiLy#y#y#", &tensor_type, &flags, &rank, &size, &num_looks, &offered_bytes,
+                          &pages.bytes, &pages.length, &pairs.bytes, &pairs.length, &purposes.bytes, &purposes.length))
         return NULL;
     const Exchange *exchange = exchange_of(tensor_type);
     if (exchange == NULL) return NULL;
@@ -50,7 +51,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
     self->tensor_type = Py_NewRef(tensor_type);
     self->flags = Py_NewRef(flags);
     self->exchange = exchange;
-    self->rank = rank, self->size = size, self->num_looks = num_looks;
+    self->rank = rank, self->size = size, self->num_looks = num_looks, self->offered_bytes = offered_bytes;
     if (fill(self, pages, pairs, purposes) != 0) {
         Py_DECREF(self);
         return NULL;
@@ -75,6 +76,20 @@ static PyObject *lay(Quick *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* From now on, large tensors that begin in these places are left to Python. */
+static PyObject *leave(Quick *self, PyObject *args) {
+    Numbers ends;
+    if (!PyArg_ParseTuple(args, "y#", &ends.bytes, &ends.length)) return NULL;
+    int count = (int)(ends.length / (Py_ssize_t)sizeof(uint64_t));
+    uintptr_t *left = PyMem_Malloc(ends.length + 1);
+    if (left == NULL) return PyErr_NoMemory();
+    for (int i = 0; i < count; i++) left[i] = (uintptr_t)number_at(ends, i);
+    PyMem_Free(self->left);
+    self->left = left;
+    self->num_left = count / 2;
+    Py_RETURN_NONE;
+}
+
 static void destroy(Quick *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(self->tensor_type);
@@ -83,6 +98,7 @@ static void destroy(Quick *self) {
     Py_XDECREF(self->failure);
     Py_XDECREF(self->go_on);
     PyMem_Free(self->sums);
+    PyMem_Free(self->left);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -90,6 +106,7 @@ static void destroy(Quick *self) {
 static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)reduce, METH_O, NULL},
     {"lay", (PyCFunction)lay, METH_VARARGS, NULL},
+    {"leave", (PyCFunction)leave, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

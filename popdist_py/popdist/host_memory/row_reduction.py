@@ -77,6 +77,11 @@ class Reduction:
         self._combine_share(over if self._divisor is None else self._divisor)
         self._flags.meet(self._purpose, timeout_seconds)
 
+    def finish(self, reason: int) -> None:
+        """Combine after a meeting at which all ranks have come with their rows: the rest of :meth:`run`."""
+        self._combine_share(self._divisor or 1)
+        self._flags.meet(reason)
+
 
 def _place_of(rows: Sequence[Tensor], outputs: Sequence[Tensor], order: Sequence[tuple[int, int]]) -> Place:
     if any(out.dtype != rows[0].dtype for out in outputs):

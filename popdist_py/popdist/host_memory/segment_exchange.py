@@ -185,14 +185,23 @@ def _listen(mine: _Announcement) -> socket.socket:
 
 
 def _open_through_proc(announcement: _Announcement) -> PeerSegment | None:
-    path = f"/proc/{announcement.pid}/fd/{announcement.descriptor}"
     try:
-        if not str(Path(path).readlink()).startswith(_WHERE_SEGMENTS_ARE):
-            return None  # in another namespace this may be any file of any process: it is not opened
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_through_proc(announcement.pid, announcement.descriptor)
     except OSError:
         return None
     return _checked(descriptor, announcement.pid, announcement)
+
+
+def open_through_proc(pid: int, descriptor: int) -> int:
+    """A descriptor of this process for a file in memory of popdist's that another one has open.
+
+    Raises:
+        OSError: If ``/proc`` does not lead to it, or to another file.
+    """
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not str(Path(path).readlink()).startswith(_WHERE_SEGMENTS_ARE):
+        raise FileNotFoundError(path)  # in another namespace this may be any file of any process: it is not opened
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _connect(announcement: _Announcement, rank: int) -> socket.socket | None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import PythonCallbackWork
 
+from popdist.host_memory.offers import MayMove
 from popdist.process_group import operations
 from popdist.process_group.call_arguments import (
     bare,
@@ -48,16 +49,16 @@ class GroupCalls:
         self.num_calls += 1
         return self._queue.run(do, (self._host, *arguments), results, is_async=opts.asyncOp)
 
-    def allreduce(self, tensors: Tensors, opts: Options) -> Work:
+    def allreduce(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
         """Combine one tensor over the ranks, in place."""
         check_single("allreduce", tensors)
-        return self.allreduce_coalesced(tensors, opts)
+        return self.allreduce_coalesced(tensors, opts, may_move)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Options) -> Work:
-        """Combine each of several tensors."""
+    def allreduce_coalesced(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
+        """Combine each of several tensors; ``may_move`` tells which may be moved to where all ranks map them."""
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
-            return self._do(operations.all_reduce, opts, list(tensors), bare(tensors), op)
+            return self._do(operations.all_reduce, opts, list(tensors), bare(tensors), op, may_move)
         call = self._gloo.allreduce if len(tensors) == 1 else self._gloo.allreduce_coalesced
         return call(list(tensors), opts)
 

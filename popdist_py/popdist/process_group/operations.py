@@ -11,16 +11,17 @@ from torch import Tensor
 
 from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.offers import MayMove
 from popdist.process_group.several_hosts import SeveralHosts
 
 Collectives = HostCollectives | SeveralHosts
 
 
-def all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op) -> None:
+def all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: MayMove | None) -> None:
     """Each of ``tensors`` becomes its combination over the ranks, of the values that all of them have before."""
     combined = [tensor.clone() for tensor in tensors] if _share_memory(tensors) else tensors
     for tensor in combined:
-        host.all_reduce(tensor, op)
+        host.all_reduce(tensor, op, may_move)
     if combined is not tensors:
         for tensor, values in zip(tensors, combined, strict=True):
             tensor.copy_(values)

@@ -25,9 +25,12 @@ def register() -> None:
 
 def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: ANN401 - a class of torch's that has no name
     # Only programs that make a group need these.
+    import os  # noqa: PLC0415
+
     from torch import cuda  # noqa: PLC0415
     from torch import distributed as dist  # noqa: PLC0415
 
+    from popdist.contract import read_share_tensors  # noqa: PLC0415
     from popdist.process_group.torch_process_group import PopdistProcessGroup  # noqa: PLC0415
 
     if not cuda.is_available():  # to ask that at the start would take long where there is CUDA
@@ -38,4 +41,5 @@ def _create(options: Any, _backend_options: object) -> "ProcessGroup":  # noqa: 
         options.group_size,
         timeout=options.timeout,
         members=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
+        share_tensors=read_share_tensors(os.environ),
     )

@@ -15,7 +15,9 @@ from torch import Tensor
 from popdist.comm.two_level import Arrival, TwoLevelReduction
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
-from popdist.host_memory.host_collectives import HostCollectives, QuickSum, never
+from popdist.host_memory.all_reduce import QuickSum, never
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.offers import MayMove
 from popdist.process_group.host_messages import HostMessages
 from popdist.tree import Node
 
@@ -102,8 +104,9 @@ class SeveralHosts:
         hosts = [[Node(0, host)] for host in range(place.num_hosts)]
         self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, neighbours)
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> None:
-        """Combine the tensors of all ranks, in place: the same bits on each of them."""
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
+        """Combine the tensors of all ranks, in place: the same bits on each of them. No tensor is moved."""
+        del may_move
         with self._call():
             flat = tensor.contiguous().view(-1)
             self._reduction.all_reduce([flat], op)

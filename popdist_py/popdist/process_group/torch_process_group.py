@@ -44,6 +44,7 @@ from popdist.process_group.dispatched_calls import (
 )
 from popdist.process_group.group_calls import GroupCalls
 from popdist.process_group.host_placement import connect
+from popdist.process_group.movable import MovableTensors
 from popdist.process_group.torch_groups import TorchGroups, accept_monitored_barriers, never_traced
 from popdist.process_group.work_queue import DONE, WorkQueue
 
@@ -76,10 +77,18 @@ class PopdistProcessGroup(TorchGroups):
         size: Ranks in the group.
         timeout: How long a lost or late rank is waited for.
         members: Their ranks in the job, for errors.
+        share_tensors: See `popdist.contract.read_share_tensors`.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, timeout: timedelta, members: tuple[int, ...]
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        members: tuple[int, ...],
+        share_tensors: bool | None = None,
     ) -> None:
         install_kernels()
         accept_monitored_barriers()
@@ -93,6 +102,9 @@ class PopdistProcessGroup(TorchGroups):
         super().__init__(store, rank, size, timeout, host.set_timeout)
         self._host = host
         self._num_quick = 0
+        self._movable = MovableTensors(is_wanted=share_tensors)
+        if share_tensors and isinstance(host, HostCollectives):
+            host.leave_large()
         self._queue = WorkQueue(host.break_off)
         self._quick_sum = self._queue.now_or_never(host.quick_sum)
         self.calls = GroupCalls(host, self._gloo, self._queue)
@@ -131,7 +143,7 @@ class PopdistProcessGroup(TorchGroups):
         if _shown(tensors):
             with Showing() as taken:
                 return taken(super().allreduce(tensors, opts))
-        return self.calls.allreduce(tensors, opts)
+        return self.calls.allreduce(tensors, opts, self._movable.of_this_call(is_async=opts.asyncOp))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Work:
         """Combine each of several tensors."""
@@ -302,12 +314,14 @@ class PopdistProcessGroup(TorchGroups):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:  # noqa: N803 - torch's name
         """Give one tensor to one rank."""
+        self._movable.keep(tensors)
         if _shown(tensors):
             return super().send(tensors, dstRank, tag)
         return self.beneath(tensors).send(tensors, dstRank, tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:  # noqa: N803 - torch's name
         """Take one tensor from one rank."""
+        self._movable.keep(tensors)
         if _shown(tensors):
             return super().recv(tensors, srcRank, tag)
         return self.beneath(tensors).recv(tensors, srcRank, tag)

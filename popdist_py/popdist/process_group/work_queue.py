@@ -177,6 +177,11 @@ class WorkQueue:
 
         return call
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no collective that was handed to the thread is still to be done."""
+        return self._num_issued == self._num_done
+
     def stop(self) -> None:
         """End the thread: a collective that is not begun fails, and one that is going on is broken off."""
         if self._thread is not None:
@@ -217,6 +222,11 @@ def _do(do: Callable[..., None], arguments: Sequence[Any]) -> None:
 
 
 _queues: "weakref.WeakSet[WorkQueue]" = weakref.WeakSet()
+
+
+def are_all_idle() -> bool:
+    """Whether all collectives of this process that were handed to a thread are done."""
+    return all(queue.is_idle for queue in list(_queues))
 
 
 @atexit.register

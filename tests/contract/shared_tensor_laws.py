@@ -1,0 +1,262 @@
+"""What holds for tensors whose memory all ranks map: run on every rank, in the jobs of process_group_laws."""
+
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+import popdist
+from popdist.contract import SHARE_TENSORS
+from popdist.host_memory import host_group, shared_storages
+from popdist.host_memory.row_reduction import Reduction
+
+SUM: Final = dist.ReduceOp.SUM
+
+LARGE: Final = 70_000
+"""Numbers of float32: a tensor that is offered and fits a slot."""
+
+LARGER: Final = 300_000
+"""One that goes in pieces."""
+
+
+@contextmanager
+def group(setting: str | None) -> Iterator[ProcessGroup]:
+    """A group of all ranks, made with this ``POPDIST_SHARE_TENSORS``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(SHARE_TENSORS, raising=False)
+        if setting is not None:
+            patch.setenv(SHARE_TENSORS, setting)
+        made = dist.new_group(backend="popdist")
+    yield made
+    dist.destroy_process_group(made)
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The numbers of elements that were added in place in the block."""
+    lengths: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        finish = Reduction.finish
+
+        def count(reduction: Reduction, reason: int) -> None:
+            lengths.append(len(reduction._rows[0]))
+            finish(reduction, reason)
+
+        patch.setattr(Reduction, "finish", count)
+        yield lengths
+
+
+def is_added_in_place(tensor: Tensor, made: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> bool:
+    """All-reduce over the group; whether that was done in place."""
+    with counted() as lengths:
+        dist.all_reduce(tensor, op, group=made)
+    return bool(lengths)
+
+
+def brought(rank: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers whose sum depends on the order of addition."""
+    draw = torch.Generator().manual_seed(rank)
+    if not dtype.is_floating_point:
+        return torch.randint(0, 100, (length,), generator=draw).to(dtype)
+    return (torch.randn(length, generator=draw) * 10.0 ** (rank % 3)).to(dtype)
+
+
+def is_one() -> bool:
+    """Whether there is nobody to share with."""
+    return dist.get_world_size() == 1
+
+
+def law_a_shared_tensor_is_added_in_place_to_the_same_bits() -> None:
+    """Of every kind of dtype and operation, also a part of it; what is small goes the other way."""
+    rank = dist.get_rank()
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.AVG)
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8)
+    with group(None) as made:
+        for dtype, op in product(dtypes, ops):
+            if op == dist.ReduceOp.AVG and not dtype.is_floating_point:
+                continue
+            shared, plain = popdist.shared_empty(2, LARGER, dtype=dtype), brought(rank, LARGER, dtype)
+            assert shared.dtype == dtype
+            assert shared.sum() == 0
+            shared[1] = plain
+            assert is_added_in_place(shared[1], made, op) is not is_one()
+            assert not is_added_in_place(plain, made, op)
+            assert torch.equal(shared[1], plain), (dtype, op)
+            assert shared[0].sum() == 0
+        small = popdist.shared_empty(3)
+        assert not is_added_in_place(small, made)
+
+
+def law_who_has_no_such_tensor_has_all_go_the_other_way() -> None:
+    """In the same call and whoever it is, in one piece and in several; the next one is in place again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with group(None) as made:
+        for length in (LARGE, LARGER):
+            total = brought(0, length) * 0
+            dist.all_reduce(total.copy_(brought(rank, length)))
+            shared = popdist.shared_empty([length])
+            for without in (*range(size), None):
+                tensor = torch.empty(length) if rank == without else shared
+                is_in_place = is_added_in_place(tensor.copy_(brought(rank, length)), made)
+                assert is_in_place is (without is None and not is_one())
+                assert torch.equal(tensor, total)
+
+
+def law_tensors_may_come_in_another_order() -> None:
+    """Each rank brings the one that it likes, and each is added where it lies."""
+    rank = dist.get_rank()
+    with group(None) as made:
+        first, second = popdist.shared_empty(LARGE), popdist.shared_empty(LARGE)
+        for tensors in ((first, second), (second, first) if rank else (first, second)):
+            for tensor in tensors:
+                tensor.fill_(rank + 1)
+                assert is_added_in_place(tensor, made) is not is_one()
+                assert (tensor == sum(range(1, dist.get_world_size() + 1))).all()
+
+
+def law_no_room_or_no_way_is_no_error() -> None:
+    """A rank that cannot map, or cannot reserve, has all go the other way from then on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for trouble in ("no way", "no room"):
+        with group("1") as made, pytest.MonkeyPatch.context() as patch:
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            dist.all_reduce(torch.ones(LARGE), group=made)
+            tensor = torch.empty(LARGE) if trouble == "no room" else popdist.shared_empty(LARGE)
+            if rank == 0 and trouble == "no way":
+                patch.setattr(host_group, "open_through_proc", refuse)
+            elif rank == 0:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+            try:
+                for _ in range(3):
+                    assert not is_added_in_place(tensor.fill_(1), made)
+                    assert (tensor == size).all()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def refuse(*_arguments: object) -> int:
+    """As where ``/proc`` is another container's."""
+    raise FileNotFoundError
+
+
+def law_buckets_of_ddp_move_and_weights_keep_their_bits() -> None:
+    """Whatever DDP is told, and however gradients are cleared; and none moves where that is forbidden."""
+    for view, unused, is_dropped in ((False, False, True), (True, True, False), (True, False, True)):
+        trained = {}
+        for setting in (None, "0"):
+            with group(setting) as made, counted() as lengths:
+                options = {"gradient_as_bucket_view": view, "find_unused_parameters": unused}
+                trained[setting] = train_ddp(made, is_dropped=is_dropped, **options)
+            assert bool(lengths) is (setting is None and not is_one())
+        assert torch.equal(trained[None], trained["0"])
+
+
+def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor:  # noqa: ANN401 - as DDP's
+    """The weights after a few steps."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
+    model = DistributedDataParallel(net, process_group=made, bucket_cap_mb=0.5, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        optimizer.zero_grad(set_to_none=is_dropped)
+        model(torch.randn(2, 300, generator=draw)).square().mean().backward()
+        optimizer.step()
+    return nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def law_a_program_that_asks_has_its_own_tensors_moved() -> None:
+    """When they come again; not those of a module or numpy, those that were sent, or parts of a tensor."""
+    tensor, layer = torch.ones(LARGE), nn.Linear(300, 300)
+    seen_by_numpy = torch.ones(LARGE)
+    seen_by_numpy.numpy()
+    sent, part = torch.ones(LARGE), torch.ones(2, LARGE)[1]
+    kept = (layer.weight.data, seen_by_numpy, sent, part, torch.from_numpy(np.ones(LARGE)))
+    with group("1") as made, group(None) as other:
+        if not is_one():
+            swap(sent, made)
+        view = tensor[5:9]
+        for time in range(3):
+            assert is_added_in_place(tensor.fill_(1), made) is (time > 0 and not is_one())
+            assert (view == dist.get_world_size()).all()
+            for it in kept:
+                assert not is_added_in_place(it, made)
+                assert not is_added_in_place(torch.ones(LARGE), other)
+        assert is_added_in_place(tensor, other) is not is_one()  # where it lies is no secret of one group
+
+
+def swap(tensor: Tensor, made: ProcessGroup) -> None:
+    """Send a tensor round, to the next rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    work = dist.isend(tensor, (rank + 1) % size, group=made)
+    assert work is not None
+    dist.recv(torch.empty_like(tensor), (rank - 1) % size, group=made)
+    work.wait()
+
+
+def law_a_forked_child_writes_elsewhere() -> None:
+    """It sees the numbers, and changes its own."""
+    tensor = popdist.shared_empty(LARGE).fill_(1)
+    child = os.fork()
+    if child == 0:
+        is_right = bool((tensor == 1).all())
+        tensor.fill_(2)
+        is_right &= bool((tensor == 2).all())
+        del tensor
+        gc.collect()
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tensor == 1).all()
+    with group(None) as made:
+        assert is_added_in_place(tensor, made) is not is_one()
+
+
+def law_what_is_gone_is_let_go() -> None:
+    """Freed, or moved elsewhere by torch: nobody maps it any more, and nothing is left open."""
+    with group("1") as made:
+        dist.all_reduce(torch.ones(LARGE), group=made)
+        gc.collect()
+        before = mapped()
+        for _ in range(3):
+            tensor = torch.ones(LARGE)
+            for _ in range(3):
+                dist.all_reduce(tensor, group=made)
+            del tensor
+        elsewhere = popdist.shared_empty(LARGE)
+        assert is_added_in_place(elsewhere, made) is not is_one()
+        elsewhere.untyped_storage()._share_filename_cpu_()
+        assert not is_added_in_place(elsewhere.fill_(1), made)
+        assert (elsewhere == dist.get_world_size()).all()
+        dist.all_reduce(torch.ones(LARGE), group=made)
+        dist.barrier(made)
+        dist.all_reduce(torch.ones(LARGE), group=made)
+        assert mapped() == before
+        assert not any(shared.reference.expired() for shared in shared_storages._shared.values())
+
+
+def mapped() -> tuple[int, int]:
+    """How many files in memory this process maps and holds open."""
+    links = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return Path("/proc/self/maps").read_text().count("/memfd:popdist"), sum("memfd:popdist" in it for it in links)
+
+
+def law_a_setting_that_is_none_is_refused() -> None:
+    """By the program's own call and by a new group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SHARE_TENSORS, "yes")
+        with pytest.raises(popdist.ContractError, match="POPDIST_SHARE_TENSORS='yes' must be 0 or 1"):
+            popdist.shared_empty(3)
+        patch.setenv(SHARE_TENSORS, "0")
+        assert not popdist.shared_empty(3).is_shared()
