@@ -169,3 +169,10 @@ def test_a_narrow_terminal_does_not_take_the_cells_apart() -> None:
 
     assert narrow == least
     assert "stands for" in narrow
+
+
+def test_a_terminal_obeys_nothing_in_a_plan() -> None:
+    """A plan file may be another user's: its control characters are shown; bytes that are no text stay."""
+    plan = planned(program=("echo", "a\x1b[31m\x07b", "c\udce9", "d\ne"))
+
+    assert "program    echo 'a\\x1b[31m\\x07b' 'c\udce9' 'd\ne'\n" in render_plan(plan, TopologyFormat.TABLE)

@@ -19,6 +19,7 @@ from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.words import bound_to, instances_of_host, launcher_of, numbered, size_of, stands_for, threads_of
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
+from poprun.text.screen import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +53,16 @@ _HEADINGS: Final = ("host", "instance", "replicas", "virtual IPUs", "stands for"
 _STYLES: Final = ("bold", "green", "yellow", "magenta", "cyan")
 _FOLDED_HOSTS: Final = "the same on each"
 _FOLDED_INSTANCES: Final = "one after another"
+_KEPT: Final = "\n\t" + "".join(map(chr, range(0xDC80, 0xDD00)))
+"""Ends of lines, and bytes of names that are no text (PEP 383)."""
+
 _FOLDED: Final = (_FOLDED_HOSTS, _FOLDED_INSTANCES)
 
 
 def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Details | None) -> str:
     """``plan`` as a table of ``width`` columns at most, but never fewer than 60; coloured if ``has_color``."""
     title = Text.assemble((f"{'poprun':<11}", "bold cyan"), size_of(plan))
-    facts = [Text.assemble((f"{label:<11}", "bold"), value) for label, value in _facts(plan, details)]
+    facts = [Text.assemble((f"{label:<11}", "bold"), _shown(value)) for label, value in _facts(plan, details)]
     return terminal_text(title, "", _placements(plan), "", *facts, width=width, has_color=has_color)
 
 
@@ -89,8 +93,13 @@ def _placements(plan: LaunchPlan) -> Table:
     for heading, style in zip(_HEADINGS, _STYLES, strict=True):
         table.add_column(heading, style=style, overflow="fold", no_wrap=heading in _HEADINGS[1:-1])
     for row in _rows(plan):
-        table.add_row(*row, style="dim" if row[-1] in _FOLDED else None)
+        table.add_row(*map(_shown, row), style="dim" if row[-1] in _FOLDED else None)
     return table
+
+
+def _shown(text: str) -> str:
+    """``text`` without what a terminal would obey: a plan file may be another user's."""
+    return visible(text, keeps=_KEPT)
 
 
 def _rows(plan: LaunchPlan) -> Iterator[Sequence[str]]:
