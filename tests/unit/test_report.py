@@ -13,7 +13,7 @@ from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.report.printed_report import explain, render_attempts, render_end, render_warning
 from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
-from tests.planning import planned
+from tests.planning import CLUSTER_NODE, planned
 
 GOOD = InstanceStatus(index=0, state=InstanceState.ENDED, exit_code=0, exited_at_seconds=5.0)
 BAD = replace(GOOD, index=1, exit_code=7, exited_at_seconds=3.0)
@@ -180,6 +180,19 @@ def test_a_program_that_left_has_not_failed() -> None:
     assert render_end(left, planned(num_instances=2)) == ["the program left when it was asked to: exit code 143"]
     assert render_attempts([lost, left])[1] == "attempt 1: left when it was asked to, 2.0 s"
     assert SHIM_KILLED in render_attempts([lost, left])[0]
+
+
+def test_who_leaves_mpi_too_early_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """MPICH ends a job when a process ends without MPI_Finalize; an instance that ends later has no part in it."""
+    lost = replace(LET_DOWN, index=0, exited_at_seconds=6.0)
+    later = replace(GOOD, index=2, exited_at_seconds=7.0)
+    end = JobEnd(statuses=[lost, replace(GOOD, index=1), later], launcher_code=0)
+    explain(end, planned(CLUSTER_NODE, num_instances=3), {}, [], None)
+    explain(end, planned(num_instances=3), {}, [], None)
+
+    said = capsys.readouterr().err
+    assert said.count("ends without MPI_Finalize: instance 1 had ended with 0\n") == 1
+    assert said.count("sent by somebody other") == 1
 
 
 def test_no_traceback_of_a_shim_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

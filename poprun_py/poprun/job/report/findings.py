@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from poprun.job.report.endings import signal_of
+from poprun.job.report.endings import name_instances, signal_of
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
 from poprun.probe.limits import Evidence, MemoryLimits
@@ -35,6 +35,7 @@ class Findings:
         words: What the instances that ended with an error said last, by index.
         launcher_words: What the launcher said last.
         shortage: What the launcher ran out of, and what to do; empty when it said nothing of that.
+        left_early: Instances that had ended with 0 when the MPI launcher ended the others.
         other_python: What to write instead, where another Python than poprun's own lacks a module; or empty.
     """
 
@@ -42,6 +43,7 @@ class Findings:
     words: Mapping[int, LastWords] = field(default_factory=dict)
     launcher_words: LastWords = field(default_factory=LastWords)
     shortage: str = ""
+    left_early: tuple[int, ...] = ()
     other_python: str = ""
 
     def words_of(self, instance: int) -> LastWords:
@@ -52,6 +54,11 @@ class Findings:
         """The likely reason why an instance failed, or "" when its end and its last words say all."""
         if self.shortage and failed.problem in (AGENT_KILLED, SHIM_KILLED):
             return self.shortage
+        if self.left_early and failed.problem == SHIM_KILLED:
+            return (
+                f"probably by the MPI launcher, which ends a job when one process ends without MPI_Finalize: "
+                f"{name_instances(self.left_early)} had ended with 0"
+            )
         if self.other_python and failed.exit_code == 1:
             return self.other_python
         return hint(failed, self.words_of(failed.index), self.evidence)

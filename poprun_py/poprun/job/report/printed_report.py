@@ -150,6 +150,15 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
     return words_for_own_python(plan.program, plan.working_directory, tails.get(failed.index, ()))
 
 
+def _left_early(end: JobEnd, plan: LaunchPlan) -> tuple[int, ...]:
+    """The instances that had ended with 0 when the shims of others were lost, in a job of MPI."""
+    lost = [it.exited_at_seconds or 0.0 for it in end.statuses if it.problem == SHIM_KILLED]
+    if plan.mpi is None or not lost:
+        return ()
+    ended = [it for it in end.statuses if it.exit_code == 0 and not (it.was_stopped or it.problem)]
+    return tuple(it.index for it in ended if (it.exited_at_seconds or 0.0) <= max(lost))
+
+
 def explain(
     end: JobEnd,
     plan: LaunchPlan,
@@ -172,6 +181,7 @@ def explain(
         words={index: last_words(tail) for index, tail in tails.items()},
         launcher_words=last_words(without_tracebacks(launcher_output)),
         shortage=find_shortage(launcher_output),
+        left_early=_left_early(end, plan),
         other_python=_other_python(end, plan, tails),
     )
     explained = replace(end, statuses=blame_aborter(end.statuses, tails, end.launcher_code), findings=findings)
