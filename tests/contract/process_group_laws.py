@@ -208,6 +208,11 @@ def law_wrong_arguments_are_refused_before_anything_is_sent() -> None:
         lambda: dist.all_to_all_single(torch.empty(size * 2), torch.ones(size * 2), [2] * size, [1] * size),
     ):
         assert failure(call)
+    for peer in (size, -2):
+        for name, transfer in (("send", dist.send), ("recv", dist.recv)):
+            assert f"{name}: invalid rank: {peer} (expected 0 to" in failure(
+                partial(transfer, torch.ones(1), peer)
+            )
     dist.barrier()
 
 

@@ -76,6 +76,12 @@ def check_root(call: str, root: int, size: int) -> None:
         raise RuntimeError(f"popdist::{call}: invalid root rank: {root} (expected 0 to {size - 1})")
 
 
+def check_peer(call: str, rank: int, size: int) -> None:
+    """Raise RuntimeError unless ``rank`` is one of the group; gloo would wait for ever for another, or crash."""
+    if not 0 <= rank < size:
+        raise RuntimeError(f"popdist::{call}: invalid rank: {rank} (expected 0 to {size - 1})")
+
+
 def check_single(call: str, *tensors: Sequence[object]) -> None:
     """Raise RuntimeError unless each of the lists has one element.
 

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
-from popdist.process_group.call_arguments import SUM, as_list, options
+from popdist.process_group.call_arguments import SUM, as_list, check_peer, options
 from popdist.process_group.dispatched_calls import (
     Showing,
     are_plain,
@@ -314,6 +314,7 @@ class PopdistProcessGroup(TorchGroups):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:  # noqa: N803 - torch's name
         """Give one tensor to one rank."""
+        check_peer("send", dstRank, self.size())
         self._movable.keep(tensors)
         if _shown(tensors):
             return super().send(tensors, dstRank, tag)
@@ -321,6 +322,7 @@ class PopdistProcessGroup(TorchGroups):
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:  # noqa: N803 - torch's name
         """Take one tensor from one rank."""
+        check_peer("recv", srcRank, self.size())
         self._movable.keep(tensors)
         if _shown(tensors):
             return super().recv(tensors, srcRank, tag)
