@@ -193,7 +193,7 @@ def sum_parameters(module: nn.Module) -> ParameterSums:
     Left out are those that may differ: tensors of a class of their own, such as a DTensor, of which each instance
     has a part; and those without numbers to add: lazy, sparse, or on the device "meta".
     """
-    return sum_tensors((name, it) for name, it in module.named_parameters() if _is_comparable(it))
+    return sum_tensors((name, it) for name, it in module.named_parameters() if is_comparable(it))
 
 
 def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
@@ -265,7 +265,8 @@ def find_difference(
             return f"{name} of {name_instances(others)} is not that of instance {first}"
 
 
-def _is_comparable(parameter: Tensor) -> bool:
+def is_comparable(parameter: Tensor) -> bool:
+    """Whether instances must have ``parameter`` alike; see :func:`sum_parameters`."""
     if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
         return False
     return type(parameter.data) is Tensor

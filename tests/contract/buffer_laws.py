@@ -1,6 +1,7 @@
 """The laws of buffers that are written where no model has its step; every instance runs all of them."""
 
 import sys
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,6 +11,7 @@ from torch.optim.swa_utils import update_bn
 
 import popdist
 from popdist import checkpoint
+from popdist.training.model_steps import ModelSteps
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import TIMEOUT_SECONDS, is_last, laws_of, samples, share
 
@@ -240,6 +242,44 @@ def law_a_counter_in_python_is_named_on_all() -> None:
             train()
         model._model_steps._checked_steps._num_ended = 3
         train()
+
+
+class Centre(nn.Module):
+    """What is left of numbers when the mean of all that came before is taken away."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Move the centre, too."""
+        self.centre = self.centre * 0.9 + x.detach().mean(0) * 0.1
+        return x - self.centre
+
+
+def law_a_buffer_that_moves_and_nothing_wraps_is_warned_of() -> None:
+    """In the first step of a model, on the first instance; not when it is wrapped, or stays as it is."""
+    loose = [Centre(), nn.BatchNorm1d(4)]
+    cases: list[tuple[list[nn.Module], str]] = [
+        ([loose[0]], "centre of Centre changed in a loop"),
+        ([loose[1]], "running_mean of BatchNorm1d, running_var of BatchNorm1d, num_batches_tracked of "),
+        ([nn.BatchNorm1d(4).eval()], ""),
+        ([popdist.ReplicatedModel(Centre())], ""),
+    ]
+    for beside, wanted in cases:
+        ModelSteps.num_looks_beside = 0
+        model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.zero_grad()
+                for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
+                    sum(part(model(x)).square().mean() for part in beside).backward()
+        found = [str(it.message) for it in caught if issubclass(it.category, popdist.PopdistWarning)]
+        assert len(found) == bool(wanted and popdist.num_replicas() > 1 and popdist.is_main()), found
+        assert all(wanted in text for text in found)
 
 
 class LossWeight(nn.Module):

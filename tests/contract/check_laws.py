@@ -118,6 +118,32 @@ def law_a_parameter_that_is_written_in_a_micro_batch_is_named() -> None:
                 step(model)
 
 
+def law_a_parameter_of_another_model_is_written_outside_of_the_loop() -> None:
+    """A teacher that is moved in the loop of its student would be moved more often where more replicas are."""
+    student = popdist.ReplicatedModel(net())
+    teacher = copy.deepcopy(student)
+
+    def train(*, moves_inside: bool) -> None:
+        student.zero_grad()
+        for x, _ in student.micro_batches(share(samples(2 * popdist.num_replicas()))):
+            loss_of(student, x).backward()
+            if moves_inside:
+                move()
+
+    @torch.no_grad()
+    def move() -> None:
+        for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
+            slow.lerp_(fast + 1.0, 0.1)
+
+    train(moves_inside=False)
+    move()
+    if popdist.num_replicas() == 1:
+        train(moves_inside=True)
+        return
+    with refused(popdist.WeightsError, r"0\.weight of Sequential was written in a micro batch of another model"):
+        train(moves_inside=True)
+
+
 def law_a_write_of_one_instance_is_an_error_on_all() -> None:
     """Which one, is said."""
     model = popdist.ReplicatedModel(net())

@@ -4,7 +4,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -263,6 +263,20 @@ def law_a_loaders_batch_brings_its_micro_batches() -> None:
     for part, labels in model.micro_batches(SimpleNamespace(micro_batches=tuple(found))):
         cross_entropy(model(part), labels).backward()
     check_gradient(model, (x, y))
+
+
+def law_instances_bring_batches_of_the_same_step() -> None:
+    """One that leaves out a batch alone is one step ahead: an error on all, until they are together again."""
+    model, last = popdist.ReplicatedModel(Net()), popdist.num_instances() - 1
+    batches = list(popdist.data_loader(list(zip(*samples(3 * popdist.num_replicas()), strict=True)), 1))
+    chosen = [batches[2 if is_last() else 1], batches[2]]
+    ends = [number * popdist.num_replicas() for number in (2, 3)]
+    words = rf"instances? 0.*: epoch 0 up to sample {ends[0]}; instance {last}: epoch 0 up to sample {ends[1]}\."
+    for number, batch in enumerate(chosen if last else []):
+        with refused(popdist.CollectiveError, words) if number == 0 else nullcontext():
+            for part, labels in model.micro_batches(batch):
+                cross_entropy(model(part), labels).backward()
+    check_recovered(model)
 
 
 def law_what_does_not_fit_is_an_error_on_every_instance() -> None:

@@ -3,7 +3,9 @@
 Holds popdist.data.fetching and popdist.data.sample_randomness.
 """
 
+import copy
 import itertools
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -142,6 +144,13 @@ def test_a_batch_that_is_taken_for_a_micro_batch_is_an_error(split: tuple[int, i
     for batch in loader:
         with pytest.raises(popdist.BatchError, match=r"was asked for \[0\]"):
             batch[0]
+        with pytest.raises(popdist.BatchError, match=r"was given to linear.*micro batches"):
+            torch.nn.Linear(1, 1)(batch)
+        with pytest.raises(popdist.BatchError, match="was taken for a dict"):
+            dict(**batch)
+        with pytest.raises(AttributeError, match=wanted.replace("unpacked", r"was asked for \.to")):
+            batch.to("cpu")
+        assert not hasattr(pickle.loads(pickle.dumps(copy.copy(batch))), "items")  # noqa: S301 - our own
         assert [len(x) for x, _ in batch] == [len(x) for x, y in list(batch)]
         assert len([*batch]) == len(batch)
 

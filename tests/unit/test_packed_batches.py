@@ -211,7 +211,7 @@ def test_the_mean_over_tokens() -> None:
 def batch_of(*contents: Any) -> Batch:  # noqa: ANN401 - contents of micro batches
     """A batch with one replica."""
     micro_batches = tuple(MicroBatch(0, step, 1, content) for step, content in enumerate(contents))
-    return Batch(micro_batches=micro_batches, epoch=0, step=0, indices=(0,), num_samples_job=1)
+    return Batch(micro_batches=micro_batches, epoch=0, step=0, indices=(0,), num_samples_job=1, stop=1)
 
 
 def test_labels_are_counted_for_weights() -> None:

@@ -184,6 +184,8 @@ def test_attributes_that_are_set_are_the_module_s() -> None:
     assert "seen" in model.state_dict()
     assert "seen" in dict(model.named_buffers())
     assert "scale" not in vars(copy.deepcopy(model))
+    del model.scale
+    assert not hasattr(model.module, "scale")
 
 
 def test_weights_are_changed_before_the_module_is_wrapped() -> None:
@@ -253,6 +255,10 @@ def test_modules_that_reduce_already_and_lazy_ones_are_refused() -> None:
             popdist.ReplicatedModel(inside)
         with pytest.raises(popdist.WeightsError, match="0 in the module is a DistributedDataParallel already"):
             popdist.ReplicatedModel(nn.Sequential(inside))
+        with pytest.raises(
+            popdist.WeightsError, match="around a ReplicatedModel would reduce its gradients twice"
+        ):
+            nn.parallel.DistributedDataParallel(popdist.ReplicatedModel(nn.Linear(1, 1)))
     finally:
         distributed.destroy_process_group()
     with pytest.raises(popdist.WeightsError, match=r"is a ReplicatedModel already.*wrap the module once"):

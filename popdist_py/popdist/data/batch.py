@@ -66,7 +66,8 @@ class Batch:
 
     Iterating over it gives the contents of the micro batches that hold samples, which is the loop to write where
     no gradients are wanted: ``for x, y in batch``. An instance may have none. It is no sample of its own: to take
-    it apart as one, in ``for x, y in loader`` or by ``batch[0]``, is a BatchError that shows the loop to write.
+    it for one, in ``for x, y in loader``, ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to
+    write, and ``batch.to(device)`` an AttributeError.
 
     Attributes:
         micro_batches: Of each local replica in turn, ``accumulation`` of them.
@@ -74,6 +75,7 @@ class Batch:
         step: Number of the step in its epoch, from 0, counted from where this epoch was begun or resumed.
         indices: Of the samples in the dataset (or their numbers in the stream), in the order of their rows.
         num_samples_job: Samples of the step over all replicas of the job.
+        stop: Position in the epoch at which the next step begins, over all replicas.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -81,6 +83,7 @@ class Batch:
     step: int
     indices: tuple[int, ...]
     num_samples_job: int
+    stop: int
 
     @classmethod
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
@@ -96,6 +99,7 @@ class Batch:
             step=share.step,
             indices=tuple(share.indices),
             num_samples_job=share.num_samples_job,
+            stop=share.stop,
         )
 
     @property
@@ -106,19 +110,31 @@ class Batch:
     def __iter__(self) -> Iterator[Any]:
         caller = sys._getframe(1)  # noqa: SLF001 - there is no other way to tell `x, y = batch` from a loop
         if caller.f_code.co_code[caller.f_lasti] in _UNPACKING:
-            raise _taken_apart("unpacked")
+            raise BatchError(_taken_apart("unpacked"))
         return (micro.content for micro in self.micro_batches if micro.num_samples)
 
     def __getitem__(self, key: object) -> NoReturn:
-        raise _taken_apart(f"asked for [{key!r}]")
+        raise BatchError(_taken_apart(f"asked for [{key!r}]"))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(_taken_apart(f"asked for .{name}"), name=name, obj=self)
+
+    def keys(self) -> NoReturn:
+        """Refused: it is no dict of tensors, as ``model(**batch)`` takes it for."""
+        raise BatchError(_taken_apart("taken for a dict"))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: object) -> NoReturn:  # noqa: ANN401 - whatever torch calls
+        """Refused: it is no tensor, as ``model(batch)`` takes it for."""
+        raise BatchError(_taken_apart(f"given to {getattr(function, '__name__', function)}"))
 
     def __len__(self) -> int:
         return sum(micro.num_samples > 0 for micro in self.micro_batches)
 
 
-def _taken_apart(how: str) -> BatchError:
-    """The error of a program that takes a batch for the tensors of one micro batch."""
-    return BatchError(
+def _taken_apart(how: str) -> str:
+    """What to tell a program that takes a batch for the tensors of one micro batch."""
+    return (
         f"a batch of popdist.data_loader was {how}, and it holds this instance's micro batches, not one batch of "
         """tensors. Write
 

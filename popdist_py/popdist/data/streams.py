@@ -191,7 +191,7 @@ class StreamLoader(ReplicaLoader):
                     share = Share(epoch=epoch, step=step, stop=stop, num_samples_job=total, indices=[])
                     contents = [None] * (len(self._replicas) * self._accumulation)
                 self._position.read_to(stop, number)
-                share = share._replace(num_samples_job=total)
+                share = share._replace(num_samples_job=total, stop=stop)
                 yield self._batch(share, contents)
                 ask()
         self._position.end_epoch(number)

@@ -64,6 +64,10 @@ class ReplicaBuffers(ModelBuffers):
         for other in _others_than(self):
             other.leave_out(self)
 
+    def other_modules(self) -> list[nn.Module]:
+        """The modules of the other models that all instances have."""
+        return [other.module for other in _others_than(self)]
+
     def begin_pass(self) -> None:
         """Remember what the next pass outside of the micro batches starts from, of this and all other models."""
         self._begin([], is_checked=False)

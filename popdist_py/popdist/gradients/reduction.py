@@ -10,7 +10,6 @@ these headers carries a checksum of the weights.
 """
 
 import operator
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -24,9 +23,9 @@ from popdist.errors import (
     GradientError,
     MicroBatchError,
     PopdistError,
-    PopdistWarning,
     WeightsError,
 )
+from popdist.gradients.batch_marks import BatchMark, refuse_other_steps, warn_of_equal_batches
 from popdist.gradients.buffer_changes import StepChanges, agree_on_changes, changes_of, raise_fault
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
@@ -111,7 +110,7 @@ class GradientSum:
         self._early: OverlappedSum | None = None
 
     def announce(
-        self, accumulation: int, heaviest: float, reduction: MeanOrSum, batch_digest: int = 0, *, add: bool
+        self, accumulation: int, heaviest: float, reduction: MeanOrSum, batch: BatchMark, *, add: bool
     ) -> None:
         """Tell the others this instance's heaviest weight; for a mean, all weights are divided by the job's.
 
@@ -119,7 +118,7 @@ class GradientSum:
             accumulation: Micro batches of each replica.
             heaviest: Of this instance's micro batches.
             reduction: What becomes of the sum.
-            batch_digest: Tells the batch of this instance from others; 0 where it is not compared.
+            batch: Tells the batch of this instance from those of others.
             add: Whether the step adds to the gradients of before.
 
         Raises:
@@ -138,7 +137,7 @@ class GradientSum:
         if overlap is not None and self._parts() is None:
             self._early = overlap.begin_step(scales=self._scales)
         offer = 0 if self._early is None else self._early.number
-        numbers = [*as_words([heaviest]), offer, self._weights_word, batch_digest, number]
+        numbers = [*as_words([heaviest]), offer, self._weights_word, number, *batch]
         self._announced = self._group.start(_title(accumulation, add=add), numbers)
         self._unit = None
         if self._early is not None:
@@ -154,19 +153,22 @@ class GradientSum:
             MicroBatchError: If an instance could not split its batch.
             GradientError: If an instance has gradients which nothing has used.
             WeightsError: If the step is checked, and the weights of the instances differ.
-            CollectiveError, BackendError: If the instances disagree, or one was lost.
+            CollectiveError, BackendError: If the instances disagree, or bring batches of different steps, or one
+                was lost.
         """
         if self._unit is None and self._announced is not None:
             try:
                 told = self._announced.wait(timeout_seconds)
                 unit = self._unit_of([weight for words in told for weight in as_floats(words[:1])])
-                self._settle_old([words[4] for words in told])
+                marks = [BatchMark(*words[4:7]) for words in told]
+                refuse_other_steps(self._group, marks)
+                self._settle_old([words[3] for words in told])
                 compare_weights(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
             except PopdistError:
                 self._is_awaited = False
                 raise
             self._unit = unit
-            _warn_of_equal_batches(self._group, [words[3] for words in told])
+            warn_of_equal_batches(self._group, marks)
         return self._unit or 1.0
 
     def _unit_of(self, heaviest: list[float]) -> float:
@@ -410,26 +412,12 @@ class GradientSum:
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:
     """Tell the others, in place of a step, that this instance cannot make it. Never raises."""
     with suppress(PopdistError):
-        numbers = [*as_words([refusal]), 0, 0, 0, 0]
+        numbers = [*as_words([refusal]), 0, 0, 0, *BatchMark()]
         group.start(_title(accumulation, add=add), numbers).wait(ABANDON_SECONDS)
 
 
 def _title(accumulation: int, *, add: bool) -> str:
     return f"micro_batches(accumulation={accumulation}" + (", add=True)" if add else ")")
-
-
-def _warn_of_equal_batches(group: Group, digests: Sequence[int]) -> None:
-    """Warn, on the first of them, of instances that bring the same samples."""
-    own = digests[group.instances.index(group.backend.instance_index)]
-    equal = [instance for instance, other in zip(group.instances, digests, strict=True) if own and other == own]
-    if len(equal) > 1 and equal[0] == group.backend.instance_index:
-        warnings.warn(
-            f"{name_instances(equal)} train on the same samples in this step: what draws the batches, such as a "
-            "torch DataLoader with shuffle=True, gives all of the data to each instance. Have it dealt: "
-            "popdist.data_loader(dataset, micro_batch_size, shuffle=True)",
-            PopdistWarning,
-            stacklevel=2,
-        )
 
 
 def check_reduction(reduction: str) -> None:

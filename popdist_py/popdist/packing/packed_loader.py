@@ -234,6 +234,7 @@ def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple
         step=batch.step,
         indices=indices,
         num_samples_job=batch.num_samples_job,
+        stop=batch.stop,
         num_rows=sum(each.num_rows for each in contents),
         num_tokens=sum(each.num_tokens for each in contents),
     )

@@ -79,6 +79,18 @@ def answer(attribute: str) -> str | None:
     return _ATTRIBUTES.get(attribute)
 
 
+def refuse_wrapper(attribute: str) -> None:
+    """Refuse DistributedDataParallel, which asks its module for an attribute that nothing else wants.
+
+    Raises:
+        WeightsError: If this is the attribute.
+    """
+    if attribute == "_ddp_params_and_buffers_to_ignore":
+        raise WeightsError(
+            "DistributedDataParallel around a ReplicatedModel would reduce its gradients twice: leave it out"
+        )
+
+
 def refuse_module(module: nn.Module) -> None:
     """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet.
 

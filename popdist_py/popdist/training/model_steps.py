@@ -13,7 +13,9 @@ from torch.utils.data import RandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from popdist import context
+from popdist.data.batch import Batch
 from popdist.errors import BatchError, MicroBatchError, PopdistWarning
+from popdist.gradients.batch_marks import BatchMark
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.old_gradients import OldGradients
@@ -26,6 +28,7 @@ from popdist.gradients.reduction import (
     refuse_step,
 )
 from popdist.training import optimizer_steps
+from popdist.training.beside import BuffersBeside, ParametersBeside
 from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, digest_of, split_batch, to_device
 from popdist.training.outside_step import AutomaticReduction
@@ -49,7 +52,7 @@ BESIDE: Final = (
 R = TypeVar("R")
 
 MOST_LOOKS: Final = 3
-"""Models of a process for which DataLoaders are looked for: each look takes about a tenth of a second."""
+"""Models of a process for which DataLoaders and modules are looked for: a look takes about a tenth of a second."""
 
 _numbers: Final = count(1)
 
@@ -71,7 +74,7 @@ def warn_of_shuffling_loaders() -> None:
                     "model trains on micro batches: unless each instance has a dataset of its own, have them "
                     "dealt by popdist.data_loader(dataset, micro_batch_size, shuffle=True)",
                     PopdistWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
                 return
 
@@ -87,9 +90,11 @@ class ModelSteps:
 
     Attributes:
         num_looks: For how many models of this process DataLoaders were looked for.
+        num_looks_beside: For how many modules were looked for that nothing wraps.
     """
 
     num_looks: ClassVar[int] = 0
+    num_looks_beside: ClassVar[int] = 0
 
     def __init__(
         self, module: nn.Module, *, seed: int, checks_finite: bool, gradient_dtype: torch.dtype | None
@@ -157,14 +162,17 @@ class ModelSteps:
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             self.step = PlainStep(self.gradients, old, is_checked=is_checked, checks_finite=checks_finite)
         else:
-            weights = sum_parameters(self._module) if is_checked and self.layout.num_replicas > 1 else None
+            weights = beside = None
+            if is_checked and self.layout.num_replicas > 1:
+                weights = sum_parameters(self._module)
+                beside = ParametersBeside(self._module, self.buffers.other_modules())
             memory = self.gradients.memory(group, self.layout)
             self.step = Step(
                 memory,
                 self.buffers,
                 GradientSum(memory, self.buffers if self.layout.num_replicas > 1 else None, weights, old),
                 accumulation=accumulation,
-                is_checked=is_checked,
+                beside=beside,
                 checks_finite=checks_finite,
             )
         self.automatic.step = self.step
@@ -200,8 +208,9 @@ class ModelSteps:
                 "model.micro_batches((first, second))"
             )
         num_entered, step = MicroBatchScope.num_entered, self.begin(accumulation)
+        beside = BuffersBeside() if self._looks_beside(step) else None
         try:
-            step.announce(max(counts), reduction, self._look_at(batch) if step.is_checked else 0, add=add)
+            step.announce(max(counts), reduction, self._mark_of(batch, is_checked=step.is_checked), add=add)
         except BaseException:
             self.abandon()
             raise
@@ -211,7 +220,25 @@ class ModelSteps:
                 with MicroBatchScope(self, step, index, counted):
                     yield to_device(content, self.gradients.device)
         self.finish(reduction, add=add)
+        if beside is not None:
+            beside.warn()
         MicroBatchScope.mark_beside(num_entered)
+
+    def _looks_beside(self, step: Step | PlainStep) -> bool:
+        """Whether to look for modules that nothing wraps: in a model's first step, once for a few models."""
+        contract = context.environment().contract
+        if contract.instance_index or contract.num_replicas == 1 or not step.is_checked:
+            return False
+        if self._checked_steps.number > 1 or ModelSteps.num_looks_beside == MOST_LOOKS:
+            return False
+        ModelSteps.num_looks_beside += 1
+        return True
+
+    def _mark_of(self, batch: Nest, *, is_checked: bool) -> BatchMark:
+        """What tells ``batch`` from those of the other instances."""
+        if isinstance(batch, Batch):
+            return BatchMark(epoch=batch.epoch, stop=batch.stop)
+        return BatchMark(digest=self._look_at(batch) if is_checked else 0)
 
     def _look_at(self, batch: Nest) -> int:
         """A digest of a batch that popdist has not dealt; once, a warning if each instance reads all data."""

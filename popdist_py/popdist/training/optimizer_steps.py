@@ -154,6 +154,11 @@ def wrap(owner: object, module: nn.Module) -> None:
     _wrapped[owner] = weakref.ref(module)
 
 
+def wrapped_modules() -> list[nn.Module]:
+    """Those whose gradients popdist reduces."""
+    return [module for reference in tuple(_wrapped.values()) if (module := reference()) is not None]
+
+
 _looked_at: Final[weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], int]]] = weakref.WeakKeyDictionary()
 """For each optimizer how many parameters and models there were when it was looked at, and its steps since."""
 
@@ -166,8 +171,7 @@ def _check_all_are_wrapped(optimizer: Optimizer) -> None:
     _looked_at[optimizer] = (sizes, num_steps)
     if not is_checked(num_steps):
         return
-    modules = [module for reference in tuple(_wrapped.values()) if (module := reference()) is not None]
-    wrapped = {id(parameter) for module in modules for parameter in module.parameters()}
+    wrapped = {id(parameter) for module in wrapped_modules() for parameter in module.parameters()}
     parameters = parameters_of(optimizer)
     if not any(id(parameter) in wrapped for parameter in parameters):
         return

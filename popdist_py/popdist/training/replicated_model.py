@@ -13,7 +13,7 @@ from popdist.errors import BatchError, WeightsError, seed_number, whole_number
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum
 from popdist.gradients.rows import check_gradient_dtype
-from popdist.training.ddp_answers import answer, refuse_module, refuse_options
+from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps
 from popdist.training.randomness import ReplicaRandomness
@@ -260,6 +260,7 @@ class ReplicatedModel(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
+            refuse_wrapper(name)
             told = None if hasattr(module, name) else answer(name)
             if told is not None:
                 raise AttributeError(f"ReplicatedModel has no {name!r}: {told}") from None
@@ -279,6 +280,12 @@ class ReplicatedModel(nn.Module):
             raise WeightsError(f"model.{name} = {value!r}: {told}")
         else:
             setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if hasattr(self.module, name) and name not in self.__dict__:
+            delattr(self.module, name)
+        else:
+            super().__delattr__(name)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own signature
         """Register a buffer of the module, which must have the same values on all instances."""

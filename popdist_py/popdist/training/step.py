@@ -5,12 +5,14 @@ import operator
 from torch import Tensor
 
 from popdist.errors import BatchError
+from popdist.gradients.batch_marks import BatchMark
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.gradients.rows import GradientRows
 from popdist.progress import progress_page
+from popdist.training.beside import ParametersBeside
 from popdist.training.python_state import take_fault
 from popdist.tree import TreeSum, finish
 
@@ -23,7 +25,7 @@ class Step:
         buffers: Of the model.
         total: The step's sum over all replicas of the job.
         accumulation: Micro batches of each local replica.
-        is_checked: Whether the checks are made that cost time.
+        beside: The parameters of other models; None where the checks are not made that cost time.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
     """
 
@@ -34,14 +36,15 @@ class Step:
         total: GradientSum,
         *,
         accumulation: int,
-        is_checked: bool,
+        beside: ParametersBeside | None,
         checks_finite: bool,
     ) -> None:
         self.accumulation = accumulation
-        self.is_checked = is_checked
+        self.is_checked = beside is not None
         self._memory = memory
         self._gradients = memory.gradients
         self._buffers = buffers
+        self._beside = beside
         self._checks_finite = checks_finite
         self._sum = total
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
@@ -51,16 +54,16 @@ class Step:
         memory.begin_step()
         self._begin_replica()
         if memory.layout.num_replicas > 1:
-            buffers.begin_step(is_checked=is_checked)
+            buffers.begin_step(is_checked=self.is_checked)
 
     def _begin_replica(self) -> None:
         self._rows: TreeSum[GradientRows] = TreeSum(self.accumulation, self._memory.add)
         self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
         self._has_run = False
 
-    def announce(self, heaviest: float, reduction: MeanOrSum, batch_digest: int, *, add: bool) -> None:
+    def announce(self, heaviest: float, reduction: MeanOrSum, batch: BatchMark, *, add: bool) -> None:
         """Tell the others that this instance begins a step of a whole batch, and its heaviest weight."""
-        self._sum.announce(self.accumulation, heaviest, reduction, batch_digest, add=add)
+        self._sum.announce(self.accumulation, heaviest, reduction, batch, add=add)
 
     def begin(self, index: int, weight: float) -> int:
         """Get ready for micro batch ``index``, which counts ``weight``; those left out before it have no samples.
@@ -103,7 +106,10 @@ class Step:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
         self._sum.unit()
         self._skip_to(self._num_micro_batches)
-        self._sum.finish(reduction, self._not_finite, self._buffers.fault or take_fault(), add=add)
+        fault = self._buffers.fault or take_fault()
+        if fault is None and self._beside is not None:
+            fault = self._beside.fault()
+        self._sum.finish(reduction, self._not_finite, fault, add=add)
         self._buffers.end_step()
 
     def abandon(self) -> None:
@@ -172,7 +178,7 @@ class PlainStep:
         self._checks_finite = checks_finite
         self._weight: float | None = None
 
-    def announce(self, heaviest: float, _reduction: MeanOrSum, _batch_digest: int, *, add: bool) -> None:
+    def announce(self, heaviest: float, _reduction: MeanOrSum, _batch: BatchMark, *, add: bool) -> None:
         """Check that the micro batch weighs something, and what becomes of the gradients of before."""
         self._settle_old(add=add)
         if not heaviest:
