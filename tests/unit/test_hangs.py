@@ -150,6 +150,10 @@ def test_the_words_when_all_have_arrived_or_some_have_ended() -> None:
 
     assert words(together)[1:] == ["all have arrived: the network between them, or a GPU, may be stuck"]
     assert words(left)[1:] == ["instance 1 has ended"]
+    apart = describe_hang(Hang(idle_seconds=5, waiting={"all_reduce()": (0,), "barrier()": (1,)}), together)
+    assert apart[2].startswith(
+        "each waits in one of these: all must make the same calls in the same order; or the"
+    )
 
 
 def test_the_words_when_a_program_is_in_mpi_finalize() -> None:

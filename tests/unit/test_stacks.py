@@ -123,7 +123,8 @@ def test_a_process_in_words() -> None:
     assert name_system_call("1", "riscv64") == "system call 1"
 
 
-TORCH = "/env/site-packages/torch"
+TORCH = "/env/python3.11/site-packages/torch"
+POPDIST = "/env/python3.11/site-packages/popdist"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,26 @@ TORCH = "/env/site-packages/torch"
             "backward() of torch",
         ),
         ([(f"{TORCH}/distributed/run.py", "main"), ("train.py", "main")], ""),
+        (
+            [
+                ("train.py", "main"),
+                (f"{TORCH}/distributed/distributed_c10d.py", "all_reduce"),
+                (f"{POPDIST}/process_group/torch_process_group.py", "allreduce"),
+                (f"{POPDIST}/host_memory/waiting.py", "wait"),
+                ("/usr/lib/python3.11/threading.py", "wait"),
+            ],
+            "all_reduce() of torch.distributed",
+        ),
+        (
+            [(f"{TORCH}/autograd/graph.py", "_engine"), (f"{POPDIST}/process_group/work_queue.py", "wait")],
+            "backward() of torch",
+        ),
+        (
+            [("train.py", "main"), (f"{POPDIST}/process_group/work_queue.py", "wait")],
+            "wait() of the backend popdist",
+        ),
+        ([(f"{POPDIST}/process_group/work_queue.py", "wait"), ("train.py", "main")], ""),
+        ([("train.py", "main"), ("/usr/lib/python3.11/threading.py", "wait")], ""),
     ],
 )
 def test_the_collective_of_torch_in_which_a_program_stands(frames: list[tuple[str, str]], call: str) -> None:

@@ -134,8 +134,11 @@ def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
     if FINALIZE in hang.waiting and len(hang.waiting) > 1:
         lines.append(f"{name_instances(hang.waiting[FINALIZE])} will take part in nothing more")
     elif not hang.absent and not hang.ended:
-        everyone = "all have arrived" if len(hang.waiting) == 1 else "each has arrived in one of these"
-        lines.append(f"{everyone}: the network between them, or a GPU, may be stuck")
+        stuck = "the network between them, or a GPU, may be stuck"
+        if len(hang.waiting) == 1:
+            lines.append(f"all have arrived: {stuck}")
+        else:
+            lines.append(f"each waits in one of these: all must make the same calls in the same order; or {stuck}")
     return lines
 
 

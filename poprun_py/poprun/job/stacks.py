@@ -46,6 +46,8 @@ _FRAME: Final = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<fu
 _OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\.py)")
 _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _BACKWARD: Final = "/torch/autograd/graph.py"
+_OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
+_OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)")
 ReadLine = Callable[[str, int], str]
 """The source of a file's line, or an empty text: `linecache.getline`."""
 
@@ -113,15 +115,30 @@ def read_standing(text: str, processes: Sequence[object]) -> Standing:
 def collective_of(standing: Standing) -> str:
     """The call of torch's in which the main thread of a program waits for others, in words; "" for none.
 
-    In the backward pass DistributedDataParallel waits in C++, below the last call that Python has.
+    In the backward pass DistributedDataParallel waits in C++, below the last call that Python has. The backend
+    popdist waits in calls of its own, below those of torch or of the program.
     """
-    main = standing.threads[0] if standing.threads else ()
+    whole = standing.threads[0] if standing.threads else ()
+    main = _without_backend(whole)
     if main and main[-1].file.endswith(_BACKWARD):
         return "backward() of torch"
     inside = list(takewhile(lambda frame: _OF_GROUPS.search(frame.file), reversed(main)))
     called = [frame.function for frame in reversed(inside) if frame.file.endswith(_GROUPS)]
     named = called or [frame.function for frame in inside]
-    return f"{named[0]}() of torch.distributed" if named else ""
+    if named:
+        return f"{named[0]}() of torch.distributed"
+    return f"{whole[len(main)].function}() of the backend popdist" if len(main) < len(whole) else ""
+
+
+def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
+    """The stack without the calls of the backend popdist at its end, and those of Python that it waits in."""
+    end = len(main)
+    while end and _OF_PYTHON.search(main[end - 1].file):
+        end -= 1
+    first = end
+    while first and _OF_BACKEND.search(main[first - 1].file):
+        first -= 1
+    return main[:first] if first < end else main
 
 
 def render_standings(
