@@ -20,14 +20,16 @@ from tests.running import DEADLINE_SECONDS
 NUM_RECIPES = len([name for name in vars(training_recipes) if name.startswith("recipe_")])
 
 
-@pytest.mark.parametrize(("num_instances", "num_replicas"), [(2, 2), (3, 6), (4, 12)])
-def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
-    """Every law of overlap_laws.py, where each instance is alone on its host."""
+@pytest.mark.parametrize(
+    ("num_instances", "num_replicas", "num_hosts"), [(2, 2, 2), (3, 6, 3), (4, 12, 4), (4, 8, 2)]
+)
+def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int, num_hosts: int) -> None:
+    """Every law of overlap_laws.py, where each instance is alone on its host, and where two share one."""
     counts = forked_world(
         *(overlap_laws.run_all, False),
         num_instances=num_instances,
         num_replicas=num_replicas,
-        num_hosts=num_instances,
+        num_hosts=num_hosts,
         timeout_seconds=DEADLINE_SECONDS,
     )
     assert counts == [len(laws_of(overlap_laws))] * num_instances
@@ -68,17 +70,21 @@ def test_training_laws(forked_world: ForkedWorlds) -> None:
     assert counts == [len(loop_laws.all_laws())] * 2
 
 
-@pytest.mark.parametrize("way", overlap_losses.WAYS)
-def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str) -> None:
-    """In the middle of its step: all others raise, and leave in order."""
+@pytest.mark.parametrize(
+    ("way", "num_instances", "num_hosts"),
+    [*((way, 3, 3) for way in overlap_losses.WAYS), *((way, 4, 2) for way in overlap_losses.WAYS)],
+)
+def test_an_instance_is_killed(forked_world: ForkedWorlds, way: str, num_instances: int, num_hosts: int) -> None:
+    """In the middle of its step: all others raise, and leave in order; neighbours in memory, too."""
     told = forked_world(
         *(overlap_losses.lose, way),
-        num_instances=3,
-        num_hosts=3,
+        num_instances=num_instances,
+        num_hosts=num_hosts,
         victim=overlap_losses.VICTIM,
         timeout_seconds=DEADLINE_SECONDS,
     )
-    assert told == [overlap_losses.WAYS[way], None, overlap_losses.WAYS[way]]
+    heard = overlap_losses.WAYS[way]
+    assert told == [None if it == overlap_losses.VICTIM else heard for it in range(num_instances)]
 
 
 @pytest.mark.parametrize("method", ["issue", "receive"])

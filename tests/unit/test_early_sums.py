@@ -61,7 +61,8 @@ class MemberChannel:
     def do_all(self) -> None:
         """What was issued, then what remains of it."""
         for rest in [do() for do in self.issued]:
-            rest()
+            if rest is not None:
+                rest()
         self.issued.clear()
 
 
@@ -84,8 +85,9 @@ def test_any_split_of_the_replicas_has_the_bits_of_one_instance(
     def add(rank: int) -> list[Tensor]:
         channel: Any = MemberChannel(boxes, rank)
         outs = [torch.empty(length, dtype=dtype) for length in lengths]
-        sums = [PostedSum(channel, nodes, num_items, out) for out in outs]
+        sums = [PostedSum(channel, range(size), nodes, num_items, out) for out in outs]
         for _ in range(2):
+            befores: list[tuple[list[Tensor], list[Tensor]]] = []
             for made in sums:
                 made.expect()
             for made, length in zip(sums, lengths, strict=True):
@@ -95,8 +97,11 @@ def test_any_split_of_the_replicas_has_the_bits_of_one_instance(
                 own = list(mine.nodes.values())
                 before = [row.clone() for row in own]
                 made.send(own)
-                channel.do_all() if length == lengths[-1] else None
-                assert all(map(torch.equal, own, before))
+                befores.append((own, before))
+            for made in sums:
+                made.settle()
+            channel.do_all()
+            assert all(torch.equal(*rows) for kept in befores for rows in zip(*kept, strict=True))
         return outs
 
     with ThreadPoolExecutor(size) as pool:

@@ -25,7 +25,7 @@ from torch import distributed as dist
 
 from popdist.errors import BackendError
 from popdist.headers import name_instances
-from popdist.host_memory.host_collectives import as_bytes
+from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.waiting import wait_until
 from popdist.progress import progress_page
 
@@ -76,7 +76,7 @@ _LOOK_SECONDS: Final = 0.2
 
 
 FollowUp = Callable[[], None]
-"""The rest of a collective, for which the thread waits when nothing newer is to be done."""
+"""The rest of a collective, to which the thread comes when nothing newer is to be done."""
 
 
 class ChannelWork(NamedTuple):
@@ -102,9 +102,11 @@ class Channel:
         instance_index: This instance.
         break_off: Ends the waits of that process group with errors, here and on the other instances.
         find_lost: Asks which instances are known to be lost.
+        neighbours: Collectives of this host's instances, for the thread of this channel alone; None for none.
 
     Attributes:
         instance_index: This instance.
+        neighbours: As given.
         num_issued: How often something was issued; the same on all instances when they agree to issue more.
         is_taken: Whether somebody still has something to issue; nobody else may begin then.
     """
@@ -117,6 +119,7 @@ class Channel:
         *,
         break_off: Callable[[Any], None],
         find_lost: Callable[[], list[int]],
+        neighbours: HostCollectives | None = None,
     ) -> None:
         self.num_issued = 0
         self.is_taken = False
@@ -125,6 +128,7 @@ class Channel:
         self.instance_index = instance_index
         self._break_off = break_off
         self._find_lost = find_lost
+        self.neighbours = neighbours
         self._works: SimpleQueue[ChannelWork | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._progress = Condition()
@@ -210,6 +214,11 @@ class Channel:
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
+    def calm(self) -> None:
+        """Wait until all that was issued is done, or has failed; never raises."""
+        with self._progress:
+            self._progress.wait_for(lambda: self._num_done >= self.num_issued)
+
     def _loss(self) -> BackendError | None:
         """An error that names the lost instances; the connections of a process are closed one after the other."""
         for _ in range(_NUM_LOOKS):
@@ -223,6 +232,8 @@ class Channel:
         self._failure = self._failure or BackendError("the exchange of gradients was broken off")
         with suppress(RuntimeError):
             self._break_off(self._process_group)
+        if self.neighbours is not None:
+            self.neighbours.break_off()
 
     def close(self) -> None:
         """End the thread, and what still waits for an instance; on CUDA such a wait would outlast the program."""

@@ -76,8 +76,14 @@ class Connections:
         self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
         self.short_messages = None if self.host is None else ShortMessages(self.host.group, NUM_WORDS)
         self._channels: dict[str, Channel] = {}
-        if self.host is None and self.neighbours is None:
-            self._channels["cpu"] = self._channel_over(self._connect("channel"), self._close_connections)
+        self._channel_neighbours: HostCollectives | None = None
+        if self.host is None:
+            connected = self._connect("channel")
+            if self.neighbours is not None:
+                self._channel_neighbours = self._share_with_neighbours(num_local_instances, "channel/hosts")
+            self._channels["cpu"] = self._channel_over(
+                connected, self._close_connections, self._channel_neighbours
+            )
 
     def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
         gloo: Any = dist.ProcessGroupGloo
@@ -90,18 +96,19 @@ class Connections:
             options._timeout = self._timeout  # noqa: SLF001 - as above
             return gloo(store, self.instance_index, self.num_instances, options)
 
-    def _share_memory(self, num_local: int) -> HostCollectives | None:
+    def _share_memory(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
         """Collectives in this host's memory, where each host has as many instances; None where they share none."""
         names = Names(members=tuple(range(self.num_instances)), noun="instance")
+        store = PrefixStore(prefix, self._store)
         return HostCollectives.connect(
-            self._store, self.instance_index, num_local, names=names, timeout_seconds=self.timeout_seconds
+            store, self.instance_index, num_local, names=names, timeout_seconds=self.timeout_seconds
         )
 
-    def _share_with_neighbours(self, num_local: int) -> HostCollectives | None:
+    def _share_with_neighbours(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
         """Collectives in this host's memory; None on all instances unless each host has as many in a row."""
         if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
             return None
-        found = self._share_memory(num_local)
+        found = self._share_memory(num_local, prefix)
         if all(self._tell_all(found is not None)):
             return found
         if found is not None:
@@ -136,7 +143,7 @@ class Connections:
         what the program computes meanwhile.
 
         Returns:
-            None where CPU tensors go through the memory of a host, and where the devices are of several types.
+            None where CPU tensors go through the memory of one host, and where the devices are of several types.
         """
         types = {device.type for device in devices}
         if types == {"cuda"} and "cuda" not in self._channels:
@@ -147,7 +154,12 @@ class Connections:
             self._channels["cuda"] = made
         return self._channels.get(types.pop()) if len(types) == 1 else None
 
-    def _channel_over(self, process_group: Any, break_off: Callable[[Any], None]) -> Channel:  # noqa: ANN401 - as above
+    def _channel_over(
+        self,
+        process_group: Any,  # noqa: ANN401 - as above
+        break_off: Callable[[Any], None],
+        neighbours: HostCollectives | None = None,
+    ) -> Channel:
         others = self.peers_among(range(self.num_instances))
         return Channel(
             process_group,
@@ -155,6 +167,7 @@ class Connections:
             self.instance_index,
             break_off=break_off,
             find_lost=lambda: [other for other in others if self.is_lost(other)],
+            neighbours=neighbours,
         )
 
     def peers_among(self, instances: Iterable[int]) -> list[int]:
@@ -196,15 +209,18 @@ class Connections:
             thread.join()
 
     def _close_connections(self, gloo: Any) -> None:  # noqa: ANN401 - as above
-        """End all waits of a group of gloo's: a wait that takes too long closes its connections."""
-        with suppress(RuntimeError):
-            peer = 1 if self.instance_index == 0 else 0
-            gloo.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+        """End all waits of a group of gloo's: a wait that takes too long closes its connections.
+
+        One for a lost instance fails at once, and closes nothing.
+        """
+        for peer in self.peers_among(range(self.num_instances)):
+            with suppress(RuntimeError):
+                gloo.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Drop the connections."""
         self.settle()
         self.control = None
-        for shared in (self.host, self.neighbours):
+        for shared in (self.host, self.neighbours, self._channel_neighbours):
             if shared is not None:
                 shared.close()

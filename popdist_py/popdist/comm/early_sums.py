@@ -6,12 +6,21 @@ each other one its share of a row as soon as the row is complete, and the channe
 sends everybody the result. Two instances with one row each, and all where the row is short, send the whole row
 instead: one round of messages in place of two.
 
+Instances of one host add in its memory first, in the channel's thread, each a part of the row; those with the same
+place on their hosts go on with it. The parts are put together at the end, in the program's thread.
+
 On GPUs the channel does the same reduction as everywhere (`popdist.comm.two_level`), in a stream of its own.
 
 The additions are those of the tree (`popdist.tree`), so the bits are those of a sum that is made at once.
+
+Nobody waits in a circle. All begin their sums in one order. The thread waits for its own host before it waits for
+others, and for results only when it has added all that was sent (:meth:`EarlySum.settle`): so who waits
+for a sum waits for somebody who waits for an earlier one, or for nobody.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -22,6 +31,7 @@ from popdist.comm import two_level
 from popdist.comm.channel import Channel, FollowUp
 from popdist.comm.two_level import TwoLevelReduction, WaitingPeers
 from popdist.host_memory.addition import Op, node_additions
+from popdist.host_memory.host_collectives import HostCollectives
 from popdist.tree import Node
 
 _SHARE_TAG: Final = 2
@@ -39,28 +49,42 @@ class EarlySum(Protocol):
     def send(self, own: Sequence[Tensor]) -> None:
         """Have ``own``, one row for each node of this instance, added to those of the others; does not wait."""
 
+    def settle(self) -> None:
+        """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
+
+    def finish(self) -> None:
+        """The thread has done so, on all instances: now the sum is there."""
+
 
 class PostedSum:
     """The sum of a row on CPUs, of messages that are awaited before they are sent.
 
     Args:
         channel: Between the instances.
-        nodes: For each instance, the nodes of the tree that it brings.
+        instances: Those that take part, this one among them.
+        nodes: For each of them, the nodes of the tree that it brings.
         num_items: Items of the whole tree.
         into: Where the sum goes; flat.
     """
 
-    def __init__(self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        instances: Sequence[int],
+        nodes: Sequence[Sequence[Node]],
+        num_items: int,
+        into: Tensor,
+    ) -> None:
         self._channel = channel
-        self._own = channel.instance_index
-        self._others = [instance for instance in range(len(nodes)) if instance != self._own]
+        self._own = instances.index(channel.instance_index)
+        self._others = [(place, other) for place, other in enumerate(instances) if place != self._own]
         self._into = into
         self._is_whole = len(into) <= two_level.FEW or sum(map(len, nodes)) == _PAIR
         width = -(-len(into) // len(nodes))
         runs = [slice(k * width, (k + 1) * width) for k in range(len(nodes))]
         self._runs = [slice(None)] * len(nodes) if self._is_whole else runs
         self._total = into[self._runs[self._own]]
-        self._places = [(instance, row) for instance, owned in enumerate(nodes) for row in range(len(owned))]
+        self._places = [(place, row) for place, owned in enumerate(nodes) for row in range(len(owned))]
         self._pairs = node_additions([node for owned in nodes for node in owned], num_items)
         foreign = [place for place in self._places if place[0] != self._own]
         is_room_there = len(foreign) == 1
@@ -73,20 +97,25 @@ class PostedSum:
     def expect(self) -> None:
         """See :class:`EarlySum`."""
         with self._channel.posting():
-            for (other, _), row in self._received.items():
-                self._arrivals += self._channel.receive(row, other, _SHARE_TAG)
-            for other in () if self._is_whole else self._others:
-                self._rest += self._channel.receive(self._into[self._runs[other]], other, _RESULT_TAG)
+            for place, other in self._others:
+                for row in [row for (owner, _), row in self._received.items() if owner == place]:
+                    self._arrivals += self._channel.receive(row, other, _SHARE_TAG)
+                if not self._is_whole:
+                    self._rest += self._channel.receive(self._into[self._runs[place]], other, _RESULT_TAG)
 
     def send(self, own: Sequence[Tensor]) -> None:
         """See :class:`EarlySum`."""
         with self._channel.posting():
-            for other in self._others:
-                for row in own:
-                    self._rest += self._channel.send(row[self._runs[other]], other, _SHARE_TAG)
-        self._channel.issue(lambda: self._combine(own), [*own, self._into])
+            self.post(own)
+        self._channel.issue(lambda: self.combine(own), [*own, self._into])
 
-    def _combine(self, own: Sequence[Tensor]) -> FollowUp:
+    def post(self, own: Sequence[Tensor]) -> None:
+        """Begin to send ``own``."""
+        for place, other in self._others:
+            for row in own:
+                self._rest += self._channel.send(row[self._runs[place]], other, _SHARE_TAG)
+
+    def combine(self, own: Sequence[Tensor]) -> None:
         """Add what has arrived, and send the result on; in the channel's thread."""
         _wait(self._arrivals)
         mine = self._runs[self._own]
@@ -98,12 +127,91 @@ class PostedSum:
             kept.discard(left)
         if values[0].data_ptr() != self._total.data_ptr():
             self._total.copy_(values[0])
-        for other in () if self._is_whole else self._others:
+        for _, other in () if self._is_whole else self._others:
             self._rest += self._channel.send(self._total, other, _RESULT_TAG)
-        return self._finish
 
-    def _finish(self) -> None:
-        _wait(self._rest)
+    def settle(self) -> None:
+        """See :class:`EarlySum`."""
+        self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
+
+    def finish(self) -> None:
+        """See :class:`EarlySum`; nothing is left to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """The memory of a host, for two threads.
+
+    Attributes:
+        of_channel: Collectives of this host's instances, for the channel's thread.
+        of_program: Those for the program's.
+    """
+
+    of_channel: HostCollectives
+    of_program: HostCollectives
+
+    @property
+    def size(self) -> int:
+        """Instances of the host."""
+        return self.of_channel.size
+
+    @property
+    def rank(self) -> int:
+        """This instance's place among them."""
+        return self.of_channel.rank
+
+
+class HostSum:
+    """The sum of a row on CPUs, in the memory of each host first.
+
+    Args:
+        neighbours: The instances of this host.
+        channel: Between all instances.
+        nodes: For each host, the node of the tree that its instances bring together.
+        num_items: Items of the whole tree.
+        into: Where the sum goes; flat, a multiple of the host's instances long.
+        op: How rows are added.
+    """
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        channel: Channel,
+        nodes: Sequence[Sequence[Node]],
+        num_items: int,
+        into: Tensor,
+        op: Op,
+    ) -> None:
+        self._neighbours = neighbours
+        self._channel = channel
+        self._parts = into.chunk(neighbours.size)
+        part = self._parts[neighbours.rank]
+        self._mine = torch.empty_like(part)
+        peers = range(neighbours.rank, neighbours.size * len(nodes), neighbours.size)
+        self._peers = PostedSum(channel, peers, nodes, num_items, part)
+        self._op = op
+
+    def expect(self) -> None:
+        """See :class:`EarlySum`."""
+        self._peers.expect()
+
+    def send(self, own: Sequence[Tensor]) -> None:
+        """See :class:`EarlySum`."""
+        self._channel.issue(lambda: self._add_here(own[0]), [*own, self._mine])
+
+    def _add_here(self, own: Tensor) -> FollowUp:
+        parts = own.chunk(self._neighbours.size)
+        self._neighbours.of_channel.reduce_scatter(self._mine, parts, self._op)
+        self._peers.post([self._mine])
+        return partial(self._peers.combine, [self._mine])
+
+    def settle(self) -> None:
+        """See :class:`EarlySum`."""
+        self._peers.settle()
+
+    def finish(self) -> None:
+        """See :class:`EarlySum`; the instances of the host give each other their parts."""
+        self._neighbours.of_program.all_gather(self._parts, self._parts[self._neighbours.rank])
 
 
 class QueuedSum:
@@ -131,6 +239,12 @@ class QueuedSum:
     def send(self, own: Sequence[Tensor]) -> None:
         """See :class:`EarlySum`."""
         self._channel.issue(lambda: self._reduction.all_reduce(own, self._op, self._into), [*own, self._into])
+
+    def settle(self) -> None:
+        """See :class:`EarlySum`; nothing is left to wait for."""
+
+    def finish(self) -> None:
+        """See :class:`EarlySum`; as above."""
 
 
 def _wait(works: list[dist.Work]) -> None:

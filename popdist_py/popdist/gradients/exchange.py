@@ -27,6 +27,15 @@ def nodes_of(layout: ReplicaLayout, instance: int) -> list[Node]:
     return aligned_nodes(replicas.start, replicas.stop, layout.num_replicas)
 
 
+def nodes_of_hosts(layout: ReplicaLayout, num_local: int) -> list[list[Node]] | None:
+    """For each host of ``num_local`` instances the one node that they make; None where they make up none."""
+    block = layout.num_local_replicas * num_local
+    if block & (block - 1):
+        return None
+    hosts = range(0, layout.num_replicas, block)
+    return [aligned_nodes(first, first + block, layout.num_replicas) for first in hosts]
+
+
 def sum_between(transport: Transport, layout: ReplicaLayout) -> TwoLevelReduction:
     """The sum over all replicas, between all instances, each of which counts as a host of its own."""
     nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
@@ -37,11 +46,9 @@ def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) ->
     """The sum over all replicas of tensors on ``device``: in the memory of each host first, where that can be."""
     backend = group.backend
     neighbours = None if device.type == "cuda" else backend.neighbours
-    block = 0 if neighbours is None else layout.num_local_replicas * neighbours.size
-    if neighbours is None or block & (block - 1):  # whose sum would be no node of the tree
+    nodes = None if neighbours is None else nodes_of_hosts(layout, neighbours.size)
+    if neighbours is None or nodes is None:
         return sum_between(backend, layout)
-    hosts = range(0, layout.num_replicas, block)
-    nodes = [aligned_nodes(first, first + block, layout.num_replicas) for first in hosts]
     peers = backend.subgroup(backend.instances[neighbours.group.rank :: neighbours.size])
     return TwoLevelReduction(WaitingPeers(peers), nodes, layout.num_replicas, neighbours)
 

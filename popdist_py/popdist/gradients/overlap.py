@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from popdist.comm.channel import Channel
-from popdist.comm.early_sums import EarlySum, PostedSum, QueuedSum
-from popdist.gradients.exchange import nodes_of
-from popdist.gradients.rows import FlatGradients, GradientRows, RowKind, num_reals, scale_rows, sum_of
+from popdist.comm.early_sums import EarlySum, HostSum, Neighbours, PostedSum, QueuedSum
+from popdist.gradients.exchange import nodes_of, nodes_of_hosts
+from popdist.gradients.rows import ALIGNMENT, FlatGradients, GradientRows, RowKind, num_reals, scale_rows, sum_of
 from popdist.groups import Exchange
 from popdist.headers import as_floats
+from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
-from popdist.tree import TreeSum
+from popdist.tree import Node, TreeSum
 
 BUCKET_SIZE: Final = 1 << 20
 """Numbers in a bucket, or more where the last gradient in it is large: what is worth a message of its own."""
 
-PIECE_SIZE: Final = 1 << 18
+PIECE_SIZE: Final = 1 << 20
 """Numbers that travel together, at most."""
 
 
@@ -100,6 +101,7 @@ class Overlap:
         channel: Between all instances of the job.
         layout: Which replicas each of them owns.
         gradients: Of the model.
+        neighbours: Collectives of this host's instances, for the program's thread; None where each is alone.
         narrow: The dtype of what is added over the replicas; None for that of the gradients' rows.
 
     Attributes:
@@ -112,9 +114,15 @@ class Overlap:
         channel: Channel,
         layout: ReplicaLayout,
         gradients: FlatGradients,
+        neighbours: HostCollectives | None = None,
         narrow: torch.dtype | None = None,
     ) -> None:
         self.channel = channel
+        self._neighbours: Neighbours | None = None
+        self._nodes_of_hosts: list[list[Node]] | None = None
+        if channel.neighbours is not None and neighbours is not None and ALIGNMENT % neighbours.size == 0:
+            self._neighbours = Neighbours(of_channel=channel.neighbours, of_program=neighbours)
+            self._nodes_of_hosts = nodes_of_hosts(layout, neighbours.size)
         self.gradients = gradients
         self.buckets = make_buckets(gradients.kinds)
         self.expected: set[int] = set()
@@ -163,9 +171,12 @@ class Overlap:
         return [BucketPiece(run=run, total=self._early_sum(row[run])) for run in runs]
 
     def _early_sum(self, into: Tensor) -> EarlySum:
+        channel, num_replicas, op = self.channel, self._num_replicas, sum_of(into.dtype)
         if into.is_cuda:
-            return QueuedSum(self.channel, self.nodes, self._num_replicas, into, sum_of(into.dtype))
-        return PostedSum(self.channel, self.nodes, self._num_replicas, into)
+            return QueuedSum(channel, self.nodes, num_replicas, into, op)
+        if self._neighbours is not None and self._nodes_of_hosts is not None:
+            return HostSum(self._neighbours, channel, self._nodes_of_hosts, num_replicas, into, op)
+        return PostedSum(channel, range(len(self.nodes)), self.nodes, num_replicas, into)
 
     def num_expected(self) -> list[int]:
         """For each bucket, how many of its parameters will get a gradient; more where nothing is known."""
@@ -198,14 +209,21 @@ class Overlap:
 
     def expect(self) -> None:
         """All instances have agreed to send every bucket."""
-        for piece in (piece for pieces in self._pieces for piece in pieces):
+        self.channel.calm()
+        for piece in self._all_pieces():
             piece.total.expect()
+
+    def _all_pieces(self) -> Iterable[BucketPiece]:
+        return (piece for pieces in self._pieces for piece in pieces)
 
     def send(self, number: int, own: Sequence[Tensor]) -> None:
         """Have a bucket added over the job, of which ``own`` are this instance's parts."""
         first = self.buckets[number].start
         for piece in self._pieces[number]:
             piece.total.send([row[piece.run.start - first : piece.run.stop - first] for row in own])
+        if number == len(self.buckets) - 1:
+            for piece in self._all_pieces():
+                piece.total.settle()
 
     def finish(self, over: float) -> GradientRows:
         """The sums over the job divided by ``over``, in wide rows, when all buckets were sent."""
@@ -215,6 +233,7 @@ class Overlap:
             for piece in pieces:
                 number += 1
                 self.channel.wait(number)
+                piece.total.finish()
                 part = rows.rows[bucket.kind][piece.run]
                 if rows is not self.sums:
                     part.copy_(self.sums.rows[bucket.kind][piece.run])
@@ -465,8 +484,8 @@ class OverlappedSum:
 
 def _have_same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two rows are the same; one NaN is as good as another, of which torch's conversions make several."""
+    if torch.equal(left.view(torch.int64), right.view(torch.int64)):  # slots begin at lines of cache, so rows fit
+        return True
     bits = _BITS[left.dtype.itemsize]
     left_bits, right_bits = left.view(bits), right.view(bits)
-    if torch.equal(left_bits, right_bits):
-        return True
     return bool(((left_bits == right_bits) | (left.isnan() & right.isnan())).all())

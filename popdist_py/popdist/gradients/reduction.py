@@ -344,9 +344,9 @@ class GradientSum:
             add_instances(self._group, memory.layout, list(row_of_nodes))
         if memory.overlap is None and self._announced is not None:  # all instances are together here
             channel = self._group.backend.channel([kind.device for kind in self._gradients.kinds])
-            memory.overlap = (
-                None if channel is None else Overlap(channel, memory.layout, self._gradients, memory.narrow)
-            )
+            if channel is not None:
+                neighbours = self._group.backend.neighbours
+                memory.overlap = Overlap(channel, memory.layout, self._gradients, neighbours, memory.narrow)
         return own[0]
 
     def _say(self, state: str, way: int = 0) -> Exchange:
