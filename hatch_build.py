@@ -60,7 +60,7 @@ def compiled(sources: list[Path], made: Path) -> str:
     """Compile ``sources`` into ``made``; why not, in words, where that does not work."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
     headers = sysconfig.get_path("include")
-    command = [*compiler, *FLAGS, f"-I{headers}", *map(str, sources), "-o", str(made), "-lm"]
+    command = [*compiler, *FLAGS, f"-I{headers}", *map(str, sources), "-o", str(made), "-lm", "-ldl"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:

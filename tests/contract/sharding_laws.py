@@ -23,7 +23,7 @@ from popdist.errors import BackendError
 from popdist.gradients.partial_gradients import PartialGradient
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import whole_pages
-from popdist.optim import LAMB, LARS
+from popdist.optim import LAMB, LARS, LowPrecision
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share, train
 
@@ -689,6 +689,99 @@ def law_a_failure_before_norms_are_exchanged_is_one_on_all() -> None:
     assert popdist.checksum(model) == before
     optimizer.step()
     assert popdist.checksum(model) != before
+
+
+def low_precision_pair(
+    dtype: torch.dtype,
+    **settings: Any,  # noqa: ANN401 - whatever LowPrecision takes
+) -> tuple[popdist.ReplicatedModel, Optimizer, popdist.ReplicatedModel, popdist.ShardedOptimizer]:
+    """A model in half precision with LowPrecision, and another one with the sharded one; two groups of each."""
+    models, optimizers = [], []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(60, 61), nn.Tanh(), nn.Linear(61, 5)).to(dtype)
+        net.append(nn.LayerNorm(5))
+        model = popdist.ReplicatedModel(net)
+        groups = [{"params": list(net[2].parameters())}, {"params": [*net[0].parameters(), *net[3].parameters()]}]
+        given = {"optimizer_class": optim.AdamW, "lr": 0.01, "seed": 3, **settings}
+        make = (
+            partial(popdist.ShardedOptimizer, model) if is_sharded else lambda kind, *rest, **kw: kind(*rest, **kw)
+        )
+        optimizers.append(make(LowPrecision, groups, **given))
+        models.append(model)
+    return models[0], optimizers[0], models[1], optimizers[1]
+
+
+def low_precision_step(
+    *pairs: tuple[popdist.ReplicatedModel, Optimizer], number: int, scaler: torch.amp.GradScaler | None = None
+) -> None:
+    """With the same samples for each pair; with a scaler one replica overflows in step 1."""
+    rows = popdist.local_replicas()
+    x = torch.randn(popdist.num_replicas(), 60, generator=torch.Generator().manual_seed(number))
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    for model, optimizer in pairs:
+        for part in model.micro_batches(x[rows.start : rows.stop]):
+            first, activation, second, last = model.module.children()
+            hidden = second(activation(first(part.to(next(first.parameters()).dtype))))
+            is_too_large = scaler is not None and number == 1 and bool((part == x[-1]).all())
+            loss = last(hidden.float()).square()[:, :3].mean() * (1e30 if is_too_large else 1.0)
+            (loss * scale).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+
+
+def law_low_precision_has_the_bits_of_one_that_is_not_sharded(folder: Path) -> None:
+    """Weights, moments and counts, in both halves; states load either way, in jobs of any size."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model, plain, other, sharded = low_precision_pair(dtype)
+        place = folder.parent / f"low precision {dtype}"
+        if place.exists():
+            load_latest(place, model=model, optimizer=plain)
+            load_latest(place, model=other, optimizer=sharded)
+        for number in range(2):
+            low_precision_step((model, plain), (other, sharded), number=number)
+        check_same(model, other)
+        states = plain.state_dict(), sharded.state_dict()
+        check_same_state(*states)
+        assert states[1]["param_groups"][0]["num_steps"] % 2 == 0
+        assert {it["exp_avg"].dtype for it in states[1]["state"].values()} == {torch.bfloat16}
+        plain.load_state_dict(copy.deepcopy(states[1]))
+        sharded.load_state_dict(copy.deepcopy(states[0]))
+        save(place, model=other, optimizer=sharded)
+        low_precision_step((model, plain), (other, sharded), number=2)
+        check_same(model, other)
+        check_same_state(plain.state_dict(), sharded.state_dict())
+
+
+def law_low_precision_skips_what_a_scaler_finds_anywhere() -> None:
+    """One replica's overflow in float16 keeps every instance from stepping, and the step is not counted."""
+    model, plain, other, sharded = low_precision_pair(torch.float16)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+    for number in range(3):
+        before = popdist.checksum(other)
+        for pair_of_both, scaler in zip(((model, plain), (other, sharded)), scalers, strict=True):
+            scaler.scale(torch.zeros(()))  # makes its scale
+            low_precision_step(pair_of_both, number=number, scaler=scaler)
+            scaler.update()
+        assert (popdist.checksum(other) == before) == (number == 1)
+    check_same(model, other)
+    check_same_state(plain.state_dict(), sharded.state_dict())
+    assert sharded.param_groups[0]["num_steps"] == 2
+    assert [it.get_scale() for it in scalers] == [512.0, 512.0]
+
+
+def law_low_precision_is_refused_where_it_does_not_fit() -> None:
+    """An optimizer inside that is not elementwise, none at all, and a state of another precision."""
+    model = popdist.ReplicatedModel(nn.Linear(64, 64).to(torch.bfloat16))
+    with refused(popdist.OptimizerError, "LowPrecision cannot hold Adafactor"):
+        popdist.ShardedOptimizer(model, LowPrecision, optimizer_class=optim.Adafactor)
+    with refused(popdist.OptimizerError, "optimizer_class=None must be a class of optimizers"):
+        popdist.ShardedOptimizer(model, LowPrecision)
+    sharded = popdist.ShardedOptimizer(model, LowPrecision, optimizer_class=optim.SGD)
+    with refused(popdist.OptimizerError, "not one of LowPrecision"):
+        sharded.load_state_dict(optim.SGD(nn.Linear(64, 64).parameters()).state_dict())
 
 
 class Fragile(optim.SGD):

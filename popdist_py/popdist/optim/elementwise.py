@@ -9,6 +9,7 @@ of that moment.
 
 import copy
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
@@ -65,10 +66,26 @@ _SHAPES: Final = {(16, 16): 18, (256,): 6, (8, 4, 4, 4): 6, (128, 128): 3}
 _SIZES: Final = (1.0, 1.0, 1e4, 1.0, 1e-6, 0.0)
 """What the gradients of successive steps are multiplied by."""
 
+_ADVICE: Final = {
+    "ShardedOptimizer": (
+        "ShardedOptimizer cannot shard {name}: it {reason}, and each instance has only a part of the elements. "
+        "Use it without ShardedOptimizer, or take one that treats each element by itself, such as AdamW"
+    ),
+    "LowPrecision": (
+        "LowPrecision cannot hold {name}: it {reason}, and LowPrecision hands it some elements at a time. Use it "
+        "without LowPrecision, or take one that treats each element by itself, such as AdamW"
+    ),
+}
+"""What is said to who asked."""
+
 _RATE: Final = 0.01
 _MOST_ELEMENTS: Final = 512
 _EVEN: Final = 128
 """Numbers of elements are multiples of this, so that vector instructions see both parts alike."""
+
+
+class _NotElementwiseError(Exception):
+    """Why an optimizer does not treat each element by itself."""
 
 
 def check_elementwise(
@@ -76,6 +93,8 @@ def check_elementwise(
     defaults: Mapping[str, Any],
     settings: Mapping[str, Any],
     device: torch.device,
+    *,
+    asked_by: str = "ShardedOptimizer",
 ) -> frozenset[str]:
     """Check that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
 
@@ -86,15 +105,31 @@ def check_elementwise(
         defaults: Keyword arguments of the optimizer.
         settings: Of a parameter group. A learning rate of 0 is tried as 0.01.
         device: Where the parameters are.
+        asked_by: What needs such an optimizer: "ShardedOptimizer" or "LowPrecision", which takes none that may be
+            given pieces.
 
     Returns:
         The names in the optimizer's state of what has one number for each element.
     """
-    if issubclass(optimizer_class, PieceOptimizer) and is_piece_optimizer(optimizer_class):
+    may_be_given_pieces = asked_by == "ShardedOptimizer" and is_piece_optimizer(optimizer_class)
+    if issubclass(optimizer_class, PieceOptimizer) and may_be_given_pieces:
         return optimizer_class.names_of_elements(defaults, settings, device)
+    try:
+        return _prove(optimizer_class, defaults, settings, device)
+    except _NotElementwiseError as error:
+        message = _ADVICE[asked_by].format(name=optimizer_class.__name__, reason=error)
+        raise OptimizerError(message) from error.__cause__
+
+
+def _prove(
+    optimizer_class: type[Optimizer],
+    defaults: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    device: torch.device,
+) -> frozenset[str]:
     names = [kind.__name__ for kind in optimizer_class.__mro__]
     if reason := next((REASONS[name] for name in REASONS if name.lower() in map(str.lower, names)), None):
-        raise OptimizerError(_refusal(optimizer_class, reason))
+        raise _NotElementwiseError(reason)
     make = functools.partial(_make, optimizer_class, defaults, settings)
     values, names_of_elements = torch.Generator().manual_seed(0), frozenset[str]()
     for shape, num_steps in _SHAPES.items():
@@ -107,22 +142,25 @@ def check_elementwise(
             try:
                 _train(make, parts[part], [gradient.view(-1)[part] for gradient in gradients])
             except Exception as error:
-                reason = f"does not take a row of numbers: {error}"
-                raise OptimizerError(_refusal(optimizer_class, reason)) from error
-        _check_equal(optimizer_class, whole.view(-1), parts)
+                raise _NotElementwiseError(f"does not take a row of numbers: {error}") from error
+        _check_equal(whole.view(-1), parts)
         names_of_elements |= {
             name for name, value in state.items() if isinstance(value, Tensor) and value.shape == whole.shape
         }
     return names_of_elements
 
 
-def check_in_training(optimizer: Optimizer) -> None:
+def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
     """Check the same on some elements that ``optimizer`` is about to update; neither they nor its state change.
+
+    Args:
+        optimizer: Gradients are there.
+        asked_by: As for :func:`check_elementwise`.
 
     Raises:
         OptimizerError: If it does not treat each element by itself now.
     """
-    if type(optimizer) in _KNOWN or is_piece_optimizer(type(optimizer)):
+    if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
         parameter = max(group["params"], key=Tensor.numel, default=None)
@@ -132,7 +170,11 @@ def check_in_training(optimizer: Optimizer) -> None:
         for factor in _SIZES[1:]:
             whole = _step_aside(optimizer, group, parameter, slice(size), factor)
             parts = [_step_aside(optimizer, group, parameter, part, factor) for part in _parts_of(whole)]
-            _check_equal(type(optimizer), whole, torch.cat(parts))
+            try:
+                _check_equal(whole, torch.cat(parts))
+            except _NotElementwiseError as error:
+                message = _ADVICE[asked_by].format(name=type(optimizer).__name__, reason=error)
+                raise OptimizerError(message) from None
 
 
 def _step_aside(
@@ -167,12 +209,10 @@ def _parts_of(whole: Tensor) -> tuple[slice, slice]:
     return slice(0, cut), slice(cut, whole.numel())
 
 
-def _check_equal(optimizer_class: type[Optimizer], whole: Tensor, parts: Tensor) -> None:
+def _check_equal(whole: Tensor, parts: Tensor) -> None:
     same = (whole == parts) | (whole.isnan() & parts.isnan())
     if not bool(same.all()):
-        raise OptimizerError(
-            _refusal(optimizer_class, "updates a part of a parameter to other bits than the whole")
-        )
+        raise _NotElementwiseError("updates a part of a parameter to other bits than the whole")
 
 
 def _make(
@@ -198,17 +238,43 @@ def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: li
     return dict(optimizer.state[parameter])
 
 
+def is_known(optimizer_class: type[Optimizer]) -> bool:
+    """Whether it is one of torch's that treat each element by itself, whatever their settings and their state."""
+    return optimizer_class in _KNOWN
+
+
+def signless_names(
+    optimizer_class: type[Optimizer], defaults: Mapping[str, Any], settings: Mapping[str, Any]
+) -> list[str]:
+    """The names in the state of what has a number for each element that is never negative: second moments."""
+    values = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(1 + len(_SIZES), 2 * _EVEN, generator=values)
+    state = _train(functools.partial(_make, optimizer_class, defaults, settings), start, gradients)
+    rows = {name: it for name, it in state.items() if isinstance(it, Tensor) and it.shape == start.shape}
+    return [name for name, it in rows.items() if bool((it >= 0).all()) and bool(it.any())]
+
+
+@functools.cache
+def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
+    """Whether torch has a fused kernel for the CPU that gives an element the same bits wherever a tensor is cut.
+
+    A kernel may compute the last elements of a thread's part with other instructions than those before them.
+    """
+    if optimizer_class not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    values = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(1 + len(_SIZES), 3001, generator=values)
+    make = functools.partial(_make, optimizer_class, {"fused": True, "weight_decay": 0.1}, {})
+    whole, parts = start.clone(), start.clone()
+    _train(make, whole, gradients)
+    for first, last in itertools.pairwise((0, 1, 6, 19, 100, 1001, 1003, 3001)):
+        _train(make, parts[first:last], [gradient[first:last] for gradient in gradients])
+    return torch.equal(whole, parts)
+
+
 def quiet_step(optimizer: Optimizer) -> None:
     """A step that torch's hooks around steps do not see: it is a part of another one, or none of the program's."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # what torch's wrapper for hooks and profiles is known by
         step = step.__wrapped__
     functools.partial(step, optimizer)()
-
-
-def _refusal(optimizer_class: type[Optimizer], reason: str) -> str:
-    return (
-        f"ShardedOptimizer cannot shard {optimizer_class.__name__}: it {reason}, and each instance has only "
-        "a part of the elements. Use it without ShardedOptimizer, or take one that treats each element by itself, "
-        "such as AdamW"
-    )

@@ -52,9 +52,6 @@ class PieceOptimizer(Optimizer):
     exchanges_norms: bool = False
     """Whether a step needs norms of whole parameters."""
 
-    has_own_dtypes: bool = False
-    """Whether the state has other dtypes than the parameters, and keeps them when it is loaded."""
-
     _pieces: Mapping[Tensor, Piece] = {}
     _whole_sums: WholeSums | None = None
 
@@ -74,6 +71,22 @@ class PieceOptimizer(Optimizer):
     ) -> frozenset[str]:
         """The names in the state of what has a number for each element, for a group with these settings."""
         raise NotImplementedError
+
+
+def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """Load the settings of ``state_dict`` into ``optimizer``, which then has no state.
+
+    Returns:
+        The state of each parameter as it stands there: torch's own method turns it into the parameter's dtype.
+
+    Raises:
+        ValueError: If it has other groups.
+    """
+    Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    places = dict(zip(numbers, parameters, strict=True))
+    return {places[number]: dict(state) for number, state in state_dict["state"].items() if number in places}
 
 
 def is_piece_optimizer(optimizer_class: type[Optimizer]) -> bool:

@@ -30,34 +30,42 @@ def extension() -> ModuleType | None:
         return None
 
 
-def flat_in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The elements of ``tensor`` in the order in which ``parameter``, of the same shape, has them in memory.
+def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """``tensor`` without gaps and in the order in which ``parameter``, of the same shape, lies in memory.
 
     A parameter with gaps in its memory counts as if it were contiguous.
     """
     if tensor.is_contiguous() and parameter.is_contiguous():
-        return tensor.view(-1)
-    dense = torch.empty_like(parameter, device="meta", requires_grad=False)
-    if tensor.stride() != dense.stride():
-        tensor = torch.empty_strided(dense.shape, dense.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
-            tensor
-        )
-    return tensor.as_strided((tensor.numel(),), (1,))
+        return tensor
+    stride = torch.empty_like(parameter, device="meta", requires_grad=False).stride()
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def flat_in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The elements of :func:`in_order_of` as one row."""
+    return flat(in_order_of(tensor, parameter))
+
+
+def flat(dense: Tensor) -> Tensor:
+    """The elements of a tensor without gaps in the order of its memory, as one row that shares its memory."""
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def square_sums(flats: Sequence[Tensor]) -> list[float]:
     """The sum of squares of each row of numbers; of complex ones, of their absolute values."""
     arithmetic = extension()
-    sums = [_square_sum(flat, arithmetic) for flat in flats]
+    sums = [_square_sum(row, arithmetic) for row in flats]
     on_devices = [number for number in sums if isinstance(number, Tensor)]
     told = iter(torch.stack(on_devices).tolist() if on_devices else ())
     return [next(told) if isinstance(number, Tensor) else number for number in sums]
 
 
-def node_sums(flat: Tensor, piece: Piece) -> list[float]:
-    """The sums of squares of ``piece``, whose elements are ``flat``, in the nodes of the tree that it covers."""
+def node_sums(elements: Tensor, piece: Piece) -> list[float]:
+    """The sums of squares of ``piece``, which has these elements, in the nodes of the tree that it covers."""
     start = piece.elements.start
-    return square_sums([flat[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
+    return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 
 
 def runs_of_nodes(piece: Piece) -> list[range]:
@@ -68,22 +76,22 @@ def runs_of_nodes(piece: Piece) -> list[range]:
     return [range(it.start * BLOCK, min(it.stop * BLOCK, piece.elements.stop)) for it in spans]
 
 
-def _square_sum(flat: Tensor, arithmetic: ModuleType | None) -> float | Tensor:
-    if not flat.numel():
+def _square_sum(row: Tensor, arithmetic: ModuleType | None) -> float | Tensor:
+    if not row.numel():
         return 0.0
-    if arithmetic is None or flat.device.type != "cpu" or flat.is_complex():
-        return _sum_by_torch(flat)
-    if flat.dtype not in (torch.float32, torch.float64):
-        flat = flat.to(torch.float32)  # exact
-    total: float = arithmetic.square_sum(flat.data_ptr(), flat.numel(), flat.dtype == torch.float64)
+    if arithmetic is None or row.device.type != "cpu" or row.is_complex():
+        return _sum_by_torch(row)
+    if row.dtype not in (torch.float32, torch.float64):
+        row = row.to(torch.float32)  # exact
+    total: float = arithmetic.square_sum(row.data_ptr(), row.numel(), row.dtype == torch.float64)
     return total
 
 
-def _sum_by_torch(flat: Tensor) -> Tensor:
-    if flat.is_complex():
-        squares = torch.view_as_real(flat).to(torch.float64).square().sum(1)
+def _sum_by_torch(row: Tensor) -> Tensor:
+    if row.is_complex():
+        squares = torch.view_as_real(row).to(torch.float64).square().sum(1)
     else:
-        squares = flat.to(torch.float64).square()
+        squares = row.to(torch.float64).square()
     sums = torch.nn.functional.pad(squares, (0, -len(squares) % BLOCK)).view(-1, BLOCK)
     while sums.shape[1] > 1:
         width = sums.shape[1] // 2

@@ -7,7 +7,8 @@ updated with another learning rate.
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from popdist.gradients.shards import remember
 from popdist.groups import Group, let_the_cause_come_first
 from popdist.headers import name_instances
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
-from popdist.optim.pieces import PieceOptimizer
+from popdist.optim.low_precision import LowPrecision
+from popdist.optim.pieces import PieceOptimizer, load_uncast
 from popdist.sharded.norm_exchange import NormExchange, pieces_of
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
 from popdist.sharded.state import State, copy_state, gather_state, own_state
@@ -116,6 +118,7 @@ class ShardedOptimizer(Optimizer):
         self,
         model: ReplicatedModel,
         optimizer_class: type[Optimizer],
+        /,
         params: Iterable[Any] | None = None,
         **defaults: Any,  # noqa: ANN401 - whatever the optimizer takes
     ) -> None:
@@ -162,8 +165,9 @@ class ShardedOptimizer(Optimizer):
             self.defaults = self._inside.defaults
         else:
             self._inside.add_param_group(inner)
-        for name, value in settings_of(self._inside.param_groups[-1]).items():
-            group.setdefault(name, value)
+        for name in settings:
+            del group[name]
+        group |= settings_of(self._inside.param_groups[-1])
         self._keys |= keys
         self._sharded += sharded
         if isinstance(self._inside, PieceOptimizer):
@@ -222,7 +226,8 @@ class ShardedOptimizer(Optimizer):
             self._num_steps += 1
             if is_checked(self._num_steps) and context.current_job().is_checked:
                 check_in_training(inside)
-            quiet_step(inside)
+            with self._scaled(inside):
+                quiet_step(inside)
         except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
             return error
         finally:
@@ -266,9 +271,16 @@ class ShardedOptimizer(Optimizer):
         """Take this instance's part of a state, which may be that of ``optimizer_class`` itself; waits for nobody.
 
         Raises:
+            OptimizerError: If it is of another precision.
             ValueError: If it has other groups.
         """
-        super().load_state_dict(dict(state_dict))
+        assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
+        if isinstance(self._inside, LowPrecision):
+            self._inside.check_precision(state_dict)
+            states = load_uncast(self, state_dict)
+            self.state.update(states)
+        else:
+            super().load_state_dict(dict(state_dict))
         inside = self._settled_inside()
         mine = [parameter for parameter in self._sharded if parameter.mine and parameter.whole in self.state]
         states = {
@@ -301,6 +313,22 @@ class ShardedOptimizer(Optimizer):
                 group.update(before)
 
         return give_back
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch's GradScaler leaves it to the optimizer inside to divide gradients and skip steps."""
+        return isinstance(self._inside, LowPrecision)
+
+    @contextmanager
+    def _scaled(self, inside: Optimizer) -> Iterator[None]:
+        """Hand on what a GradScaler has said for this step."""
+        said = {name: it for name, it in vars(self).items() if name in ("grad_scale", "found_inf")}
+        vars(inside).update(said)
+        try:
+            yield
+        finally:
+            for name in said:
+                del vars(inside)[name]
 
     def _settled_inside(self) -> Optimizer:
         """The optimizer of this instance's shards, with the settings that the groups have now."""

@@ -1,0 +1,466 @@
+"""An optimizer whose weights and state are held in half precision, and computed in float32.
+
+A step takes some elements at a time: it widens weights, gradients and state, has the optimizer itself step on
+them, and rounds what that leaves. So there is no copy of the weights in float32. The optimizer treats each element
+by itself, which is proved before, so the bits do not depend on which elements are taken together.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from functools import cache
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from popdist import context
+from popdist.errors import OptimizerError, seed_number
+from popdist.gradients.shards import flat_view
+from popdist.optim.elementwise import (
+    check_elementwise,
+    check_in_training,
+    has_exact_fused_kernel,
+    is_known,
+    quiet_step,
+    signless_names,
+)
+from popdist.optim.pieces import PieceOptimizer, load_uncast
+from popdist.optim.rounding import HALVES, Row, number_of, round_by_chance, round_to_nearest, widen
+from popdist.optim.square_sums import BLOCK, in_order_of
+from popdist.training.checks import is_checked
+
+_OWN_SETTINGS: Final = ("moments", "weights", "rounding", "seed", "num_steps")
+_NOT_INSIDE: Final = ("params", "param_names", "optimizer_class", *_OWN_SETTINGS)
+_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
+_WEIGHTS: Final = "weights"
+
+_ELEMENTS_AT_ONCE: Final = 1 << 18
+"""What they need in float32 fits the second-level caches of a few cores."""
+
+
+class _Run(NamedTuple):
+    """Some elements of a parameter.
+
+    Attributes:
+        parameter: Of the group.
+        start: The first element, as the parameter has them.
+        length: How many there are.
+        offset: Where they are among the elements that are taken at once.
+        position: Of the whole parameter over all groups.
+        first: Number of the first element in the whole parameter.
+    """
+
+    parameter: Tensor
+    start: int
+    length: int
+    offset: int
+    position: int
+    first: int
+
+    def row(self, wide: Tensor, held: Tensor, name: str) -> Row:
+        """These elements of the tensor ``name`` of the parameter."""
+        return Row(wide, self.offset, held, self.start, self.length, self.first, self.position, _number_of(name))
+
+
+_number_of: Final = cache(number_of)
+
+
+class LowPrecision(PieceOptimizer):
+    """Steps with ``optimizer_class`` in float32, and holds weights and state in half precision.
+
+    ::
+
+        model = popdist.ReplicatedModel(net.to(torch.bfloat16))
+        optimizer = LowPrecision(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        optimizer = popdist.ShardedOptimizer(model, LowPrecision, optimizer_class=torch.optim.AdamW, lr=1e-3)
+
+    An update that is smaller than half the distance to the next number is lost when it is rounded to the nearest
+    one. Rounded by chance, the weights move by the update in the mean. The random bits belong to the seed, the
+    number of steps made, the place of the parameter in the groups, the tensor, and the number of the element in
+    the whole parameter. So they depend on no split of the job, no shard and no thread. ``state_dict`` holds seed
+    and number of steps.
+
+    A ``torch.amp.GradScaler`` works on it: gradients are divided by the scale in float32, and a step that it skips
+    is not counted. Adam and AdamW run as torch's fused kernel, unless ``foreach`` or ``fused`` is given.
+
+    Args:
+        params: Parameters or groups of them, as torch's optimizers take them: float16, bfloat16, or float32, which
+            stays as it is.
+        optimizer_class: Of torch or your own. It must treat each element by itself, as SGD and the Adam family
+            do.
+        moments: What the state is held in, where it has a number for each element: float16, bfloat16 or float32.
+            In float16 second moments would become 0, so it is for optimizers without them, such as SGD.
+        weights: The dtype that all parameters must have; None takes each as it is.
+        rounding: "stochastic", by chance, or "nearest", as torch rounds.
+        seed: Of the random bits, from -2**63 to 2**64 - 1.
+        **kwargs: The keyword arguments of ``optimizer_class``.
+
+    Raises:
+        OptimizerError: If a parameter or ``moments`` has another dtype, the optimizer does not treat each element
+            by itself, or float16 cannot hold its state.
+    """
+
+    _step_supports_amp_scaling = True
+    _names: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[Optimizer],
+        *,
+        moments: torch.dtype = torch.bfloat16,
+        weights: torch.dtype | None = None,
+        rounding: Literal["stochastic", "nearest"] = "stochastic",
+        seed: int = 0,
+        **kwargs: Any,  # noqa: ANN401 - whatever the optimizer takes
+    ) -> None:
+        _check_class(optimizer_class)
+        self._optimizer_class = optimizer_class
+        self._given = kwargs
+        self._inside: dict[int, Optimizer] = {}
+        inner = optimizer_class([Parameter(torch.zeros(1))], **kwargs).defaults
+        own = {"moments": moments, "weights": weights, "rounding": rounding, "seed": seed, "num_steps": 0}
+        super().__init__(params, inner | _checked(own))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, as torch's optimizers do.
+
+        Raises:
+            OptimizerError: As for the class.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.pop("optimizer_class", None)
+        try:
+            group |= _checked(group)
+            for parameter in group["params"]:
+                _check_parameter(parameter, group["weights"])
+            device = group["params"][0].device if group["params"] else torch.device("cpu")
+            self._names |= check_elementwise(
+                self._optimizer_class, self._given, _inner_settings(group), device, asked_by="LowPrecision"
+            )
+            if group["moments"] == "float16":
+                self._refuse_signless(group)
+        except Exception:
+            del self.param_groups[-1]
+            raise
+
+    @classmethod
+    def names_of_elements(
+        cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
+    ) -> frozenset[str]:
+        """Those of the optimizer inside."""
+        given = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
+        inside = _check_class(defaults.get("optimizer_class"))
+        return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            OptimizerError: If a gradient is sparse, or the optimizer inside keeps something that is neither a
+                number for each element nor a single value.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_infinity = getattr(self, "found_inf", None)
+        if found_infinity is not None and bool(found_infinity):
+            return loss
+        position = 0
+        for index, group in enumerate(self.param_groups):
+            parameters = {position + i: it for i, it in enumerate(group["params"]) if it.grad is not None}
+            position += len(group["params"])
+            self._step_group(index, group, parameters)
+            group["num_steps"] += 1
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state of a LowPrecision of the same precision.
+
+        Raises:
+            OptimizerError: If the state is of another precision.
+            ValueError: If it has other groups.
+        """
+        self.check_precision(state_dict)
+        states = load_uncast(self, state_dict)
+        for parameter, state in states.items():
+            self.state[parameter] = {
+                name: torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+                if name in self._names
+                else value.clone()
+                if isinstance(value, Tensor)
+                else value
+                for name, value in state.items()
+            }
+
+    def check_precision(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state is of this precision.
+
+        Raises:
+            OptimizerError: If it is not.
+        """
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            then, now = ([it.get(name) for name in ("moments", "weights")] for it in (saved, group))
+            if then[0] is None:
+                raise OptimizerError(
+                    f"the state is not one of LowPrecision, which holds moments in {now[0]} here: load it into "
+                    "the optimizer that it was saved from"
+                )
+            if then[0] != now[0] or (None not in (then[1], now[1]) and then[1] != now[1]):
+                raise OptimizerError(
+                    f"the state is of another precision: moments={then[0]}, weights={then[1]} there, and "
+                    f"moments={now[0]}, weights={now[1]} here; make LowPrecision as the one that was saved"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has, beside what torch's optimizers have."""
+        names = ("_optimizer_class", "_given", "_names")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}, "_inside": {}}
+
+    def _refuse_signless(self, group: Mapping[str, Any]) -> None:
+        if names := signless_names(self._optimizer_class, self._given, _inner_settings(group)):
+            raise OptimizerError(
+                f"moments=torch.float16 cannot hold {' and '.join(names)} of {self._optimizer_class.__name__}, "
+                "never negative and perhaps as small as the square of a gradient: they would become 0, and steps "
+                "huge. Take moments=torch.bfloat16"
+            )
+
+    def _step_group(self, index: int, group: dict[str, Any], parameters: Mapping[int, Tensor]) -> None:
+        if not parameters:
+            return
+        device = next(iter(parameters.values())).device
+        settings = _inner_settings(group)
+        kind: Any = self._optimizer_class
+        if device.type == "cpu" and _may_be_fused(settings) and has_exact_fused_kernel(kind):
+            settings["fused"] = True
+        inside = self._inside.get(index)
+        if inside is None:
+            anything = Parameter(torch.zeros(1, device=device))
+            inside = self._inside[index] = kind([{"params": [anything], **settings}], **self._given)
+        kept = {} if is_known(kind) else _attributes(inside)  # it may count its steps
+        before = {parameter: dict(self.state.get(parameter, {})) for parameter in parameters.values()}
+        after: dict[Tensor, dict[str, Any]] = {parameter: {} for parameter in before}
+        num_elements = sum(-(-parameter.numel() // BLOCK) * BLOCK for parameter in before)
+        room = _Room(min(num_elements, _ELEMENTS_AT_ONCE), device)
+        for number, runs in enumerate(_at_once(self._whole(parameters), before, self._names)):
+            if number:
+                vars(inside).update({name: copy(it) for name, it in kept.items()})
+            weights = self._widen(inside, runs, before, room)
+            inside.param_groups[0].update(settings)
+            if not number and _is_checked(group["num_steps"] + 1):
+                check_in_training(inside, asked_by="LowPrecision")
+            quiet_step(inside)
+            self._round(group, runs, weights.detach(), inside.state.get(weights, {}), before, after)
+        self.state.update(after)
+        inside.state.clear()
+        group.update({name: inside.param_groups[0][name] for name in settings if name != "fused"})
+
+    def _whole(self, parameters: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, int, int]]:
+        """Each parameter with its position and the number of its first element."""
+        for position, parameter in parameters.items():
+            piece = self._pieces.get(parameter)
+            if piece is None:
+                yield parameter, position, 0
+            else:
+                yield parameter, piece.position, piece.elements.start
+
+    def _widen(
+        self,
+        inside: Optimizer,
+        runs: list[_Run],
+        before: Mapping[Tensor, Mapping[str, Any]],
+        room: "_Room",
+    ) -> Parameter:
+        """Give the optimizer inside the elements of ``runs``, their gradients and their state, in float32."""
+        num_elements = -(-(runs[-1].offset + runs[-1].length) // BLOCK) * BLOCK
+        rows: list[Row] = []
+
+        def row(name: str, held_of: Callable[[Tensor], Tensor]) -> Tensor:
+            wide = room[name]
+            rows.extend(run.row(wide, in_order_of(held_of(run.parameter), run.parameter), name) for run in runs)
+            return wide[:num_elements]
+
+        weights = Parameter(row(_WEIGHTS, lambda it: it))
+        weights.grad = row("gradients", _gradient_of)
+        state: dict[str, Any] = {}
+        for name, value in before[runs[0].parameter].items():
+            if name in self._names and isinstance(value, Tensor):
+                state[name] = row(f"state {name}", lambda it, name=name: before[it][name])  # type: ignore[misc] # mypy takes no defaults here
+            else:
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+        widen(rows)
+        if (scale := getattr(self, "grad_scale", None)) is not None:
+            weights.grad.mul_(1 / float(scale))
+        inside.param_groups[0]["params"] = [weights]
+        inside.state = defaultdict(dict, {weights: state} if state else {})
+        return weights
+
+    def _round(
+        self,
+        group: Mapping[str, Any],
+        runs: list[_Run],
+        weights: Tensor,
+        state: Mapping[str, Any],
+        before: Mapping[Tensor, Mapping[str, Any]],
+        after: Mapping[Tensor, dict[str, Any]],
+    ) -> None:
+        """Put what the optimizer inside has left where it belongs."""
+        rows = [run.row(weights, run.parameter, _WEIGHTS) for run in runs]
+        for name, value in state.items():
+            if name in self._names and isinstance(value, Tensor):
+                for run in runs:
+                    new = after[run.parameter]
+                    if name not in new:
+                        old = before[run.parameter].get(name)
+                        new[name] = old if isinstance(old, Tensor) else _empty(run.parameter, group["moments"])
+                    rows.append(run.row(value, new[name], name))
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                raise OptimizerError(
+                    f"{self._optimizer_class.__name__} keeps {name}, which is neither a number for each element "
+                    "nor a single value, so LowPrecision cannot hold it"
+                )
+            else:
+                for run in runs:
+                    after[run.parameter][name] = value.clone() if isinstance(value, Tensor) else value
+        by_chance = [row for row in rows if row.held.dtype in HALVES and group["rounding"] == "stochastic"]
+        round_by_chance(by_chance, seed=group["seed"], step=group["num_steps"])
+        if len(by_chance) < len(rows):
+            exact = set(map(id, by_chance))
+            round_to_nearest([row for row in rows if id(row) not in exact])
+
+
+class _Room(dict[str, Tensor]):
+    """Memory in float32 for some elements of each tensor, by its name.
+
+    Args:
+        num_elements: Of each.
+        device: Of all.
+    """
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        super().__init__()
+        self._num_elements = num_elements
+        self._device = device
+
+    def __missing__(self, name: str) -> Tensor:
+        """Zeros at first: what nothing is written into is computed as well, and used by nobody."""
+        self[name] = torch.zeros(self._num_elements, device=self._device)
+        return self[name]
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: copy(it) for name, it in vars(optimizer).items() if name not in ("state", "param_groups")}
+
+
+def _may_be_fused(settings: Mapping[str, Any]) -> bool:
+    """Whether the choice of the kernel is left open."""
+    is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
+    return is_open and not settings.get("capturable") and not settings.get("differentiable")
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None or gradient.layout != torch.strided:
+        raise OptimizerError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with sparse=False"
+        )
+    return gradient
+
+
+def _at_once(
+    whole: Iterable[tuple[Tensor, int, int]], before: Mapping[Tensor, Mapping[str, Any]], names: frozenset[str]
+) -> Iterator[list[_Run]]:
+    """Elements that are taken at once: of parameters on one device, whose single values are the same."""
+    runs: list[_Run] = []
+    offset, kind = 0, None
+    for parameter, position, first in whole:
+        own_kind = (parameter.device, _singles(before[parameter], names))
+        start, num_elements = 0, parameter.numel()
+        while start < num_elements:
+            if runs and (own_kind != kind or offset == _ELEMENTS_AT_ONCE):
+                yield runs
+                runs, offset = [], 0
+            kind = own_kind
+            taken = min(num_elements - start, _ELEMENTS_AT_ONCE - offset)
+            runs.append(_Run(parameter, start, taken, offset, position, first + start))
+            start, offset = start + taken, offset + -(-taken // BLOCK) * BLOCK
+    if runs:
+        yield runs
+
+
+def _singles(state: Mapping[str, Any], names: frozenset[str]) -> tuple[tuple[str, object], ...]:
+    """What of a state is one value for the whole parameter, and of the rest the names."""
+    return tuple(
+        (name, None if name in names and isinstance(it, Tensor) else it.item() if isinstance(it, Tensor) else it)
+        for name, it in state.items()
+    )
+
+
+def _empty(parameter: Tensor, dtype: str) -> Tensor:
+    return torch.empty_like(parameter, dtype=_DTYPES[dtype], requires_grad=False)
+
+
+def _check_class(optimizer_class: object) -> type[Optimizer]:
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise OptimizerError(
+            f"optimizer_class={optimizer_class!r} must be a class of optimizers, which LowPrecision steps with, "
+            "such as torch.optim.AdamW"
+        )
+    return optimizer_class
+
+
+def _is_checked(number: int) -> bool:
+    is_off = context.is_initialized() and not context.current_job().is_checked
+    return is_checked(number) and not is_off
+
+
+def _inner_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that belong to the optimizer inside."""
+    return {name: value for name, value in group.items() if name not in _NOT_INSIDE}
+
+
+def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our own settings with the names of dtypes, which a checkpoint can hold."""
+    moments, weights, rounding = settings["moments"], settings["weights"], settings["rounding"]
+    if rounding not in ("stochastic", "nearest"):
+        raise OptimizerError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")
+    return {
+        "moments": _name_of("moments", moments),
+        "weights": None if weights is None else _name_of("weights", weights),
+        "rounding": rounding,
+        "seed": seed_number(settings["seed"], OptimizerError),
+        "num_steps": settings["num_steps"],
+    }
+
+
+def _name_of(what: str, dtype: object) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        known = ", ".join(f"torch.{it}" for it in _DTYPES)
+        raise OptimizerError(
+            f"{what}={dtype} must be one of {known}: it holds fractions, and is computed in float32"
+        )
+    return name
+
+
+def _check_parameter(parameter: Tensor, weights: str | None) -> None:
+    shape, name = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+    if name not in _DTYPES or weights not in (None, name):
+        wanted = f"torch.{weights}" if weights else "float16, bfloat16 or float32"
+        raise OptimizerError(
+            f"a parameter of shape {shape} is {parameter.dtype}, and LowPrecision was asked for weights in "
+            f"{wanted}: convert the model first, as by model.to(torch.bfloat16)"
+        )
+    flat_view(parameter.detach(), f"a parameter of shape {shape}")

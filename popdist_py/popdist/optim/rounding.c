@@ -1,0 +1,141 @@
+/* Rounding of float32 to half precision by random bits: popdist.optim.rounding, to the same bits, faster. */
+
+#include "arithmetic.h"
+
+/* Calls of the generator for a block: each gives four words, of which an element takes one or half of one. */
+enum { CALLS = BLOCK / 4, CALLS_OF_HALVES = BLOCK / 8 };
+
+/* ---- Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) ---------------------------- */
+
+#define ROUND                                                                                                 \
+    {                                                                                                         \
+        uint64_t left = (uint64_t)a * 0xD2511F53u, right = (uint64_t)c * 0xCD9E8D57u;                         \
+        a = (uint32_t)(right >> 32) ^ b ^ k;                                                                  \
+        c = (uint32_t)(left >> 32) ^ d ^ l;                                                                   \
+        b = (uint32_t)right, d = (uint32_t)left;                                                              \
+        k += 0x9E3779B9u, l += 0xBB67AE85u;                                                                   \
+    }
+
+INLINE void draw(const Rows *rows, const Row *row, int64_t block, int num_calls, uint32_t *restrict words) {
+    uint32_t first = (uint32_t)(block * num_calls);
+    for (int i = 0; i < num_calls; i++) {
+        uint32_t a = first + i, b = rows->step;
+        uint32_t c = (uint32_t)row->position, d = (uint32_t)row->tensor, k = rows->seed[0], l = rows->seed[1];
+        ROUND ROUND ROUND ROUND ROUND ROUND ROUND ROUND ROUND ROUND
+        words[i] = a, words[i + num_calls] = b, words[i + 2 * num_calls] = c, words[i + 3 * num_calls] = d;
+    }
+}
+
+/* ---- Rounding ---------------------------------------------------------------------------------------------------- */
+
+/* Round to nearest, as beyond the largest finite value; NaN is one NaN. */
+static inline uint32_t nearest_bfloat16(uint32_t bits) {
+    uint32_t even = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : even;
+}
+
+static inline uint32_t to_bfloat16(uint32_t bits, uint32_t half) {
+    uint32_t up = (bits + half) >> 16;
+    return (bits & 0x7FFFFFFF) > 0x7F7F0000 ? nearest_bfloat16(bits) : up;
+}
+
+/* Without branches, so that many elements are rounded at once. */
+static inline uint32_t choose(int condition, uint32_t yes, uint32_t no) {
+    return no ^ ((yes ^ no) & -(uint32_t)condition);
+}
+
+/* `units`: the value in units of the smallest subnormal number, 2**-24, or anything small if it is no subnormal. */
+static inline uint32_t to_float16(uint32_t bits, float units, uint32_t word) {
+    uint32_t size = bits & 0x7FFFFFFF, sign = bits >> 16 & 0x8000;
+    uint32_t normal = ((size + (word >> 19)) >> 13) - (112 << 10);
+    int32_t whole = (int32_t)units;
+    int32_t limit = (int32_t)((units - (float)whole) * 2147483648.0f);
+    uint32_t subnormal = (uint32_t)whole + ((int32_t)(word >> 1) < limit);
+    uint32_t beyond = choose(size < 0x477FF000, 0x7BFF, 0x7C00); /* 65520 is infinite */
+    uint32_t finite = sign | choose(size < 0x38800000, subnormal, choose(size > 0x477FE000, beyond, normal));
+    return choose(size > 0x7F800000, 0x7E00, finite);
+}
+
+INLINE void round_to_float16(const uint32_t *bits, const uint32_t *words, uint16_t *to) {
+    uint32_t small[BLOCK];
+    float values[BLOCK];
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t size = bits[i] & 0x7FFFFFFF;
+        small[i] = choose(size < 0x38800000, size, 0);
+    }
+    memcpy(values, small, sizeof values);
+    for (int i = 0; i < BLOCK; i++) to[i] = (uint16_t)to_float16(bits[i], values[i] * 16777216.0f, words[i]);
+}
+
+INLINE void round_block(const Rows *rows, const Row *row, int64_t block, const char *from, uint16_t *to) {
+    uint32_t words[BLOCK], bits[BLOCK];
+    memcpy(bits, from, sizeof bits);
+    if (row->dtype == BFLOAT16) {
+        draw(rows, row, block, CALLS_OF_HALVES, words);
+        for (int i = 0; i < BLOCK / 2; i++) to[i] = (uint16_t)to_bfloat16(bits[i], words[i] & 0xFFFF);
+        for (int i = 0; i < BLOCK / 2; i++)
+            to[i + BLOCK / 2] = (uint16_t)to_bfloat16(bits[i + BLOCK / 2], words[i] >> 16);
+    } else {
+        draw(rows, row, block, CALLS, words);
+        round_to_float16(bits, words, to);
+    }
+}
+
+FOR_EACH_PROCESSOR static void round_some(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks) {
+    for (int64_t block = start; block < start + num_blocks; block++) {
+        const char *from = row->from + block * BLOCK * sizeof(float);
+        uint16_t *to = (uint16_t *)row->to + block * BLOCK;
+        int64_t left = row->length - block * BLOCK, number = row->first / BLOCK + block;
+        if (left >= BLOCK) {
+            round_block(rows, row, number, from, to);
+        } else {
+            float padded[BLOCK] = {0};
+            uint16_t rounded[BLOCK];
+            memcpy(padded, from, left * sizeof(float));
+            round_block(rows, row, number, (const char *)padded, rounded);
+            memcpy(to, rounded, left * sizeof(uint16_t));
+        }
+    }
+}
+
+void round_blocks(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks) {
+    round_some(rows, row, start, num_blocks);
+}
+
+/* ---- Widening ------------------------------------------------------------------------------------------------------ */
+
+/* Without the sign: a subnormal number is a normal one of float32, and infinity and NaN have the largest exponent. */
+INLINE void widen_float16(const uint16_t *from, float *to, int64_t length) {
+    const uint32_t up = 0x77800000; /* 2**112 */
+    float factor;
+    memcpy(&factor, &up, sizeof factor);
+    for (int64_t i = 0; i < length; i++) {
+        uint32_t size = (uint32_t)(from[i] & 0x7FFF) << 13, bits;
+        float value;
+        memcpy(&value, &size, sizeof value);
+        value *= factor;
+        memcpy(&bits, &value, sizeof bits);
+        bits |= (uint32_t)(from[i] & 0x8000) << 16 | (0x7F800000 & -(uint32_t)(size >= 0x0F800000));
+        memcpy(&to[i], &bits, sizeof bits);
+    }
+}
+
+INLINE void widen_bfloat16(const uint16_t *from, float *to, int64_t length) {
+    for (int64_t i = 0; i < length; i++) {
+        uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(&to[i], &bits, sizeof bits);
+    }
+}
+
+FOR_EACH_PROCESSOR static void widen_some(const Row *row, int64_t start, int64_t length) {
+    float *to = (float *)row->to + start;
+    if (row->dtype == BFLOAT16) widen_bfloat16((const uint16_t *)row->from + start, to, length);
+    else if (row->dtype == FLOAT16) widen_float16((const uint16_t *)row->from + start, to, length);
+    else memcpy(to, (const float *)row->from + start, length * sizeof(float));
+}
+
+void widen_blocks(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks) {
+    int64_t left = row->length - start * BLOCK, length = num_blocks * BLOCK;
+    (void)rows;
+    widen_some(row, start * BLOCK, length < left ? length : left);
+}

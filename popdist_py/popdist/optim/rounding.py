@@ -1,0 +1,184 @@
+"""Rounding float32 to half precision by random bits, so that the mean of many roundings is the number itself.
+
+A number between two neighbours becomes the upper one with the probability of its place between them. One that half
+precision has stays as it is. Beyond the largest finite value the result is that of torch's cast; NaN stays NaN.
+For float16 below 2**-14 the probabilities are multiples of 2**-31, elsewhere they are exact.
+
+The bits come from Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). Its key is
+the seed; its counter is the number of the call, the step, the position of the parameter and the tensor. The
+elements of a whole parameter are cut into blocks of 128. For float16 a block takes 32 calls of four words: word w
+of call c is that of element 32 w + c. For bfloat16 it takes 16 calls: the lower half of word w of call c is for
+element 16 w + c, the upper half for that plus 64. So the bits of an element depend on no split, shard or thread,
+and are equal in C and by torch.
+"""
+
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from popdist.optim.square_sums import BLOCK, extension, flat
+
+HALVES: Final = (torch.float16, torch.bfloat16)
+"""What can be rounded to."""
+
+DTYPES: Final = (torch.float32, *HALVES)
+"""What can be held, in the extension's order."""
+
+_NUMBERS: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+_MASK: Final = 0xFFFFFFFF
+_MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+_WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+_NUM_ROUNDS: Final = 10
+_WORDS_OF_A_CALL: Final = 4
+
+_INFINITY: Final = 0x7F800000
+"""Bits of float32; above it is NaN. So are the next ones."""
+_LARGEST_BFLOAT16: Final = 0x7F7F0000
+_LARGEST_FLOAT16: Final = 0x477FE000
+_LEAST_NORMAL_FLOAT16: Final = 0x38800000
+_OTHER_EXPONENTS: Final = 112 << 10
+"""How much larger float32's exponents are, in the bits of float16."""
+
+_NAN: Final = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
+
+Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Four rows of 32-bit words, in int64."""
+
+
+class Row(NamedTuple):
+    """Some elements in float32, and the same ones as they are held.
+
+    Attributes:
+        wide: A row of float32.
+        wide_start: Where the elements begin in it.
+        held: A tensor of float16, bfloat16 or float32 without gaps in its memory.
+        held_start: Where the elements begin in its memory.
+        length: How many there are.
+        first: Number of the first one in the whole parameter, a multiple of 128.
+        position: Of the parameter over all parameter groups.
+        tensor: Which tensor of the parameter: see :func:`number_of`.
+    """
+
+    wide: Tensor
+    wide_start: int
+    held: Tensor
+    held_start: int
+    length: int
+    first: int
+    position: int
+    tensor: int
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        """The elements in float32, and as they are held."""
+        return (
+            self.wide[self.wide_start : self.wide_start + self.length],
+            flat(self.held)[self.held_start : self.held_start + self.length],
+        )
+
+
+def number_of(name: str) -> int:
+    """The number of the tensor ``name`` in the generator's counter."""
+    return zlib.crc32(name.encode())
+
+
+def widen(rows: Sequence[Row]) -> None:
+    """Turn what is held into float32."""
+    arithmetic = extension()
+    if arithmetic is None or any(row.wide.device.type != "cpu" for row in rows):
+        for row in rows:
+            wide, held = row.both
+            wide.copy_(held)
+    else:
+        arithmetic.widen_rows(_fields(rows, is_widened=True), 0, 0, torch.get_num_threads())
+
+
+def round_to_nearest(rows: Sequence[Row]) -> None:
+    """Turn float32 into what is held, as torch does."""
+    for row in rows:
+        wide, held = row.both
+        held.copy_(wide)
+
+
+def round_by_chance(rows: Sequence[Row], *, seed: int, step: int) -> None:
+    """Turn float32 into half precision.
+
+    Args:
+        rows: Any number of them, all on one device, none held in float32.
+        seed: From -2**63 to 2**64 - 1.
+        step: The steps that were made before, at least 0.
+    """
+    arithmetic = extension()
+    if arithmetic is None or any(row.wide.device.type != "cpu" for row in rows):
+        for row in rows:
+            _round_by_torch(row, seed, step)
+    else:
+        fields = _fields(rows, is_widened=False)
+        arithmetic.round_rows(fields, seed % (1 << 64), step & _MASK, torch.get_num_threads())
+
+
+def _fields(rows: Sequence[Row], *, is_widened: bool) -> bytes:
+    """The rows as the extension reads them."""
+    fields = array("Q")
+    for wide, wide_start, held, held_start, length, first, position, tensor in rows:
+        wide_address = wide.data_ptr() + 4 * wide_start
+        held_address = held.data_ptr() + held.element_size() * held_start
+        addresses = (held_address, wide_address) if is_widened else (wide_address, held_address)
+        fields.extend((*addresses, length, _NUMBERS[held.dtype], first, position, tensor))
+    return fields.tobytes()
+
+
+def philox(counter: Words, seed: int) -> Words:
+    """Four random words for each counter: Philox4x32-10 with the seed's lower and upper half as its key."""
+    a, b, c, d = counter
+    key, other_key = seed & _MASK, seed >> 32 & _MASK
+    for _ in range(_NUM_ROUNDS):
+        left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # the lower 64 bits, which is all of them
+        a, c = (right >> 32 & _MASK) ^ b ^ key, (left >> 32 & _MASK) ^ d ^ other_key
+        b, d = right & _MASK, left & _MASK
+        key, other_key = key + _WEYL[0] & _MASK, other_key + _WEYL[1] & _MASK
+    return a, b, c, d
+
+
+def _round_by_torch(row: Row, seed: int, step: int) -> None:
+    wide, held = row.both
+    words = _words(row, seed, step)
+    bits = wide.view(torch.int32).to(torch.int64) & _MASK
+    size = bits & 0x7FFFFFFF
+    if held.dtype == torch.bfloat16:
+        halves = torch.stack([words & 0xFFFF, words >> 16], 1).view(-1)[: row.length]
+        rounded, largest = bits + halves >> 16, _LARGEST_BFLOAT16
+    else:
+        rounded, largest = _float16_bits(bits, size, words.view(-1)[: row.length]), _LARGEST_FLOAT16
+    nearest = wide.to(held.dtype).view(torch.int16).to(torch.int64)
+    rounded = torch.where(size > largest, nearest, rounded)
+    rounded = torch.where(size > _INFINITY, _NAN[held.dtype], rounded) & 0xFFFF
+    held.view(torch.int16).copy_((rounded ^ 0x8000) - 0x8000)  # as int16 has them
+
+
+def _words(row: Row, seed: int, step: int) -> Tensor:
+    """The words of the blocks, a row for each block."""
+    device, num_blocks = row.wide.device, -(-row.length // BLOCK)
+    elements_of_a_word = 2 if row.held.dtype == torch.bfloat16 else 1
+    num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word
+    start = row.first // BLOCK * num_calls
+    calls = torch.arange(start, start + num_blocks * num_calls, device=device) & _MASK
+    rest = (torch.full_like(calls, number) for number in (step & _MASK, row.position, row.tensor))
+    found = philox((calls, *rest), seed)  # type: ignore[arg-type] # there are four
+    return torch.stack([word.view(num_blocks, num_calls) for word in found], 1).view(num_blocks, -1)
+
+
+def _float16_bits(bits: Tensor, size: Tensor, words: Tensor) -> Tensor:
+    """Those of numbers up to the largest finite one."""
+    normal = (size + (words >> 19) >> 13) - _OTHER_EXPONENTS
+    is_small = size < _LEAST_NORMAL_FLOAT16
+    units = torch.where(is_small, size, 0).to(torch.int32).view(torch.float32) * 2.0**24
+    whole = units.to(torch.int32)
+    limit = ((units - whole) * 2.0**31).to(torch.int32)
+    subnormal = whole + ((words >> 1) < limit)
+    return (bits >> 16 & 0x8000) | torch.where(is_small, subnormal, normal)

@@ -1,0 +1,114 @@
+"""Rounding by chance is unbiased, keeps what is exact, and has the same bits in C and by torch."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from popdist.optim import rounding
+from popdist.optim.rounding import HALVES, Row, philox, round_by_chance, widen
+
+NUM_ROUNDINGS = 1_000_000
+
+SPECIAL = torch.tensor(
+    [
+        *(0.0, -0.0, math.inf, -math.inf, math.nan, 65504.0, 65505.0, 65519.0, 65520.0, -65536.0, 1e-8, -3e-8),
+        *(
+            2**-14,
+            2**-14 * (1 - 2**-20),
+            2**-24,
+            1e-38,
+            1e-40,
+            -1e-45,
+            3.3895314e38,
+            3.39e38,
+            3.4e38,
+            -3.4e38,
+            1.1,
+        ),
+    ]
+)
+
+
+def rounded(values: Tensor, dtype: torch.dtype, *, first: int = 0, seed: int = 0, step: int = 0) -> Tensor:
+    """Rounded by chance."""
+    held = torch.empty(len(values), dtype=dtype)
+    round_by_chance([Row(values, 0, held, 0, len(values), first, 3, 77)], seed=seed, step=step)
+    return held
+
+
+@pytest.fixture(params=["C", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the extension, where it is, and without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(rounding, "extension", lambda: None)
+    return str(request.param)
+
+
+def test_the_generator_is_philox() -> None:
+    """The known answers of its authors' library, Random123."""
+    for word, seed, answer in [
+        (0, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (0xFFFFFFFF, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ]:
+        row = torch.tensor([word])
+        found = philox((row, row, row, row), seed)
+        assert " ".join(f"{int(it):08x}" for it in found) == answer
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_c_and_torch_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any float32, wherever it lies in its parameter, in rows of any length."""
+    values = torch.Generator().manual_seed(0)
+    any_bits = torch.randint(-(2**31), 2**31, (30_000,), generator=values).to(torch.int32).view(torch.float32)
+    every = torch.cat([SPECIAL, any_bits, torch.randn(3000, generator=values) * torch.logspace(-9, 5, 3000)])
+    cases = [(every, 0, -5, 0), (every, 128 * 2**26, 2**64 - 1, 2**32 + 1), (every[:1], 256, 1, 9)]
+    found = [rounded(it, dtype, first=first, seed=seed, step=step) for it, first, seed, step in cases]
+    wide = torch.empty(30_000)
+    widen([Row(wide, 0, found[0], 0, 30_000, 0, 0, 0)])
+    assert torch.equal(wide.nan_to_num(7.0), found[0][:30_000].float().nan_to_num(7.0))
+    monkeypatch.setattr(rounding, "extension", lambda: None)
+    for (it, first, seed, step), held in zip(cases, found, strict=True):
+        other = rounded(it, dtype, first=first, seed=seed, step=step)
+        assert torch.equal(held.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "number", [1.0003, -0.1, 123.456, 65503.0, 3e-6, 1e-7, -2e-8, 1e-9, 6.1e-5], ids=lambda it: f"{it:g}"
+)
+def test_the_mean_of_many_roundings_is_the_number(dtype: torch.dtype, number: float) -> None:
+    """Within five times what chance allows, also below the smallest normal number and below the smallest one."""
+    values = torch.full((NUM_ROUNDINGS,), number)
+    held = rounded(values, dtype).double()
+    assert len(held.unique()) == 2
+    error = held.mean() - values[0].double()
+    assert abs(error) < 5 * held.std() / math.sqrt(NUM_ROUNDINGS)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_is_exact_stays_and_what_is_beyond_is_torchs(dtype: torch.dtype, way: str) -> None:
+    """Every finite number of half precision; what is larger; infinities; NaN."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    found = rounded(every.float(), dtype)
+    is_number = ~every.isnan()
+    assert torch.equal(found[is_number].view(torch.int16), every[is_number].view(torch.int16))
+    assert found.isnan().equal(every.isnan())
+    largest = torch.finfo(dtype).max
+    beyond = torch.linspace(1, 1.005, 500, dtype=torch.float64).mul(largest).float()
+    beyond = torch.cat([beyond, -beyond])
+    assert torch.equal(rounded(beyond, dtype), beyond.to(dtype)), way
+
+
+def test_bits_belong_to_seed_step_and_element() -> None:
+    """Not to how a parameter is cut; another seed, step, position or tensor has others."""
+    values = torch.full((1024,), 1.001)
+    whole = rounded(values, torch.bfloat16)
+    parts = [rounded(values[:384], torch.bfloat16), rounded(values[384:], torch.bfloat16, first=384)]
+    assert torch.equal(whole, torch.cat(parts))
+    others = [rounded(values, torch.bfloat16, seed=1), rounded(values, torch.bfloat16, step=1)]
+    for position, tensor in ((4, 77), (3, 78)):
+        others.append(torch.empty(1024, dtype=torch.bfloat16))
+        round_by_chance([Row(values, 0, others[-1], 0, 1024, 0, position, tensor)], seed=0, step=0)
+    assert not any(torch.equal(whole, other) for other in others)
