@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist import checkpoint as checkpoint
     from popdist import optim as optim
     from popdist import packing as packing
+    from popdist import poptorch as poptorch
     from popdist.collectives import all_gather as all_gather
     from popdist.collectives import all_reduce as all_reduce
     from popdist.collectives import barrier as barrier
@@ -112,7 +113,7 @@ _NAMES_OF_MODULES = {
 
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
-_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing")
+_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "poptorch")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 

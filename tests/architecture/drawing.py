@@ -4,18 +4,21 @@ A drawing stands between two comments, ``<!-- NAME begins -->`` and ``<!-- NAME 
 one.
 """
 
+import ast
 import re
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Final
+from typing import Final, TypeGuard
 
 from tests.architecture.floors import FLOORS
 from tests.architecture.rooms import draw_map
-from tests.architecture.source_tree import ROOT, graph, modules
+from tests.architecture.source_tree import ROOT, graph, modules, root_of
 
 PLACES: Final = (
     ("docs/architecture.md", "poprun"),
     ("docs/architecture.md", "popdist"),
+    ("docs/architecture.md", "poptorch"),
+    ("docs/poptorch.md", "options"),
     ("CONTRIBUTING.md", "floors"),
     ("docs/tests.md", "tests"),
 )
@@ -43,9 +46,9 @@ def draw_package(package: str) -> str:
 
 
 def _link(package: str, part: str) -> str:
-    folder = ROOT / f"{package}_py" / package
-    is_folder = (folder / part).is_dir()
-    return f"[`{part}{'/' if is_folder else ''}`](../{package}_py/{package}/{part}{'' if is_folder else '.py'})"
+    folder = root_of(package).relative_to(ROOT) / package
+    is_folder = (ROOT / folder / part).is_dir()
+    return f"[`{part}{'/' if is_folder else ''}`](../{folder}/{part}{'' if is_folder else '.py'})"
 
 
 def _modules(package: str, part: str) -> str:
@@ -72,9 +75,40 @@ def _imports(package: str, part: str) -> str:
     return ", ".join(other for floor in reversed(FLOORS[package]) for other in floor if other in found - {part})
 
 
+_NO_EFFECT: Final = " No effect: "
+"""What the docstring of a setter has where the setter changes nothing."""
+
+
+def draw_options() -> str:
+    """Each setter of poptorch's options with what it means, and why it changes nothing where that is so."""
+    rows = ["| setter | meaning | no effect, because |", "|---|---|---|"]
+    for module in modules("poptorch"):
+        if module.name not in {"poptorch.options", "poptorch.sub_options"}:
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                rows += [_option_row(node.name, setter) for setter in node.body if _is_public(setter)]
+    return "\n".join(rows)
+
+
+def _is_public(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+
+
+def _option_row(kind: str, setter: ast.FunctionDef) -> str:
+    part = kind.strip("_").removesuffix("Options").replace("TensorLocation", "TensorLocations")
+    owner = {"": "", "Popart": "_Popart.", "TensorLocationsSettings": "TensorLocationSettings()."}.get(
+        part, f"{part}."
+    )
+    meaning, _, why = (ast.get_docstring(setter) or "").partition("\n")[0].partition(_NO_EFFECT)
+    return f"| `{owner}{setter.name}` | {meaning} | {why.removesuffix('.')} |"
+
+
 DRAWINGS: Final[dict[str, Callable[[], str]]] = {
     "poprun": lambda: draw_package("poprun"),
     "popdist": lambda: draw_package("popdist"),
+    "poptorch": lambda: draw_package("poptorch"),
+    "options": draw_options,
     "floors": draw_floors,
     "tests": draw_map,
 }

@@ -73,12 +73,30 @@ POPDIST: Final[Floors] = (
     {
         "checkpoint": "states on the disk",
         "compat": "PopDist's own names",
+        "poptorch": "options of a poptorch program that is a job's instance",
         "preemption": "leaving when the machine is wanted back",
         "testing": "small real jobs for tests",
     },
 )
 
-FLOORS: Final = {"popdist": POPDIST, "poprun": POPRUN}
+POPTORCH: Final[Floors] = (
+    {
+        "errors": "what poptorch raises",
+        "enums": "choices that programs make by name",
+        "environment": "the process of a job, and defaults",
+        "option_values": "named values that setters change until they are frozen",
+    },
+    {
+        "_logging": "the log, in PopTorch's form",
+        "strategies": "how blocks are dealt to stages",
+        "sub_options": "the parts of the options",
+        "config_file": "options from text",
+    },
+    {"options": "all that a program says of how its model runs"},
+    {"poptorch_core": "the check of options by name and type"},
+)
+
+FLOORS: Final = {"popdist": POPDIST, "poprun": POPRUN, "poptorch": POPTORCH}
 
 BRIDGE: Final = frozenset({"popdist.contract", "popdist.layout", "popdist.errors", "popdist.progress"})
 """All that poprun may import of popdist."""

@@ -22,7 +22,7 @@ _MOST_OWNERS = 2
 
 _MOST_SHOWN = 4
 
-_NAME = re.compile(r"\b(?:poprun|popdist|tests)(?:\.\w+)+")
+_NAME = re.compile(r"\b(?:poprun|popdist|poptorch|tests)(?:\.\w+)+")
 _FILE = re.compile(r"\w+(?=\.py$)")
 _HOLDS = re.compile(r"\bHolds ([\w.,\s]+\w)\.(?:\s|$)")
 

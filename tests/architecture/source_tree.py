@@ -1,4 +1,4 @@
-"""Read the two packages as text: which modules there are and what each imports. Nothing is imported for it."""
+"""Read the packages as text: which modules there are and what each imports. Nothing is imported for it."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
-_SOURCE_ROOTS = {"poprun": ROOT / "poprun_py", "popdist": ROOT / "popdist_py"}
+_SOURCE_ROOTS = {"poprun": ROOT / "poprun_py", "popdist": ROOT / "popdist_py", "poptorch": ROOT / "popdist_py"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,11 @@ class Module:
         return str(self.path.relative_to(_SOURCE_ROOTS[package] / package))
 
 
+def root_of(package: str) -> Path:
+    """The folder that holds ``package``."""
+    return _SOURCE_ROOTS[package]
+
+
 @cache
 def modules(package: str) -> tuple[Module, ...]:
     """Every module of ``package``, by name."""
@@ -49,8 +54,8 @@ def _dotted(path: Path) -> str:
 
 
 def all_modules() -> tuple[Module, ...]:
-    """Every module of both packages."""
-    return (*modules("popdist"), *modules("poprun"))
+    """Every module of the three packages."""
+    return (*modules("popdist"), *modules("poprun"), *modules("poptorch"))
 
 
 def imports(module: Module) -> frozenset[str]:

@@ -1,9 +1,11 @@
 """Who may import whom: the law of `floors`, held against the code."""
 
+import ast
 import sys
 
 import pytest
 
+import popdist
 from tests.architecture.drawing import PLACES, redrawn
 from tests.architecture.floors import BRIDGE, FLOORS, floor_of
 from tests.architecture.source_tree import (
@@ -60,7 +62,7 @@ def _floor(package: str, module: str) -> int:
     return floor
 
 
-@pytest.mark.parametrize("package", ["popdist", "poprun"])
+@pytest.mark.parametrize("package", ["popdist", "poprun", "poptorch"])
 def test_a_module_imports_only_lower_floors(package: str) -> None:
     """Within a package every import goes down, or to a sibling in the same folder."""
     edges = [
@@ -78,7 +80,7 @@ def test_a_module_imports_only_lower_floors(package: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("package", ["popdist", "poprun"])
+@pytest.mark.parametrize("package", ["popdist", "poprun", "poptorch"])
 def test_every_floor_is_inhabited(package: str) -> None:
     """The law names nothing that is not there, and everything that is."""
     parts = {module.name.split(".")[1] for module in modules(package) if "." in module.name}
@@ -96,7 +98,7 @@ def test_the_drawings_show_what_is_there(document: str, name: str) -> None:
 
 def test_no_import_goes_in_a_circle() -> None:
     """No module imports itself through others, imports inside functions included."""
-    packages = {"poprun", "popdist"}
+    packages = {"poprun", "popdist", "poptorch"}
     edges = {source: targets - packages for source, targets in graph().items() if source not in packages}
 
     assert find_cycle(edges) == []
@@ -110,6 +112,26 @@ def test_the_columns_meet_in_the_contract_only() -> None:
 
     assert up <= BRIDGE
     assert down == set()
+
+
+def test_poptorch_uses_public_names_only() -> None:
+    """It stands on popdist as any program does; and of popdist, its part of that name alone knows poptorch."""
+    targets = {target for module in modules("poptorch") for target in imports(module)}
+    used = {
+        node.attr
+        for module in modules("poptorch")
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "popdist"
+    }
+    knowing = {
+        source
+        for source, found in graph().items()
+        if not source.startswith("poptorch") and any(target.split(".")[0] == "poptorch" for target in found)
+    }
+
+    assert {target for target in targets if target.split(".")[0] in {"popdist", "poprun"}} == {"popdist"}
+    assert used <= set(vars(popdist)["__all__"])
+    assert knowing == {"popdist.poptorch.job_options"}
 
 
 def test_the_launcher_never_imports_torch() -> None:

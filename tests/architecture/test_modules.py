@@ -16,6 +16,7 @@ VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager"
 
 READERS = {
     "popdist": ("__init__.py", "context.py", "process_group/registration.py", "progress.py", "startup", "testing"),
+    "poptorch": ("environment.py",),
     "poprun": (
         "cli",
         "vipu",

@@ -19,7 +19,7 @@ def _classes(module: Module) -> list[str]:
     return [node.name for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
 
 
-@pytest.mark.parametrize("package", ["popdist", "poprun"])
+@pytest.mark.parametrize("package", ["popdist", "poprun", "poptorch"])
 def test_no_name_occurs_twice(package: str) -> None:
     """A reader who meets a name again meets the same thing."""
     files = Counter(module.path.stem for module in modules(package))
@@ -45,7 +45,7 @@ def test_the_glossary_is_short() -> None:
     assert len(set(words)) == len(words)
 
 
-@pytest.mark.parametrize("package", ["popdist", "poprun"])
+@pytest.mark.parametrize("package", ["popdist", "poprun", "poptorch"])
 def test_names_keep_to_the_glossary(package: str) -> None:
     """No file and no class bears a word that the glossary has another one for."""
     avoided = {other: word for word, others in _glossary() for other in others}

@@ -68,16 +68,16 @@ def test_the_source_distribution_holds_what_its_tests_need(built: Path) -> None:
     assert not [parts for parts in names if "__pycache__" in parts or parts[0].startswith(".venv")]
 
 
-def test_the_wheel_holds_both_packages_and_nothing_else(built: Path) -> None:
-    """Two packages with their type marker, the licence, and where torch finds the backend."""
+def test_the_wheel_holds_the_packages_and_nothing_else(built: Path) -> None:
+    """The packages with their type marker, the licence, and where torch finds the backend."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as archive:
         names = set(archive.namelist())
         entry_points = archive.read(f"poprun-{VERSION}.dist-info/entry_points.txt").decode()
 
     information = f"poprun-{VERSION}.dist-info"
     assert "[torch.backends]\npopdist = popdist.process_group.registration:register" in entry_points
-    assert {name.partition("/")[0] for name in names} == {"poprun", "popdist", information}
-    assert {"poprun/py.typed", "popdist/py.typed", f"{information}/licenses/LICENSE"} <= names
+    assert {name.partition("/")[0] for name in names} == {"poprun", "popdist", "poptorch", information}
+    assert {"poprun/py.typed", "popdist/py.typed", "poptorch/py.typed", f"{information}/licenses/LICENSE"} <= names
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler that could make the extension")

@@ -1,0 +1,33 @@
+"""poptorch: programs written for PopTorch, on CPUs and GPUs, with the replicas of popdist."""
+
+from poptorch import enums as enums
+from poptorch import options as options
+from poptorch import poptorch_core as poptorch_core
+from poptorch._logging import setLogLevel as setLogLevel
+from poptorch.enums import AutoStage as AutoStage
+from poptorch.enums import CommGroupType as CommGroupType
+from poptorch.enums import ConnectionType as ConnectionType
+from poptorch.enums import DataLoaderMode as DataLoaderMode
+from poptorch.enums import HalfFloatCastingBehavior as HalfFloatCastingBehavior
+from poptorch.enums import Liveness as Liveness
+from poptorch.enums import MatMulSerializationMode as MatMulSerializationMode
+from poptorch.enums import MeanReductionStrategy as MeanReductionStrategy
+from poptorch.enums import OutputMode as OutputMode
+from poptorch.enums import OverlapMode as OverlapMode
+from poptorch.enums import ReductionType as ReductionType
+from poptorch.enums import SharingStrategy as SharingStrategy
+from poptorch.enums import SyncPattern as SyncPattern
+from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
+from poptorch.errors import Error as Error
+from poptorch.options import ConfigFileError as ConfigFileError
+from poptorch.options import Options as Options
+from poptorch.strategies import PipelinedExecution as PipelinedExecution
+from poptorch.strategies import ShardedExecution as ShardedExecution
+from poptorch.strategies import Stage as Stage
+from poptorch.sub_options import TensorLocationSettings as TensorLocationSettings
+
+
+def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
+    """False: models run on CPUs and GPUs."""
+    del num_ipus
+    return False

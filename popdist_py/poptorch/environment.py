@@ -1,0 +1,48 @@
+"""What poptorch takes from the environment: the process of a job, and defaults of options and of the log."""
+
+import os
+from typing import Final
+
+import popdist
+
+PROCESS_ID: Final = "OMPI_COMM_WORLD_RANK"
+NUM_PROCESSES: Final = "OMPI_COMM_WORLD_SIZE"
+
+
+def log_level() -> str:
+    """What ``POPTORCH_LOG_LEVEL`` says; empty when it is not set."""
+    return os.environ.get("POPTORCH_LOG_LEVEL", "")
+
+
+def cache_folder() -> str:
+    """The folder in ``POPTORCH_CACHE_DIR``; empty when it is not set."""
+    return os.environ.get("POPTORCH_CACHE_DIR", "")
+
+
+def default_options() -> str:
+    """The JSON in ``POPTORCH_DEFAULT_OPTIONS``; empty when it is not set."""
+    return os.environ.get("POPTORCH_DEFAULT_OPTIONS", "")
+
+
+def process_of_job() -> tuple[int, int]:
+    """This process and the number of processes: poprun's instances, else those of Open MPI, else 0 of 1."""
+    if popdist.isPopdistEnvSet():
+        return popdist.instance_index(), popdist.num_instances()
+    return process_in(PROCESS_ID, NUM_PROCESSES)
+
+
+def process_in(id_name: str, size_name: str) -> tuple[int, int]:
+    """This process and the number of processes, from two variables; 0 of 1 when neither is set.
+
+    Raises:
+        AssertionError: If one of them alone is set, or they are no such numbers.
+    """
+    texts = os.environ.get(id_name), os.environ.get(size_name)
+    if texts == (None, None):
+        return 0, 1
+    if not all(text is not None and text.strip().isdecimal() for text in texts):
+        raise AssertionError(
+            f"{id_name}={texts[0]} and {size_name}={texts[1]} must be the index of this process and the number of "
+            "processes, or both be unset"
+        )
+    return int(str(texts[0])), int(str(texts[1]))

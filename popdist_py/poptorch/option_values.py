@@ -1,0 +1,145 @@
+"""Named values that setters change, until they are frozen: what `Options` and each of its parts is."""
+
+import copy
+from enum import Enum
+from operator import index
+from typing import Any, Self
+
+
+class OptionValues:
+    """Values by name, which are also attributes.
+
+    An attribute that is a value is checked when it is set: it keeps the type of its default. After ``_freeze()``
+    nothing can be set.
+
+    Args:
+        **defaults: Each value's name and its default; a default of None takes any type.
+    """
+
+    def __init__(self, **defaults: Any) -> None:  # noqa: ANN401 - options are of every kind
+        self.__dict__.update(_defaults=defaults, _values=copy.deepcopy(defaults), _is_frozen=False)
+
+    def set(self, **values: Any) -> Self:  # noqa: ANN401 - as above
+        """Set options by their names.
+
+        Raises:
+            AssertionError: If there is no such option, or it takes another type.
+            AttributeError: If the options are frozen.
+        """
+        for name, value in values.items():
+            self.checkIsFrozen(name)
+            if name not in self._defaults:
+                raise AssertionError(f"Unknown option {name}: choose from {', '.join(sorted(self._defaults))}")
+            self._values[name] = _checked(name, value, self._defaults[name])
+        return self
+
+    def createOrSet(self, **values: Any) -> Self:  # noqa: ANN401 - as above
+        """Set options that need not have been there.
+
+        Raises:
+            AttributeError: If the options are frozen.
+        """
+        for name in values:
+            self.checkIsFrozen(name)
+            self._defaults.setdefault(name, None)
+        return self.set(**values)
+
+    def exists(self, name: str) -> bool:
+        """Whether an option of that name has a value."""
+        return name in self._values
+
+    def toDict(self) -> dict[str, Any]:
+        """All values by name, enumerations as their numbers."""
+        return {name: plain(value) for name, value in self._values.items()}
+
+    def checkIsFrozen(self, option: str | None = None) -> None:
+        """Nothing, while options may be changed.
+
+        Raises:
+            AttributeError: If they are frozen.
+        """
+        if self._is_frozen:
+            raise AttributeError(
+                f"Can't modify frozen Options{f' ({option})' if option else ''}: they are in use; change a clone()"
+            )
+
+    def isFrozen(self) -> bool:
+        """Whether the options are in use, so that nothing can be set."""
+        return bool(self._is_frozen)
+
+    def _freeze(self) -> None:
+        self.__dict__["_is_frozen"] = True
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - as above
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}")
+        return values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - as above
+        if name == "__class__":
+            super().__setattr__(name, value)
+        elif name in self._defaults:
+            self.set(**{name: value})
+        else:
+            self.checkIsFrozen(name)
+            super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo), _is_frozen=False)
+        return made
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value}" for name, value in self._values.items())
+        return f"{type(self).__name__.strip('_')}({said})"
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - as above
+    """``value`` with numbers in place of enumerations."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, list | tuple | set) else value
+
+
+def _checked(name: str, value: Any, default: Any) -> Any:  # noqa: ANN401 - as above
+    """``value`` in the type of ``default``.
+
+    Raises:
+        AssertionError: If it has another one.
+    """
+    if default is None or (isinstance(value, type(default)) and (type(value) is bool) == (type(default) is bool)):
+        return value
+    if type(default) is int and not isinstance(value, bool) and hasattr(value, "__index__"):
+        return index(value)
+    if type(default) is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    raise AssertionError(
+        f"Unexpected type {type(value).__name__} for option {name}: {type(default).__name__} is expected"
+    )
+
+
+def at_least_one(name: str, value: Any) -> int:  # noqa: ANN401 - as above
+    """``value`` as a count.
+
+    Raises:
+        AssertionError: If it is no whole number, or below 1.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or index(value) < 1:
+        raise AssertionError(f"{name} must be a whole number greater than 0, and is {value!r}")
+    return index(value)
+
+
+def one_of(name: str, value: Any, kind: type[Enum]) -> Any:  # noqa: ANN401 - as above
+    """``value``, a member of ``kind``.
+
+    Raises:
+        AssertionError: If it is none.
+    """
+    if not isinstance(value, kind):
+        members = [f"{kind.__name__}.{member.name}" for member in kind]
+        raise AssertionError(f"{name} must be one of {', '.join(members)}, and is {value!r}")
+    return value

@@ -1,0 +1,313 @@
+"""`Options`: all that a program says of how its model runs."""
+
+import copy
+import importlib
+import re
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, Final, Self
+
+import torch
+
+from poptorch import environment
+from poptorch._logging import logger
+from poptorch.config_file import apply_file, apply_json
+from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
+from poptorch.errors import ConfigFileError as ConfigFileError
+from poptorch.option_values import OptionValues, at_least_one, one_of
+from poptorch.strategies import PipelinedExecution
+from poptorch.sub_options import (
+    TensorLocationSettings as TensorLocationSettings,
+)
+from poptorch.sub_options import (
+    _DistributedOptions as _DistributedOptions,
+)
+from poptorch.sub_options import (
+    _JitOptions,
+    _PopartOptions,
+    _PrecisionOptions,
+    _TensorLocationOptions,
+    _TrainingOptions,
+)
+
+_PARTS: Final = ("Training", "Precision", "Distributed", "TensorLocations", "Jit", "_Popart")
+
+_RANDOM_NORMAL: Final = 2
+"""PopART's number of synthetic data."""
+
+
+class Options(OptionValues):
+    """How a model runs: setters that return the options themselves, so that calls can be chained.
+
+    ``POPTORCH_DEFAULT_OPTIONS`` (JSON: setter to value) and ``POPTORCH_CACHE_DIR`` are applied first. Options are
+    frozen once a loader or a model uses them; ``clone()`` gives others that are not.
+
+    Attributes:
+        Training: How gradients become one.
+        Precision: Dtypes and rounding.
+        Distributed: Which process of the job this one is.
+        TensorLocations: Where tensors lie.
+        Jit: How the model was traced.
+    """
+
+    Training: _TrainingOptions
+    Precision: _PrecisionOptions
+    Distributed: _DistributedOptions
+    TensorLocations: _TensorLocationOptions
+    Jit: _JitOptions
+    _Popart: _PopartOptions
+    _execution_strategy: PipelinedExecution
+
+    def __init__(self) -> None:
+        super().__init__(
+            replication_factor=1,
+            input_group_size=1,
+            input_group_type=CommGroupType.Consecutive,
+            broadcast_buffers=True,
+            device_iterations=1,
+            log_dir=".",
+            max_repeat_logs=4,
+            auto_round_num_ipus=False,
+            anchored_tensors={},
+            output_mode=OutputMode.Default,
+            output_return_period=1,
+            connection_type=ConnectionType.Always,
+            sync_pattern=SyncPattern.Full,
+            available_memory_proportion={},
+            source_location_excludes=[],
+            show_compilation_progress_bar=True,
+            relax_optimizer_checks=False,
+            log_cycle_count=False,
+            module_namescope_enabled=True,
+        )
+        self._defaults["max_repeat_logs"] = None  # which it may be
+        parts = (
+            _TrainingOptions,
+            _PrecisionOptions,
+            _DistributedOptions,
+            _TensorLocationOptions,
+            _JitOptions,
+            _PopartOptions,
+        )
+        self.__dict__.update({name: part() for name, part in zip(_PARTS, parts, strict=True)})
+        self.__dict__["_execution_strategy"] = PipelinedExecution()
+        self._apply_environment()
+
+    def _apply_environment(self) -> None:
+        if folder := environment.cache_folder():
+            logger.info("POPTORCH_CACHE_DIR is set: setting cache path to %s", folder)
+            self.enableExecutableCaching(folder)
+        if text := environment.default_options():
+            apply_json(self, text, "POPTORCH_DEFAULT_OPTIONS")
+
+    @classmethod
+    def from_json(cls, string: str) -> Self:
+        """New options, with the setters called that a JSON object names: ``{"deviceIterations": 4}``."""
+        made = cls()
+        apply_json(made, string, "from_json")
+        return made
+
+    def loadFromFile(self, filepath: str) -> Self:
+        """Call the setters in a file, one a line: ``Training.gradientAccumulation(4)``.
+
+        Raises:
+            ConfigFileError: Which line is no such call, or was refused, and why.
+        """
+        self.checkIsFrozen()
+        apply_file(self, filepath, importlib.import_module("poptorch"))
+        return self
+
+    def sourceLocationExcludes(self, excludes: Sequence[str]) -> Self:
+        """Files left out of the compiler's traces. No effect: there are none."""
+        return self.set(source_location_excludes=list(excludes))
+
+    def appendToLocationExcludes(self, *excludes: str) -> Self:
+        """More of such files. No effect: as above."""
+        return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
+
+    def showCompilationProgressBar(self, show: bool = True) -> Self:
+        """A bar while a model is compiled. No effect: nothing is compiled."""
+        return self.set(show_compilation_progress_bar=show)
+
+    def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
+        """Whether unexpected attributes of an optimizer are passed over in silence."""
+        return self.set(relax_optimizer_checks=relax)
+
+    def autoRoundNumIPUs(self, auto_round_num_ipus: bool = True) -> Self:
+        """Take a power of two of IPUs. No effect: a replica has what poprun gave it."""
+        return self.set(auto_round_num_ipus=auto_round_num_ipus)
+
+    def deviceIterations(self, device_iterations: int) -> Self:
+        """Steps that one call of a model makes; part of the combined batch."""
+        return self.set(device_iterations=at_least_one("device_iterations", device_iterations))
+
+    def setExecutionStrategy(self, strategy: PipelinedExecution | AutoStage) -> Self:
+        """How blocks are dealt to stages. Numerics are the same for all."""
+        self.checkIsFrozen()
+        if isinstance(strategy, AutoStage):
+            strategy = PipelinedExecution(strategy)
+        if not isinstance(strategy, PipelinedExecution):
+            raise AssertionError(
+                f"{strategy!r} is no execution strategy: give a poptorch.PipelinedExecution or an AutoStage"
+            )
+        self.__dict__["_execution_strategy"] = strategy
+        return self
+
+    def setAvailableMemoryProportion(self, available_memory_proportion: Mapping[str, float]) -> Self:
+        """Memory for products on each IPU, ``{"IPU0": 0.2}``. No effect: torch takes what it needs."""
+        proportions = {}
+        for key, value in available_memory_proportion.items():
+            match = re.fullmatch(r"IPU(\d+)", key)
+            if match is None or not 0 <= value <= 1:
+                raise AssertionError(f'{key!r}: {value!r} must be of the form "IPU0": a proportion from 0 to 1')
+            proportions[int(match[1])] = float(value)
+        return self.set(available_memory_proportion=proportions)
+
+    def replicationFactor(self, replication_factor: int) -> Self:
+        """Replicas of this process; part of the combined batch."""
+        return self.set(replication_factor=at_least_one("replication_factor", replication_factor))
+
+    def inputReplicaGrouping(self, input_group_size: int, input_group_type: CommGroupType) -> Self:
+        """Replicas that get the same samples; divides the combined batch."""
+        return self.set(
+            input_group_size=at_least_one("input_group_size", input_group_size),
+            input_group_type=one_of("input_group_type", input_group_type, CommGroupType),
+        )
+
+    def broadcastBuffers(self, broadcast_buffers: bool = True) -> Self:
+        """Whether all replicas have the same buffers, or each its own."""
+        return self.set(broadcast_buffers=broadcast_buffers)
+
+    def logDir(self, path: str) -> Self:
+        """Where logs go. No effect: the log goes to stderr."""
+        return self.set(log_dir=path)
+
+    def maxRepeatLogs(self, max_lines: int | None) -> Self:
+        """How often a line may follow itself in the log. No effect: each is shown."""
+        return self.set(max_repeat_logs=max_lines)
+
+    def modelName(self, name: str) -> Self:
+        """The name of the model in profiles."""
+        return self.createOrSet(model_name=name)
+
+    def enableExecutableCaching(self, path: str | None) -> Self:
+        """Where compiled models are kept; None for nowhere. No effect: nothing is compiled."""
+        self._Popart.set("enableEngineCaching", path is not None)
+        self._Popart.set("cachePath", path or "")
+        return self
+
+    def useIpuModel(self, use_model: bool) -> Self:
+        """Simulate an IPU. No effect: the model runs on the CPU or a GPU."""
+        return self.createOrSet(use_model=use_model)
+
+    def connectionType(self, connection_type: ConnectionType) -> Self:
+        """When a device is attached; with ``ConnectionType.Never`` a model does not run."""
+        return self.set(connection_type=one_of("connectionType", connection_type, ConnectionType))
+
+    def syncPattern(self, sync_pattern: SyncPattern) -> Self:
+        """Which IPUs wait for each other. No effect: replicas meet once a step."""
+        return self.set(sync_pattern=one_of("syncPattern", sync_pattern, SyncPattern))
+
+    def useIpuId(self, ipu_id: int) -> Self:
+        """Which IPU to use. No effect: poprun gives each instance its devices."""
+        return self.createOrSet(ipu_id=ipu_id)
+
+    def useOfflineIpuTarget(self, ipu_target_version: int = 2) -> Self:
+        """Only compile: as ``connectionType(ConnectionType.Never)``."""
+        self.connectionType(ConnectionType.Never)
+        return self.createOrSet(ipu_version=ipu_target_version)
+
+    def anchorTensor(
+        self,
+        short_name: str,
+        long_name: str,
+        output_mode: OutputMode | None = None,
+        output_return_period: int | None = 1,
+    ) -> Self:
+        """Keep a tensor of the model under a short name."""
+        mode, period = _output_mode(output_mode or OutputMode.All, output_return_period)
+        return self.set(anchored_tensors={**self.anchored_tensors, short_name: [long_name, mode, period]})
+
+    def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
+        """Which micro batches' outputs a call returns: Final, EveryN (with its period), All or Sum."""
+        mode, period = _output_mode(output_mode, output_return_period)
+        return self.set(output_mode=mode, output_return_period=period)
+
+    def defaultOutputMode(self) -> bool:
+        """Whether no output mode was chosen: Final in training, All in inference."""
+        return self.output_mode is OutputMode.Default
+
+    def randomSeed(self, random_seed: int) -> Self:
+        """The seed of torch, which is set at once, of shuffling and of the replicas' random states."""
+        if isinstance(random_seed, bool) or not hasattr(random_seed, "__index__"):
+            raise AssertionError(f"random_seed must be a whole number, and is {random_seed!r}")
+        self.createOrSet(random_seed=index(random_seed))
+        torch.manual_seed(random_seed)
+        return self
+
+    def enableStableNorm(self, enabled: bool) -> Self:
+        """The slower and stabler form of norms. No effect: torch has one form."""
+        self._Popart.set("enableStableNorm", enabled)
+        return self
+
+    def enableSyntheticData(self, enabled: bool) -> Self:
+        """Random data in place of inputs, to measure. No effect: inputs are used."""
+        self._Popart.set("syntheticDataMode", _RANDOM_NORMAL if enabled else 0)
+        return self
+
+    def logCycleCount(self, log_cycle_count: bool) -> Self:
+        """Count the cycles of an IPU."""
+        return self.set(log_cycle_count=log_cycle_count)
+
+    def enableProfiling(self, profile_dir: str | None = None) -> Self:
+        """Have Poplar write a profile. No effect: there is no Poplar."""
+        self._Popart.setEngineOptions({"autoReport.all": "true"})
+        if profile_dir is not None:
+            self._Popart.setEngineOptions({"autoReport.directory": profile_dir})
+        return self
+
+    def disableModuleNamescope(self) -> Self:
+        """Leave the names of modules out of the compiler's graph. No effect: there is no graph."""
+        return self.set(module_namescope_enabled=False)
+
+    def updatableNamedBuffers(self, buffers: Sequence[str]) -> Self:
+        """Buffers that may be uploaded alone."""
+        self._Popart.set("updatableNamedBuffers", list(buffers))
+        return self
+
+    def toDict(self) -> dict[str, Any]:
+        """All options by name, those of the parts too, with enumerations as their numbers."""
+        values = super().toDict()
+        for name in _PARTS:
+            values |= getattr(self, name).toDict()
+        values["execution_mode"] = self._execution_strategy._execution_mode  # noqa: SLF001 - programs read it so too
+        return values
+
+    def clone(self) -> Self:
+        """A copy that is independent, and not frozen."""
+        return copy.deepcopy(self)
+
+    def _freeze(self) -> None:
+        super()._freeze()
+        for name in _PARTS:
+            getattr(self, name)._freeze()  # noqa: SLF001 - its parts
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in _PARTS)
+        return f"{super().__repr__().removesuffix(')')}, {parts})"
+
+
+def _output_mode(mode: OutputMode, period: int | None) -> tuple[OutputMode, int]:
+    """A mode with its period, which EveryN alone has.
+
+    Raises:
+        AssertionError: If it is no mode, or EveryN without a period.
+    """
+    one_of("output_mode", mode, OutputMode)
+    if mode is not OutputMode.EveryN:
+        if period not in (None, 1):
+            logger.warning("output_return_period=%s is only for OutputMode.EveryN, and not for %s", period, mode)
+        return mode, 1
+    if period is None:
+        raise AssertionError("OutputMode.EveryN needs output_return_period: which outputs to return")
+    return mode, at_least_one("output_return_period", period)

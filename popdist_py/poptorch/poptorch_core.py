@@ -1,0 +1,83 @@
+"""The part of PopTorch that was compiled, as far as programs reach for it: the check of options by name."""
+
+from typing import Any, Final
+
+import torch
+
+from poptorch._logging import logger
+from poptorch.errors import Error as Error
+from poptorch.options import Options
+
+_POPART_OPTIONS: Final = frozenset(
+    """
+    aliasZeroCopy autoRecomputation bufferingDepthMap cachePath compileEngine constantWeights
+    constantFoldingOfMultipleConsumers convolutionOptions createImplicitPipeliningFwdOnlyProgram customCodelets
+    customCodeletCompileFlags decomposeGradSum defaultBufferingDepth defaultPrefetchBufferingDepth
+    delayVarUpdates disableGradAccumulationTensorStreams disableOptimizerStateTensorStreams dotChecks dotOpNames
+    enableDistributedReplicatedGraphs enableEfficientOverlapIOTopoCons enableEngineCaching enableExplicitIR
+    enableExplicitMainLoops enableFloatingPointChecks enableFullyConnectedPass enableGradientAccumulation
+    enableInplaceAmbiguityChecking enableLoadAndOffloadRNGState enableMergeExchange enableNonStableSoftmax
+    enableOutlining enableOutliningCopyCostPruning enablePipelining enablePrefetchDatastreams
+    enableReplicatedGraphs enableRngStateManagement enableSerializedMatmuls enableStableNorm
+    enableStochasticRounding enableSupportedDataTypeCasting enableVariablesCaching engineOptions
+    ensureFp32LossScaleTensor executionPhaseSettings explicitRecomputation exportPoplarComputationGraph
+    exportPoplarVertexGraph finalDotOp firstDotOp gclOptions globalReplicaOffset globalReplicationFactor
+    groupHostSync groupNormStridedChannelGrouping hardwareInstrumentations implicitPipelining
+    instrumentWithHardwareCycleCounter kahnTieBreaker logDir looseThresholdAtPeak lstmOptions matmulOptions
+    mergeVarUpdate mergeVarUpdateMemThreshold meanAccumulationAndReplicationReductionStrategy numIOTiles
+    opxAliasChecking opxModifyChecking outlineSequenceBreakCost outlineThreshold partialsTypeMatMuls
+    prefetchBufferingDepthMap replicatedGraphCount reportOptions rearrangeAnchorsOnHost rearrangeStreamsOnHost
+    saveInitializersToFile scheduleNonWeightUpdateGradientConsumersEarly separateCallOpPdfs
+    serializedPoprithmsShiftGraphsDir shouldDelayVarUpdates stashedInferenceOptions strictOpVersions
+    subgraphCopyingStrategy swapLimitScheduler syntheticDataMode tensorLocationSettingsOverride
+    throwIfLog2ScaleTensorNotInRange
+    timeLimitScheduler transitiveClosureOptimizationThreshold updatableNamedBuffers useHostCopyOps
+    useLoopCandidateCreator virtualGraphMode
+    """.split()  # noqa: SIM905 - a hundred names read best as text
+)
+"""Options of PopART by name."""
+
+_SETTINGS: Final = (
+    "accumulateOuterFragmentSettings.",
+    "automaticLossScalingSettings.",
+    "autodiffSettings.",
+    "batchSerializationSettings.",
+)
+"""Groups of such options."""
+
+_LATE: Final = frozenset({"model_name", "use_model", "ipu_id", "ipu_version", "random_seed", "execution_mode"})
+"""Those of Options that exist only once they are set."""
+
+
+def _validateOptions(options: dict[str, Any]) -> None:
+    """Log each option, and refuse what nobody knows.
+
+    Raises:
+        Error: If there is no option of a name, or its value has a type that none has.
+    """
+    known = {*_LATE, *_POPART_OPTIONS, *Options().toDict(), "numIOTiles"}
+    known |= {f"location_{what}" for what in ("activation", "weight", "optimizer", "accumulator")}
+    for name, value in options.items():
+        if value is not None and not isinstance(value, bool | int | float | str | list | dict | torch.dtype):
+            raise Error(f"Unknown value type {type(value).__name__} for option {name}")
+        if name not in known and not name.startswith(_SETTINGS):
+            raise Error(f"Unknown {type(value).__name__} option {name}")
+        for line in _lines(name, value):
+            logger.debug("poptorch.Options %s", line)
+
+
+def _lines(name: str, value: Any) -> list[str]:  # noqa: ANN401 - options are of every kind
+    if isinstance(value, list):
+        return [f"added {_text(part)} to {name}" for part in value]
+    if isinstance(value, dict):
+        return [f"set {name}[{key}] to {_text(part)}" for key, part in value.items()]
+    return [] if value is None else [f"set {name} to value {_text(value)}"]
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def isCompilingWithDispatcher() -> bool:
+    """False: nothing is compiled."""
+    return False
