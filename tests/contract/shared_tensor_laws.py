@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import popdist
 from popdist.contract import SHARE_TENSORS
 from popdist.host_memory import host_group, shared_storages
+from popdist.host_memory.offers import Offers
 from popdist.host_memory.row_reduction import Reduction
 
 SUM: Final = dist.ReduceOp.SUM
@@ -204,6 +205,51 @@ def swap(tensor: Tensor, made: ProcessGroup) -> None:
     assert work is not None
     dist.recv(torch.empty_like(tensor), (rank - 1) % size, group=made)
     work.wait()
+
+
+def law_what_the_group_makes_is_scattered_and_gathered_where_it_lies() -> None:
+    """As `fully_shard` does with tensors of the group's own; and as well where one rank brings another tensor."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = [brought(other, size * LARGE) for other in range(size)]
+    with group("0") as plain, group(None) as made:
+        made_by: Any = made._get_backend(torch.device("cpu"))
+        assert made_by.supports_tensor_alloc(torch.device("cpu"))
+        apart: Any = plain._get_backend(torch.device("cpu"))
+        assert not apart.supports_tensor_alloc(torch.device("cpu"))
+        wanted, total, addresses = torch.empty(LARGE), torch.empty(LARGE), set[int]()
+        for op, without in product((SUM, dist.ReduceOp.AVG), (None, 0)):
+            dist.reduce_scatter_single(wanted, every[rank].clone(), op, group=plain)
+            given = made_by.allocate_tensor(size * LARGE, dtype=torch.float32, device=torch.device("cpu"))
+            addresses.add(given.data_ptr())
+            with in_places() as count:
+                dist.reduce_scatter_single(
+                    total, every[rank].clone() if rank == without else given.copy_(every[rank]), op, group=made
+                )
+            assert bool(count) is (without is None and not is_one())
+            assert torch.equal(total, wanted)
+            with in_places() as count:
+                own = torch.empty(LARGE) if rank == without else given[rank * LARGE : (rank + 1) * LARGE]
+                dist.all_gather_single(given, own.fill_(rank), group=made)
+            assert bool(count) is (without is None and not is_one())
+            assert torch.equal(given, torch.arange(size).repeat_interleave(LARGE).float())
+        del given, own
+        again = made_by.allocate_tensor(size * LARGE, dtype=torch.float32, device=torch.device("cpu"))
+        assert again.data_ptr() in addresses
+
+
+@contextmanager
+def in_places() -> Iterator[list[object]]:
+    """The places in which something was done in the block."""
+    found: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        rows = Offers.rows
+
+        def count(offers: Offers, *arguments: Any) -> list[Tensor]:  # noqa: ANN401 - as the method
+            found.append(arguments)
+            return rows(offers, *arguments)
+
+        patch.setattr(Offers, "rows", count)
+        yield found
 
 
 def law_a_forked_child_writes_elsewhere() -> None:

@@ -11,6 +11,7 @@ work of adding is divided. A tensor whose memory all ranks map is laid down nowh
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
@@ -184,10 +185,6 @@ class _PreparedSum(NamedTuple):
     memory: list[Tensor]
 
 
-class _OffersMadeError(Exception):
-    """Other ranks have offered memory for this tensor, and laid down nothing: all begin again, without offers."""
-
-
 class AllReduce:
     """The all-reduce of a group of at least two ranks."""
 
@@ -199,7 +196,6 @@ class AllReduce:
         self._num_bytes = slots.num_bytes
         """Size of the slots that the prepared sums are of."""
         self.offers = Offers(group)
-        self._looks_for_offers = False
         self.quick = QuickSums(group, slots)
 
     def __call__(self, tensor: Tensor, op: Op, may_move: MayMove | None) -> None:
@@ -209,35 +205,14 @@ class AllReduce:
             return
         combiner(op, tensor.dtype)
         self._slots.fit(tensor.nbytes)
-        if offer := self.offers.offer(tensor, may_move):
-            if self._add_where_offered(tensor, op, offer):
-                return
-        else:
-            self.offers.let_go()
-            self._looks_for_offers = True
-        try:
-            self._add(tensor, op, is_movable=may_move is not None)
-        except _OffersMadeError:
-            self._add(tensor, op, is_movable=may_move is not None)
-        finally:
-            self._looks_for_offers = False
-
-    def _add_where_offered(self, tensor: Tensor, op: Op, offer: int) -> bool:
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=tensor.numel())
-        self._flags.say(offer)
-        self._flags.meet(reason)
-        return self.offers.take(tensor, op, reason)
-
-    def _meet(self, reason: int) -> None:
-        """Meet; at the first meeting of a large tensor for which this rank offers nothing, see what others do."""
-        if not self._looks_for_offers:
-            self._flags.meet(reason)
-            return
-        self._looks_for_offers = False
-        self._flags.say(0)
-        self._flags.meet(reason)
-        if any(self._flags.said()):
-            raise _OffersMadeError
+        self.offers.run(
+            tensor,
+            reason,
+            lambda places: self.offers.reduction(places, tensor, op).finish(reason),
+            partial(self._add, tensor, op, is_movable=may_move is not None),
+            may_move,
+        )
 
     def _add(self, tensor: Tensor, op: Op, *, is_movable: bool = False) -> None:
         prepared = self._prepared.get((op, tensor.dtype, tensor.shape))
@@ -248,7 +223,7 @@ class AllReduce:
                 return
         parity = self._flags.next_number() & 1
         prepared.mine[parity].copy_(tensor)
-        self._meet(prepared.purpose)
+        self.offers.meet(prepared.purpose)
         combine, rows = prepared.combine, prepared.rows[parity]
         if combine.is_plain:
             combine.plain(rows[0], rows[1], out=tensor)
@@ -303,7 +278,7 @@ class AllReduce:
                 slots = self._slots.next(flat.dtype)
                 rows = [slot[: len(piece)].numpy() for slot in slots]
                 np.copyto(rows[self._rank], piece)
-                self._meet(reason)
+                self.offers.meet(reason)
                 rows[self._rank] = piece
                 np.add(rows[0], rows[1], out=piece)
 
@@ -312,7 +287,7 @@ class AllReduce:
         length = len(piece)
         rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
         rows[self._rank].copy_(piece)
-        self._meet(reason)
+        self.offers.meet(reason)
         rows[self._rank] = piece
         combine(rows, piece, [held[:length] for held in memory])
 
@@ -324,7 +299,7 @@ class AllReduce:
         rows = slots.next(piece.dtype)
         for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
             rows[rank][part].copy_(piece[part])
-        self._meet(reason)
+        self.offers.meet(reason)
         results = slots.next(piece.dtype)
         if mine:
             part = slice(mine.start, mine.stop)

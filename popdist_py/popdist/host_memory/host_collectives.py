@@ -5,6 +5,7 @@ and a piece is what fits such a part. Each piece takes one meeting.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, Self
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.host_memory.addition import KINDS, OPS, Combiner, Op
-from popdist.host_memory.all_reduce import AllReduce, QuickSum, Slots, alone
+from popdist.host_memory.all_reduce import LARGEST_BYTES, AllReduce, QuickSum, Slots, alone
 from popdist.host_memory.flags import Names, operation, purpose
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.offers import MayMove
+from popdist.host_memory.offers import LEAST_BYTES, MayMove, Places
 
 _REDUCE_SCATTER: Final = {op: operation(f"reduce_scatter ({op})") for op in OPS}
 _REDUCE: Final = {op: operation(f"reduce ({op})") for op in OPS}
@@ -58,6 +59,7 @@ class HostCollectives:
         if not self._is_alone:
             self._slots = Slots(group)
             self._all_reduce = AllReduce(group, self._slots)
+            self._offers = self._all_reduce.offers
             self.quick_sum = self._all_reduce.quick.add
 
     @classmethod
@@ -116,11 +118,26 @@ class HostCollectives:
         data, into = as_bytes(tensor), [as_bytes(output) for output in outputs]
         self._slots.fit(len(data))
         reason = purpose(_ALL_GATHER, count=len(data))
+        if len(data) < LEAST_BYTES:
+            self._gather_in_pieces(into, data, reason)
+            return
+        in_place = partial(self._gather_in_place, into, data, reason)
+        self._offers.run(data, reason, in_place, partial(self._gather_in_pieces, into, data, reason))
+
+    def _gather_in_place(self, into: Sequence[Tensor], data: Tensor, reason: int, places: Places) -> None:
+        rows = self._offers.rows(places, len(data), torch.uint8)
+        rows[self._rank] = data
+        for output, row in zip(into, rows, strict=True):
+            if output.data_ptr() != row.data_ptr():
+                output.copy_(row)
+        self._flags.meet(reason)
+
+    def _gather_in_pieces(self, into: Sequence[Tensor], data: Tensor, reason: int) -> None:
         pieces = [_cut(output, self._slots.num_bytes) for output in into]
         for index, piece in enumerate(_cut(data, self._slots.num_bytes)):
             slots = [slot[: len(piece)] for slot in self._slots.next(torch.uint8)]
             slots[self._rank].copy_(piece)
-            self._flags.meet(reason)
+            self._offers.meet(reason)
             slots[self._rank] = piece
             for row, slot in zip(pieces, slots, strict=True):
                 row[index].copy_(slot)
@@ -151,9 +168,29 @@ class HostCollectives:
             return
         combine = Combiner(op, output.dtype, self.size)
         self._slots.fit(output.nbytes * self.size)
+        reason = purpose(_REDUCE_SCATTER[op], kind=KINDS[output.dtype], count=len(output))
+        in_pieces = partial(self._scatter_in_pieces, output, tensors, combine, reason)
+        if output.nbytes * self.size < LEAST_BYTES:
+            in_pieces()
+            return
+        in_place = partial(self._scatter_in_place, output, combine, reason)
+        self._offers.run(_joined(tensors), reason, in_place, in_pieces)
+
+    def _scatter_in_place(self, output: Tensor, combine: Combiner, reason: int, places: Places) -> None:
+        """Combine this rank's part of all ranks' tensors where they lie."""
+        first, width = self._rank * len(output), LARGEST_BYTES // output.element_size()
+        wholes = self._offers.rows(places, output.nbytes * self.size, output.dtype)
+        rows = [whole[first : first + len(output)] for whole in wholes]
+        memory = combine.memory((min(width, len(output)),))
+        for parts in zip(*(_cut(row, width) for row in (output, *rows)), strict=True):
+            combine(parts[1:], parts[0], [held[: len(parts[0])] for held in memory])
+        self._flags.meet(reason)
+
+    def _scatter_in_pieces(
+        self, output: Tensor, tensors: Sequence[Tensor], combine: Combiner, reason: int
+    ) -> None:
         width = self._slots.num_bytes // (self.size * output.element_size())
         memory = combine.memory((width,))
-        reason = purpose(_REDUCE_SCATTER[op], kind=KINDS[output.dtype], count=len(output))
         pieces = [_cut(tensor, width) for tensor in tensors]
         for index, out in enumerate(_cut(output, width)):
             length = len(out)
@@ -161,7 +198,7 @@ class HostCollectives:
             for other in range(self.size):
                 if other != self._rank:
                     slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
-            self._flags.meet(reason)
+            self._offers.meet(reason)
             first = self._rank * width
             rows = [slot[first : first + length] for slot in slots]
             rows[self._rank] = pieces[self._rank][index]
@@ -206,12 +243,23 @@ class HostCollectives:
     def close(self) -> None:
         """Leave: the other ranks see it."""
         if not self._is_alone:
-            self._all_reduce.offers.close()
+            self._offers.close()
         self.group.close()
 
     def break_off(self) -> None:
         """End a call that is going on in another thread, with an error."""
         self.group.flags.break_off()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """Parts of one length as one tensor, where they lie in a row."""
+    first = parts[0]
+    storage = first.untyped_storage().data_ptr()
+    for number, part in enumerate(parts):
+        is_next = part.data_ptr() == first.data_ptr() + number * first.nbytes
+        if not is_next or part.untyped_storage().data_ptr() != storage:
+            return None
+    return first.as_strided((len(parts) * len(first),), (1,))
 
 
 def _cut(tensor: Tensor, width: int) -> Sequence[Tensor]:

@@ -1,9 +1,9 @@
-"""All-reduces of tensors whose memory all ranks map: each rank adds a share of the elements, in place.
+"""Collectives of tensors whose memory all ranks map: they lie where they are, and nothing is laid down.
 
-Before a large all-reduce every rank *offers* a place: a storage that lies in a file (see
+Before a large collective every rank *offers* a place: a storage that lies in a file (see
 `popdist.host_memory.shared_storages`) and where in it the tensor begins, or nothing. The offer stands beside the
-words of a meeting that the all-reduce has anyway. If all ranks offer a place, they add there; if one does not, all
-go the other way. The places need not be alike, so tensors that come in another order are added all the same.
+words of a meeting that the collective has anyway. If all ranks offer a place, they work there; if one does not,
+all go the other way. The places need not be alike, so tensors that come in another order will do.
 
 A storage that is offered for the first time is introduced, at two more meetings: its rank moves it into a file if
 it lies in none, and the others map that. They let go of it when its file says that the storage is gone.
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from popdist.errors import BackendError
 from popdist.host_memory import shared_storages
 from popdist.host_memory.addition import KINDS, Op
 from popdist.host_memory.flags import operation, purpose
@@ -34,8 +33,8 @@ LEAST_BYTES: Final = 1 << 18
 
 _INTRODUCE: Final = operation("introduction of a tensor")
 
-_PLACE_BITS: Final = 40
-_MOST_NUMBERS: Final = 1 << 20
+_NUMBER_BITS: Final = 20
+_MOST_NUMBERS: Final = 1 << _NUMBER_BITS
 _OFFER: Final = 1 << 62
 _NEW: Final = 1 << 61
 
@@ -48,6 +47,14 @@ _ANSWER: Final = 1 << 63
 
 MayMove = Callable[[Tensor], bool]
 """Whether the memory of a tensor may be moved now."""
+
+
+Places = tuple[int, ...]
+"""Of each rank, in which of its files a tensor lies, and where in it."""
+
+
+class _OffersMadeError(Exception):
+    """Other ranks have offered memory for this tensor, and laid down nothing: all begin again, without offers."""
 
 
 class Offers:
@@ -68,20 +75,73 @@ class Offers:
         self._are_mapped = True
         """Whether every introduction so far went well."""
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._prepared: dict[tuple[tuple[int, ...], Op, torch.dtype, int], Reduction] = {}
+        self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
+        self._looks = False
 
-    @property
-    def are_made(self) -> bool:
-        """Whether this rank has files that all ranks know."""
-        return bool(self._numbers)
-
-    def offer(self, tensor: Tensor, may_move: MayMove | None) -> int:
-        """What this rank offers for a tensor; 0 for nothing.
+    def run(
+        self,
+        tensor: Tensor | None,
+        reason: int,
+        in_place: Callable[[Places], None],
+        otherwise: Callable[[], None],
+        may_move: MayMove | None = None,
+    ) -> None:
+        """Do a collective in place if all ranks offer memory, and else the other way.
 
         Args:
-            tensor: Of :data:`LEAST_BYTES` at least.
-            may_move: Asked whether its storage may be moved, when it comes again; None if it may not.
+            tensor: What this rank brings, of at least :data:`LEAST_BYTES`; None where it is not one tensor.
+            reason: What its meetings are for; the same on all ranks.
+            in_place: Does it where all tensors lie. All ranks have come when it begins.
+            otherwise: Does it the other way; its first meeting is :meth:`meet`, and it has changed nothing before.
+            may_move: Asked whether the tensor's memory may be moved, when it comes again; None if it may not.
         """
+        offer = 0 if tensor is None else self._offer(tensor, may_move)
+        if tensor is not None and offer:
+            self._flags.say(offer)
+            self._flags.meet(reason)
+            if (places := self._agreed(tensor)) is not None:
+                in_place(places)
+                return
+        else:
+            self._let_go()
+            self._looks = True
+        try:
+            otherwise()
+        except _OffersMadeError:
+            otherwise()
+        finally:
+            self._looks = False
+
+    def meet(self, reason: int) -> None:
+        """Meet; at the first meeting of a collective for which this rank offers nothing, see what others do."""
+        if not self._looks:
+            self._flags.meet(reason)
+            return
+        self._looks = False
+        self._flags.say(0)
+        self._flags.meet(reason)
+        if any(self._flags.said()):
+            raise _OffersMadeError
+
+    def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """What stands in these places, as flat tensors."""
+        found = []
+        for rank, place in enumerate(places):
+            start, number = (place & ~_OFFER) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
+            found.append(self._files[rank][number].memory[start : start + num_bytes].view(dtype))
+        return found
+
+    def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
+        """The reduction of tensors like this one in these places."""
+        key = (places, op, tensor.dtype, tensor.numel())
+        if key not in self._prepared:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = self._group.reduction(self.rows(places, tensor.nbytes, tensor.dtype), op)
+        return self._prepared[key]
+
+    def _offer(self, tensor: Tensor, may_move: MayMove | None) -> int:
+        """What this rank offers; 0 for nothing."""
         if not tensor.is_contiguous() or tensor.is_neg():
             return 0
         storage = tensor.untyped_storage()
@@ -90,39 +150,24 @@ class Offers:
             is_whole = tensor.nbytes == storage.nbytes()
             is_new = may_move is not None and is_whole and self._comes_again(storage) and may_move(tensor)
             return _OFFER | _NEW if is_new else 0
-        place = (tensor.data_ptr() - shared.address) << 20
+        place = (tensor.data_ptr() - shared.address) << _NUMBER_BITS
         number = self._numbers.get(shared.file)
         if number is not None:
             return _OFFER | place | number
         return _OFFER | _NEW | place if self._may_introduce() else 0
 
-    def take(self, tensor: Tensor, op: Op, reason: int) -> bool:
-        """Add in the places that all ranks have offered at the last meeting; False if one has offered none.
-
-        Args:
-            tensor: The one that this rank's offer was made for.
-            op: How the tensors are combined.
-            reason: What the meeting was for.
-        """
+    def _agreed(self, tensor: Tensor) -> Places | None:
+        """The places that all ranks have offered at the last meeting; None if one has offered none."""
         offers = self._flags.said()
         if not all(offers):
-            self.let_go()
-            return False
+            self._let_go()
+            return None
         if any(offer & _NEW for offer in offers) and not self._introduce(tensor, offers):
-            return False
-        places = tuple(
+            return None
+        return tuple(
             offer & ~_NEW | self._num_introduced[rank] if offer & _NEW else offer
             for rank, offer in enumerate(offers)
         )
-        key = (places, op, tensor.dtype, tensor.numel())
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
-            rows = [self._row(rank, place, tensor) for rank, place in enumerate(places)]
-            prepared = self._prepared[key] = self._group.reduction(rows, op)
-        prepared.finish(reason)
-        return True
 
     def close(self) -> None:
         """Let go of everything."""
@@ -135,10 +180,8 @@ class Offers:
 
     def _comes_again(self, storage: UntypedStorage) -> bool:
         """Whether torch's allocator owns the storage, and it was there before, with the same length."""
-        if (
-            not storage.resizable() or not self._may_introduce()
-        ):  # numpy and others who know its address clear that
-            return False
+        if not storage.resizable() or not self._may_introduce():
+            return False  # numpy and others who know the address have cleared the one
         key, num_bytes = shared_storages.key_of(storage), storage.nbytes()
         if key in self._seen and self._seen[key][1] == num_bytes:
             return True
@@ -149,14 +192,9 @@ class Offers:
         self._seen[key] = (StorageWeakRef(storage), num_bytes)
         return False
 
-    def _row(self, rank: int, place: int, tensor: Tensor) -> Tensor:
-        start = (place & ~_OFFER) >> 20
-        memory = self._files[rank][place & _MOST_NUMBERS - 1].memory
-        return memory[start : start + tensor.nbytes].view(tensor.dtype)
-
     def _introduce(self, tensor: Tensor, offers: Sequence[int]) -> bool:
         """Have all ranks map the storages that are offered for the first time; whether all of them could."""
-        self.let_go()
+        self._let_go()
         rank = self._group.rank
         mine = self._file_of(tensor) if offers[rank] & _NEW else None
         storage = tensor.untyped_storage()
@@ -192,7 +230,7 @@ class Offers:
         if shared_storages.find(storage) is None:
             try:
                 shared_storages.move(storage)
-            except BackendError:
+            except Exception:  # noqa: BLE001 - whatever it is, the others wait for an answer
                 return None
             self._seen.pop(shared_storages.key_of(storage), None)
         found = shared_storages.find(storage)
@@ -209,7 +247,7 @@ class Offers:
             raise OSError(f"another file is there than that of rank {rank}")
         return file
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Let go of storages that are gone."""
         shared_storages.forget_gone()
         for files in self._files:

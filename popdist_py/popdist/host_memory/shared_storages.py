@@ -13,6 +13,7 @@ import mmap
 import os
 import secrets
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -132,6 +133,31 @@ def make(num_bytes: int) -> UntypedStorage:
     storage, file = _make(num_bytes)
     _remember(storage, storage.data_ptr(), file)
     return storage
+
+
+_use_count: Final[Callable[[int], int]] = torch._C._storage_Use_Count  # noqa: SLF001 - there is no other way to ask
+
+_POOL_SHARE: Final = 8
+
+
+class StoragePool:
+    """Storages in files that are used again when no tensor lies on them any more."""
+
+    def __init__(self) -> None:
+        self._storages: list[UntypedStorage] = []
+
+    def take(self, num_bytes: int) -> UntypedStorage:
+        """A storage of at least ``num_bytes`` on which no tensor lies; its numbers are any.
+
+        Raises:
+            BackendError: If there is no room.
+        """
+        free = [storage for storage in self._storages if _use_count(key_of(storage)) == 1]
+        for storage in free:
+            if num_bytes <= storage.nbytes() <= num_bytes + num_bytes // _POOL_SHARE:
+                return storage
+        self._storages.append(make(num_bytes))
+        return self._storages[-1]
 
 
 def move(storage: UntypedStorage) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, wraps
 from types import FunctionType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.process_group.group_calls import GroupCalls
+
+if TYPE_CHECKING:
+    from popdist.host_memory.shared_storages import StoragePool
 
 _SKIP: Final = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)  # noqa: SLF001 - what torch.compiler.disable() does, without the seconds that importing the compiler takes
 
@@ -52,13 +55,29 @@ Work = Any  # dist.Work, of which torch's stubs do not say that its groups retur
 
 
 class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
-    """gloo, which torch takes for the whole group where it sets the group's timeout."""
+    """gloo, which torch takes for the whole group: where it sets the group's timeout, and where it makes tensors.
+
+    Attributes:
+        pool: Memory for the tensors that the group makes for its collectives; None where it makes none.
+    """
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, tell: Callable[[float], None]
     ) -> None:
         super().__init__(store, rank, size, timeout)
         self._tell = tell
+        self.pool: StoragePool | None = None
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether the group makes tensors on this device that its collectives need not copy."""
+        return self.pool is not None and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of ``size`` numbers in memory that all ranks can map; what they are is left open."""
+        made = torch.empty(0, dtype=dtype, device=device)
+        if self.pool is None or not self.supports_tensor_alloc(device) or not size:
+            return made.new_empty(size)
+        return made.set_(self.pool.take(size * made.element_size()), 0, (size,), (1,))
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         super()._set_default_timeout(timeout)

@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.shared_storages import StoragePool
 from popdist.process_group.call_arguments import SUM, as_list, check_peer, options
 from popdist.process_group.dispatched_calls import (
     Showing,
@@ -103,8 +104,10 @@ class PopdistProcessGroup(TorchGroups):
         self._host = host
         self._num_quick = 0
         self._movable = MovableTensors(is_wanted=share_tensors)
-        if share_tensors and isinstance(host, HostCollectives):
-            host.leave_large()
+        if isinstance(host, HostCollectives) and share_tensors is not False:
+            self._gloo.pool = StoragePool()
+            if share_tensors:
+                host.leave_large()
         self._queue = WorkQueue(host.break_off)
         self._quick_sum = self._queue.now_or_never(host.quick_sum)
         self.calls = GroupCalls(host, self._gloo, self._queue)
@@ -341,6 +344,7 @@ class PopdistProcessGroup(TorchGroups):
         """Leave: the other ranks see it, and nothing is held any more."""
         self._queue.stop()
         self._host.close()
+        self._gloo.pool = None
         super().shutdown()
 
     abort = shutdown
