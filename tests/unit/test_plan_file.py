@@ -158,7 +158,10 @@ def without(key: str) -> Callable[[Values], Values]:
         (nested("vipu", partition_attempts=0), "plan.json: vipu.partition_attempts 0 is not possible"),
         (nested("vipu", num_ilds=3), "plan.json: vipu.num_ilds 3 is more than num_instances 2"),
         (nested("vipu", server_timeout_seconds=0), "plan.json: vipu.server_timeout_seconds 0 is not possible"),
-        (nested("vipu", partition=""), "plan.json: vipu.partition '' is not possible: it is a name"),
+        (
+            nested("vipu", partition=""),
+            "plan.json: vipu.partition '' is not possible: a name has characters that can be printed",
+        ),
         (changed(variables={"A": 1}), "variables.A must be text, not 1"),
         (changed(variables=["A"]), "variables must be a mapping of names to values, not ['A']"),
         (changed(instance_variables={"one": {}}), "instance_variables.one: the key must be a number such as '0'"),

@@ -251,7 +251,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
         ("--pod", vipu.pod),
     ):
         if name is not None and not (name and name.isprintable()):
-            raise PlanError(f"{option} {name!r} is not possible: it is a name")
+            raise PlanError(f"{option} {name!r} is not possible: a name has characters that can be printed")
 
 
 def check_tag_format(template: str) -> None:

@@ -152,7 +152,7 @@ class Pool:
         """
         check_count("--size", size)
         if not (name and name.isprintable()):
-            raise PlanError(f"partition {name!r} is not possible: it is a name")
+            raise PlanError(f"partition {name!r} is not possible: a name has characters that can be printed")
         if size != (more := size_of_partition(size)):
             raise PartitionError(
                 f"--size {size}: the size of a partition is a power of two; nearest: {more // 2} or {more}"
