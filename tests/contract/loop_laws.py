@@ -17,7 +17,7 @@ import popdist
 from popdist.data.batch import MicroBatch
 from popdist.training.model_steps import ModelSteps
 from popdist.training.randomness import ReplicaRandomness
-from tests.contract import check_laws, old_gradient_laws, training_laws
+from tests.contract import batch_norm_laws, check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import (
     Net,
@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 
 
 def all_laws() -> list[Callable[[], None]]:
-    """Every law of training_laws.py, check_laws.py, old_gradient_laws.py and of this file."""
-    modules = (training_laws, check_laws, old_gradient_laws, sys.modules[__name__])
+    """Every law of training_laws.py, check_laws.py, old_gradient_laws.py, batch_norm_laws.py and this file."""
+    modules = (training_laws, check_laws, old_gradient_laws, batch_norm_laws, sys.modules[__name__])
     return [law for module in modules for law in training_laws.laws_of(module)]
 
 

@@ -244,3 +244,63 @@ def recipe_closure() -> nn.Module:
     for _ in range(NUM_STEPS):
         optimizer.step(closure)
     return model.module
+
+
+def normed() -> nn.Sequential:
+    """A small network with batch norm layers, one of them converted."""
+    first = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(16))
+    return nn.Sequential(nn.Linear(4, 16), first, nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 4), nn.BatchNorm1d(4))
+
+
+def train_groups(model: popdist.ReplicatedModel, loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    """A few steps with statistics of all replicas; with accumulation, and fewer samples in the last one."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for count in (12, 12, 7):
+        model.run_micro_batches(share(samples(count)), lambda x, y: loss(x, y).backward(), 1 + count % 2)
+        optimizer.step()
+    return model.module
+
+
+def recipe_batch_norm_groups() -> nn.Module:
+    """Replicas of one instance take turns, those of several meet."""
+    model = popdist.ReplicatedModel(normed(), batch_norm_group_size=popdist.num_replicas())
+    return train_groups(model, lambda x, y: cross_entropy(model(x), y))
+
+
+def recipe_batch_norm_groups_compiled() -> nn.Module:
+    """torch.compile leaves the layers of groups out of its graphs."""
+    module = normed()
+    compiled: Any = torch.compile(module, backend="aot_eager")
+    model = popdist.ReplicatedModel(compiled, batch_norm_group_size=popdist.num_replicas())
+    train_groups(model, lambda x, y: cross_entropy(model(x), y))
+    return module
+
+
+def recipe_batch_norm_groups_checkpointed() -> nn.Module:
+    """What is computed again in the backward pass meets again."""
+    model = popdist.ReplicatedModel(normed(), batch_norm_group_size=popdist.num_replicas())
+    return train_groups(model, lambda x, y: cross_entropy(checkpoint(model.module, x, use_reentrant=False), y))
+
+
+def recipe_batch_norm_groups_scaled_and_clipped() -> nn.Module:
+    """A scaler that skips a step in which one replica has found infinity, half precision inside, and clipping."""
+    model = popdist.ReplicatedModel(normed(), batch_norm_group_size=popdist.num_replicas())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(NUM_STEPS):
+        replicas = iter(popdist.local_replicas())
+
+        def body(x: Tensor, y: Tensor) -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(model(x), y)
+            factor = float("inf") if (step, next(replicas)) == (1, 1) else 1.0  # noqa: B023 - called at once
+            scaler.scale(loss * factor).backward()
+
+        model.run_micro_batches(batch(), body)
+        scaler.unscale_(optimizer)
+        norm = model.clip_grad_norm_(0.5)
+        assert bool(norm.isfinite()) == (step != 1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512.0
+    return model.module

@@ -12,7 +12,7 @@ state that nobody can combine. The instances compare what they have (`popdist.gr
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, TypeVar
 
 import torch
@@ -106,16 +106,24 @@ class ReplicaBuffers(ModelBuffers):
         """The step has ended, with a gradient or without."""
         self.is_in_step = False
 
-    @torch.no_grad()
     def end_replica(self, *, has_run: bool) -> None:
         """Keep what the next local replica made of the buffers, and put them back for the one after it."""
-        if not has_run:
-            self._made.append(None)
-            return
+        self._made.append(self.park() if has_run else None)
+
+    @torch.no_grad()
+    def park(self) -> dict[str, Tensor]:
+        """What the replica that computes has made of the buffers, by key; they hold what the step began with."""
         changed = find_changed(self._tracked, all_of_them=self._is_checked)
-        self._made.append({key: made.clone() for key, made in changed.items()})
+        made = {key: now.clone() for key, now in changed.items()}
         for key in changed:
             self._tracked[key].set(self._tracked[key].start)
+        return made
+
+    @torch.no_grad()
+    def resume(self, made: Mapping[str, Tensor]) -> None:
+        """Let a replica go on with what :meth:`park` took away."""
+        for key, value in made.items():
+            self._tracked[key].become(value)
 
     def end_pass(self) -> None:
         """The pass outside of the micro batches has ended: also what was written in other models is its."""

@@ -1,21 +1,213 @@
-"""New statistics of BatchNorm for finished weights, such as an average of them, from all replicas of the job."""
+"""BatchNorm over more samples than one replica has.
+
+A layer of a model with ``batch_norm_group_size=k`` normalises with the statistics of k consecutive replicas: those
+of one batch with the samples of all of them. Forward, each replica brings the mean and the variance of its own
+samples to a meeting (`popdist.training.norm_meetings`) and takes away what follows for all. Backward, each brings
+the sums from which the gradient of the statistics is made, times what it counts in the step's loss. What it takes
+away is divided by what it counts, because the step multiplies its gradient with that.
+
+:func:`update_bn` makes new statistics for finished weights, such as an average of them, from all replicas.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import batch_norm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from popdist import context
-from popdist.errors import MicroBatchError, WeightsError
+from popdist.errors import BatchError, MicroBatchError, WeightsError
 from popdist.gradients.buffer_changes import agree_on_changes, changes_of
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
 from popdist.groups import let_the_cause_come_first
 from popdist.headers import name_instances
 from popdist.training.micro_batches import Nest, split_batch, to_device
+from popdist.training.norm_meetings import NormTurn, Stop, layer_number
 from popdist.training.randomness import ReplicaRandomness
+from popdist.tree import tree_sum
+
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+_apart: Final[list[nn.Module]] = []
+"""The models whose statistics :func:`update_bn` makes: there each replica is a group of its own."""
+
+
+class GroupedNorm:
+    """The forward pass of one BatchNorm layer in training: with the statistics of a group of replicas.
+
+    It stands in the place of the layer's own method, which it calls in evaluation.
+
+    Args:
+        layer: The layer.
+        size: Replicas of a group.
+        name: What the layer is called, the same on all instances.
+    """
+
+    _torchdynamo_disable = True
+
+    def __init__(self, layer: _BatchNorm, size: int, name: str) -> None:
+        self.layer = layer
+        self.size = size
+        self.name = name
+        self.number = layer_number(name)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise ``x``, of shape (samples, channels, ...)."""
+        layer = self.layer
+        if not layer.training or _apart:
+            return _BatchNorm.forward(layer, x)
+        turn = NormTurn.current
+        if turn is None or turn.size != self.size:
+            where = "outside of its micro batches" if turn is None else f"in a loop with groups of {turn.size}"
+            raise BatchError(
+                f"{self.name} has batch_norm_group_size={self.size} and is called in training mode {where}, where "
+                "it cannot meet the other replicas of its group: call model.eval() before such a pass, make it in "
+                "model.run_micro_batches(), or give both models the same batch_norm_group_size"
+            )
+        layer._check_input_dim(x)  # noqa: SLF001 - what its own forward pass calls first
+        y: Tensor = _Normalise.apply(x, layer.weight, layer.bias, self, turn)  # type: ignore[no-untyped-call] # torch's
+        return y
+
+    @torch.no_grad()
+    def track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """Update the running statistics of the layer as those of one batch."""
+        buffers, momentum = dict(self.layer.named_buffers(recurse=False)), self.layer.momentum
+        buffers["num_batches_tracked"].add_(1)
+        rate = 1.0 / float(buffers["num_batches_tracked"]) if momentum is None else momentum
+        unbiased = variance * (count / (count - 1))
+        for running, new in ((buffers["running_mean"], mean), (buffers["running_var"], unbiased)):
+            running.copy_(running.double() * (1 - rate) + new.to(running.device) * rate)
+
+
+def _by_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _pooled(rows: list[Tensor]) -> tuple[Tensor, Tensor, float]:
+    """Mean and variance by channel, and the count, of all values together.
+
+    Args:
+        rows: For each participant the means, the variances, and how many values each is of (Chan, Golub and
+            LeVeque 1979).
+    """
+    parts = [(row[:-1].view(2, -1), float(row[-1])) for row in rows]
+    count = tree_sum((n for _, n in parts), lambda left, right: left + right)
+    mean = tree_sum((it[0] * n for it, n in parts), torch.add) / count
+    squares = tree_sum(((it[1] + (it[0] - mean).square()) * n for it, n in parts), torch.add)
+    return mean, squares / count, count
+
+
+class _Normalise(torch.autograd.Function):
+    """A BatchNorm layer over the samples of a group; every participant calls it, and its backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's own signature
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: GroupedNorm,
+        turn: NormTurn,
+    ) -> Tensor:
+        """Normalise with mean and variance of the group."""
+        num_channels = x.shape[1]
+        own = torch.batch_norm_update_stats(x.float() if x.dtype in _HALVES else x, None, None, 0.0)
+        row = torch.cat([*own, own[0].new_tensor([x.numel() / num_channels])]).double().cpu()
+        rows = turn.meet(Stop("forward", norm.number, len(row)), row)
+        mean, variance, count = _pooled(rows)
+        if count < 2:  # noqa: PLR2004 - as torch
+            raise BatchError(
+                f"{norm.name} has {count:g} values in each channel over all replicas of its group, and a "
+                "variance needs two"
+            )
+        norm.track(mean, variance, count)
+        wide = own[0].dtype
+        mean, variance = mean.to(x.device, wide), variance.to(x.device, wide)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.norm, ctx.turn, ctx.count = norm, turn, count
+        scale, shift = (None if it is None else it.to(wide) for it in (weight, bias))
+        return batch_norm(x, mean, variance, scale, shift, training=False, eps=norm.layer.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401 - as above
+        """The gradients of this participant's loss, with what the others' losses owe its samples."""
+        x, weight, mean, variance = ctx.saved_tensors
+        norm, turn, wide = ctx.norm, ctx.turn, mean.dtype
+        eps, dtype = norm.layer.eps, x.dtype
+        x, slope = x.to(wide), _laid_out_as(slope.to(wide), x)
+        scale = torch.ones_like(mean) if weight is None else weight.to(wide)
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            slope,
+            x,
+            scale,
+            running_mean=mean,
+            running_var=variance,
+            save_mean=None,
+            save_invstd=None,
+            train=False,
+            eps=eps,
+            output_mask=[False, True, True],
+        )
+        of_x = None
+        if ctx.needs_input_grad[0]:
+            row = torch.cat([of_weight, of_bias]).double().cpu() * turn.share
+            rows = turn.meet(Stop("backward", norm.number, len(row)), row)
+            means = (tree_sum(rows, torch.add) / (turn.share * ctx.count)).to(x.device, wide).view(2, -1)
+            scale = scale * (variance + eps).rsqrt()
+            of_x = batch_norm(x, mean, variance, -scale * means[0], -scale * means[1], training=False, eps=eps)
+            of_x = of_x.addcmul_(slope, _by_channel(scale, x)).to(dtype)
+        if weight is None:
+            return of_x, None, None, None, None
+        return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None
+
+
+def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` in the order of memory for which torch's kernels are fast."""
+    is_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004 - images
+    if is_last and not like.is_contiguous():
+        return tensor.contiguous(memory_format=torch.channels_last)
+    return tensor.contiguous()
+
+
+def group_norms(module: nn.Module, size: int) -> None:
+    """Have the BatchNorm layers of ``module`` normalise over groups of ``size`` replicas; 1 changes nothing.
+
+    Raises:
+        WeightsError: If a layer has no running statistics, has a forward pass of its own, or has groups of another
+            size already; the message names it.
+    """
+    model = type(module).__name__
+    for path, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        name = f"the layer {path or type(layer).__name__} of {model}"
+        known = vars(layer).get("forward")
+        before = known.size if isinstance(known, GroupedNorm) else 1
+        if before not in (1, size):
+            raise WeightsError(
+                f"{name} belongs to a model with batch_norm_group_size={before} already, and this one has {size}: "
+                "wrap a module with one size, or make it anew"
+            )
+        if before == size:
+            continue
+        if known is not None or type(layer).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+            raise WeightsError(
+                f"{name} has a forward pass of its own, whose statistics cannot be those of a group: use torch's "
+                "BatchNorm1d, 2d or 3d, or leave out batch_norm_group_size"
+            )
+        if layer.running_mean is None:
+            raise WeightsError(
+                f"{name} has track_running_stats=False, so its evaluation would need the other replicas of its "
+                "group: leave that out, or leave out batch_norm_group_size"
+            )
+        layer.forward = GroupedNorm(layer, size, name)  # type: ignore[assignment] # found before the class's
+
 
 _END = "update_bn(), the end of the loader"
 _STEP = "update_bn(), a batch"
@@ -69,9 +261,11 @@ def _calibrating(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # torch's word for a mean in which all batches count alike
+    _apart.append(model)
     try:
         yield
     finally:
+        _apart.pop()
         for norm, momentum in momenta.items():
             norm.momentum = momentum
         for module, mode in modes.items():

@@ -1,8 +1,10 @@
 """The steps of one model on this instance: each is begun, computed in micro batches, and ended or abandoned."""
 
+import contextvars
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Final, TypeVar
@@ -31,9 +33,11 @@ from popdist.training import optimizer_steps
 from popdist.training.beside import BuffersBeside, ParametersBeside
 from popdist.training.checks import CheckedSteps
 from popdist.training.micro_batches import Nest, Split, check_weight, digest_of, split_batch, to_device
+from popdist.training.norm_meetings import NormGroups
 from popdist.training.outside_step import AutomaticReduction
 from popdist.training.python_state import PythonState
 from popdist.training.randomness import RandomScope, ReplicaRandomness
+from popdist.training.replica_turns import ReplicaTurns
 from popdist.training.step import PlainStep, Step
 from popdist.training_loop import training_loop
 from popdist.weights import sum_parameters
@@ -79,6 +83,11 @@ def warn_of_shuffling_loaders() -> None:
                 return
 
 
+def call_body(body: Callable[..., R], content: Nest) -> R:
+    """``body`` of a micro batch: the items of a tuple or list are its arguments, anything else the only one."""
+    return body(*content) if isinstance(content, tuple | list) else body(content)
+
+
 class ModelSteps:
     """The steps of one module on this instance, one at a time.
 
@@ -87,6 +96,7 @@ class ModelSteps:
         seed: Of the replicas' random states.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
         gradient_dtype: What gradients are rounded to; None for nothing.
+        norm_size: Replicas whose batch norm layers share statistics.
 
     Attributes:
         num_looks: For how many models of this process DataLoaders were looked for.
@@ -97,7 +107,13 @@ class ModelSteps:
     num_looks_beside: ClassVar[int] = 0
 
     def __init__(
-        self, module: nn.Module, *, seed: int, checks_finite: bool, gradient_dtype: torch.dtype | None
+        self,
+        module: nn.Module,
+        *,
+        seed: int,
+        checks_finite: bool,
+        gradient_dtype: torch.dtype | None,
+        norm_size: int,
     ) -> None:
         contract = context.environment().contract
         self.layout = contract.layout
@@ -105,6 +121,7 @@ class ModelSteps:
         self._module = module
         self._checks_finite = checks_finite
         self._gradient_dtype = gradient_dtype
+        self._norm_size = norm_size
         self._label = _next_label()
         self._prepare()
         self._join()
@@ -124,6 +141,7 @@ class ModelSteps:
         self.buffers = ReplicaBuffers(self._module, self._label)
         self._python_state = PythonState(self._module)
         self._checked_steps = CheckedSteps()
+        self._norm_groups = NormGroups(self._norm_size, self.layout) if self._norm_size > 1 else None
         self.automatic = AutomaticReduction(
             self._module,
             self.gradients,
@@ -136,7 +154,7 @@ class ModelSteps:
             self.buffers.begin_pass()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("layout", "randomness", "_module", "_checks_finite", "_gradient_dtype", "_label")
+        kept = ("layout", "randomness", "_module", "_checks_finite", "_gradient_dtype", "_norm_size", "_label")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,13 +207,40 @@ class ModelSteps:
         weights: Sequence[float] | None,
         split: Split | None,
         add: bool,
-    ) -> Iterator[Nest]:
+    ) -> Generator[Nest, None, None]:
         """A whole step, as its micro batches: see ``ReplicatedModel.micro_batches``."""
+        if self._norm_groups is not None and self.layout.num_local_replicas > 1:
+            raise self._norm_error("micro_batches()")
+        num_entered = MicroBatchScope.num_entered
+        step, contents, counts = self._open(batch, accumulation, reduction, weights, split, add)
+        beside = BuffersBeside() if self._looks_beside(step) else None
+        for index, (content, weight) in enumerate(zip(contents, counts, strict=True)):
+            if content is not None:
+                turn = nullcontext() if self._norm_groups is None else self._norm_groups.turn(index)
+                with MicroBatchScope(self, step, index, weight), turn:
+                    yield to_device(content, self.gradients.device)
+        self.finish(reduction, add=add)
+        if beside is not None:
+            beside.warn()
+        MicroBatchScope.mark_beside(num_entered)
+
+    def _open(
+        self,
+        batch: Nest,
+        accumulation: int,
+        reduction: MeanOrSum,
+        weights: Sequence[float] | None,
+        split: Split | None,
+        add: bool,  # noqa: FBT001 - as the others
+    ) -> tuple[Step | PlainStep, list[Nest], Sequence[float]]:
+        """Begin the step of a whole batch: its micro batches, and what each counts."""
         try:
             check_reduction(reduction)
             accumulation, contents, counts = split_batch(
                 batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
             )
+            if self._norm_groups is not None:
+                self._norm_groups.check_batch(contents, counts)
         except BatchError:
             self._refuse(accumulation, CANNOT_SPLIT, add=add)
             raise
@@ -207,22 +252,59 @@ class ModelSteps:
                 "gradient on any instance. To train on two batches at once, put them into one loop: "
                 "model.micro_batches((first, second))"
             )
-        num_entered, step = MicroBatchScope.num_entered, self.begin(accumulation)
-        beside = BuffersBeside() if self._looks_beside(step) else None
+        step = self.begin(accumulation)
         try:
             step.announce(max(counts), reduction, self._mark_of(batch, is_checked=step.is_checked), add=add)
+            if reduction == "sum" and weights is None:
+                counts = [float(content is not None) for content in contents]
+            if self._norm_groups is not None:
+                step.hear_of_others()
+                self._norm_groups.begin_step(context.current_group(), counts, accumulation)
         except BaseException:
             self.abandon()
             raise
-        for index, (content, weight) in enumerate(zip(contents, counts, strict=True)):
-            if content is not None:
-                counted = 1.0 if reduction == "sum" and weights is None else weight
-                with MicroBatchScope(self, step, index, counted):
-                    yield to_device(content, self.gradients.device)
+        return step, contents, counts
+
+    def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
+        self,
+        batch: Nest,
+        body: Callable[..., R],
+        accumulation: int,
+        *,
+        reduction: MeanOrSum,
+        weights: Sequence[float] | None,
+        split: Split | None,
+        add: bool,
+    ) -> list[R]:
+        """A whole step, with ``body`` called for each micro batch: see ``ReplicatedModel.run_micro_batches``."""
+        if self._norm_groups is None or self.layout.num_local_replicas == 1:
+            micro_batches = self.micro_batches(
+                batch, accumulation, reduction=reduction, weights=weights, split=split, add=add
+            )
+            with closing(micro_batches):  # which a traceback would keep open
+                return [contextvars.copy_context().run(call_body, body, content) for content in micro_batches]
+        step, contents, counts = self._open(batch, accumulation, reduction, weights, split, add)
+        beside = BuffersBeside() if self._looks_beside(step) else None
+        try:
+            self.automatic.begin_computing()
+            turns: ReplicaTurns[R] = ReplicaTurns(step, self.randomness, self.buffers, self.gradients)
+            device = self.gradients.device
+            bodies = [None if it is None else partial(call_body, body, to_device(it, device)) for it in contents]
+            results = turns.run_all(self._norm_groups, bodies, counts)
+        except BaseException:
+            self.abandon()
+            raise
         self.finish(reduction, add=add)
         if beside is not None:
             beside.warn()
-        MicroBatchScope.mark_beside(num_entered)
+        return results
+
+    def _norm_error(self, call: str) -> BatchError:
+        return BatchError(
+            f"{call} with batch_norm_group_size={self._norm_size} and {self.layout.num_local_replicas} replicas "
+            "in each instance: replicas of a group wait for each other at each batch norm layer. Write the inside "
+            "of the loop as a function of one replica's micro batch, and call model.run_micro_batches(batch, body)"
+        )
 
     def _looks_beside(self, step: Step | PlainStep) -> bool:
         """Whether to look for modules that nothing wraps: in a model's first step, once for a few models."""
@@ -253,6 +335,8 @@ class ModelSteps:
 
     def micro_batch(self, index: int, weight: float, accumulation: int) -> "MicroBatchScope":
         """What to enter for micro batch ``index`` of the step; the first one starts it."""
+        if self._norm_groups is not None:
+            raise self._norm_error("micro_batch()")
         weight, is_first = check_weight(weight), self.step is None
         if is_first and self._left_at is not None and index > self._left_at:
             raise self._left_error()
@@ -286,6 +370,8 @@ class ModelSteps:
     def abandon(self, reason: str = LEFT) -> None:
         """End the step without a gradient on any instance, if there is one. Never raises."""
         if self.step is not None:
+            if self._norm_groups is not None:
+                self._norm_groups.leave()
             self.step.abandon()
             self._end()
             optimizer_steps.lose_step(self, self._module, reason)

@@ -1,9 +1,9 @@
 """The model of a data-parallel job: an ordinary module whose gradients are those of all replicas."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,15 @@ from popdist.errors import BatchError, WeightsError, seed_number, whole_number
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum
 from popdist.gradients.rows import check_gradient_dtype
+from popdist.training.batch_norm import group_norms
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps
+from popdist.training.norm_meetings import check_group_size
 from popdist.training.randomness import ReplicaRandomness
 from popdist.weights import broadcast_weights
+
+R = TypeVar("R")
 
 
 class ReplicatedModel(nn.Module):
@@ -57,14 +61,21 @@ class ReplicatedModel(nn.Module):
             replicas, the whole one too, is rounded to it, whether it is sent or not; then the mean is taken, and
             ``.grad`` has the parameter's dtype. It halves what goes over a network. In float16 what is greater
             than 65504 becomes infinity, which a GradScaler finds. None rounds nothing.
+        batch_norm_group_size: Replicas whose BatchNorm layers share statistics: so many consecutive ones
+            normalise, forward and backward, as if their samples were one batch, and so do running statistics. It
+            divides the replicas of the job. Where it is greater than 1 and an instance has several replicas, the
+            loop is :meth:`run_micro_batches`. SyncBatchNorm is BatchNorm here; its process group plays no part. 1
+            leaves the layers alone.
         **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
 
     Raises:
         WeightsError: If the instances have different modules, or the weights differ afterwards; if the module or a
-            part of it reduces gradients already, or is lazy; for an option of DistributedDataParallel.
+            part of it reduces gradients already, or is lazy; for an option of DistributedDataParallel; if a
+            BatchNorm layer of a group has no running statistics, or a forward pass of its own.
         GradientError: If ``gradient_dtype`` is another one.
         CollectiveError: If the instances differ in the other arguments.
-        BatchError: If ``strict_bits`` refuses the number of local replicas, or the seed is none.
+        BatchError: If ``strict_bits`` refuses the number of local replicas, the seed is none, or
+            ``batch_norm_group_size`` does not divide the replicas.
         ContractError, BackendError: As ``popdist.init()``.
     """
 
@@ -78,6 +89,7 @@ class ReplicatedModel(nn.Module):
         check_finite: bool = False,
         strict_bits: bool = False,
         gradient_dtype: torch.dtype | None = None,
+        batch_norm_group_size: int = 1,
         **ddp_options: object,
     ) -> None:
         super().__init__()
@@ -93,15 +105,22 @@ class ReplicatedModel(nn.Module):
         refuse_module(module)
         seed = seed_number(seed, BatchError)
         gradient_dtype = check_gradient_dtype(gradient_dtype)
+        norm_size = check_group_size(batch_norm_group_size, context.environment().contract.num_replicas)
         context.ensure_init()
         context.current_group().agree(
-            f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=}, {gradient_dtype=})"
+            f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=}, {gradient_dtype=}, "
+            f"batch_norm_group_size={norm_size})"
         )
         self.module = module
         self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
         broadcast_weights(module)
+        group_norms(module, norm_size)
         self._model_steps = ModelSteps(
-            module, seed=seed, checks_finite=check_finite, gradient_dtype=gradient_dtype
+            module,
+            seed=seed,
+            checks_finite=check_finite,
+            gradient_dtype=gradient_dtype,
+            norm_size=norm_size,
         )
         self._model_steps.automatic.watch()
 
@@ -176,6 +195,61 @@ class ReplicatedModel(nn.Module):
         """
         steps = self._model_steps
         return steps.micro_batches(batch, accumulation, reduction=reduction, weights=weights, split=split, add=add)
+
+    def run_micro_batches(  # noqa: PLR0913 - those of micro_batches(), and the function
+        self,
+        batch: Nest,
+        body: Callable[..., R],
+        accumulation: int = 1,
+        *,
+        reduction: MeanOrSum = "mean",
+        weights: Sequence[float] | None = None,
+        split: Split | None = None,
+        add: bool = False,
+    ) -> list[R]:
+        """Call ``body`` for each micro batch of this instance; afterwards ``.grad`` is ready.
+
+        What the loop of :meth:`micro_batches` does, with its inside as a function, so that replicas can wait for
+        each other in the middle of it::
+
+            def body(x, y):
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                return loss.detach()
+
+            losses = model.run_micro_batches(batch, body)
+
+        With ``batch_norm_group_size`` and several local replicas in a group, those compute in turns, each in a
+        thread: one runs at a time, up to a BatchNorm layer or its end, then the next one, in order. With the
+        turn go the replica's random states, buffers and gradients. Each begins with the grad mode, the autocast
+        and the context variables of the caller; what it changes of them ends with it. Other modes of torch that
+        belong to a thread (hooks on saved tensors, a default device) do not reach ``body``: enter them there. The
+        activations of a group's local replicas are in memory together. What ``body`` keeps in Python is seen by
+        the others. Groups come in increasing order, each with all of its accumulation steps.
+
+        Args:
+            batch: As of :meth:`micro_batches`, and so are all other arguments but ``body``.
+            body: Called with a micro batch, whose items are its arguments if it is a tuple or list. It does the
+                forward and backward passes of one replica.
+            accumulation: As told.
+            reduction: As told.
+            weights: As told; greater than 0 with samples where groups share statistics.
+            split: As told.
+            add: As told.
+
+        Returns:
+            What ``body`` returned for each micro batch with samples, replica by replica.
+
+        Raises:
+            MicroBatchError: As :meth:`micro_batches`; and if replicas of a group do not call the same BatchNorm
+                layers equally often, forward and backward: the message names them.
+            BatchError, GradientError, WeightsError, CollectiveError, BackendError: As :meth:`micro_batches`.
+            BaseException: What ``body`` raises; the step is abandoned on every instance.
+        """
+        steps = self._model_steps
+        return steps.run_micro_batches(
+            batch, body, accumulation, reduction=reduction, weights=weights, split=split, add=add
+        )
 
     def micro_batch(
         self, index: int, *, weight: float = 1.0, accumulation: int = 1

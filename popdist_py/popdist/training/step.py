@@ -1,6 +1,7 @@
 """One step of a model on this instance: its micro batches in order, each added to the gradient of its replica."""
 
 import operator
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -51,15 +52,10 @@ class Step:
         self._position = 0
         self._not_finite: NotFinite | None = None
         self._current: GradientRows | None = None
+        self._open: dict[int, _ReplicaSum] = {}
         memory.begin_step()
-        self._begin_replica()
         if memory.layout.num_replicas > 1:
             buffers.begin_step(is_checked=self.is_checked)
-
-    def _begin_replica(self) -> None:
-        self._rows: TreeSum[GradientRows] = TreeSum(self.accumulation, self._memory.add)
-        self._weights: TreeSum[float] = TreeSum(self.accumulation, operator.add)
-        self._has_run = False
 
     def announce(self, heaviest: float, reduction: MeanOrSum, batch: BatchMark, *, add: bool) -> None:
         """Tell the others that this instance begins a step of a whole batch, and its heaviest weight."""
@@ -77,7 +73,7 @@ class Step:
         self._skip_to(index)
         self._current = self._next_rows()
         if index + 1 == self._num_micro_batches:
-            self._sum.begin_last(self._rows, weight)
+            self._sum.begin_last(self._sum_of_replica().rows, weight)
         return self._replica
 
     def take(self, parameter: Tensor) -> None:
@@ -99,8 +95,23 @@ class Step:
         else:
             rows.clear()
         self._gradients.clear()
-        self._has_run = True
+        self._sum_of_replica().has_run = True
         self._push(rows, weight)
+
+    def hear_of_others(self) -> None:
+        """Wait until all instances have announced their steps: see :meth:`GradientSum.unit`."""
+        self._sum.unit()
+
+    def collect_in_turn(self, index: int, weight: float | None) -> None:
+        """Take the gradients of micro batch ``index``, where replicas take turns; None for one without samples.
+
+        The replicas of a group come step by step, and at each step in their order.
+        """
+        self._position = index
+        if weight is None:
+            self._skip_to(index + 1)
+        else:
+            self.collect(weight)
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
@@ -135,14 +146,33 @@ class Step:
 
     def _push(self, rows: GradientRows, weight: float) -> None:
         """Add the next micro batch to its replica, and a finished replica to the job."""
-        self._rows.push(rows)
-        self._weights.push(weight)
+        replica, own = self._position // self.accumulation, self._sum_of_replica()
+        own.rows.push(rows)
+        own.weights.push(weight)
         self._position += 1
-        if self._rows.position == self.accumulation:
-            replica_sum = finish(self._rows.nodes, self.accumulation, self._memory.add)
-            self._sum.push(replica_sum, finish(self._weights.nodes, self.accumulation, operator.add))
-            self._buffers.end_replica(has_run=self._has_run)
-            self._begin_replica()
+        if own.rows.position == self.accumulation:
+            del self._open[replica]
+            replica_sum = finish(own.rows.nodes, self.accumulation, self._memory.add)
+            self._sum.push(replica_sum, finish(own.weights.nodes, self.accumulation, operator.add))
+            self._buffers.end_replica(has_run=own.has_run)
+
+    def _sum_of_replica(self) -> "_ReplicaSum":
+        """What the replica whose micro batch is next has brought so far."""
+        replica = self._position // self.accumulation
+        if replica not in self._open:
+            self._open[replica] = _ReplicaSum(
+                TreeSum(self.accumulation, self._memory.add), TreeSum(self.accumulation, operator.add)
+            )
+        return self._open[replica]
+
+
+@dataclass(slots=True)
+class _ReplicaSum:
+    """What the micro batches of one replica have brought: gradients, weights, and whether one had samples."""
+
+    rows: TreeSum[GradientRows]
+    weights: TreeSum[float]
+    has_run: bool = False
 
 
 def _out_of_order(index: int, position: int, num_local_replicas: int, accumulation: int) -> BatchError:
@@ -183,6 +213,13 @@ class PlainStep:
         self._settle_old(add=add)
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
+
+    def hear_of_others(self) -> None:
+        """There are no others."""
+
+    def collect_in_turn(self, _index: int, weight: float | None) -> None:
+        """The one replica of the job takes turns with nobody."""
+        self.collect(weight or 0.0)
 
     def begin(self, index: int, _weight: float) -> int:
         """Get ready for micro batch ``index``, which is 0; the number of its replica."""
