@@ -4,6 +4,7 @@ from poptorch import enums as enums
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
 from poptorch._logging import setLogLevel as setLogLevel
+from poptorch.data_loader import DataLoader as DataLoader
 from poptorch.enums import AutoStage as AutoStage
 from poptorch.enums import CommGroupType as CommGroupType
 from poptorch.enums import ConnectionType as ConnectionType
@@ -21,6 +22,7 @@ from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
 from poptorch.errors import Error as Error
 from poptorch.options import ConfigFileError as ConfigFileError
 from poptorch.options import Options as Options
+from poptorch.read_ahead import AsynchronousDataAccessor as AsynchronousDataAccessor
 from poptorch.strategies import PipelinedExecution as PipelinedExecution
 from poptorch.strategies import ShardedExecution as ShardedExecution
 from poptorch.strategies import Stage as Stage

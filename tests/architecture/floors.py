@@ -91,9 +91,16 @@ POPTORCH: Final[Floors] = (
         "strategies": "how blocks are dealt to stages",
         "sub_options": "the parts of the options",
         "config_file": "options from text",
+        "partition": "which samples each process reads",
     },
-    {"options": "all that a program says of how its model runs"},
-    {"poptorch_core": "the check of options by name and type"},
+    {
+        "options": "all that a program says of how its model runs",
+        "read_ahead": "batches read before they are asked for",
+    },
+    {
+        "poptorch_core": "the check of options by name and type",
+        "data_loader": "combined batches of a process's part of the data",
+    },
 )
 
 FLOORS: Final = {"popdist": POPDIST, "poprun": POPRUN, "poptorch": POPTORCH}

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import Dataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import popdist
+import poptorch
 from popdist.data.batch import Batch
 from popdist.data.replica_loader import ReplicaLoader
 from tests.contract.collective_laws import refused
@@ -52,6 +53,19 @@ def law_evaluation_is_that_of_one_process(_directory: Path) -> None:
         assert shuffle or torch.equal(found, (samples * 3 + 1).unsqueeze(1))
         assert torch.equal(found[torch.cat(order).argsort()], (samples * 3 + 1).unsqueeze(1))
         assert popdist.weighted_mean(right, count) == sum(i % 7 == 2 for i in range(53)) / 53
+
+
+def law_poptorch_s_loaders_share_the_data(_directory: Path) -> None:
+    """The options know process and replicas; each sample is read once, in one order that is shuffled alike."""
+    for shuffle in (False, True):
+        options = popdist.poptorch.Options().randomSeed(3)
+        assert options.replication_factor == popdist.num_local_replicas()
+        assert options.Distributed.processId == poptorch.Options().Distributed.processId
+        loader = poptorch.DataLoader(options, TensorDataset(torch.arange(50)), 2, shuffle=shuffle, drop_last=False)
+        assert loader.combinedBatchSize == 2 * popdist.num_local_replicas()
+        found = popdist.gather(torch.cat([numbers for (numbers,) in loader]))
+        assert shuffle or torch.equal(found, torch.arange(50))
+        assert torch.equal(found.sort().values, torch.arange(50))
 
 
 def law_gather_takes_any_number_of_rows(_directory: Path) -> None:

@@ -1,0 +1,197 @@
+"""`DataLoader`: torch's, of combined batches, with each process's part of the data."""
+
+from typing import Any
+
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from poptorch.enums import DataLoaderMode
+from poptorch.errors import Error
+from poptorch.options import Options
+from poptorch.partition import JoinedBatchSampler, Partition, PartitionSampler
+from poptorch.read_ahead import AsynchronousDataAccessor
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """Yields combined batches: what one call of a model takes on this process.
+
+    A combined batch holds ``batch_size`` samples for each device iteration, local replica (in groups of input, for
+    each group) and step of gradient accumulation. With several processes each reads its part of the dataset: see
+    `poptorch.partition`. No process speaks with another one. The options are frozen.
+
+    Args:
+        options: Say the size of the combined batch and the process.
+        dataset: Of either kind that torch knows.
+        batch_size: Samples of a micro batch; None for a dataset whose items are combined batches.
+        shuffle: Read in another order each epoch.
+        num_workers: Processes that read.
+        drop_last: Leave out what makes no full combined batch.
+        persistent_workers: Keep them from epoch to epoch; None for True where there are any.
+        auto_distributed_partitioning: Whether to read this process's part only.
+        mode: Sync reads when it is asked; Async reads ahead in a process; AsyncRebatched does so, and joins what
+            workers have read in part.
+        async_options: Arguments of :class:`AsynchronousDataAccessor`.
+        rebatched_worker_size: With AsyncRebatched, samples that a worker reads at once; None for a combined batch.
+        batch_sampler: Gives the indices of micro batches, of which combined ones are joined.
+        **kwargs: Arguments of torch's DataLoader.
+
+    Raises:
+        Error: If arguments exclude each other, or a process would have no batch.
+        AssertionError: If shuffled data are divided without ``options.randomSeed``, or an iterable dataset is
+            to be divided.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        persistent_workers: bool | None = None,
+        auto_distributed_partitioning: bool = True,
+        mode: DataLoaderMode = DataLoaderMode.Sync,
+        async_options: dict[str, Any] | None = None,
+        rebatched_worker_size: int | None = None,
+        batch_sampler: Sampler[list[int]] | None = None,
+        **kwargs: Any,  # noqa: ANN401 - torch's
+    ) -> None:
+        self._accessor: AsynchronousDataAccessor | None = None
+        options._freeze()  # noqa: SLF001 - using options freezes them
+        self._options = options
+        self._factor = _num_micro_batches(options)
+        self._combined_batch_size = None if batch_size is None else batch_size * self._factor
+        self._rebatched_size = self._size_to_join(mode, rebatched_worker_size, drop_last=drop_last)
+        is_divided = auto_distributed_partitioning and options.Distributed.numProcesses > 1
+        arguments = {
+            "num_workers": num_workers,
+            "persistent_workers": num_workers > 0 if persistent_workers is None else persistent_workers,
+            **kwargs,
+        }
+        if batch_sampler is not None:
+            _check_batch_sampler(batch_size, shuffle=shuffle, is_divided=is_divided)
+            arguments["batch_sampler"] = JoinedBatchSampler(batch_sampler, self._factor, drop_last=drop_last)
+            self._combined_batch_size = _size_of(batch_sampler, self._factor)
+        else:
+            joins = self._rebatched_size is not None and batch_size is not None
+            if joins and mode is DataLoaderMode.AsyncRebatched:
+                arguments["batch_size"] = rebatched_worker_size or self._combined_batch_size
+            else:
+                arguments["batch_size"] = self._combined_batch_size
+            if batch_size is not None:
+                arguments["drop_last"] = drop_last and mode is not DataLoaderMode.AsyncRebatched
+            if is_divided:
+                arguments["sampler"] = self._divide(dataset, kwargs, shuffle=bool(shuffle), drop_last=drop_last)
+            elif shuffle is not None:
+                arguments["shuffle"] = shuffle
+        self._drops_last = drop_last
+        super().__init__(dataset, **arguments)
+        if mode is not DataLoaderMode.Sync:
+            joining = {"rebatched_size": self._rebatched_size, "drop_last": drop_last}
+            self._accessor = AsynchronousDataAccessor(self, **(joining | (async_options or {})))
+
+    def _size_to_join(self, mode: DataLoaderMode, worker_size: int | None, *, drop_last: bool) -> int | None:
+        """The size that the reading process cuts batches to; None leaves them as they are."""
+        if worker_size is not None:
+            if mode is not DataLoaderMode.AsyncRebatched:
+                raise Error(
+                    f"rebatched_worker_size is for DataLoaderMode.AsyncRebatched, and the mode is {mode.name}"
+                )
+            if self._combined_batch_size is None or not 1 <= worker_size <= self._combined_batch_size:
+                raise Error(
+                    f"rebatched_worker_size={worker_size} must be from 1 to the size of the combined batch, "
+                    f"{self._combined_batch_size}"
+                )
+        joins = mode is DataLoaderMode.AsyncRebatched or (mode is DataLoaderMode.Async and not drop_last)
+        return self._combined_batch_size if joins else None
+
+    def _divide(
+        self, dataset: Dataset[Any], kwargs: dict[str, Any], *, shuffle: bool, drop_last: bool
+    ) -> PartitionSampler:
+        """What gives this process its part of ``dataset``."""
+        if isinstance(dataset, IterableDataset):
+            raise AssertionError(
+                "auto_distributed_partitioning cannot divide an iterable dataset among "
+                f"{self._options.Distributed.numProcesses} processes: divide it in the dataset, and say "
+                "auto_distributed_partitioning=False"
+            )
+        if kwargs.get("sampler") is not None:
+            raise Error(
+                "sampler= and auto_distributed_partitioning=True both choose the samples of this process: say "
+                "auto_distributed_partitioning=False"
+            )
+        if shuffle and not self._options.exists("random_seed"):
+            raise AssertionError(
+                "auto_distributed_partitioning with shuffle=True needs options.randomSeed(seed), the same seed in "
+                "every process"
+            )
+        return PartitionSampler(
+            Partition(
+                num_samples=len(dataset),  # type: ignore[arg-type]  # map-style datasets have one
+                batch_size=self._combined_batch_size or 1,
+                process_id=self._options.Distributed.processId,
+                num_processes=self._options.Distributed.numProcesses,
+                drop_last=drop_last,
+                seed=self._options.random_seed if shuffle else None,
+            )
+        )
+
+    @property
+    def combinedBatchSize(self) -> int | None:
+        """Samples of a combined batch; None where the dataset's items are such batches."""
+        return self._combined_batch_size
+
+    @property
+    def options(self) -> Options:
+        """The options that it was made with."""
+        return self._options
+
+    def terminate(self) -> None:
+        """End the process that reads ahead, and the workers."""
+        if self._accessor is not None:
+            self._accessor.terminate()
+        self._iterator = None
+
+    def __len__(self) -> int:
+        size = self._rebatched_size
+        if size is None or self.batch_size == size:
+            return super().__len__()
+        source: Any = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
+        return len(source) // size if self._drops_last else -(-len(source) // size)
+
+    def __iter__(self) -> Any:  # noqa: ANN401 - torch's iterator, or the accessor's
+        return super().__iter__() if self._accessor is None else iter(self._accessor)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: a copy reads when it is asked."""
+        return {**self.__dict__, "_accessor": None, "_iterator": None}
+
+
+def _num_micro_batches(options: Options) -> int:
+    """Micro batches of a combined batch.
+
+    Raises:
+        Error: If the replicas are no whole number of groups.
+    """
+    replicas, group = options.replication_factor, options.input_group_size
+    if replicas % group:
+        raise Error(f"replicationFactor({replicas}) is no multiple of the input groups' size, {group}")
+    return int(options.device_iterations * (replicas // group) * options.Training.gradient_accumulation)
+
+
+def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_divided: bool) -> None:
+    """Refuse what chooses samples beside a batch sampler."""
+    if batch_size not in (1, None) or shuffle:
+        raise Error("batch_sampler excludes batch_size and shuffle: it gives the indices of each micro batch")
+    if is_divided:
+        raise Error(
+            "batch_sampler excludes auto_distributed_partitioning with several processes: have it give this "
+            "process's batches, and say auto_distributed_partitioning=False"
+        )
+
+
+def _size_of(batch_sampler: Sampler[list[int]], factor: int) -> int | None:
+    """Samples of ``factor`` joined batches, where the sampler says how large one is."""
+    size = getattr(batch_sampler, "batch_size", None)
+    return size * factor if isinstance(size, int) else None
