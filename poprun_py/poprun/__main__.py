@@ -73,20 +73,20 @@ def _open_closed_streams() -> None:
 
 
 def _run(words: "Sequence[str]") -> int:
-    from click.exceptions import Exit  # noqa: PLC0415 - see run_command
-
     from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see run_command
+    from poprun.text.screen import show  # noqa: PLC0415 - see run_command
 
     if (instruction := asked_completion()) is not None:
         from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
-        from poprun.text.screen import show  # noqa: PLC0415 - as above
 
         show(answer(instruction))
         return 0
-    try:
-        line = read_command_line(words)
-    except Exit as end:
-        return end.exit_code
+    line = read_command_line(words)
+    if line.help_option is not None:
+        from poprun.cli.help_pages import help_page  # noqa: PLC0415 - click is expensive
+
+        show(help_page(line.help_option))
+        return 0
     from poprun.command import run  # noqa: PLC0415 - the help pages do without it
 
     return run(line)

@@ -1,23 +1,28 @@
 """From a plan to a job: its hosts looked at, its virtual IPUs and cores leased, its processes started."""
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import PlanError
-from poprun.job.attempts import run_job
+from poprun.errors import PlanError, UsageError
+from poprun.job.identity import JobIdentity
+from poprun.job.launching import Launch
+from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LauncherKind, LaunchPlan
-from poprun.plan.program_environment import passed_environment
+from poprun.plan.program_environment import passed_environment, wished_job_id
 from poprun.plan.topology import MachineFacts
-from poprun.probe.job_needs import find_loopback_problem
+from poprun.probe.job_needs import find_loopback_problem, raise_open_files, users_open_files
 from poprun.probe.machine import names_of_this_machine
+from poprun.process.spawn import become_subreaper
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 
 if TYPE_CHECKING:
     from poprun.hosts.preflight import Examination
     from poprun.hosts.routes import JobNetwork
+    from poprun.job.outcome import JobEnd
     from poprun.pool.records import HeldLease
 
 _MAX_TOLD_ROUTES: Final = 4
@@ -122,3 +127,89 @@ def _library_variables(plan: LaunchPlan) -> dict[str, str]:
 
     counts = plan.num_instances_per_host, len(plan.hosts)
     return fabric_variables(plan.program, plan.working_directory, counts, os.environ, on_cpu=not plan.devices)
+
+
+def run_job(
+    plan: LaunchPlan,
+    *,
+    environ: Mapping[str, str],
+    verbosity: int = 0,
+    leases: "Sequence[HeldLease]" = (),
+    network: "JobNetwork | None" = None,
+    look: "Callable[[], JobNetwork | None]" = lambda: None,
+) -> int:
+    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
+
+    A job that fails is started again as often as the plan says.
+
+    0 when all instances ended with 0, else the code of the first that failed (128 + n for signal n); 130 after
+    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
+
+    Args:
+        plan: What to start.
+        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
+        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
+        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
+            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
+        network: How the hosts of the plan reach each other; None when there is only this machine.
+        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
+            raises HostsError when some can take part no more.
+
+    Raises:
+        HostsError: If hosts are missing and there are no more restarts.
+        LaunchError: If the MPI runtime or an agent could not be started.
+        UsageError: If the report that the plan asks for could not be written.
+    """
+    file = _checked_report_file(plan)
+    become_subreaper()
+    raise_open_files(plan.num_instances)
+    identity = JobIdentity(
+        job_id=wished_job_id(environ) or os.urandom(6).hex(),
+        restart_count=0,
+        began_at_seconds=time.monotonic(),
+        network=network,
+        leases=tuple(leases),
+        open_files=users_open_files(),
+    )
+    ends: list[JobEnd] = []
+    error = ""
+    with ReceivedSignals() as signals:
+        try:
+            launch = Launch(plan, environ, identity)
+            launch.start()
+            from poprun.job.attempts import run_attempts  # noqa: PLC0415 - loaded while shims and agents start
+
+            return run_attempts(launch, signals, verbosity, look, ends)
+        except Exception as problem:
+            error = str(problem)
+            raise
+        finally:
+            if file is not None:
+                _write_report(file, plan, identity, ends, error)
+
+
+def _checked_report_file(plan: LaunchPlan) -> str | None:
+    """The absolute path of the report, or None when none is wanted."""
+    if plan.ending.report_file is None:
+        return None
+    from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report
+
+    file = os.path.join(plan.working_directory, plan.ending.report_file)
+    try:
+        check_target(file)
+    except OSError as error:
+        raise UsageError(f"--report {plan.ending.report_file} cannot be written: {error.strerror}") from None
+    return file
+
+
+def _write_report(
+    file: str, plan: LaunchPlan, identity: JobIdentity, ends: "Sequence[JobEnd]", error: str
+) -> None:
+    from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
+    from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
+
+    text = render_job(job_to_dict(plan, identity.job_id, ends, error, identity.leases))
+    try:
+        write_whole(file, text)
+    except OSError as problem:
+        screen.say(f"warning: --report {file} cannot be written: {problem.strerror}")

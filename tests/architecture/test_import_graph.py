@@ -23,12 +23,17 @@ AGENT = frozenset(
         "poprun",
         "poprun.messages",
         "poprun.messages.control",
+        "poprun.messages.json_lines",
         "poprun.process",
         "poprun.process.spawn",
         "poprun.process.tree",
+        "poprun.process.tuples",
     }
 )
 """All that the agents may use beside the standard library."""
+
+LEAN = frozenset({"__future__", "_json", "_socket", "_struct", "os", "resource", "select", "stat"})
+"""What they may use of the standard library, beside what is in the interpreter: modules that load no others."""
 
 HEAVY = frozenset({"torch", "mpi4py", "rich", "numpy"})
 """What neither package may load when it is imported."""
@@ -142,13 +147,13 @@ def test_the_launcher_never_imports_torch() -> None:
 
 
 def test_the_agents_need_a_bare_interpreter_only() -> None:
-    """They start in milliseconds: standard library, the control messages and the process tree."""
-    reached = reached_on_import("poprun.launch.shim")
+    """They start in milliseconds: little of the standard library, the control messages, the process tree."""
+    reached = reached_on_import("poprun.launch.start_shim") | reached_on_import("poprun.launch.agent")
     ours = {name for name in reached if name.partition(".")[0] in {"poprun", "popdist"}}
     foreign = {name.partition(".")[0] for name in reached - ours}
 
     assert {name for name in ours if not name.startswith("poprun.launch")} <= AGENT
-    assert foreign <= sys.stdlib_module_names
+    assert foreign <= LEAN | set(sys.builtin_module_names)
 
 
 @pytest.mark.parametrize("package", ["popdist", "poprun", "poprun.__main__", "popdist.context"])

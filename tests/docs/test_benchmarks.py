@@ -23,12 +23,17 @@ def test_the_overhead_can_be_measured_again() -> None:
         assert word in finished.out
 
 
-def test_the_launchers_can_be_measured_again() -> None:
-    """One round of ``benchmarks/launch.py`` shows every launcher and the command that repeats it."""
-    finished = run([sys.executable, str(ROOT / "benchmarks" / "launch.py"), "--rounds", "1"]).succeeded()
+def test_the_launchers_can_be_measured_again(tmp_path: Path) -> None:
+    """One round of ``benchmarks/launch.py`` shows every launcher, the limits and the command, and draws curves."""
+    document, plot = tmp_path / "page.md", tmp_path / "launch.svg"
+    document.write_text("<!-- launch begins -->\nold\n<!-- launch ends -->\n", encoding="utf-8")
+    words = ["--rounds", "1", "--processes", "1", "2", "--document", str(document), "--plot", str(plot)]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "launch.py"), *words]).succeeded()
 
-    for word in ("poprun (MPI)", "poprun (local)", "torchrun", "mpiexec", "--rounds 1"):
+    for word in ("poprun (MPI)", "poprun (local)", "torchrun", "mpiexec", "popdist.init()", "--rounds 1"):
         assert word in finished.out
+        assert word in document.read_text(encoding="utf-8")
+    assert len(ET.fromstring(plot.read_text(encoding="utf-8")).findall("{*}polyline")) == 4  # noqa: S314 - our own text
 
 
 def test_the_training_can_be_drawn_again(tmp_path: Path) -> None:

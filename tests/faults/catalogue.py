@@ -342,7 +342,7 @@ FAULTS: Final = (
     _hit("mpiexec is killed", Target.RUNTIME, 137, under=WITH_MPI),
     _hit("mpiexec is killed while it starts", Target.RUNTIME, 70, 137, when=Moment.RANDOM, under=WITH_MPI),
     _hit("mpiexec's proxy is killed", Target.PROXY, under=frozenset({"hydra"})),
-    _hit("a shim is killed", Target.SHIM, 137, under=frozenset({"local"}), named=1),
+    _hit("a shim is killed", Target.SHIM, 137, under=frozenset({"local"}), named=ANYONE),
     _hit("a shim is killed, and mpiexec kills others", Target.SHIM, 137, under=frozenset({"mpich"}), named=ANYONE),
     _hit(
         "a shim is killed, and mpiexec notices",

@@ -9,15 +9,15 @@ from tests.faults.catalogue import Target
 VICTIM = 1
 """The instance whose shim or agent is hit."""
 
-_RANKS = ("POPRUN_INSTANCE", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def find_target(root: int, target: Target, chance: random.Random) -> psutil.Process | None:
     """The process of poprun's job that ``target`` means, or None while there is none."""
     if target is Target.SHIM:
-        found = [process for process in bare_interpreters(root) if not _is_agent(process) and _is_victim(process)]
+        found = _victims([process for process in bare_interpreters(root) if not _is_agent(process)])
     elif target is Target.AGENT:
-        found = [process for process in bare_interpreters(root) if _is_agent(process) and _is_victim(process)]
+        found = _victims([process for process in bare_interpreters(root) if _is_agent(process)])
     elif target is Target.PROXY:
         found = named_processes(root, "hydra_pmi_proxy")
     elif target is Target.RUNTIME:
@@ -64,9 +64,19 @@ def _is_agent(process: psutil.Process) -> bool:
     return parent is not None and _words(parent)[1:2] == ["-I"]
 
 
-def _is_victim(process: psutil.Process) -> bool:
+def _victims(family: list[psutil.Process]) -> list[psutil.Process]:
+    """Those of instance ``VICTIM``; without an MPI runtime one shim forks the agents in their order."""
+    ranks = [_rank(process) for process in family]
+    if any(rank is not None for rank in ranks):
+        return [process for process, rank in zip(family, ranks, strict=True) if rank == str(VICTIM)]
+    if len(family) == 1 and not _is_agent(family[0]):
+        return family
+    return sorted(family, key=lambda process: process.pid)[VICTIM : VICTIM + 1]
+
+
+def _rank(process: psutil.Process) -> str | None:
     try:
         environment = process.environ()
     except psutil.Error:
-        return False
-    return any(environment.get(name) == str(VICTIM) for name in _RANKS)
+        return None
+    return next((environment[name] for name in _RANKS if name in environment), None)

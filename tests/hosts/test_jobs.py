@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from poprun.emit.kubernetes import HOST_FILE
-from poprun.messages.control import KEY_BYTES
+from poprun.messages.proofs import KEY_BYTES
 from tests.hosts.jobs import HostPoprun
 from tests.hosts.network import TMPDIR, Network
 from tests.process.endings import has_met, write_program

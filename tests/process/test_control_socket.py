@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from poprun.messages.control import MAX_MESSAGE_BYTES, NONCE_BYTES, PROOF_BYTES, abstract_address
+from poprun.messages.control import abstract_address
+from poprun.messages.json_lines import MAX_MESSAGE_BYTES
+from poprun.messages.proofs import NONCE_BYTES, PROOF_BYTES
 from tests.process.endings import has_met, write_program
 from tests.process.test_endings import wait_until
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
@@ -80,11 +82,11 @@ def test_strangers_are_refused_and_the_job_goes_on(poprun: Poprun, tmp_path: Pat
 
 OVER_TCP = """
 import os, sys
-from poprun.messages.control import new_key
+from poprun.messages.proofs import new_key
 from poprun.plan.plan_file import read_plan
 from poprun.hosts.remote_side import hold
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.attempts import run_job
+from poprun.start import run_job
 plan, host = read_plan(open(sys.argv[1]).read(), "plan"), sys.argv[2]
 key = JobKey(text=new_key(), file=sys.argv[1] + "-key")
 assert hold({"file": key.file, "key": key.text}) == {"problem": ""}

@@ -276,7 +276,7 @@ def test_words_that_cannot_be_shown_are_no_traceback() -> None:
     finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *Poprun().command("--help")])
 
     assert finished.code == 73
-    assert finished.told == "[E] the output cannot be written: No space left on device\n"
+    assert finished.told == "[E] standard output cannot be written: No space left on device\n"
 
 
 def test_output_that_cannot_be_written_ends_the_job_and_is_told() -> None:
@@ -285,7 +285,7 @@ def test_output_that_cannot_be_written_ends_the_job_and_is_told() -> None:
     finished = run(["sh", "-c", '"$@" > /dev/full', "sh", *command])
 
     assert finished.code == 73
-    assert "[E] the output cannot be written: No space left on device" in finished.told
+    assert "[E] standard output cannot be written: No space left on device" in finished.told
 
 
 def test_a_full_disk_below_standard_error_is_no_end_of_the_job() -> None:

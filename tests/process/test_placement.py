@@ -121,7 +121,7 @@ def test_a_plan_of_a_larger_machine(poprun: Poprun, tmp_path: Path) -> None:
 UNCHECKED = """\
 import os, sys
 from poprun.plan.plan_file import read_plan
-from poprun.job.attempts import run_job
+from poprun.start import run_job
 with open(sys.argv[1]) as file:
     sys.exit(run_job(read_plan(file.read(), sys.argv[1]), environ=os.environ, verbosity=0))
 """

@@ -4,18 +4,10 @@ import pytest
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
-from poprun.messages import control
-from poprun.messages.control import (
-    EVENT_FIELDS,
-    Handshake,
-    LineReader,
-    ProtocolError,
-    Seal,
-    check_event,
-    decode,
-    encode,
-    new_key,
-)
+from poprun.messages import json_lines
+from poprun.messages.control import EVENT_FIELDS, check_event
+from poprun.messages.json_lines import LineReader, ProtocolError, decode, encode
+from poprun.messages.proofs import Handshake, Seal, new_key
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -45,7 +37,7 @@ def test_a_line_that_is_too_long_takes_no_other_with_it(lines: list[bytes], num_
     """Those that are short enough come through, the others are counted, and memory stays bounded."""
     reader = LineReader()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "MAX_MESSAGE_BYTES", 20)
+        patch.setattr(json_lines, "MAX_MESSAGE_BYTES", 20)
         fed = [reader.feed(chunk) for chunk in chunks(b"".join(line + b"\n" for line in lines), num_bytes)]
 
     assert [line for kept, _ in fed for line in kept] == [line for line in lines if len(line) <= 20]

@@ -13,7 +13,6 @@ from poprun.job.record import after_event
 from poprun.job.state import (
     AGENT_KILLED,
     HOST_LOST,
-    LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
@@ -24,6 +23,7 @@ from poprun.job.state import (
     Phase,
     Usage,
 )
+from poprun.messages.control import LOST
 
 NOW = 50.0
 AWAITED = InstanceStatus(index=0)

@@ -3,8 +3,11 @@
 import sys
 from dataclasses import replace
 
+import pytest
+
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
 from poprun.launch.launchers import launch_commands
+from poprun.launch.shim import read_instances
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import RemoteSettings
 from poprun.plan.topology import MpiKind, MpiRuntime
@@ -55,12 +58,20 @@ def test_open_mpi_speaks_prrte() -> None:
     assert command.environment == {"POPRUN_RANK_VARIABLE": "OMPI_COMM_WORLD_RANK"}
 
 
-def test_without_mpi_each_instance_has_its_own_command() -> None:
-    """Each shim is told its rank by poprun itself."""
-    commands = launch_commands(planned(CLUSTER_NODE, num_instances=3, launcher=LauncherChoice.LOCAL))
+@pytest.mark.parametrize(("num_instances", "told"), [(1, "0-0"), (3, "0-2")])
+def test_without_mpi_one_shim_forks_all_agents(num_instances: int, told: str) -> None:
+    """It is told its instances by poprun itself."""
+    plan = planned(CLUSTER_NODE, num_instances=num_instances, launcher=LauncherChoice.LOCAL)
+    (command,) = launch_commands(plan)
 
-    assert [command.environment["POPRUN_INSTANCE"] for command in commands] == ["0", "1", "2"]
-    assert {command.words[1:3] for command in commands} == {("-I", "-S")}
+    assert command.environment == {"POPRUN_RANK_VARIABLE": "POPRUN_INSTANCES", "POPRUN_INSTANCES": told}
+    assert command.words[1:3] == ("-I", "-S")
+    assert list(read_instances(told)) == list(range(num_instances))
+
+
+def test_a_runtime_tells_each_shim_its_rank() -> None:
+    """That is one instance."""
+    assert list(read_instances("2")) == [2]
 
 
 def test_other_hosts_are_named_and_no_value_is() -> None:

@@ -7,7 +7,8 @@ import pytest
 from popdist.contract import Endpoint
 from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
-from poprun.job.orders import JobIdentity, start_order
+from poprun.job.identity import JobIdentity
+from poprun.job.orders import start_order
 from poprun.lease.host_leases import check_machines
 from poprun.lease.local_lease import ipu_claims
 from poprun.plan.plan import LaunchPlan

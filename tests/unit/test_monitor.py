@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console
 
 from popdist.progress import Progress
+from poprun.job.identity import JobIdentity
 from poprun.job.monitors import job_view
-from poprun.job.orders import JobIdentity
 from poprun.job.record import Record
 from poprun.job.state import InstanceState, InstanceStatus, Usage
-from poprun.messages.control import ProtocolError, decode, encode
+from poprun.messages.json_lines import ProtocolError, decode, encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.monitor.job_table import Rate, describe_bytes, describe_seconds, fit, rates, render
 from poprun.monitor.top import LiveDrawing

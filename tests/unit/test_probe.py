@@ -1,5 +1,6 @@
 """What the probes make of what a machine shows: control groups, driver, MPI runtimes, programs."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import MpiKind
+from poprun.probe import mpi_runtimes
 from poprun.probe.hardware import read_gpus, usable_cores
 from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
-from poprun.probe.machine import machine_facts, names_of_this_machine, read_version
+from poprun.probe.machine import machine_facts, names_of_this_machine
+from poprun.probe.mpi_runtimes import read_version
 from poprun.probe.program import resolve_program
 
 INVENTORY = "0, GPU-aaaa-1\n1, GPU-aabb-2\n2, GPU-cccc-3\n"
@@ -245,3 +248,58 @@ def test_programs_that_cannot_run(folder: Path, program: str, what: str) -> None
     with pytest.raises((ProgramNotExecutableError, ProgramNotFoundError)) as caught:
         resolve_program((program,), str(folder), f"{folder}/bin")
     assert what in str(caught.value)
+
+
+def test_a_launcher_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is known by what changes when it is replaced; a script, or a spoilt cache, is no help."""
+    asked: list[str] = []
+
+    def answer(words: tuple[str, str], timeout_seconds: float) -> str:
+        asked.append(words[0])
+        return HYDRA
+
+    monkeypatch.setattr(mpi_runtimes, "answer_of", answer)
+    launcher, cache = tmp_path / "bin" / "mpiexec", tmp_path / "cache" / "poprun" / "mpi-launchers.json"
+    launcher.parent.mkdir()
+
+    def find() -> int:
+        """How often the launcher was asked, when it is looked for twice."""
+        before = len(asked)
+        first = mpi_runtimes.find_mpi(str(launcher.parent), "", str(cache))
+        assert first == mpi_runtimes.find_mpi(str(launcher.parent), "", str(cache))
+        assert first[0] is not None
+        assert (first[0].kind, first[0].version, first[0].path) == (MpiKind.MPICH, "5.0.2", str(launcher))
+        return len(asked) - before
+
+    def replace_launcher(content: bytes) -> None:
+        other = launcher.with_name("other")
+        other.write_bytes(content)
+        other.chmod(0o755)
+        other.replace(launcher)
+
+    replace_launcher(b"\x7fELF")
+    assert find() == 1
+    assert find() == 0
+    replace_launcher(b"\x7fELF another")
+    assert find() == 1
+    for nonsense in ("", "[]", "{", '{"a": 1}', json.dumps({str(launcher): [[1], "x", "y"]})):
+        cache.write_text(nonsense)
+        assert find() == 1
+    replace_launcher(b"#!/bin/sh\n")
+    assert find() == 2
+    cache.unlink()
+    cache.parent.rmdir()
+    cache.parent.write_text("a file where the folder should be")
+    replace_launcher(b"\x7fELF")
+    assert find() == 2
+
+
+def test_answers_are_kept_in_a_folder_of_the_users_own(tmp_path: Path) -> None:
+    """Where there is none, or it is another user's, every launcher is asked."""
+    kept = "poprun/mpi-launchers.json"
+
+    assert mpi_runtimes.cache_file_of({"HOME": str(tmp_path)}) == str(tmp_path / ".cache" / kept)
+    assert mpi_runtimes.cache_file_of({"HOME": "/x", "XDG_CACHE_HOME": str(tmp_path)}) == str(tmp_path / kept)
+    assert mpi_runtimes.cache_file_of({}) is None
+    assert mpi_runtimes.cache_file_of({"HOME": "relative"}) is None
+    assert mpi_runtimes.cache_file_of({"HOME": "/nowhere"}) is None

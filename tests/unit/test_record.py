@@ -8,11 +8,12 @@ import pytest
 
 from popdist.contract import Endpoint
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.job.orders import JobIdentity
+from poprun.job.identity import JobIdentity
 from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
-from poprun.job.state import LOST, InstanceState, JobSnapshot, Phase
+from poprun.job.state import InstanceState, JobSnapshot, Phase
 from poprun.launch.launchers import StartWatch
+from poprun.messages.control import LOST
 from tests.planning import planned
 
 IDENTITY = JobIdentity(job_id="j", restart_count=1, began_at_seconds=80.0)

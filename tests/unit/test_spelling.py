@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.cli.click_command import Vocabulary, normalise
+from poprun.cli.spelling import Vocabulary, normalise
 from poprun.errors import UsageError
 
 VOCABULARY = Vocabulary(

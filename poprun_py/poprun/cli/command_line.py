@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from poprun.cli.click_command import PoprunCommand
-from poprun.cli.option import COMPLETION, LINE, REQUEST, VARIABLE_PREFIX, Given, values_by_section
-from poprun.cli.options import COMMON, EXAMPLES, INTRO, OPTIONS, default_of
+from poprun.cli.option import COMPLETION, HELP, HELP_ALL, LINE, REQUEST, VARIABLE_PREFIX, Given, values_by_section
+from poprun.cli.options import OPTIONS, default_of
+from poprun.cli.spelling import normalise, texts_of, vocabulary_of
 from poprun.errors import UsageError
 from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
@@ -50,6 +50,7 @@ class CommandLine:
         emitted: The kind of job to write for a cluster in place of starting one, or None.
         image: The container image of such a job, or None.
         verbosity: How often ``-v`` was given.
+        help_option: The option whose help page was asked for, or None; nothing else is done then.
     """
 
     program: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ class CommandLine:
     emitted: EmitKind | None = None
     image: str | None = None
     verbosity: int = 0
+    help_option: str | None = None
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
         """The request, for ``program`` as it was resolved in ``working_directory``.
@@ -95,9 +97,12 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
 
     Raises:
         PoprunError: If an option cannot be read, or two contradict each other.
-        click.exceptions.Exit: After a help page was printed.
     """
-    texts, program = PoprunCommand(OPTIONS, COMMON, intro=INTRO, examples=EXAMPLES).texts(words)
+    vocabulary = vocabulary_of(OPTIONS)
+    texts, program = texts_of(normalise(list(words), vocabulary), vocabulary.flags)
+    for name in texts:
+        if f"--{name}" in (HELP, HELP_ALL):
+            return CommandLine(help_option=f"--{name}")
     flags = [Given(option=option, texts=texts[option.name]) for option in OPTIONS if option.name in texts]
     if _PLAN in texts:
         _refuse_beside_plan(flags)

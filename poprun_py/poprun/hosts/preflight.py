@@ -30,7 +30,7 @@ from poprun.hosts.problems import (
 )
 from poprun.hosts.questions import Answer, HostConnections
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, Places, ssh_options
-from poprun.messages.control import new_key
+from poprun.messages.proofs import new_key
 from poprun.plan.plan import LaunchPlan
 from poprun.text.host_names import fold_hosts
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from poprun.hosts.routes import HostRoute, Places
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.probe.machine import read_version
+from poprun.probe.mpi_runtimes import read_version
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
 

@@ -13,17 +13,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from poprun.errors import LaunchError
-from poprun.job.state import LOST
 from poprun.messages.control import (
+    LOST,
     VIEW_EVENT,
     Link,
-    Message,
     abstract_address,
     check_event,
     notice_death,
     peer_user,
     tcp_address,
 )
+from poprun.messages.json_lines import Message
 from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class AgentLinks:
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
-                agent.send(order, streams or ())
+                agent.send(order, descriptors=streams or ())
 
     def tell_all(self, order: Message) -> None:
         """Send an order to every agent that has reported."""

@@ -1,96 +1,58 @@
 """A job and its restarts: attempt after attempt, until one ends well or there are no more.
 
-The way of a job: `attempts` runs one `loop` after the other. The loop starts the launcher and hears the agents
-(`agents`) and the user (`signals`); `record` takes note of what they tell; `policy` decides from a snapshot of it;
-the loop acts, by the order that starts a program (`orders`), through the programs' streams (`output`), and by
-stopping. `outcome` is the exit code. What only some jobs need is loaded when they do: `hangs` and `stacks`,
-`monitors`, `key_proofs`, and `report` after a failure.
+The way of a job: `launching` starts the launcher of an attempt, and its `loop` hears the agents (`agents`) and the
+user (`signals`); `record` takes note of what they tell; `policy` decides from a snapshot of it; the loop acts, by
+the order that starts a program (`orders`), through the programs' streams (`output`), and by stopping. `outcome` is
+the exit code. What only some jobs need is loaded when they do: `hangs` and `stacks`, `monitors`, `key_proofs`, and
+`report` after a failure.
 """
 
-import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import HostsError, UsageError
+from poprun.errors import HostsError
+from poprun.job.identity import JobIdentity
+from poprun.job.launching import Launch
 from poprun.job.loop import Attempt
-from poprun.job.orders import JobIdentity
 from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.program_environment import wished_job_id
-from poprun.probe.job_needs import raise_open_files, users_open_files
-from poprun.process.spawn import become_subreaper
 from poprun.text.screen import say
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork
-    from poprun.pool.records import HeldLease
 
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 Look = Callable[[], "JobNetwork | None"]
 
 
-def run_job(
-    plan: LaunchPlan,
-    *,
-    environ: Mapping[str, str],
-    verbosity: int = 0,
-    leases: "Sequence[HeldLease]" = (),
-    network: "JobNetwork | None" = None,
-    look: Look = lambda: None,
-) -> int:
-    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
-
-    A job that fails is started again as often as the plan says.
-
-    0 when all instances ended with 0, else the code of the first that failed (128 + n for signal n); 130 after
-    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
+def run_attempts(launch: Launch, signals: ReceivedSignals, verbosity: int, look: Look, ends: list[JobEnd]) -> int:
+    """See the attempt that was launched to its end, and those that follow it; poprun's exit code.
 
     Args:
-        plan: What to start.
-        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
-        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
-            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
-        network: How the hosts of the plan reach each other; None when there is only this machine.
-        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
-            raises HostsError when some can take part no more.
+        launch: The first attempt; its launcher runs.
+        signals: The signals that poprun receives.
+        verbosity: How much to tell of what is done.
+        look: Called before each restart, gives the hosts a new key and returns how they reach each other then.
+        ends: Gets the end of each attempt, the last of which is the job's.
 
     Raises:
         HostsError: If hosts are missing and there are no more restarts.
-        LaunchError: If the MPI runtime or an agent could not be started.
-        UsageError: If the report that the plan asks for could not be written.
+        LaunchError: If the launcher of a further attempt could not be started.
     """
-    file = _checked_report_file(plan)
-    become_subreaper()
-    raise_open_files(plan.num_instances)
-    identity = JobIdentity(
-        job_id=wished_job_id(environ) or os.urandom(6).hex(),
-        restart_count=0,
-        began_at_seconds=time.monotonic(),
-        network=network,
-        leases=tuple(leases),
-        open_files=users_open_files(),
-    )
-    ends: list[JobEnd] = []
-    error = ""
-    with ReceivedSignals() as signals:
-        try:
-            following: JobIdentity | None = identity
-            while following is not None:
-                ends.append(Attempt(plan, environ, following, signals, verbosity).run())
-                following = _next_attempt(plan, following, ends[-1], signals, look)
-        except Exception as problem:
-            error = str(problem)
-            raise
-        finally:
-            if file is not None:
-                _write_report(file, plan, identity, ends, error)
+    plan, environment = launch.plan, launch.environment
+    while True:
+        ends.append(Attempt(launch, signals, verbosity).run())
+        identity = _next_attempt(plan, launch.identity, ends[-1], signals, look)
+        if identity is None:
+            break
+        launch = Launch(plan, environment, identity)
+        launch.start()
     _tell_of_all(ends, plan)
     return exit_code(ends[-1])
 
@@ -146,31 +108,6 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
         if left <= 0:
             return True
         select.select((signals.descriptor,), (), (), left)
-
-
-def _checked_report_file(plan: LaunchPlan) -> str | None:
-    """The absolute path of the report, or None when none is wanted."""
-    if plan.ending.report_file is None:
-        return None
-    from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report
-
-    file = os.path.join(plan.working_directory, plan.ending.report_file)
-    try:
-        check_target(file)
-    except OSError as error:
-        raise UsageError(f"--report {plan.ending.report_file} cannot be written: {error.strerror}") from None
-    return file
-
-
-def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequence[JobEnd], error: str) -> None:
-    from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
-    from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
-
-    text = render_job(job_to_dict(plan, identity.job_id, ends, error, identity.leases))
-    try:
-        write_whole(file, text)
-    except OSError as problem:
-        say(f"warning: --report {file} cannot be written: {problem.strerror}")
 
 
 def _tell_of_all(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:

@@ -7,22 +7,19 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.job.agents import AgentLinks
-from poprun.job.orders import JobIdentity, start_order
+from poprun.job.launching import Launch
+from poprun.job.orders import start_order
 from poprun.job.outcome import JobEnd, exit_code
-from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import Limits, Phase
-from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
-from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
-from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE
-from poprun.plan.plan import LauncherKind, LaunchPlan
-from poprun.plan.topology import MpiKind
+from poprun.launch.launchers import StartWatch
+from poprun.launch.mpi_leftovers import remove_abandoned
+from poprun.plan.plan import LauncherKind
 from poprun.probe.limits import kill_counts
 from poprun.process.tree import ProcessKey, own_tree, reap, send, terminate
 from poprun.text.screen import Level, say
@@ -44,23 +41,15 @@ class Attempt:
     """One attempt of a job.
 
     Args:
-        plan: The job.
-        environ: The environment that poprun was called in.
-        identity: Which job this is, and which attempt of it.
+        launch: What it has begun with; its launcher runs.
         signals: The signals that poprun receives.
         verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        environ: Mapping[str, str],
-        identity: JobIdentity,
-        signals: ReceivedSignals,
-        verbosity: int,
-    ) -> None:
+    def __init__(self, launch: Launch, signals: ReceivedSignals, verbosity: int) -> None:
+        plan, identity = launch.plan, launch.identity
+        self._launch = launch
         self._plan = plan
-        self._environ = environ
         self._identity = identity
         self._signals = signals
         self._verbosity = verbosity
@@ -71,52 +60,36 @@ class Attempt:
             hang_timeout_seconds=plan.ending.hang_timeout_seconds,
             grace_seconds=plan.ending.stop_timeout_seconds,
         )
-        self._record = Record(plan, identity, time.monotonic())
-        self._began_at_epoch_seconds = time.time()
+        self._record = Record(plan, identity, launch.began_at_seconds)
         self._kills_before = kill_counts()
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
         self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
         self._launcher_ended_early = False
-        self._selector = selectors.DefaultSelector()
-        self._links = AgentLinks(plan.num_instances, self._selector, say, identity.network)
-        self._launcher = LauncherProcesses(self._selector)
-        self._streams = ProgramStreams(plan, environ, identity)
+        self._selector = launch.selector
+        self._links = launch.links
+        self._launcher = launch.launcher
+        self._streams = launch.streams
         self._inquiry: StackInquiry | None = None
         self._monitor: MonitorProcess | None = None
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Start the job, see it to its end, and report a failure.
-
-        Raises:
-            LaunchError: If the launcher cannot be executed.
-        """
+        """See the job to its end, and report a failure."""
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
         try:
-            self._launch()
+            self._prepare()
             self._supervise()
         finally:
             self._clean_up()
             self._selector.close()
         return self._report()
 
-    def _launch(self) -> None:
+    def _prepare(self) -> None:
+        """Make ready what the job needs from the start of its programs on."""
         if self._plan.output.has_monitor:
             from poprun.job.monitors import MonitorProcess  # noqa: PLC0415 - most jobs draw nothing
 
-            self._monitor = MonitorProcess(self._environ)
-        self._remove_sessions()
-        network = self._identity.network
-        control = {
-            CONTROL_ADDRESS: self._links.address,
-            CONTROL_KEY_FILE: "" if network is None else network.key.file,
-        }
-        self._launcher.start(
-            launch_commands(self._plan, network),
-            {**self._identity.launcher_environment(self._environ), **control},
-            self._plan.working_directory,
-            self._identity.open_files_of_launcher,
-        )
+            self._monitor = MonitorProcess(self._launch.environment)
         if not self._streams.is_inherited:
             import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
 
@@ -254,7 +227,7 @@ class Attempt:
     def _start_programs(self) -> None:
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
+            order = start_order(self._plan, index, self._launch.environment, self._identity, self._record.meeting)
             self._links.tell(index, order, self._identity.with_leases(streams))
             self._streams.close(streams)
         self._record.has_started = True
@@ -286,12 +259,8 @@ class Attempt:
             self._monitor.wait()
         self._survivors = end_descendants(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
-        self._remove_sessions()
+        self._launch.remove_sessions()
         self._streams.finish(_DRAIN_SECONDS)
-
-    def _remove_sessions(self) -> None:
-        if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
-            remove_abandoned_sessions(session_parent(self._environ))
 
     def _await_launcher(self) -> None:
         deadline = time.monotonic() + _LAUNCHER_SECONDS
@@ -310,7 +279,7 @@ class Attempt:
             is_output_lost=signals.is_output_lost,
             is_timed_out=record.is_timed_out,
             is_hung=record.is_hung,
-            started_at_epoch_seconds=self._began_at_epoch_seconds,
+            started_at_epoch_seconds=self._launch.began_at_epoch_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
             has_started=record.has_started,

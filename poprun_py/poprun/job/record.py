@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
 from popdist.progress import FINALIZE, Progress
-from poprun.job.orders import JobIdentity
+from poprun.job.identity import JobIdentity
 from poprun.job.outcome import first_failure
 from poprun.job.state import (
     AGENT_KILLED,
     HOST_LOST,
-    LOST,
     NOT_BOUND,
     NOT_EXECUTABLE,
     NOT_FOUND,
@@ -27,6 +26,7 @@ from poprun.job.state import (
     Phase,
     Usage,
 )
+from poprun.messages.control import LOST
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
 from poprun.text.system_errors import SHORTAGES, describe_error

@@ -9,9 +9,6 @@ from popdist.progress import Progress
 MAX_SAMPLES: Final = 64
 """Samples of memory that are kept of an instance."""
 
-LOST: Final = "lost"
-"""The event that poprun makes up when an agent's connection closes."""
-
 AGENT_KILLED: Final = "its agent was killed"
 """The problem of an instance whose agent was lost; the kernel has then killed its program."""
 

@@ -5,24 +5,34 @@ reaches it, and is a subreaper, so that what loses its parent becomes its child.
 order when poprun says so, when poprun is gone (the control socket closes), when its shim is gone (the life pipe
 closes), and when the program has ended by itself.
 
-Standard library only: the agents run this in a bare interpreter.
+Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
+
+from __future__ import annotations
 
 import errno
 import os
 import select
-import signal
-import socket
 import time
-from collections.abc import Collection
-from contextlib import suppress
-from typing import Any, NamedTuple
 
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramWatch, StackQuestion
-from poprun.messages.control import RECEIVE_BYTES, Link, Message, ProtocolError, connect, is_remote, notice_death
+from poprun.messages.control import RECEIVE_BYTES, Link, connect, is_remote, notice_death
+from poprun.messages.json_lines import Message, ProtocolError
 from poprun.process.spawn import ProcessStart, become_subreaper, start_process, take_memory_from
 from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, send, terminate
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import signal
+    import socket
+    from collections.abc import Collection
+    from typing import Any, NamedTuple
+else:
+    import _signal as signal  # signal and socket themselves load enum and more
+    import _socket as socket
+
+    from poprun.process.tuples import NamedTuple
 
 _GRACE_SECONDS = 5.0
 _LEFTOVER_SECONDS = 1.0
@@ -46,8 +56,10 @@ class HeldKey(NamedTuple):
 
 def forget_key(key: HeldKey) -> None:
     """Remove the file once every shim of the job has read it, or will not; another agent may have done so."""
-    with suppress(OSError):
+    try:
         os.unlink(key.file)
+    except OSError:
+        return
 
 
 def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str]:
@@ -222,6 +234,7 @@ class Agent:
         self._watch = ProgramWatch()
         self._question: StackQuestion | None = None
         self._keeper = ""
+        self._unsent: list[Message] = []
 
     def run(self) -> None:
         """Serve orders until the program's whole tree has ended, or there is nothing to start."""
@@ -234,6 +247,7 @@ class Agent:
         for descriptor in (self._control.fileno(), self._life_reader, wakeup):
             poll.register(descriptor, select.POLLIN)
         while not self._is_over:
+            self._send()
             for descriptor, _ in poll.poll(self._patience_milliseconds()):
                 if descriptor == wakeup:
                     os.read(wakeup, RECEIVE_BYTES)
@@ -251,6 +265,7 @@ class Agent:
             self._is_over |= self._ending.is_over(self._program)
             self._tell_of_program()
         self._tell({"event": "ended"})
+        self._send()
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
         if self._is_orphan and self._is_remote:
@@ -291,8 +306,13 @@ class Agent:
         self._was_terminated = True
 
     def _tell(self, message: Message) -> None:
+        self._unsent.append(message)
+
+    def _send(self) -> None:
+        """Send what there is to tell, all at once: poprun wakes up for it."""
+        messages, self._unsent = self._unsent, []
         try:
-            self._control.send(message)
+            self._control.send(*messages)
         except OSError:  # poprun is gone; its end of the socket says so to the loop
             return
 

@@ -10,7 +10,7 @@ import os
 import socket
 from contextlib import suppress
 
-from poprun.messages.control import abstract_address, peer_user
+from poprun.messages.control import abstract_address, peer_user, receive_descriptors
 
 FETCH = b"?"
 """What an agent says to be given the lease."""
@@ -32,7 +32,7 @@ def fetch_lease(address: str) -> list[int]:
     """
     with _connected(address) as connection:
         connection.sendall(FETCH)
-        data, descriptors, _, _ = socket.recv_fds(connection, 1, _MAX_DESCRIPTORS)
+        data, descriptors = receive_descriptors(connection, 1, _MAX_DESCRIPTORS)
     if not data:
         raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
     return descriptors

@@ -1,4 +1,4 @@
-"""The launchers: the commands that start a shim for each instance, directly, by MPI or srun, and their processes.
+"""The launchers: the commands that start shims, one for each instance by MPI or srun, one for all directly.
 
 An MPI runtime is told to bind no process to cores (threads and placement are poprun's) and to take more processes
 than cores without complaint. Flags: MPICH's "Using the Hydra Process Manager" and mpiexec.gforker's usage; Open
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
 from poprun.errors import LaunchError
-from poprun.messages.control import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCE, RANK_VARIABLE
+from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCES, RANK_VARIABLE
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch", "shim.py"))
+SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch", "start_shim.py"))
 """The shim in a bare interpreter: no site packages, no user's sitecustomize, a few milliseconds."""
 
 _SLURM_RANK: Final = "SLURM_PROCID"
@@ -181,7 +181,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """The commands that start the shims of ``plan``: one with MPI or Slurm, else one for each instance.
+    """The commands that start the shims of ``plan``: one of MPI or Slurm, else that of one shim for all instances.
 
     Args:
         plan: The job.
@@ -191,13 +191,13 @@ def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tu
         return (mpi_command(plan, plan.mpi, network),)
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
-    return tuple(
+    instances = f"0-{plan.num_instances - 1}"
+    return (
         LaunchCommand(
             words=SHIM_WORDS,
-            environment={RANK_VARIABLE: INSTANCE, INSTANCE: str(index)},
+            environment={RANK_VARIABLE: INSTANCES, INSTANCES: instances},
             death_signal=signal.SIGKILL,
-        )
-        for index in range(plan.num_instances)
+        ),
     )
 
 

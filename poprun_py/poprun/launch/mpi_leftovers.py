@@ -9,11 +9,15 @@ PRRTE keeps a folder ``ompi.<process id>`` while it runs. A launcher that is kil
 that happens to get the same process id cannot start: "The PMIx server's listener thread failed to start".
 """
 
+from __future__ import annotations
+
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _FOLDER = "/dev/shm"  # noqa: S108 - it is where the runtimes keep them
 _PREFIXES = ("mpich_shm_", "mpich_vci_", "sm_segment.", "vader_segment.", "ucx_shm_posix_")
@@ -35,22 +39,31 @@ def remove_abandoned(age_seconds: float, folder: str = _FOLDER) -> list[str]:
     if files:
         files -= _held(files)
     for file in files:
-        with suppress(OSError):
+        try:
             os.unlink(file)
+        except OSError:  # somebody else was faster
+            continue
     return sorted(files)
 
 
 def _files(folder: str, since_seconds: float) -> Iterator[str]:
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(_PREFIXES):
+    for entry in _entries(folder):
+        if entry.name.startswith(_PREFIXES):
+            try:
                 found = entry.stat(follow_symlinks=False)
-                if (
-                    stat.S_ISREG(found.st_mode)
-                    and found.st_uid == os.geteuid()
-                    and found.st_ctime >= since_seconds
-                ):
-                    yield entry.path
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_ctime >= since_seconds:
+                yield entry.path
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing in one that cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
 
 
 def _held(files: set[str]) -> set[str]:
@@ -61,16 +74,20 @@ def _held(files: set[str]) -> set[str]:
     held: set[str] = set()
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            with suppress(OSError):  # it has ended, or is another user's, who cannot hold files of this one
+            try:
                 held |= files & set(_open_files(f"/proc/{name}/fd"))
                 held |= files & set(_mapped_files(f"/proc/{name}/maps"))
+            except OSError:  # it has ended, or is another user's, who cannot hold files of this one
+                continue
     return held
 
 
 def _open_files(folder: str) -> Iterator[str]:
     for descriptor in os.listdir(folder):
-        with suppress(OSError):
+        try:
             yield os.readlink(f"{folder}/{descriptor}")
+        except OSError:  # it was closed
+            continue
 
 
 def _mapped_files(maps: str) -> Iterator[str]:
@@ -83,10 +100,11 @@ def _mapped_files(maps: str) -> Iterator[str]:
 
 def _sees_everybody() -> bool:
     """Whether shared memory is no further shared than the list of processes (see namespaces(7))."""
-    with suppress(OSError):
+    try:
         is_inside = os.readlink("/proc/self/ns/pid") != _FIRST_PROCESS_SPACE
         return not (is_inside and os.readlink("/proc/self/ns/ipc") == _FIRST_MEMORY_SPACE)
-    return False
+    except OSError:
+        return False
 
 
 def session_parent(environ: Mapping[str, str]) -> str:
@@ -110,11 +128,13 @@ def remove_abandoned_sessions(parent: str) -> list[str]:
 
 
 def _abandoned(parent: str, host: str) -> Iterator[str]:
-    with suppress(OSError), os.scandir(parent) as entries:
-        for entry in entries:
-            owner = entry.name.removeprefix(_PREFIX)
-            if owner != entry.name and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+    for entry in _entries(parent):
+        owner = entry.name.removeprefix(_PREFIX)
+        if owner != entry.name and owner.isdecimal() and not os.path.exists(f"/proc/{owner}"):
+            try:
                 found = entry.stat(follow_symlinks=False)
-                is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-                if is_ours and os.path.exists(f"{entry.path}/pmix.{host}.tool"):
-                    yield entry.path
+            except OSError:
+                continue
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and os.path.exists(f"{entry.path}/pmix.{host}.tool"):
+                yield entry.path

@@ -5,19 +5,26 @@ passes its bytes on as they are. A Python program announces on it the signal at 
 page's file, behind the page (`popdist.stack_signal`). Nothing else is ever sent that signal: it would end a
 program that does not handle it. Processes that write no stacks are described from /proc.
 
-Standard library only: the agents run this in a bare interpreter.
+Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
 
-import os
-import signal
-import struct
-import time
-from collections.abc import Iterable
-from typing import Any, Final
+from __future__ import annotations
 
-from poprun.launch.mpi_calls import FINALIZE, find_mpi_call, find_mpi_library
-from poprun.messages.control import Message
+import os
+import time
+from _struct import calcsize, unpack
+
 from poprun.process.tree import ProcessKey, catches, key_of, own_tree, send, words_of
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Iterable
+    from typing import Any, Final
+
+    from poprun.messages.json_lines import Message
+else:
+    import _signal as signal  # signal itself loads enum and more
 
 # Of the kernel: asm/unistd_64.h of x86_64, asm-generic/unistd.h for aarch64.
 _NUMBERS: Final = {
@@ -101,6 +108,8 @@ def describe_process(pid: int) -> str:
 
 def _mpi_parts(pid: int, state: str) -> list[str]:
     """What can be seen of MPI: the call that it waits in, or that a wait may poll."""
+    from poprun.launch.mpi_calls import find_mpi_call, find_mpi_library  # noqa: PLC0415 - most agents are never asked
+
     call = find_mpi_call(pid)
     library = find_mpi_library(pid) if state == _RUNNING and not call else ""
     return [f"in {call}"] if call else [f"perhaps in a wait of {library} that polls"] if library else []
@@ -278,6 +287,8 @@ class ProgramWatch:
 
     def _look_for_finalize(self) -> None:
         """Take note when a program that says nothing on its page waits in MPI_Finalize, which it never leaves."""
+        from poprun.launch.mpi_calls import FINALIZE, find_mpi_call  # noqa: PLC0415 - short programs do without
+
         if self._finalizes_since_seconds == 0.0 and self._announced()[0] == 0:
             calls = (find_mpi_call(key.pid) for key in self._tree[:_MOST_PROCESSES])
             self._finalizes_since_seconds = time.monotonic() if FINALIZE in calls else 0.0
@@ -289,7 +300,7 @@ class ProgramWatch:
     def _announced(self) -> tuple[int, int]:
         """The process that the page names, and the signal at which it writes its stacks."""
         at, form = self._announcement
-        pid, signum = struct.unpack(form, os.pread(self._page, struct.calcsize(form), at))
+        pid, signum = unpack(form, os.pread(self._page, calcsize(form), at))
         return pid, signum
 
     def _read_page(self) -> str:

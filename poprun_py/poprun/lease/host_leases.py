@@ -21,7 +21,8 @@ from poprun import errors
 from poprun.errors import HostsError, PoprunError
 from poprun.hosts.routes import JobNetwork, remote_words
 from poprun.lease.claims import HeldJob
-from poprun.messages.control import RECEIVE_BYTES, LineReader
+from poprun.messages.control import RECEIVE_BYTES
+from poprun.messages.json_lines import LineReader
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.settings import RemoteSettings

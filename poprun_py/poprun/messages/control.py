@@ -33,45 +33,37 @@ standard streams travel as descriptors (unix(7), SCM_RIGHTS), so that no output 
 agent on another host connects one socket for each stream instead, and says `stream` on it first.
 
 On one machine the connection is a unix socket, whose other end the kernel vouches for. Between hosts it is a TCP
-socket on which both ends prove that they know the job's key: a challenge from each side, answered with an HMAC
-(RFC 2104) of both over SHA-256; the key itself is never sent. From key and challenges each direction gets a key of
-its own. Every line then carries an HMAC over its number and its text: a line that was invented, changed, repeated
-or left out is known before anything of it is parsed. Whoever can listen on the network can read what is said.
+socket on which both ends prove that they know the job's key (`proofs`).
 
-Standard library only: the agents run this in a bare interpreter.
+Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
 
+from __future__ import annotations
+
 import errno
-import json
-import os
-import socket
-import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from _struct import Struct
 
-CONTROL_ADDRESS = "POPRUN_CONTROL"
-"""Variable that tells a shim where the control socket is: ``tcp://HOST:PORT``, or a name in the abstract namespace
-of this machine, which leaves no file behind."""
+from poprun.messages.json_lines import LineReader, Message, ProtocolError, decode, encode
 
-CONTROL_KEY_FILE = "POPRUN_CONTROL_KEY_FILE"
-"""Variable that tells a shim which file of its host holds the job's key, where the control socket is one of the
-network: an MPI runtime sends the variable over it as it is, and the file came through ssh."""
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+    from typing import NamedTuple
 
-RANK_VARIABLE = "POPRUN_RANK_VARIABLE"
-"""Variable that tells a shim the name of the variable in which its launcher tells it its rank."""
+    from poprun.messages.proofs import Seal
+else:
+    import _socket as socket  # socket itself loads enum, selectors and more
 
-INSTANCE = "POPRUN_INSTANCE"
-"""The rank variable of shims that poprun starts itself."""
+    from poprun.process.tuples import NamedTuple
 
 VIEW_EVENT = "view"
 """What a monitor says in place of an agent's hello; it is sent views of the job until it hangs up."""
 
-MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Longest message; room for the largest environment that Linux lets a program have."""
+LOST = "lost"
+"""The event that poprun makes up when an agent's connection closes."""
 
 RECEIVE_BYTES = 64 * 1024
-
-Message = dict[str, object]
 
 EVENT_FIELDS: dict[str, dict[str, type]] = {
     "hello": {"instance": int, "pid": int, "shim": int, "runtime": int, "address": str, "ports": list},
@@ -91,26 +83,14 @@ EVENT_FIELDS: dict[str, dict[str, type]] = {
 }
 """What each event must hold; more may come with it."""
 
-NONCE_BYTES = 32
-PROOF_BYTES = 32
-KEY_BYTES = 32
-_NUMBER = struct.Struct("!Q")
-_SEPARATOR = b" "
 _TCP = "tcp://"
 _LOOPBACK = "127.0.0.1"
 _DEAD_MILLISECONDS = 6_000
 _IDLE_SECONDS = 1
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 _MAX_DESCRIPTORS = 5
-
-
-class ProtocolError(Exception):
-    """The error when the other side sent something that is no message."""
-
-
-def encode(message: Message) -> bytes:
-    """One message as a line of bytes."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+_DESCRIPTOR = Struct("i")
+_CREDENTIALS = Struct("iII")
 
 
 def check_event(message: Message) -> None:
@@ -128,44 +108,6 @@ def check_event(message: Message) -> None:
             raise ProtocolError(f"the {name} of a control message is {message.get(name)!r:.80}, in event {kind}")
 
 
-class LineReader:
-    """Cuts a byte stream into lines, and drops those that grow too long."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._is_too_long = False
-
-    def feed(self, data: bytes) -> tuple[list[bytes], int]:
-        """Every line that ``data`` completes, without its ending, and how many were too long and are lost."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        num_lost = 0
-        if self._is_too_long and lines:
-            lines.pop(0)
-            self._is_too_long = False
-            num_lost = 1
-        kept = [line for line in lines if len(line) <= MAX_MESSAGE_BYTES]
-        if len(self._rest) > MAX_MESSAGE_BYTES:
-            self._rest, self._is_too_long = b"", True
-        elif self._is_too_long:
-            self._rest = b""
-        return kept, num_lost + len(lines) - len(kept)
-
-
-def decode(line: bytes) -> Message:
-    """The message in a line.
-
-    Raises:
-        ProtocolError: If it is no JSON object.
-    """
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ProtocolError(f"a control message is no JSON: {line[:80]!r}") from None
-    if not isinstance(message, dict):
-        raise ProtocolError(f"a control message is no object: {line[:80]!r}")
-    return message
-
-
 def abstract_address(name: str) -> str:
     """The socket address for a control socket's name (Linux's abstract namespace starts with a zero byte)."""
     return "\0" + name
@@ -173,81 +115,9 @@ def abstract_address(name: str) -> str:
 
 def peer_user(connection: socket.socket) -> int:
     """User id of the process at the other end, as the kernel tells it (unix(7), SO_PEERCRED)."""
-    credentials = struct.Struct("iII")
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    _, user, _ = credentials.unpack(raw)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(raw)
     return int(user)
-
-
-def new_key() -> str:
-    """A key for one job, as text for an environment variable."""
-    return os.urandom(KEY_BYTES).hex()
-
-
-class Handshake:
-    """One side of the proof that both know the key."""
-
-    def __init__(self, key: str, *, is_agent: bool) -> None:
-        self._key = bytes.fromhex(key)
-        self._is_agent = is_agent
-        self.nonce = os.urandom(NONCE_BYTES)
-
-    def proof(self, other_nonce: bytes) -> bytes:
-        """The proof for the other side that this one knows the key."""
-        return self._digest(b"agent" if self._is_agent else b"poprun", other_nonce)
-
-    def check(self, other_nonce: bytes, proof: bytes) -> "Seal":
-        """Check that the other side knows the key, else raise ProtocolError; the seal for all further messages."""
-        expected = self._digest(b"poprun" if self._is_agent else b"agent", other_nonce)
-        if not _is_same(expected, proof):
-            raise ProtocolError("the other side does not know the key of this job")
-        to_poprun, to_agent = (self._digest(name, other_nonce) for name in (b"to poprun", b"to agent"))
-        return Seal(to_poprun, to_agent) if self._is_agent else Seal(to_agent, to_poprun)
-
-    def _digest(self, purpose: bytes, other_nonce: bytes) -> bytes:
-        nonces = (self.nonce, other_nonce) if self._is_agent else (other_nonce, self.nonce)
-        return _hmac(self._key, purpose + b"\0" + b"".join(nonces))
-
-
-class Seal:
-    """Numbers and seals the lines of one direction, and opens those of the other."""
-
-    def __init__(self, sending_key: bytes, receiving_key: bytes) -> None:
-        self._sending_key = sending_key
-        self._receiving_key = receiving_key
-        self._num_sent = 0
-        self._num_received = 0
-
-    def seal(self, line: bytes) -> bytes:
-        """``line`` with its seal in front; it must hold no line break but the one at its end."""
-        mark = self._mark(self._sending_key, self._num_sent, line.removesuffix(b"\n"))
-        self._num_sent += 1
-        return mark + _SEPARATOR + line
-
-    def open(self, line: bytes) -> bytes:
-        """The text of a sealed line, which must be the other side's and the next of its lines."""
-        mark, _, text = line.partition(_SEPARATOR)
-        if not _is_same(mark, self._mark(self._receiving_key, self._num_received, text)):
-            raise ProtocolError("a control message does not bear the seal of this job")
-        self._num_received += 1
-        return text
-
-    @staticmethod
-    def _mark(key: bytes, number: int, text: bytes) -> bytes:
-        return _hmac(key, _NUMBER.pack(number) + text).hex().encode()
-
-
-def _hmac(key: bytes, text: bytes) -> bytes:
-    import hmac  # noqa: PLC0415 - loading it takes longer than a shim of one machine, which needs none, to start
-
-    return hmac.digest(key, text, "sha256")
-
-
-def _is_same(expected: bytes, found: bytes) -> bool:
-    """Whether a proof is the expected one, found out in a time that tells nothing of it."""
-    import hmac  # noqa: PLC0415 - as above
-
-    return hmac.compare_digest(expected, found)
 
 
 class Received(NamedTuple):
@@ -262,6 +132,29 @@ class Received(NamedTuple):
     messages: list[Message]
     refusals: list[str]
     descriptors: list[int]
+
+
+def receive_descriptors(
+    connection: socket.socket, num_bytes: int, max_descriptors: int
+) -> tuple[bytes, list[int]]:
+    """What has come over a unix socket, and the descriptors that came along (unix(7), SCM_RIGHTS).
+
+    Raises:
+        OSError: If the other end is gone.
+    """
+    data, ancillary, _, _ = connection.recvmsg(num_bytes, socket.CMSG_LEN(max_descriptors * _DESCRIPTOR.size))
+    descriptors = [
+        descriptor
+        for level, kind, block in ancillary
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+        for (descriptor,) in _DESCRIPTOR.iter_unpack(block[: len(block) - len(block) % _DESCRIPTOR.size])
+    ]
+    return data, descriptors
+
+
+def _send_descriptors(connection: socket.socket, data: bytes, descriptors: Sequence[int]) -> int:
+    block = b"".join(map(_DESCRIPTOR.pack, descriptors))
+    return connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, block)])
 
 
 class Link:
@@ -295,16 +188,17 @@ class Link:
         """Close the connection."""
         self.connection.close()
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and descriptors with it if the other end is on this machine.
+    def send(self, *messages: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send messages, and descriptors with them if the other end is on this machine.
 
         Raises:
             OSError: If the other end is gone.
         """
-        data = encode(message)
+        lines = [encode(message) for message in messages]
         if self._seal is not None:
-            data = self._seal.seal(data)
-        sent = socket.send_fds(self.connection, [data], descriptors) if descriptors else 0
+            lines = [self._seal.seal(line) for line in lines]
+        data = b"".join(lines)
+        sent = _send_descriptors(self.connection, data, descriptors) if descriptors else 0
         self.connection.sendall(data[sent:])
 
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
@@ -336,8 +230,7 @@ class Link:
     def _read(self) -> tuple[bytes, list[int]]:
         if self._seal is not None:
             return self.connection.recv(RECEIVE_BYTES), []
-        data, descriptors, _, _ = socket.recv_fds(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
-        return data, descriptors
+        return receive_descriptors(self.connection, RECEIVE_BYTES, _MAX_DESCRIPTORS)
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
@@ -358,9 +251,17 @@ def connect(address: str, key: str, timeout_seconds: float) -> Link:
         connection.connect(abstract_address(address))
         connection.settimeout(None)
         return Link(connection)
+    return _connect_over_network(address, key, timeout_seconds)
+
+
+def _connect_over_network(address: str, key: str, timeout_seconds: float) -> Link:
+    from socket import create_connection  # noqa: PLC0415 - jobs of one host go without
+
+    from poprun.messages.proofs import prove  # noqa: PLC0415 - as above
+
     host, _, port = address.removeprefix(_TCP).rpartition(":")
-    connection = socket.create_connection((host.strip("[]"), int(port)), timeout_seconds)
-    seal = _prove(connection, key)
+    connection = create_connection((host.strip("[]"), int(port)), timeout_seconds)
+    seal = prove(connection, key)
     connection.settimeout(None)
     return Link(connection, seal)
 
@@ -385,21 +286,3 @@ def notice_death(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _IDLE_SECONDS)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _DEAD_MILLISECONDS)
-
-
-def _prove(connection: socket.socket, key: str) -> Seal:
-    """An agent's side of the handshake: poprun speaks first."""
-    handshake = Handshake(key, is_agent=True)
-    nonce = _read_exactly(connection, NONCE_BYTES)
-    connection.sendall(handshake.nonce + handshake.proof(nonce))
-    return handshake.check(nonce, _read_exactly(connection, PROOF_BYTES))
-
-
-def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        chunk = connection.recv(num_bytes - len(data))
-        if not chunk:
-            raise OSError(f"poprun hung up on process {os.getpid()}")
-        data += chunk
-    return data

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from poprun.messages.control import Message, ProtocolError
+from poprun.messages.json_lines import Message, ProtocolError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

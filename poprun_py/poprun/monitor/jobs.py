@@ -8,15 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from poprun.messages.control import (
-    RECEIVE_BYTES,
-    VIEW_EVENT,
-    LineReader,
-    abstract_address,
-    decode,
-    encode,
-    peer_user,
-)
+from poprun.messages.control import RECEIVE_BYTES, VIEW_EVENT, abstract_address, peer_user
+from poprun.messages.json_lines import LineReader, decode, encode
 from poprun.messages.view import JobView
 
 _NAME: Final = re.compile(r"@(poprun-(\d+)-[0-9a-f]{32})$", re.MULTILINE)

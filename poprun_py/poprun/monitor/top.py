@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from popdist.contract import VERSION
-from poprun.messages.control import ProtocolError
+from poprun.messages.json_lines import ProtocolError
 from poprun.messages.view import JobView
 from poprun.monitor.job_table import Rate, describe_seconds, rates, render
 from poprun.monitor.jobs import RunningJob, running_jobs, watch

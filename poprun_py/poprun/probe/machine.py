@@ -1,32 +1,23 @@
-"""Where poprun runs: the machine, its MPI runtimes, and the allocation of Slurm.
+"""Where poprun runs: the machine, and the allocation of Slurm.
 
-Runtimes of MPI are told apart by what they print about their version. Variables of Slurm: sbatch(1) and salloc(1),
-"OUTPUT ENVIRONMENT VARIABLES"; inside a step srun(1) tells more.
+Variables of Slurm: sbatch(1) and salloc(1), "OUTPUT ENVIRONMENT VARIABLES"; inside a step srun(1) tells more.
 """
 
 import os
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from popdist.contract import NUM_THREADS, read_node_counts
 from popdist.errors import ContractError
 from poprun.errors import PlanError
-from poprun.plan.topology import Allocation, MachineFacts, MpiKind, MpiRuntime
+from poprun.plan.topology import Allocation, MachineFacts
 from poprun.probe.hardware import find_gpus, read_cpus, read_memory_nodes, usable_cores
-from poprun.process.spawn import answer_of
+from poprun.probe.mpi_runtimes import cache_file_of, find_mpi
 from poprun.text.host_names import parse_hosts
 
-_VERSION_SECONDS: Final = 10.0
-_LAUNCHERS: Final = ("mpiexec", "mpirun")
-_FORKER: Final = "mpiexec.gforker"
-_VERSIONS: Final = (
-    (MpiKind.MPICH, re.compile(r"HYDRA build details:\s+Version:\s*(\S+)")),
-    (MpiKind.OPEN_MPI, re.compile(r"\((?:Open MPI|OpenRTE)\)\s+(\S+)")),
-)
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
 
 _JOB: Final = "SLURM_JOB_ID"
@@ -45,11 +36,11 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
 
     Args:
         environment: The environment that poprun was called in.
-        with_mpi: Whether to look for MPI runtimes, which means starting each one found to ask what it is.
+        with_mpi: Whether to look for MPI runtimes, each of which is asked once what it is.
     """
     hostname = socket.gethostname()
     path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
-    mpi, unknown = find_mpi(path, own_folder) if with_mpi else (None, ())
+    mpi, unknown = find_mpi(path, own_folder, cache_file_of(environment)) if with_mpi else (None, ())
     return MachineFacts(
         hostname=hostname,
         host_aliases=own_names(hostname),
@@ -61,54 +52,6 @@ def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> M
         unknown_mpi=unknown,
         user_num_threads=environment.get(NUM_THREADS),
     )
-
-
-def find_mpi(path: str, own_folder: str) -> tuple[MpiRuntime | None, tuple[str, ...]]:
-    """The first MPI runtime of a known family, and the launchers found before it that are of none.
-
-    Args:
-        path: Folders with colons between them, as in ``PATH``.
-        own_folder: The folder of the interpreter's own commands, where Python packages install theirs: looked
-            through last.
-    """
-    unknown: list[str] = []
-    for launcher in _candidates([*path.split(os.pathsep), own_folder]):
-        runtime = read_version(launcher, answer_of((launcher, "--version"), _VERSION_SECONDS) or "")
-        if runtime is not None:
-            return replace(runtime, forker=_forker_beside(runtime)), tuple(unknown)
-        unknown.append(launcher)
-    return None, tuple(unknown)
-
-
-def read_version(launcher: str, output: str) -> MpiRuntime | None:
-    """The runtime that prints ``output`` about itself, or None when it is of no known family."""
-    for kind, pattern in _VERSIONS:
-        match = pattern.search(output)
-        if match:
-            return MpiRuntime(kind=kind, path=launcher, version=match[1])
-    return None
-
-
-def _candidates(folders: Sequence[str]) -> Iterator[str]:
-    """Every launcher in ``folders``, each file once under whichever of its names comes first."""
-    seen = set()
-    for folder in filter(None, folders):
-        for name in _LAUNCHERS:
-            launcher = os.path.abspath(os.path.join(folder, name))
-            file = os.path.realpath(launcher)
-            if _is_program(file) and file not in seen:
-                seen.add(file)
-                yield launcher
-
-
-def _forker_beside(runtime: MpiRuntime) -> str | None:
-    """MPICH's launcher for one machine, which lies beside the one for many, or None."""
-    forker = os.path.join(os.path.dirname(os.path.realpath(runtime.path)), _FORKER)
-    return forker if runtime.kind is MpiKind.MPICH and _is_program(forker) else None
-
-
-def _is_program(file: str) -> bool:
-    return os.path.isfile(file) and os.access(file, os.X_OK)
 
 
 def own_names(hostname: str) -> frozenset[str]:

@@ -1,23 +1,29 @@
 """Starting processes: with the descriptors they need, an end when their parent dies, and a bounded time to answer.
 
-poprun starts the launcher's commands with it, and each agent its program. Standard library only: the agents run
-this in a bare interpreter.
+poprun starts the launcher's commands with it, and each agent its program. Standard library only, and little of it:
+each shim of an MPI job loads this in a bare interpreter.
 
 Not with `subprocess`: importing it would cost each start of a job more than the usual question does.
 """
+
+from __future__ import annotations
 
 import errno
 import os
 import resource
 import select
-import signal
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
+TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
+    import signal
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from threading import Thread
+    from typing import NamedTuple, NoReturn
+else:
+    import _signal as signal  # signal itself loads enum and more
+
+    from poprun.process.tuples import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,15 +67,10 @@ def take_memory_from(nodes: Collection[int]) -> None:
 
 def _prctl(option: int, argument: int) -> None:
     # Of ctypes the part that calls functions: the rest of it takes longer to load than a shim to start.
-    try:
-        from _ctypes import call_function, dlopen, dlsym  # noqa: PLC0415 - what forks shims needs it, a plan does not
-    except ImportError:
-        import ctypes  # noqa: PLC0415 - another Python than CPython
+    from _ctypes import call_function, dlopen, dlsym  # noqa: PLC0415 - what forks shims needs it, a plan does not
 
-        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
-    else:
-        this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
-        call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))
+    this_program = dlopen(None, os.RTLD_NOW)  # type: ignore[arg-type] # dlopen(3) takes no name for it
+    call_function(dlsym(this_program, "prctl"), (option, argument, 0, 0, 0))
 
 
 class ProcessStart(NamedTuple):
@@ -163,13 +164,15 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         if descriptor >= _NUM_STREAMS and descriptor not in kept and descriptor != failure_pipe:
-            with suppress(OSError):  # the listing's own descriptor is closed by now
+            try:
                 os.close(descriptor)
+            except OSError:  # the listing's own descriptor is closed by now
+                continue
     for descriptor in kept:
         os.set_inheritable(descriptor, True)  # noqa: FBT003 - it takes no keywords
 
 
-def start_thread(thread: "Thread") -> None:
+def start_thread(thread: Thread) -> None:
     """Start a thread.
 
     Raises:

@@ -2,15 +2,23 @@
 
 Process groups do not hold a tree together: a data loader's worker may call setsid. So the tree is walked in
 /proc (see proc_pid_stat(5)). A process is known by its id *and* its start time, because ids are used again.
-Standard library only: the agents run this in a bare interpreter.
+Standard library only, and little of it: each shim of an MPI job loads this in a bare interpreter.
 """
 
+from __future__ import annotations
+
 import os
-import pwd
 import resource
-import signal
-from collections.abc import Collection, Iterable, Iterator
-from typing import NamedTuple
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import signal
+    from collections.abc import Collection, Iterable, Iterator
+    from typing import NamedTuple
+else:
+    import _signal as signal  # signal itself loads enum and more
+
+    from poprun.process.tuples import NamedTuple
 
 _KIBIBYTE = 1024
 _PARENT_FIELD, _STATE_FIELD, _START_FIELD = 1, 0, 19
@@ -179,6 +187,8 @@ def terminate(keys: Iterable[ProcessKey]) -> None:
 
 def user_name(uid: int) -> str:
     """The name of the user with that number, or the number where there is no such user."""
+    import pwd  # noqa: PLC0415 - agents go without
+
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import LaunchError, PlanError
-from poprun.job.orders import JobIdentity
+from poprun.job.identity import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import say
 from poprun.text.system_errors import describe_error
