@@ -271,7 +271,7 @@ def law_instances_bring_batches_of_the_same_step() -> None:
     batches = list(popdist.data_loader(list(zip(*samples(3 * popdist.num_replicas()), strict=True)), 1))
     chosen = [batches[2 if is_last() else 1], batches[2]]
     ends = [number * popdist.num_replicas() for number in (2, 3)]
-    words = rf"instances? 0.*: epoch 0 up to sample {ends[0]}; instance {last}: epoch 0 up to sample {ends[1]}\."
+    words = rf"instances? 0.*: epoch 0 up to position {ends[0]}; instance {last}: .* up to position {ends[1]}\."
     for number, batch in enumerate(chosen if last else []):
         with refused(popdist.CollectiveError, words) if number == 0 else nullcontext():
             for part, labels in model.micro_batches(batch):

@@ -41,7 +41,7 @@ def refuse_other_steps(group: Group, marks: Sequence[BatchMark]) -> None:
             owners.setdefault((mark.epoch, mark.stop), []).append(instance)
     if len(owners) > 1:
         brought = "; ".join(
-            f"{name_instances(instances)}: epoch {epoch} up to sample {stop}"
+            f"{name_instances(instances)}: epoch {epoch} up to position {stop}"
             for (epoch, stop), instances in owners.items()
         )
         raise CollectiveError(
