@@ -175,3 +175,27 @@ def test_packed_training_runs(tmp_path: Path) -> None:
 
     assert re.search(r"2\.\d\d sequences a row, 9\d\.\d% real tokens", finished.out)
     assert len(json.loads(curve.read_text(encoding="utf-8"))["steps"]) == 2
+
+
+def test_optimizers_can_be_measured_again() -> None:
+    """Two rounds of ``benchmarks/optimizers.py``, with few tensors, show each optimizer and half the memory."""
+    words = ["--rounds", "2", "--num-tensors", "2"]
+    finished = run([sys.executable, str(ROOT / "benchmarks" / "optimizers.py"), *words]).succeeded()
+
+    for word in ("LAMB", "LARS", "LowPrecision, AdamW, bfloat16", "AdamW(foreach=True)"):
+        assert word in finished.out
+    assert finished.out.count("| 0.500 |") + finished.out.count("|  0.500 |") == 2
+
+
+def test_float16_rounded_by_chance_trains_as_float32(tmp_path: Path) -> None:
+    """A short run of ``examples/low_precision.py`` ends within 1 %; rounded to the nearest it stays behind."""
+    picture = tmp_path / "curves.png"
+    words = ["--steps", "250", "--plot", str(picture)]
+    finished = run([sys.executable, str(ROOT / "examples" / "low_precision.py"), *words]).succeeded()
+
+    found = re.findall(r"loss ([\d.]+) -> ([\d.]+), ([\d.]+) of", finished.out)
+    drops = [float(first) - float(last) for first, last, _ in found]
+    assert abs(float(found[2][2]) - 1) < 0.01
+    assert drops[1] < drops[0] / 2
+    assert drops[2] > 0.9 * drops[0]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -37,8 +37,8 @@ _NOT_INSIDE: Final = ("params", "param_names", "optimizer_class", *_OWN_SETTINGS
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
 _WEIGHTS: Final = "weights"
 
-_ELEMENTS_AT_ONCE: Final = 1 << 18
-"""What they need in float32 fits the second-level caches of a few cores."""
+_ELEMENTS_AT_ONCE: Final = 1 << 19
+"""What they need in float32 fits a usual last-level cache."""
 
 
 class _Run(NamedTuple):

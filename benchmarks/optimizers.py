@@ -1,0 +1,101 @@
+"""How long a step of popdist's optimizers takes beside torch's AdamW, and how much memory their state needs.
+
+    python benchmarks/optimizers.py --rounds 15 --document docs/large-batches.md
+
+25 million parameters in 300 tensors. Every round times a step of ours and one of torch's, in turn; what counts is
+the median over the rounds of the ratio within a round. Memory is the bytes of weights and state after a step.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from measuring.documents import put, table
+from measuring.medians import median, ratio
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from popdist.optim import LAMB, LARS, LowPrecision
+from popdist.optim.square_sums import extension
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+FOREACH = partial(AdamW, foreach=True)
+COMPARISONS: dict[str, tuple[torch.dtype, Make, str, Make]] = {
+    "LAMB": (torch.float32, LAMB, "AdamW(foreach=True)", FOREACH),
+    "LARS": (torch.float32, LARS, "AdamW(foreach=True)", FOREACH),
+    "LowPrecision, AdamW, bfloat16": (
+        torch.bfloat16,
+        partial(LowPrecision, optimizer_class=AdamW),
+        "AdamW",
+        AdamW,
+    ),
+    "LowPrecision, AdamW, float16": (torch.float16, partial(LowPrecision, optimizer_class=AdamW), "AdamW", AdamW),
+}
+"""What is ours → the dtype of its weights, ours, and what it is compared with, in float32."""
+
+
+def made(make: Make, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> Optimizer:
+    """An optimizer that has made a step."""
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(dtype)
+    optimizer = make(parameters)
+    optimizer.step()
+    return optimizer
+
+
+def seconds(optimizer: Optimizer) -> float:
+    """Of one step."""
+    start = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
+def num_bytes(optimizer: Optimizer) -> int:
+    """Of weights and state."""
+    parameters = [it for group in optimizer.param_groups for it in group["params"]]
+    states = [it for state in optimizer.state.values() for it in state.values() if isinstance(it, Tensor)]
+    return sum(it.nbytes for it in (*parameters, *states))
+
+
+def compare(name: str, rounds: int, shapes: list[tuple[int, int]]) -> list[str]:
+    """A row of the table."""
+    dtype, ours, their_name, theirs = COMPARISONS[name]
+    optimizers = made(theirs, torch.float32, shapes), made(ours, dtype, shapes)
+    times: list[list[float]] = [[], []]
+    for number in range(rounds):
+        for i in (0, 1) if number % 2 else (1, 0):
+            times[i].append(seconds(optimizers[i]))
+    found = ratio(times[1], times[0])
+    memory = num_bytes(optimizers[1]) / num_bytes(optimizers[0])
+    spread = f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})"
+    milliseconds = [f"{median(it).value * 1e3:.0f} ms" for it in times]
+    return [name, milliseconds[1], f"{milliseconds[0]}, {their_name}", spread, f"{memory:.3f}"]
+
+
+def main() -> None:
+    """Compare, print a table, and write it into a document if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="how often each step is timed (15)")
+    parser.add_argument("--num-tensors", type=int, default=300, help="of 83,333 parameters each (300)")
+    parser.add_argument("--document", type=Path, help="a document for the table")
+    options = parser.parse_args()
+    shapes = [(271, 307)] * options.num_tensors
+    rows = [compare(name, options.rounds, shapes) for name in COMPARISONS]
+    text = table(["", "a step", "torch's, in float32", "ratio (95 %)", "memory"], rows)
+    has = "with" if extension() else "without"
+    command = shlex.join(["python", *sys.argv])
+    text += f"\n\n{has} the extension, {torch.get_num_threads()} threads: `{command}`"
+    print(text)
+    if options.document:
+        put(options.document, "optimizers", text)
+
+
+if __name__ == "__main__":
+    main()
