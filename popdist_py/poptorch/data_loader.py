@@ -62,7 +62,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._options = options
         self._factor = _num_micro_batches(options)
         self._combined_batch_size = None if batch_size is None else batch_size * self._factor
-        self._rebatched_size = self._size_to_join(mode, rebatched_worker_size, drop_last=drop_last)
+        self._rebatched_size = None
+        if batch_sampler is None:
+            is_iterable = isinstance(dataset, IterableDataset)
+            joins = mode is DataLoaderMode.AsyncRebatched or (
+                mode is DataLoaderMode.Async and is_iterable and not drop_last
+            )
+            self._rebatched_size = self._combined_batch_size if joins else None
+        self._check_worker_size(mode, rebatched_worker_size)
         is_divided = auto_distributed_partitioning and options.Distributed.numProcesses > 1
         arguments = {
             "num_workers": num_workers,
@@ -74,11 +81,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             arguments["batch_sampler"] = JoinedBatchSampler(batch_sampler, self._factor, drop_last=drop_last)
             self._combined_batch_size = _size_of(batch_sampler, self._factor)
         else:
-            joins = self._rebatched_size is not None and batch_size is not None
-            if joins and mode is DataLoaderMode.AsyncRebatched:
-                arguments["batch_size"] = rebatched_worker_size or self._combined_batch_size
-            else:
-                arguments["batch_size"] = self._combined_batch_size
+            arguments["batch_size"] = rebatched_worker_size or self._combined_batch_size
             if batch_size is not None:
                 arguments["drop_last"] = drop_last and mode is not DataLoaderMode.AsyncRebatched
             if is_divided:
@@ -91,20 +94,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             joining = {"rebatched_size": self._rebatched_size, "drop_last": drop_last}
             self._accessor = AsynchronousDataAccessor(self, **(joining | (async_options or {})))
 
-    def _size_to_join(self, mode: DataLoaderMode, worker_size: int | None, *, drop_last: bool) -> int | None:
-        """The size that the reading process cuts batches to; None leaves them as they are."""
-        if worker_size is not None:
-            if mode is not DataLoaderMode.AsyncRebatched:
-                raise Error(
-                    f"rebatched_worker_size is for DataLoaderMode.AsyncRebatched, and the mode is {mode.name}"
-                )
-            if self._combined_batch_size is None or not 1 <= worker_size <= self._combined_batch_size:
-                raise Error(
-                    f"rebatched_worker_size={worker_size} must be from 1 to the size of the combined batch, "
-                    f"{self._combined_batch_size}"
-                )
-        joins = mode is DataLoaderMode.AsyncRebatched or (mode is DataLoaderMode.Async and not drop_last)
-        return self._combined_batch_size if joins else None
+    def _check_worker_size(self, mode: DataLoaderMode, worker_size: int | None) -> None:
+        """Refuse parts of a batch that nobody joins."""
+        if worker_size is None:
+            return
+        if mode is not DataLoaderMode.AsyncRebatched:
+            raise Error(f"rebatched_worker_size is for DataLoaderMode.AsyncRebatched, and the mode is {mode.name}")
+        if self._rebatched_size is None:
+            raise Error("rebatched_worker_size is for batches of batch_size samples, without a batch_sampler")
+        if not 1 <= worker_size <= self._rebatched_size:
+            raise Error(
+                f"rebatched_worker_size={worker_size} must be from 1 to the size of the combined batch, "
+                f"{self._rebatched_size}"
+            )
 
     def _divide(
         self, dataset: Dataset[Any], kwargs: dict[str, Any], *, shuffle: bool, drop_last: bool
@@ -155,7 +157,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __len__(self) -> int:
         size = self._rebatched_size
-        if size is None or self.batch_size == size:
+        if size is None:
             return super().__len__()
         source: Any = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
         return len(source) // size if self._drops_last else -(-len(source) // size)

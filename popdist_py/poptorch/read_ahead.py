@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from multiprocessing.util import Finalize
 from typing import Any, Final, NamedTuple
@@ -225,6 +226,15 @@ class _Sending:
         while self._left < epoch - 1:
             self._listen()
 
+    def serve(self) -> None:
+        """Stay until the program closes its end: it fetches the memory of batches from this process.
+
+        Raises:
+            EOFError: Then.
+        """
+        while True:
+            self._listen()
+
     def _listen(self) -> None:
         kind, number = self._pipe.recv()
         if kind == "credit":
@@ -256,6 +266,7 @@ def _read(
             traceback.print_exc()
             sys.stderr.flush()
             sending.tell(-1, "failed", traceback.format_exc())
+            sending.serve()
 
 
 def _read_epochs(batches: Iterable[Any], sending: _Sending, options: dict[str, Any]) -> None:
@@ -289,21 +300,32 @@ def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator
     """The samples of ``batches`` in batches of ``size``, of the same structure; the last one may be smaller.
 
     Raises:
-        Error: If there is something else than tensors in a batch.
+        Error: If there is something else in a batch than tensors with a dim 0, and lists of texts.
     """
-    held: list[list[Tensor]] = []
+    held: list[list[Any]] = []
     structure = None
     num_held = 0
     for batch in batches:
-        leaves, structure = pytree.tree_flatten(batch)
-        if not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-            raise Error("batches are joined along dim 0, so they must hold nothing but tensors with a dim 0")
-        held.append(leaves)
-        num_held += len(leaves[0]) if leaves else 0
+        rows, structure = pytree.tree_flatten(batch, is_leaf=_is_texts)
+        if not all(_is_texts(row) or (isinstance(row, Tensor) and row.dim()) for row in rows):
+            raise Error("batches are joined along dim 0: they must hold tensors with a dim 0, or lists of texts")
+        held.append(rows)
+        num_held += len(rows[0]) if rows else 0
         while num_held >= size:
-            joined = [torch.cat(parts) for parts in zip(*held, strict=True)] if len(held) > 1 else held[0]
-            yield pytree.tree_unflatten([leaf[:size] for leaf in joined], structure)
+            joined = [_joined(parts) for parts in zip(*held, strict=True)]
+            yield pytree.tree_unflatten([row[:size] for row in joined], structure)
             num_held -= size
-            held = [[leaf[size:] for leaf in joined]] if num_held else []
+            held = [[row[size:] for row in joined]] if num_held else []
     if num_held and structure is not None and not drop_last:
-        yield pytree.tree_unflatten([torch.cat(parts) for parts in zip(*held, strict=True)], structure)
+        yield pytree.tree_unflatten([_joined(parts) for parts in zip(*held, strict=True)], structure)
+
+
+def _is_texts(row: object) -> bool:
+    """Whether it is what torch's collate function makes of texts."""
+    return isinstance(row, list) and bool(row) and all(isinstance(part, str | bytes) for part in row)
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of the same kind
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain(*parts))

@@ -200,6 +200,14 @@ def test_what_excludes_each_other_is_refused() -> None:
         poptorch.DataLoader(options(0, 2), Stream(8))
     with pytest.raises(poptorch.Error, match="AsyncRebatched, and the mode is Sync"):
         poptorch.DataLoader(options(), Numbers(8), rebatched_worker_size=1)
+    with pytest.raises(poptorch.Error, match="without a batch_sampler"):
+        poptorch.DataLoader(
+            options(),
+            Numbers(8),
+            batch_sampler=batches,
+            mode=DataLoaderMode.AsyncRebatched,
+            rebatched_worker_size=1,
+        )
     with pytest.raises(poptorch.Error, match="rebatched_worker_size=3"):
         poptorch.DataLoader(options(), Numbers(8), 2, mode=DataLoaderMode.AsyncRebatched, rebatched_worker_size=3)
 
@@ -280,6 +288,32 @@ def test_workers_parts_are_joined() -> None:
         assert len(loader) == len(found)
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_every_mode_gives_the_same_batches(drop_last: bool) -> None:  # noqa: FBT001 - a row
+    """Of samples and of a sampler's batches, texts in them too; and as many as the length says."""
+    for arguments in (
+        {"batch_size": 2},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(6)), 2, drop_last=False)},
+    ):
+        expected: list[Any] | None = None
+        for mode in DataLoaderMode:
+            ahead: dict[str, Any] = {} if mode is DataLoaderMode.Sync else {"async_options": FORK}
+            rows: Any = [{"x": torch.tensor(number), "name": str(number)} for number in range(6)]
+            loader = poptorch.DataLoader(
+                options(iterations=2),
+                rows,
+                drop_last=drop_last,
+                mode=mode,
+                **arguments,
+                **ahead,
+            )
+            found = [(batch["x"].tolist(), batch["name"]) for batch in loader]
+            loader.terminate()
+            assert len(loader) == len(found)
+            expected = expected or found
+            assert found == expected
+
+
 def test_what_cannot_be_read_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     """At once for the first batch, with the reason printed; later where it is asked for."""
     with pytest.raises(poptorch.Error, match="worker thread failed to start"):
@@ -307,6 +341,7 @@ def test_a_dead_reader_is_an_error_and_no_wait() -> None:
 def test_a_program_need_not_end_its_reader() -> None:
     """A server starts it unless another way is asked for; the end of the program is the end of all."""
     assert run([sys.executable, "-c", PROGRAM]).succeeded().out == "[[0, 1], [2, 3]]\n"
+    assert run([sys.executable, "-c", f"{PROGRAM}\nimport os; os.kill(os.getpid(), 9)"]).code == -9
 
 
 def test_a_partition_has_a_length() -> None:
