@@ -7,7 +7,6 @@ evaluates has no steps. In a loop without such a loader it ends where a model be
 library only.
 """
 
-import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ class TrainingLoop:
         self.num_step_ends = 0
         self.num_optimizer_steps = 0
         self._num_open_loaders = 0
-        self._begun: weakref.WeakSet[object] = weakref.WeakSet()
+        self._begun: set[object] = set()
         self._num_steps_before = 0
 
     @contextmanager
@@ -54,10 +53,13 @@ class TrainingLoop:
             self._num_open_loaders -= 1
 
     def begin_step(self, model: object) -> None:
-        """A step of ``model`` begins: the end of the one before, unless a loader tells of ends.
+        """A step of a model begins: the end of the one before, unless a loader tells of ends.
 
         Where several models take turns, a step ends when all have had theirs. And a step that begins before an
         optimizer has stepped belongs to the step before it, as those of a closure do.
+
+        Args:
+            model: What stands for the model; kept until the step ends.
         """
         if self._num_open_loaders:
             return

@@ -172,7 +172,7 @@ def law_a_large_buffer_that_is_written_late_through_data_is_named() -> None:
         for x, _ in model.micro_batches(share(samples(2 * popdist.num_replicas()))):
             model(x, writes=number == 4).square().mean().backward()
         model.zero_grad()
-    model._model_steps._checked_steps._num_ended = 99
+    model._model_steps._checked_steps.number = 100
     if popdist.num_replicas() == 1:
         return
     with refused(popdist.WeightsError, r"codes was written through \.data"):
@@ -240,7 +240,7 @@ def law_a_counter_in_python_is_named_on_all() -> None:
             popdist.WeightsError, r"the attribute passes of Counter changes in each forward pass, and the"
         ):
             train()
-        model._model_steps._checked_steps._num_ended = 3
+        model._model_steps._checked_steps.number = 4
         train()
 
 

@@ -51,7 +51,7 @@ STEPS = (loop, by_hand, after_backward)
 
 def skip_steps(model: popdist.ReplicatedModel, number: int) -> None:
     """Go on as if the model had made ``number`` steps more."""
-    model._model_steps._checked_steps._num_ended += number
+    model._model_steps._checked_steps.number += number
 
 
 def law_weights_that_drift_apart_are_named() -> None:

@@ -1,9 +1,12 @@
-"""Python's random state as bytes: what is put in place goes on exactly as what was taken, in both ways."""
+"""Python's random state as bytes, and torch's marks: what is put in place goes on exactly as what was taken."""
 
 import random
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from popdist.data import process_generators
 
@@ -87,3 +90,37 @@ def test_numbers_that_are_no_state_are_refused(numbers: list[int]) -> None:
     """A checkpoint may hold anything."""
     with pytest.raises((TypeError, ValueError)):
         process_generators.from_numbers(numbers, None)
+
+
+TORCH_DRAWS: tuple[Callable[[], object], ...] = (
+    lambda: torch.rand(1),
+    lambda: torch.rand(624),
+    lambda: torch.randn(1),
+    lambda: torch.randn(1, dtype=torch.float64),
+    lambda: torch.randperm(5),
+    lambda: torch.manual_seed(3),
+    lambda: torch.default_generator.set_state(torch.Generator().manual_seed(4).get_state()),
+)
+
+
+def test_torch_has_marks() -> None:
+    """The version that is pinned keeps its words where they are looked for."""
+    assert process_generators.torch_mark() is not None
+
+
+@given(st.lists(st.sampled_from(TORCH_DRAWS), max_size=6), st.sampled_from([None, *TORCH_DRAWS]))
+def test_a_mark_tells_whether_torch_has_drawn(
+    before: list[Callable[[], object]], draw: Callable[[], object]
+) -> None:
+    """It is another one wherever the state is, also when only the second of a pair was taken."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        for earlier in before:
+            earlier()
+        mark, state = process_generators.torch_mark(), torch.get_rng_state()
+        if draw is not None:
+            draw()
+
+        has_drawn = not torch.equal(torch.get_rng_state(), state)
+        assert (process_generators.torch_mark() != mark) >= has_drawn
+        assert (process_generators.torch_mark() == mark) >= (draw is None)

@@ -1,10 +1,16 @@
 """Each replica's generators go on where they were, also where several loops take turns in one program."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from popdist.data import process_generators
 from popdist.training.randomness import ReplicaRandomness
 
 CPU = torch.device("cpu")
@@ -19,6 +25,54 @@ def drawn_alone(seed: int, count: int) -> list[tuple[float, float, float]]:
     """The first numbers of a replica that nobody interrupts."""
     with ReplicaRandomness(seed, range(1)).of(0, CPU):
         return [draw() for _ in range(count)]
+
+
+DRAWS: tuple[Callable[[], object], ...] = (
+    draw,
+    lambda: random.gauss(0, 1),
+    lambda: np.random.rand(624).tolist(),  # noqa: NPY002 - the subject
+    lambda: torch.rand(624).tolist(),
+    lambda: torch.randn(()).tolist(),
+    lambda: torch.randn((), dtype=torch.float64).tolist(),
+    lambda: bool(torch.manual_seed(3)),
+    lambda: random.seed(3),
+)
+
+Work = list[Callable[[], object]]
+WORK = st.lists(st.sampled_from(DRAWS), max_size=3)
+
+
+def drawn(program: list[Work], replica: list[Work]) -> tuple[list[object], list[object]]:
+    """What a program draws and what a replica draws, in turn, from known states."""
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002 - the subject
+    torch.manual_seed(5)
+    randomness, found = ReplicaRandomness(1, range(1)), (list[object](), list[object]())
+    for outside, inside in zip(program, replica, strict=True):
+        found[0].extend(work() for work in outside)
+        with randomness.of(0, CPU):
+            found[1].extend(work() for work in inside)
+    return found
+
+
+@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4), has_marks=st.booleans())
+def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], *, has_marks: bool) -> None:
+    """Whatever each of them draws, also where it seeds, takes the second of a pair, or draws nothing."""
+    program, replica, silent = (
+        [turn[0] for turn in turns],
+        [turn[1] for turn in turns],
+        [list[Any]() for _ in turns],
+    )
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the subject
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_marks:
+            patch.setattr(process_generators, "_torch_ends", None)
+        both, alone = drawn(program, replica), (drawn(program, silent)[0], drawn(silent, replica)[1])
+    random.setstate(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002 - as above
+    torch.set_rng_state(states[2])
+
+    assert both == alone
 
 
 def test_loops_side_by_side_have_the_numbers_of_loops_alone() -> None:

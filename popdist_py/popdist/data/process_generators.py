@@ -7,6 +7,11 @@ Python's ``getstate`` makes 625 numbers and ``setstate`` reads them back. Togeth
 layer of a network, and a step needs both more than once. CPython keeps these numbers in one row inside of the
 generator, so here they are copied as bytes. That is nowhere promised, so it is tried with two generators when this
 module is loaded; where it fails, ``getstate`` and ``setstate`` do the work.
+
+torch's ``get_state`` makes a tensor of 5 KiB. torch, too, keeps its words in a row, of which some bytes are read
+here, and none written, as a mark of the state: what moves with each number that is drawn (the place in the row,
+and the second of a pair of normal numbers), and the first words, which are others whenever the row is made anew or
+another seed is set. That is tried as well; where it fails, there are no marks.
 """
 
 import ctypes
@@ -99,6 +104,69 @@ def _are_rows_in_place() -> bool:
 
 
 _row: Final = _row_of(_generator) if _are_rows_in_place() else None
+
+
+def torch_mark() -> bytes | None:
+    """A mark of torch's generator for the CPU; None where there are no marks.
+
+    Between two equal ones no number was drawn, and no state was set but the one that was there.
+    """
+    return None if _torch_ends is None else b"".join(_torch_ends)
+
+
+_MARK_BYTES: Final = 84
+"""Of the beginning of a row: the place in it, and its first 16 words."""
+
+_TORCH_HEAD_BYTES: Final = 20
+"""In front of torch's 624 words are: the seed, how many words are left, whether there is a seed, the place."""
+
+_TORCH_TAIL_BYTES: Final = 24
+"""And behind them: the second of a pair of normal numbers, of both dtypes, and whether they are there."""
+
+_MOST_BEFORE_BYTES: Final = 256
+"""So far at most from the beginning of the object the words begin."""
+
+_Ends: TypeAlias = tuple[memoryview, memoryview]
+
+
+def _ends_of_torch(generator: torch.Generator) -> _Ends | None:
+    """Where in memory torch keeps the beginning and the end of a generator's row; None if it is not found."""
+    address = getattr(generator, "_cdata", None)
+    if not isinstance(address, int):
+        return None
+    words = generator.get_state().numpy()[24 : 24 + 8 * 8].view(np.uint64).astype(np.uint32).tobytes()
+    start = ctypes.string_at(address, _MOST_BEFORE_BYTES).find(words)
+    if start < _TORCH_HEAD_BYTES:
+        return None
+    head = (ctypes.c_char * _MARK_BYTES).from_address(address + start - _TORCH_HEAD_BYTES)
+    tail = (ctypes.c_char * _TORCH_TAIL_BYTES).from_address(address + start + _NUM_WORDS * 4)
+    return memoryview(head).toreadonly(), memoryview(tail).toreadonly()
+
+
+def _find_torch_ends() -> _Ends | None:
+    """Where the ends are of the generator that torch draws from, if marks are right for one that is tried."""
+    tried = torch.Generator().manual_seed(_TRIED_SEED)
+    ends = _ends_of_torch(tried)
+    if ends is None:
+        return None
+    draws: tuple[Callable[[], object], ...] = (
+        lambda: torch.rand(1, generator=tried),
+        lambda: torch.rand(_NUM_WORDS, generator=tried),
+        *[lambda: torch.randn(1, generator=tried)] * 2,
+        *[lambda: torch.randn(1, generator=tried, dtype=torch.float64)] * 2,
+        lambda: tried.manual_seed(_TRIED_SEED),
+    )
+    for draw in draws:
+        mark, state = b"".join(ends), tried.get_state()
+        draw()
+        if b"".join(ends) == mark and not torch.equal(tried.get_state(), state):
+            return None
+    return _ends_of_torch(torch.default_generator)
+
+
+_NUM_WORDS: Final = 624
+_TRIED_SEED: Final = (1 << 40) + 7
+_torch_ends: Final = _find_torch_ends()
 
 _NUMPY_SEEDS: Final = 2**32
 _MT19937_BYTES: Final = 625 * 4

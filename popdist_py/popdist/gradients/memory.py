@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
-from popdist.gradients.notes import is_used
+from popdist.gradients.notes import is_used, take_gradients
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows, sum_of
 from popdist.groups import Group
 from popdist.host_memory.addition import node_additions
@@ -283,6 +283,7 @@ class ModelGradients:
     Attributes:
         narrow: As given.
         device: Where the first parameter was when they were last cleared or found; the CPU without one.
+        has_begun: Whether the model has had a step.
     """
 
     def __init__(self, module: nn.Module, narrow: torch.dtype | None = None) -> None:
@@ -292,6 +293,7 @@ class ModelGradients:
         self._found = FlatGradients(())
         self._memory: GradientMemory | None = None
         self.device = torch.device("cpu")
+        self.has_begun = False
 
     def parameters(self) -> list[Parameter]:
         """The model's parameters now, frozen ones too; a tied one may come twice."""
@@ -315,18 +317,10 @@ class ModelGradients:
         Returns:
             :meth:`unused` of before, and whether there were others.
         """
-        parameters, unused, are_some_used = self.parameters(), dict[int, Tensor](), False
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                parameter.grad = None
-                if is_used(gradient):
-                    are_some_used = True
-                else:
-                    unused[id(parameter)] = gradient
+        parameters = self.parameters()
         if parameters:
             self.device = parameters[0].device
-        return unused, are_some_used
+        return take_gradients(parameters)
 
     def find(self) -> FlatGradients:
         """The gradients of the parameters of this moment; the same object until these change."""
@@ -357,12 +351,13 @@ def _parameters_of(module: nn.Module | None) -> list[Parameter]:
     if module is None:
         return []
     found: list[Parameter | None] = []
-    seen, waiting = {module}, [module]
-    while waiting:
-        current = waiting.pop()
-        found += current._parameters.values()  # noqa: SLF001 - what parameters() reads
-        for child in current._modules.values():  # noqa: SLF001 - as above
-            if child is not None and child not in seen:
-                seen.add(child)
-                waiting.append(child)
+    seen, modules = {module}, [module]
+    for current in modules:
+        if parameters := current._parameters:  # noqa: SLF001 - what parameters() reads
+            found += parameters.values()
+        if children := current._modules:  # noqa: SLF001 - as above
+            for child in children.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    modules.append(child)
     return [parameter for parameter in found if parameter is not None]

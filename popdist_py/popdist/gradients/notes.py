@@ -37,9 +37,27 @@ def note_used(parameters: Iterable[Tensor]) -> None:
             gradient._popdist_used = gradient._version  # noqa: SLF001 - ours, and torch's only name for it
 
 
+def take_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
+    """Set the ``.grad`` of all ``parameters`` to None.
+
+    Returns:
+        The gradients that somebody waits for, by the identity of their parameters, and whether there were others.
+    """
+    waited_for, are_some_used = dict[int, Tensor](), False
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            parameter.grad = None
+            if getattr(gradient, "_popdist_used", None) == gradient._version:  # noqa: SLF001 - as is_used(), faster
+                are_some_used = True
+            else:
+                waited_for[id(parameter)] = gradient
+    return waited_for, are_some_used
+
+
 def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with what is noted on it
     """Whether nobody waits for ``gradient``."""
-    return bool(getattr(gradient, "_popdist_used", None) == gradient._version)  # noqa: SLF001 - as above
+    return getattr(gradient, "_popdist_used", None) == gradient._version  # type: ignore[no-any-return] # noqa: SLF001 - as above
 
 
 def held_parameters() -> set[int]:

@@ -10,7 +10,7 @@ one in the job holds NaN or infinity: then a GradScaler has left out the step, w
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,17 +53,22 @@ class OldGradients:
         gradients: Of its parameters. Every ``.grad`` is None afterwards.
     """
 
+    __slots__ = ("_gradients", "_is_settled", "_kept", "_module")
+
     def __init__(self, module: nn.Module, gradients: ModelGradients) -> None:
         self._module = module
         self._gradients = gradients
-        self._kept: list[_Kept] = []
+        self._kept: Sequence[_Kept] = ()
         self._is_settled = False
-        _models.add(gradients)
+        if not gradients.has_begun:
+            gradients.has_begun = True
+            _models.add(gradients)
         unused, are_some_used = gradients.take_unused()
         if unused:
             self._keep(unused, held_parameters() if are_some_used else None)
 
     def _keep(self, unused: Mapping[int, Tensor], held: set[int] | None) -> None:
+        found = []
         for position, (_, parameter) in enumerate(self._module.named_parameters()):
             gradient = unused.get(id(parameter))
             if gradient is None or (held is not None and id(parameter) not in held):
@@ -78,7 +83,8 @@ class OldGradients:
                 gradient=_copy(gradient),
                 is_reduced=is_reduced(gradient),
             )
-            self._kept.append(kept)
+            found.append(kept)
+        self._kept = found
 
     def number(self, *, add: bool) -> int:
         """What this instance says of them; 0 if there are none.
@@ -117,7 +123,7 @@ class OldGradients:
             )
         if add or not any(numbers.values()):
             return
-        self._kept = []
+        self._kept = ()
         if min(numbers.values()) < 0:
             for model in _models:
                 if model is not self._gradients:

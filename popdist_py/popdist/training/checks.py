@@ -28,10 +28,14 @@ def is_checked(number: int) -> bool:
 
 
 class CheckedSteps:
-    """The steps of one model, counted."""
+    """The steps of one model, counted.
+
+    Attributes:
+        number: Of the next step, from 1.
+    """
 
     def __init__(self) -> None:
-        self._num_ended = 0
+        self.number = 1
 
     def is_next_checked(self) -> bool:
         """Whether the next step, which begins now, is checked; never with ``popdist.init(checks="off")``.
@@ -41,11 +45,6 @@ class CheckedSteps:
         """
         return is_checked(self.number) and context.current_job().is_checked
 
-    @property
-    def number(self) -> int:
-        """Of the next step, from 1."""
-        return self._num_ended + 1
-
     def end_step(self) -> None:
         """A step has ended with a gradient on all instances."""
-        self._num_ended += 1
+        self.number += 1

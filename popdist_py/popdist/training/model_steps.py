@@ -134,6 +134,7 @@ class ModelSteps:
     def _prepare(self) -> None:
         """Make what a copy makes anew."""
         optimizer_steps.watch()
+        self._mark = optimizer_steps.StepMark(self, self._module)
         self.step: Step | PlainStep | None = None
         self._left_at: int | None = None
         self._has_looked = self._is_joint = False
@@ -173,9 +174,8 @@ class ModelSteps:
 
     def begin(self, accumulation: int) -> Step | PlainStep:
         """Start a step, from no gradients."""
-        training_loop.begin_step(self)
-        group, checks_finite = context.current_group(), self._checks_finite
-        is_checked = self._checked_steps.is_next_checked()
+        training_loop.begin_step(self._mark)
+        is_checked, checks_finite = self._checked_steps.is_next_checked(), self._checks_finite
         old = OldGradients(self._module, self.gradients)
         if self.layout.num_replicas == accumulation == 1 and self._gradient_dtype is None:
             self.step = PlainStep(self.gradients, old, is_checked=is_checked, checks_finite=checks_finite)
@@ -184,7 +184,7 @@ class ModelSteps:
             if is_checked and self.layout.num_replicas > 1:
                 weights = sum_parameters(self._module)
                 beside = ParametersBeside(self._module, self.buffers.other_modules())
-            memory = self.gradients.memory(group, self.layout)
+            memory = self.gradients.memory(context.current_group(), self.layout)
             self.step = Step(
                 memory,
                 self.buffers,
@@ -195,7 +195,7 @@ class ModelSteps:
             )
         self.automatic.step = self.step
         self._left_at = None
-        optimizer_steps.begin_step(self, self._module)
+        self._mark.begin()
         return self.step
 
     def micro_batches(
@@ -374,7 +374,7 @@ class ModelSteps:
                 self._norm_groups.leave()
             self.step.abandon()
             self._end()
-            optimizer_steps.lose_step(self, self._module, reason)
+            self._mark.lose(reason)
 
     def leave(self, index: int | None, reason: str) -> None:
         """Abandon the step in micro batch ``index`` of a loop of the program's own; None in ``micro_batches``."""
@@ -386,7 +386,7 @@ class ModelSteps:
         self.abandon()
         self.gradients.clear()
         refuse_step(context.current_group(), accumulation, refusal, add=add)
-        optimizer_steps.lose_step(self, self._module, LEFT)
+        self._mark.lose(LEFT)
 
     def _left_error(self) -> MicroBatchError:
         return MicroBatchError(
@@ -397,7 +397,7 @@ class ModelSteps:
     def _end(self) -> None:
         self.step = self.automatic.step = None
         self.automatic.end_computing()
-        optimizer_steps.end_step(self)
+        self._mark.end()
         if self.layout.num_replicas > self.layout.num_local_replicas == 1:
             self.buffers.begin_pass()  # the next pass may be one outside the loop, which nothing announces
 
@@ -412,6 +412,8 @@ class MicroBatchScope:
         number: Which of them this one is, from 1.
         leaving: Why the step is lost if this one is left by an exception.
     """
+
+    __slots__ = ("_index", "_randomness", "_step", "_steps", "_weight", "leaving", "number")
 
     num_entered: ClassVar[int] = 0
     _open: ClassVar[list["MicroBatchScope"]] = []

@@ -24,34 +24,55 @@ from popdist.training.checks import CheckedSteps, is_checked
 from popdist.training_loop import training_loop
 from popdist.weights import find_difference, sum_tensors
 
-_in_step: Final[weakref.WeakKeyDictionary[object, weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-"""The modules in the middle of a step, by what makes the step: their gradients are incomplete."""
+
+class StepMark:
+    """Stands for the steps of one model, and says how far the last one has come, as long as there is their owner.
+
+    Args:
+        owner: What makes the steps.
+        module: The model.
+    """
+
+    __slots__ = ("_module", "_owner", "reason")
+
+    def __init__(self, owner: object, module: nn.Module) -> None:
+        self.reason = ""
+        self._owner = weakref.ref(owner)
+        self._module = weakref.ref(module)
+
+    def begin(self) -> None:
+        """From now on the gradients of the module are incomplete."""
+        if _lost:
+            _lost.discard(self)
+        _in_step.add(self)
+
+    def end(self) -> None:
+        """They are complete, or gone."""
+        _in_step.discard(self)
+
+    def lose(self, reason: str) -> None:
+        """The step has left no gradient on any instance, so until the next one there is nothing to step on."""
+        self.end()
+        self.reason = reason
+        _lost.add(self)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, if it and the owner are still there."""
+        return None if self._owner() is None else self._module()
 
 
-_lost: Final[weakref.WeakKeyDictionary[object, tuple[weakref.ref[nn.Module], str]]] = weakref.WeakKeyDictionary()
-"""The modules whose last step was lost, by what made it, and why it was: they have no gradients."""
+_in_step: Final[set[StepMark]] = set()
+"""Of the modules in the middle of a step: their gradients are incomplete."""
 
 
-def begin_step(owner: object, module: nn.Module) -> None:
-    """From now on the gradients of ``module`` are incomplete, as long as there is the ``owner`` of the step."""
-    _lost.pop(owner, None)
-    _in_step[owner] = weakref.ref(module)
-
-
-def end_step(owner: object) -> None:
-    """The gradients of the owner's module are complete, or gone."""
-    _in_step.pop(owner, None)
-
-
-def lose_step(owner: object, module: nn.Module, reason: str) -> None:
-    """The owner's step has left no gradient on any instance, so until its next one there is nothing to step on."""
-    end_step(owner)
-    _lost[owner] = (weakref.ref(module), reason)
+_lost: Final[set[StepMark]] = set()
+"""Of the modules whose last step was lost: they have no gradients."""
 
 
 def is_in_step() -> bool:
     """Whether a model is in the middle of a step."""
-    return bool(_in_step)
+    return any(mark.module is not None for mark in tuple(_in_step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +121,7 @@ def _check_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Check a step that begins; one with a closure, which makes the gradients, whenever that has been called."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if _wrapped and context.num_replicas() > 1:
+    if context.num_replicas() > 1 and _wrapped:
         _check_all_are_wrapped(optimizer)
     if _shared or _in_step or _lost:
         _refuse_step(optimizer, makes_gradients=callable(closure))
@@ -130,17 +151,17 @@ def _refuse_step(optimizer: Optimizer, *, makes_gradients: bool) -> None:
                 "give each instance a copy of its own first (parameter.data = parameter.data.clone())"
             )
     updated = set(map(id, parameters))
-    modules = [module for reference in _in_step.values() if (module := reference()) is not None]
+    modules = [module for mark in tuple(_in_step) if (module := mark.module) is not None]
     if any(id(parameter) in updated for module in modules for parameter in module.parameters()):
         raise MicroBatchError(
             "optimizer.step() before the gradients of all replicas are there: call it after the "
             "micro_batches loop, or after model.reduce_gradients()"
         )
-    for reference, reason in _lost.values():
-        module = reference()
+    for mark in tuple(_lost):
+        module = mark.module
         if module is not None and not makes_gradients and _has_nothing_for(updated, module):
             raise MicroBatchError(
-                f"optimizer.step() without a gradient: {reason}. Begin the next step, which works on all "
+                f"optimizer.step() without a gradient: {mark.reason}. Begin the next step, which works on all "
                 "instances; where an exception is caught, go on with the next batch in place of this call"
             )
 

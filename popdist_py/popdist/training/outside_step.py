@@ -54,6 +54,7 @@ class AutomaticReduction:
         step: The step that the process is in, in a micro batch or between two.
         is_computing: Whether it is in a micro batch, where gradients are expected.
         module: The model.
+        is_watchful: Whether there is anything to notice.
     """
 
     def __init__(
@@ -74,8 +75,7 @@ class AutomaticReduction:
         self._layout = layout
         self._checked_steps = checked_steps
         self._checks_finite = checks_finite
-        self._acts_alone = checks_finite or gradients.narrow is not None
-        """Whether there is something to do also where there is one replica only."""
+        self.is_watchful = layout.num_replicas > 1 or checks_finite or gradients.narrow is not None
         self._num_suspensions = 0
         self._is_window_clean = False
         self._watched: dict[int, weakref.ref[Parameter]] = {}
@@ -85,7 +85,7 @@ class AutomaticReduction:
 
     def watch(self) -> None:
         """Notice backward passes outside the micro batches from now on; new and frozen parameters count, too."""
-        if self.is_computing or (self._layout.num_replicas == 1 and not self._acts_alone):
+        if self.is_computing or not self.is_watchful:
             return
         for parameter in self.module.parameters():
             if not self._watches(parameter):
@@ -95,14 +95,14 @@ class AutomaticReduction:
     def begin_computing(self) -> None:
         """A micro batch of this model begins."""
         self.is_computing = True
-        for other in _suspended - {self}:
+        for other in _suspended and _suspended - {self}:
             other._open_window()  # noqa: SLF001 - of this class
 
     def end_computing(self) -> None:
         """A micro batch of this model has ended, if there was one."""
         if self.is_computing:
             self.is_computing = False
-            for other in _suspended - {self}:
+            for other in _suspended and _suspended - {self}:
                 other._close_window()  # noqa: SLF001 - as above
 
     def _open_window(self) -> None:

@@ -8,7 +8,7 @@ nothing had been drawn. (But for numpy's second half of a pair of normal numbers
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -19,20 +19,50 @@ from popdist.data import process_generators
 from popdist.errors import WeightsError
 
 
-class _States(NamedTuple):
-    """The states of all generators at one moment.
+class _States:
+    """A state of all generators: that of a replica while it does not draw, or that of the program meanwhile.
 
-    Attributes:
+    torch's state is copied out of its generator only if that has drawn since the state was put in place.
+
+    Args:
         python: Of the generator behind the functions of ``random``.
         numpy: numpy's own generator, not a copy: it is what draws.
         torch: Of torch's CPU generator.
         cuda: Of the generator of a CUDA device; None as long as there is none.
     """
 
-    python: process_generators.PythonState
-    numpy: Any
-    torch: Tensor
-    cuda: Tensor | None
+    __slots__ = ("_torch_mark", "cuda", "numpy", "python", "torch")
+
+    def __init__(
+        self,
+        python: process_generators.PythonState,
+        numpy: Any,  # noqa: ANN401 - numpy has no common class for it
+        torch: Tensor,
+        cuda: Tensor | None = None,
+    ) -> None:
+        self.python = python
+        self.numpy = numpy
+        self.torch = torch
+        self.cuda = cuda
+        self._torch_mark: bytes | None = None
+
+    def take(self, ordinal: int | None) -> None:
+        """Become the state of the generators that draw now, with that of CUDA device ``ordinal``, if any."""
+        self.python = process_generators.python_state()
+        self.numpy = mtrand.get_bit_generator()
+        mark = process_generators.torch_mark()
+        if mark is None or mark != self._torch_mark:
+            self.torch, self._torch_mark = torch.default_generator.get_state(), mark
+        if ordinal is not None:
+            self.cuda = torch.cuda.default_generators[ordinal].get_state()
+
+    def put_in_place(self, ordinal: int | None) -> None:
+        """Let the generators go on from here."""
+        process_generators.set_python_state(self.python)
+        mtrand.set_bit_generator(self.numpy)  # a reference: copying this state takes ten times longer
+        torch.default_generator.set_state(self.torch)
+        if ordinal is not None and self.cuda is not None:
+            torch.cuda.default_generators[ordinal].set_state(self.cuda)
 
 
 class ReplicaRandomness:
@@ -53,7 +83,7 @@ class ReplicaRandomness:
             return RandomScope(self._states, replica, None)
         if self._states[replica].cuda is None:
             state = torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda")).get_state()
-            self._states[replica] = self._states[replica]._replace(cuda=state)
+            self._states[replica].cuda = state
         return RandomScope(self._states, replica, device.index)
 
     def state_dict(self) -> dict[str, dict[str, object]]:
@@ -88,11 +118,12 @@ class RandomScope:
 
     _entered: ClassVar[list["RandomScope"]] = []
 
+    __slots__ = ("_ordinal", "_replica", "_states")
+
     def __init__(self, states: dict[int, _States], replica: int, ordinal: int | None) -> None:
         self._states = states
         self._replica = replica
         self._ordinal = ordinal
-        self._outside = states[replica]
 
     @classmethod
     def is_entered(cls) -> bool:
@@ -115,32 +146,13 @@ class RandomScope:
 
     def put_in_place(self) -> None:
         """Let the generators go on from the replica's states."""
-        self._outside = _current(self._ordinal)
-        _put_in_place(self._states[self._replica], self._ordinal)
+        _programs.take(self._ordinal)
+        self._states[self._replica].put_in_place(self._ordinal)
 
     def take_back(self) -> None:
         """Let them go on where they were, and keep what the replica's states have come to."""
-        self._states[self._replica] = _current(self._ordinal, self._states[self._replica].cuda)
-        _put_in_place(self._outside, self._ordinal)
-
-
-def _current(ordinal: int | None, cuda: Tensor | None = None) -> _States:
-    """The states of the generators that draw now, with that of CUDA device ``ordinal``; without one ``cuda``."""
-    return _States(
-        process_generators.python_state(),
-        mtrand.get_bit_generator(),
-        torch.default_generator.get_state(),
-        cuda if ordinal is None else torch.cuda.default_generators[ordinal].get_state(),
-    )
-
-
-def _put_in_place(states: _States, ordinal: int | None) -> None:
-    """Let the generators go on from ``states``."""
-    process_generators.set_python_state(states.python)
-    mtrand.set_bit_generator(states.numpy)  # a reference: copying this state takes ten times longer
-    torch.default_generator.set_state(states.torch)
-    if ordinal is not None and states.cuda is not None:
-        torch.cuda.default_generators[ordinal].set_state(states.cuda)
+        self._states[self._replica].take(self._ordinal)
+        _programs.put_in_place(self._ordinal)
 
 
 def _number(seed: int, replica: int, generator: str) -> int:
@@ -154,8 +166,11 @@ def _seeded(seed: int, replica: int) -> _States:
         python=process_generators.seeded_python_state(_number(seed, replica, "python")),
         numpy=np.random.MT19937(_number(seed, replica, "numpy")),
         torch=torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
-        cuda=None,
     )
+
+
+_programs: Final = _States(process_generators.python_state(), mtrand.get_bit_generator(), torch.empty(0))
+"""The program's own, while a replica draws."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
