@@ -81,16 +81,17 @@ class Exchange:
         if self._numbers is None:
             progress_page.wait(self._text)
             try:
-                with self._group.doing(self._text):
-                    received = self._pending.wait(timeout_seconds)
+                received = self._pending.wait(timeout_seconds)
+            except BackendError as error:
+                raise self._group.described(self._text, error) from error.__cause__
             finally:
                 progress_page.go_on()
             self._group.forget(self)
             self._group.take_notice(received)
             unpacked = [headers.unpack(words) for words in received]
-            texts = dict(zip(self._group.instances, (text for text, _ in unpacked), strict=True))
-            if trouble := headers.disagreement(texts):
-                raise CollectiveError(trouble)
+            if any(text != unpacked[0][0] for text, _ in unpacked):
+                texts = dict(zip(self._group.instances, (text for text, _ in unpacked), strict=True))
+                raise CollectiveError(headers.disagreement(texts))
             self._numbers = [numbers for _, numbers in unpacked]
         return self._numbers
 
@@ -102,19 +103,18 @@ class Group:
         backend: Their connections.
         num_job_instances: Instances of the whole job: a smaller group says in its headers which one it is.
         notice: What the headers carry along; None for a part of the job, which does not speak for all.
+
+    Attributes:
+        instances: Job-wide numbers of the members, ascending.
     """
 
     def __init__(self, backend: Backend, num_job_instances: int, notice: Notice | None = None) -> None:
         self.backend = backend
+        self.instances = backend.instances
         self._notice = notice
         self._num_job_instances = num_job_instances
         self._unfinished: list[Exchange] = []
         self._owed: list[Callable[[], object]] = []
-
-    @property
-    def instances(self) -> tuple[int, ...]:
-        """Job-wide numbers of the members, ascending."""
-        return self.backend.instances
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
         """Send a header to all members without waiting for theirs.
@@ -133,9 +133,12 @@ class Group:
             self._owed.pop(0)()
         if len(self.instances) < self._num_job_instances:
             text = f"{text} among {headers.name_instances(self.instances)}"
-        with self.doing(text):
-            is_preempted = self._notice is not None and self._notice.is_given
-            pending = self.backend.start_exchange(headers.pack(text, numbers, is_preempted=is_preempted))
+        is_preempted = self._notice is not None and self._notice.is_given
+        header = headers.pack(text, numbers, is_preempted=is_preempted)
+        try:
+            pending = self.backend.start_exchange(header)
+        except BackendError as error:
+            raise self.described(text, error) from error.__cause__
         exchange = Exchange(self, text, pending)
         self._unfinished.append(exchange)
         return exchange
@@ -169,4 +172,8 @@ class Group:
         try:
             yield
         except BackendError as error:
-            raise BackendError(f"instance {self.backend.instance_index}, in {text}: {error}") from error.__cause__
+            raise self.described(text, error) from error.__cause__
+
+    def described(self, text: str, error: BackendError) -> BackendError:
+        """A backend's error that says what was being done."""
+        return BackendError(f"instance {self.backend.instance_index}, in {text}: {error}")

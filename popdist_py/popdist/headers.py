@@ -6,8 +6,9 @@ comparison and the message of the error. Pure: no torch, no network.
 """
 
 import hashlib
-import struct
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 MAX_NUMBERS: Final = 32
@@ -19,11 +20,8 @@ TEXT_BYTES: Final = 248
 NUM_WORDS: Final = 1 + MAX_NUMBERS + TEXT_BYTES // 8
 """Length of a header, in 64-bit integers."""
 
-_NUMBERS: Final = struct.Struct(f"={1 + MAX_NUMBERS}q")
 _PREEMPTED: Final = 1 << 32
 """Added to the first word, which counts the numbers."""
-
-_WORDS: Final = struct.Struct(f"={NUM_WORDS}q")
 
 
 def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> list[int]:
@@ -39,19 +37,17 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
     """
     if len(numbers) > MAX_NUMBERS:
         raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {len(numbers)}")
-    padded = [*numbers, *[0] * (MAX_NUMBERS - len(numbers))]
     try:
-        words = _NUMBERS.pack(len(numbers) + is_preempted * _PREEMPTED, *padded)
-    except struct.error:
+        words = array("q", numbers).tolist()
+    except (OverflowError, TypeError):
         raise ValueError(f"a header carries 64-bit integers, not {list(numbers)}") from None
-    return list(_WORDS.unpack(words + _fit(text.encode()).ljust(TEXT_BYTES, b"\0")))
+    first = len(words) + is_preempted * _PREEMPTED
+    return [first, *words, *[0] * (MAX_NUMBERS - len(words)), *_words_of(text)]
 
 
 def unpack(words: Sequence[int]) -> tuple[str, list[int]]:
     """The text (cut as :func:`pack` cut it) and the numbers of a header."""
-    data = _WORDS.pack(*words)
-    num_numbers, *numbers = _NUMBERS.unpack_from(data)
-    return data[_NUMBERS.size :].rstrip(b"\0").decode(errors="replace"), numbers[: num_numbers % _PREEMPTED]
+    return _text_of(tuple(words[1 + MAX_NUMBERS :])), list(words[1 : 1 + words[0] % _PREEMPTED])
 
 
 def is_preempted(words: Sequence[int]) -> bool:
@@ -61,12 +57,24 @@ def is_preempted(words: Sequence[int]) -> bool:
 
 def as_words(numbers: Collection[float]) -> list[int]:
     """Floats as integers that a header can carry; every bit is kept."""
-    return list(struct.unpack(f"={len(numbers)}q", struct.pack(f"={len(numbers)}d", *numbers)))
+    return array("q", array("d", numbers).tobytes()).tolist()
 
 
 def as_floats(words: Sequence[int]) -> list[float]:
     """Inverse of :func:`as_words`."""
-    return list(struct.unpack(f"={len(words)}d", struct.pack(f"={len(words)}q", *words)))
+    return array("d", array("q", words).tobytes()).tolist()
+
+
+@lru_cache(maxsize=64)
+def _words_of(text: str) -> list[int]:
+    """``text``, cut if need be, as the words of a header: a step says the same in every step."""
+    return array("q", _fit(text.encode()).ljust(TEXT_BYTES, b"\0")).tolist()
+
+
+@lru_cache(maxsize=64)
+def _text_of(words: tuple[int, ...]) -> str:
+    """The inverse of :func:`_words_of`."""
+    return array("q", words).tobytes().rstrip(b"\0").decode(errors="replace")
 
 
 def _fit(text: bytes) -> bytes:

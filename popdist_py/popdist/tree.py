@@ -12,15 +12,13 @@ Pure, and generic over what is added: numbers, tensors, lists of tensors.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Node:
+class Node(NamedTuple):
     """One sum of the tree over n items: it covers ``[index * 2**level, (index + 1) * 2**level)``, cut at n.
 
     Attributes:
@@ -29,7 +27,7 @@ class Node:
     """
 
     level: int
-    index: int
+    index: int  # type: ignore[assignment] # nobody asks a node for the position of a value
 
 
 def height(n: int) -> int:
@@ -103,6 +101,12 @@ class TreeSum(Generic[T]):
         """The sums held, left to right: the values of :func:`aligned_nodes` of what was pushed so far."""
         return dict(self._held)
 
+    @property
+    def total(self) -> T:
+        """The sum of all items; they must have come, and there is at least one."""
+        ((_, value),) = self._held
+        return value
+
     def of_part(self, part: Callable[[T], S], add: Callable[[S, S], S]) -> "TreeSum[S]":
         """The sum of a ``part`` of each item, as far as this one is now, which stays as it is."""
         tree = TreeSum(self._n, add, start=self._position)
@@ -147,7 +151,7 @@ def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:
     total = TreeSum(len(values), add)
     for value in values:
         total.push(value)
-    return total.nodes[Node(height(len(values)), 0)]
+    return total.total
 
 
 def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
@@ -161,4 +165,4 @@ def finish(nodes: Mapping[Node, T], n: int, add: Callable[[T, T], T]) -> T:
         total.push_node(node, nodes[node])
     if total.position != n:
         raise ValueError(f"the sum of the item at position {total.position} of {n} is missing")
-    return total.nodes[Node(height(n), 0)]
+    return total.total

@@ -12,6 +12,8 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -43,10 +45,19 @@ class StepChanges:
     @property
     def digest(self) -> int:
         """Equal numbers, of 56 bits, mean equal changes."""
-        data = self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little")
-        if self.others or self.irregular or self.starts:
-            data += repr((self.others, self.irregular, self.starts)).encode()
-        return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+        return _digest(self.mask, self.others, self.irregular, self.starts)
+
+
+NO_CHANGES: Final = StepChanges()
+
+
+@lru_cache(maxsize=64)
+def _digest(mask: int, *others: object) -> int:
+    """Of changes, most of which come again in each step."""
+    data = mask.to_bytes(mask.bit_length() // 8 + 1, "little")
+    if any(others):
+        data += repr(others).encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
 def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -> StepChanges:

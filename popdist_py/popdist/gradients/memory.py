@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
+from popdist.gradients.model_buffers import modules_of
 from popdist.gradients.notes import is_used, take_gradients
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows, sum_of
 from popdist.groups import Group
@@ -344,20 +345,9 @@ class ModelGradients:
 
 
 def _parameters_of(module: nn.Module | None) -> list[Parameter]:
-    """The parameters of ``module`` in a fixed order, none of None; a tied parameter may come twice.
-
-    Several times faster than ``module.parameters()``, because every step asks for them.
-    """
-    if module is None:
-        return []
+    """The parameters of ``module`` in a fixed order, none of None; a tied parameter may come twice."""
     found: list[Parameter | None] = []
-    seen, modules = {module}, [module]
-    for current in modules:
+    for current in () if module is None else modules_of(module):
         if parameters := current._parameters:  # noqa: SLF001 - what parameters() reads
             found += parameters.values()
-        if children := current._modules:  # noqa: SLF001 - as above
-            for child in children.values():
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    modules.append(child)
     return [parameter for parameter in found if parameter is not None]

@@ -16,6 +16,21 @@ _NEVER: Final = -1
 """No count of writes."""
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """``module`` and all modules in it, each once, level by level.
+
+    Several times faster than ``module.modules()``, because every step asks for them.
+    """
+    seen, found = {module}, [module]
+    for current in found:
+        if children := current._modules:  # noqa: SLF001 - what modules() reads
+            for child in children.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    found.append(child)
+    return found
+
+
 @dataclass(slots=True, kw_only=True)
 class ModelBuffer:
     """One buffer: where it is, and what it was when the step began.
@@ -116,6 +131,8 @@ class ModelBuffers:
 
     def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
         """Name, owner, key and tensor of every buffer that is there now."""
+        if not any(module._buffers for module in modules_of(self.module)):  # noqa: SLF001 - as below
+            return
         seen, waiting = {self.module}, [("", self.module)]
         while waiting:  # several times faster than named_modules()
             prefix, owner = waiting.pop()

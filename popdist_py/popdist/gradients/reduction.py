@@ -26,7 +26,7 @@ from popdist.errors import (
     WeightsError,
 )
 from popdist.gradients.batch_marks import BatchMark, refuse_other_steps, warn_of_equal_batches
-from popdist.gradients.buffer_changes import StepChanges, agree_on_changes, changes_of, raise_fault
+from popdist.gradients.buffer_changes import NO_CHANGES, agree_on_changes, changes_of, raise_fault
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
 from popdist.gradients.memory import GradientMemory
@@ -101,7 +101,7 @@ class GradientSum:
         self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add_replicas, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0
-        self._changes = StepChanges()
+        self._changes = NO_CHANGES
         self._announced: Exchange | None = None
         self._adds = False
         self._scales = False
@@ -200,6 +200,11 @@ class GradientSum:
         """
         if self._early is not None:
             self._early.begin(micro_batches, self._rows, weight)
+
+    @property
+    def goes_early(self) -> bool:
+        """Whether gradients are sent while the last backward pass runs."""
+        return self._early is not None
 
     def take(self, parameter: Tensor) -> None:
         """A gradient of ``parameter`` has been accumulated."""
@@ -368,6 +373,8 @@ class GradientSum:
         self, states: list[str], not_finite: NotFinite | None, written: int | None, fault: str | None
     ) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""
+        if states[0] in ("mean", "sum") and len(set(states)) == 1:
+            return
         owners = {
             state: [i for i, other in zip(self._group.instances, states, strict=True) if other == state]
             for state in states

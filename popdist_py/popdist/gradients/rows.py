@@ -101,6 +101,9 @@ def _shaped(flat: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, requires_grad=False).copy_(shaped)
 
 
+SMALL: Final = 1 << 14
+"""Gradients of fewer numbers are copied together, which takes less time than to have each in the cache."""
+
 ALIGNMENT: Final = 16
 """In numbers: slots begin at its multiples, so at lines of cache, and complex ones at even places."""
 
@@ -149,13 +152,17 @@ class GradientRows:
         for row, values in zip(self.rows, other.rows, strict=True):
             row.copy_(values)
 
-    def take(self, parameter: Tensor) -> None:
+    def take(self, parameter: Tensor, *, even_small: bool = True) -> None:
         """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is still in the cache.
 
-        What has another dtype or a graph stays where it is: :meth:`FlatGradients.fill` copies it later.
+        What has another dtype or a graph stays where it is, as may what is small: :meth:`FlatGradients.fill`
+        copies it later.
         """
-        slot, gradient = self.slots.get(id(parameter)), parameter.grad
-        if slot is None or gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
+        slot = self.slots.get(id(parameter))
+        if slot is None or (slot.numel() < SMALL and not even_small):
+            return
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
             return
         if gradient.layout == torch.strided and gradient.data_ptr() != slot.data_ptr():
             parameter.grad = slot.copy_(gradient).detach()
@@ -240,6 +247,7 @@ class FlatGradients:
         Raises:
             CollectiveError: If a gradient is sparse.
         """
+        slots, gradients = list[Tensor](), list[Tensor]()
         for kind in self.kinds:
             for index, parameter, _ in kind.members:
                 slot, gradient = into.slots[id(parameter)], parameter.grad
@@ -251,7 +259,10 @@ class FlatGradients:
                         "with sparse=False"
                     )
                 elif gradient.data_ptr() != slot.data_ptr():
-                    slot.copy_(gradient)
+                    slots.append(slot)
+                    gradients.append(gradient)
+        if slots:
+            torch._foreach_copy_(slots, gradients)
         scale_rows(into.rows, times=times)
 
     def give(self, rows: GradientRows, used: int) -> None:
@@ -261,11 +272,14 @@ class FlatGradients:
         """
         for kind in self.kinds:
             for index, parameter, _ in kind.members:
-                slot = rows.slots[id(parameter)]
-                parameter.grad = None
                 if used >> index & 1:
-                    parameter.grad = gradient = slot.detach().to(parameter.dtype)
+                    gradient = rows.slots[id(parameter)].detach()
+                    if kind.dtype != parameter.dtype:
+                        gradient = gradient.to(parameter.dtype)
                     note_reduced(gradient)
+                    parameter.grad = gradient
+                else:
+                    parameter.grad = None
 
 
 def _slot(row: Tensor, start: int, parameter: Parameter) -> Tensor:

@@ -180,17 +180,25 @@ def wrapped_modules() -> list[nn.Module]:
     return [module for reference in tuple(_wrapped.values()) if (module := reference()) is not None]
 
 
-_looked_at: Final[weakref.WeakKeyDictionary[Optimizer, tuple[tuple[int, int], int]]] = weakref.WeakKeyDictionary()
-"""For each optimizer how many parameters and models there were when it was looked at, and its steps since."""
+@dataclass(slots=True)
+class _Look:
+    """A look at an optimizer: how many parameters and models there were then, and its steps since."""
+
+    sizes: tuple[int, int] = (0, 0)
+    num_steps: int = 0
+
+
+_looked_at: Final[weakref.WeakKeyDictionary[Optimizer, _Look]] = weakref.WeakKeyDictionary()
 
 
 def _check_all_are_wrapped(optimizer: Optimizer) -> None:
     """Refuse a step that moves a parameter beside those of wrapped models with one instance's gradient."""
     sizes = sum(len(group["params"]) for group in optimizer.param_groups), len(_wrapped)
-    known, num_steps = _looked_at.get(optimizer, ((0, 0), 0))
-    num_steps = 1 if known != sizes else num_steps + 1
-    _looked_at[optimizer] = (sizes, num_steps)
-    if not is_checked(num_steps):
+    look = _looked_at.get(optimizer)
+    if look is None or look.sizes != sizes:
+        look = _looked_at[optimizer] = _Look(sizes)
+    look.num_steps += 1
+    if not is_checked(look.num_steps):
         return
     wrapped = {id(parameter) for module in wrapped_modules() for parameter in module.parameters()}
     parameters = parameters_of(optimizer)

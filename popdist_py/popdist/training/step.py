@@ -15,7 +15,7 @@ from popdist.gradients.rows import GradientRows
 from popdist.progress import progress_page
 from popdist.training.beside import ParametersBeside
 from popdist.training.python_state import take_fault
-from popdist.tree import TreeSum, finish
+from popdist.tree import TreeSum
 
 
 class Step:
@@ -79,8 +79,9 @@ class Step:
     def take(self, parameter: Tensor) -> None:
         """A gradient of the micro batch that was begun has been accumulated in ``.grad``."""
         if self._current is not None:
-            self._current.take(parameter)
-            self._sum.take(parameter)
+            self._current.take(parameter, even_small=self._sum.goes_early)
+            if self._sum.goes_early:
+                self._sum.take(parameter)
 
     def collect(self, weight: float) -> None:
         """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``."""
@@ -152,8 +153,7 @@ class Step:
         self._position += 1
         if own.rows.position == self.accumulation:
             del self._open[replica]
-            replica_sum = finish(own.rows.nodes, self.accumulation, self._memory.add)
-            self._sum.push(replica_sum, finish(own.weights.nodes, self.accumulation, operator.add))
+            self._sum.push(own.rows.total, own.weights.total)
             self._buffers.end_replica(has_run=own.has_run)
 
     def _sum_of_replica(self) -> "_ReplicaSum":
