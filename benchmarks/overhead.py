@@ -1,23 +1,25 @@
 """How much longer a training step takes with ReplicatedModel than without, for one instance with one replica.
 
-    python benchmarks/overhead.py --rounds 40
+    python benchmarks/overhead.py --rounds 200
 
 Every round times both loops for some steps, in turn and the other way round in the next one, so that a slow moment
-of the machine meets both. What counts is the median over the rounds of the ratio within a round.
+of the machine meets both. What counts is the median over the rounds of the difference and of the ratio within a
+round. A round of 100 steps has one of those in which the checks are made that cost time.
 """
 
 import argparse
 import json
 import shlex
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from measuring.documents import put, table
+from measuring.medians import Median, median, ratio
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -43,12 +45,18 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured of one model; durations are medians over the rounds."""
+    """What was measured of one model: medians over the rounds."""
 
-    bare_seconds: float
-    replicated_seconds: float
-    ratio: float
-    ratio_quartiles: tuple[float, float]
+    num_rounds: int
+    bare_seconds: Median
+    replicated_seconds: Median
+    added_seconds: Median
+    ratio: Median
+
+
+SMALL = ("digits CNN, batches of 16", "digits CNN, batches of 64")
+MOST_ADDED_SECONDS = 30e-6
+"""So much may be added to a step of those that are small."""
 
 
 def digits(batch_size: int) -> Task:
@@ -104,7 +112,7 @@ def replicated_step(task: Task, y: Tensor) -> Step:
 
 
 def measure(make: Callable[[], Task], rounds: int, steps: int) -> Figures:
-    """Seconds of a step of each kind, and the ratio of a replicated to a bare one."""
+    """Seconds of a step of each kind, and what a replicated one adds."""
     loops: dict[str, Step] = {}
     for name, loop in (("bare", bare_step), ("replicated", replicated_step)):
         torch.manual_seed(0)
@@ -115,13 +123,13 @@ def measure(make: Callable[[], Task], rounds: int, steps: int) -> Figures:
     for number in range(rounds):
         for name in sorted(loops, reverse=bool(number % 2)):
             times[name].append(seconds(loops[name], steps))
-    ratios = [replicated / bare for bare, replicated in zip(times["bare"], times["replicated"], strict=True)]
-    lower, _, upper = statistics.quantiles(ratios, n=4)
+    bare, replicated = times["bare"], times["replicated"]
     return Figures(
-        bare_seconds=statistics.median(times["bare"]),
-        replicated_seconds=statistics.median(times["replicated"]),
-        ratio=statistics.median(ratios),
-        ratio_quartiles=(lower, upper),
+        num_rounds=rounds,
+        bare_seconds=median(bare),
+        replicated_seconds=median(replicated),
+        added_seconds=median([more - less for less, more in zip(bare, replicated, strict=True)]),
+        ratio=ratio(replicated, bare),
     )
 
 
@@ -133,33 +141,58 @@ def seconds(step: Step, steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def described(found: Mapping[str, Figures], command: str) -> str:
+    """Everything in words and a table."""
+    rows = []
+    for name, figures in found.items():
+        limit = ["", ""]
+        if name in SMALL:
+            is_kept = figures.added_seconds.value <= MOST_ADDED_SECONDS
+            limit = [f"≤ {MOST_ADDED_SECONDS * 1e6:g} µs", "yes" if is_kept else "NO"]
+        cells = [f"{it.value * 1e3:.3g} ms" for it in (figures.bare_seconds, figures.replicated_seconds)]
+        cells += [
+            interval(figures.added_seconds, 1e6, ".1f", " µs"),
+            *limit,
+            interval(figures.ratio, 1, ".3f", ""),
+        ]
+        rows.append([name, str(figures.num_rounds), *cells])
+    head = ["a step of", "rounds", "bare", "ReplicatedModel", "added", "limit", "holds", "ratio"]
+    return f"1 instance, {torch.get_num_threads()} thread: `{command}`\n\n{table(head, rows)}"
+
+
+def interval(found: Median, factor: float, form: str, unit: str) -> str:
+    """A median and between what it lies."""
+    value, lower, upper = (f"{it * factor:{form}}" for it in (found.value, found.lower, found.upper))
+    return f"{value}{unit} ({lower} to {upper})"
+
+
 def main() -> None:
-    """Measure, print a table, and write everything as JSON if asked."""
+    """Measure, print a table, and write the files that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40, help="how often each loop is timed (40)")
-    parser.add_argument("--steps", type=int, default=10, help="steps in a round (10)")
+    parser.add_argument("--rounds", type=int, default=200, help="how often each loop is timed (200)")
+    parser.add_argument("--steps", type=int, default=100, help="steps in a round (100)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; more need idle cores (1)")
     parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--document", type=Path, help="a Markdown file whose part `overhead` gets the table")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     popdist.init()
 
     found = {
-        "digits CNN, batch of 16": measure(partial(digits, 16), options.rounds, options.steps * 5),
-        "digits CNN, batch of 64": measure(partial(digits, 64), options.rounds, options.steps * 5),
-        "MLP, 25 M parameters": measure(wide, options.rounds, max(1, options.steps // 5)),
+        name: measure(partial(digits, size), options.rounds, options.steps)
+        for name, size in zip(SMALL, (16, 64), strict=True)
     }
-    print(f"{'a step, 1 instance x 1 replica':32} {'bare':>10} {'replicated':>12} {'ratio':>7}  (quartiles)")
-    for name, figures in found.items():
-        bare, replicated = figures.bare_seconds * 1e3, figures.replicated_seconds * 1e3
-        lower, upper = figures.ratio_quartiles
-        print(f"{name:32} {bare:7.3f} ms {replicated:9.3f} ms {figures.ratio:7.3f}  ({lower:.3f} to {upper:.3f})")
+    rounds, steps = max(1, options.rounds // 10), max(1, options.steps // 50)
+    found["MLP, 25 M parameters"] = measure(wide, rounds, steps)
     command = shlex.join(["python", *sys.argv])
-    print(f"\n{options.rounds} rounds, {options.threads} threads; again: {command}")
+    text = described(found, command)
+    print(text)
     if options.json:
         models = {name: asdict(figures) for name, figures in found.items()}
-        text = json.dumps({"command": command, "num_threads": options.threads, "models": models}, indent=2)
-        options.json.write_text(f"{text}\n", encoding="utf-8")
+        written = json.dumps({"command": command, "num_threads": options.threads, "models": models}, indent=2)
+        options.json.write_text(f"{written}\n", encoding="utf-8")
+    if options.document:
+        put(options.document, "overhead", text)
 
 
 if __name__ == "__main__":

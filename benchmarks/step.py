@@ -1,10 +1,12 @@
 """What the all-reduce of gradients costs a training step: DDP over gloo, DDP over popdist, and ReplicatedModel.
 
     poprun --num-instances 2 python benchmarks/step.py --rounds 50    # and 4
+    poprun --num-instances 2 python benchmarks/step.py --tiny
 
 Each round times every loop for some steps, one right after the other, and the next round the other way round. A
 loop's communication is the difference, within a round, to the same loop with the gradients in the same place and
-the reduction replaced by nothing. Every instance has one thread.
+the reduction replaced by nothing. Of a tiny model, where the gradients are no load, the steps a second are
+compared in place of that. Every instance has one thread.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from unittest import mock
 
 import torch
 from measuring.documents import put, table
-from measuring.medians import CONFIDENCE, Median, median
+from measuring.medians import CONFIDENCE, Median, median, ratio
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
@@ -36,9 +38,12 @@ Step = Callable[[], None]
 WITHOUT = {"DDP, gloo": "DDP, none", "DDP, popdist": "DDP, none", "ReplicatedModel": "ReplicatedModel, none"}
 """Each loop, and the same without a reduction."""
 
-GLOO = "DDP, gloo"
-MOST = {2: {"DDP, popdist": 0.25, "ReplicatedModel": 1 / 8}, 4: {"DDP, popdist": 0.4}}
+GLOO, POPDIST, OURS = WITHOUT
+MOST = {2: {POPDIST: 0.25, OURS: 1 / 8}, 4: {POPDIST: 0.4}}
 """For each number of instances on two cores: what share of gloo's communication theirs may be."""
+
+LEAST = {GLOO: 5.0, POPDIST: 1.5}
+"""How many times as long their steps of a tiny model have to take at least."""
 
 NUM_RESAMPLES = 2000
 
@@ -63,6 +68,10 @@ class Shape:
         )
 
 
+TINY = Shape(layers=1, width=100, batch_size=8)
+"""10,100 parameters."""
+
+
 def loops(shape: Shape) -> dict[str, Step]:
     """One step of each."""
     groups = {"gloo": distributed.group.WORLD, "popdist": distributed.new_group(backend="popdist")}
@@ -73,7 +82,7 @@ def loops(shape: Shape) -> dict[str, Step]:
     silent = DistributedDataParallel(shape.net())
     silent.register_comm_hook(None, nothing)
     made["DDP, none"] = ddp_step(shape, silent)
-    made["ReplicatedModel"] = replicated_step(shape)
+    made[OURS] = replicated_step(shape)
     without = replicated_step(shape)
 
     def quiet() -> None:
@@ -180,6 +189,20 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
     return f"{rounds} rounds, {distributed.get_world_size()} instances: `{command}`\n\n{table(head, rows)}"
 
 
+def compared(times: Mapping[str, Sequence[float]], command: str) -> str:
+    """The steps of a tiny model in words and a table."""
+    rows = []
+    for name in WITHOUT:
+        cells = [interval(median(times[name]), 1e6, "µs"), f"{1 / median(times[name]).value:,.0f}"]
+        longer = ratio(times[name], times[OURS])
+        least = LEAST.get(name)
+        limit = ["", ""] if least is None else [f"≥ {least:g}", "yes" if longer.value >= least else "NO"]
+        rows.append([name, *cells, interval(longer, 1, ""), *limit])
+    head = ["loop", "a step", "steps a second", "times as long as ReplicatedModel's", "limit", "holds"]
+    parts = [f"{len(times[OURS])} rounds", f"{distributed.get_world_size()} instances", "10,100 parameters"]
+    return f"{', '.join(parts)}: `{command}`\n\n{table(head, rows)}"
+
+
 def interval(found: Median, factor: float, unit: str) -> str:
     """A median and between what it lies."""
     value, lower, upper = (f"{it * factor:.3g}" for it in (found.value, found.lower, found.upper))
@@ -200,29 +223,35 @@ def main() -> None:
     """Measure; instance 0 prints a table, and writes the files that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=50, help="how often each loop is timed (50)")
-    parser.add_argument("--steps", type=int, default=3, help="steps in a round (3)")
+    parser.add_argument("--steps", type=int, help="steps in a round (3; of a tiny model 100)")
+    parser.add_argument("--tiny", action="store_true", help="compare steps of a model of 10,100 parameters")
     parser.add_argument("--layers", type=int, default=12, help="linear layers (12)")
     parser.add_argument("--width", type=int, default=1024, help="of each layer (1024)")
     parser.add_argument("--batch-size", type=int, default=8, help="samples of an instance in a step (8)")
     parser.add_argument("--json", type=Path, help="a file for the figures and all samples")
-    parser.add_argument("--document", type=Path, help="a Markdown file whose part `step of N` gets the table")
+    parser.add_argument(
+        "--document", type=Path, help="a Markdown file; its part `step of N`, or `tiny`, gets the table"
+    )
     options = parser.parse_args()
     with group():
         shape = Shape(layers=options.layers, width=options.width, batch_size=options.batch_size)
-        times = measure(loops(shape), options.rounds, options.steps)
+        made = loops(TINY if options.tiny else shape)
+        if options.tiny:
+            made = {name: made[name] for name in WITHOUT}
+        times = measure(made, options.rounds, options.steps or (100 if options.tiny else 3))
         if not popdist.is_main():
             return
         instances = distributed.get_world_size()
         command = shlex.join(["poprun", "--num-instances", str(instances), "python", *sys.argv])
-        text = described(times, command)
+        text = compared(times, command) if options.tiny else described(times, command)
         print(text)
-        if options.json:
+        if options.json and not options.tiny:
             gloo = communication(times, GLOO)
             parts = {name: asdict(share(communication(times, name), gloo)) for name in WITHOUT}
             found = {"command": command, "seconds": times, "share_of_gloo": parts}
             options.json.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
         if options.document:
-            put(options.document, f"step of {instances}", text)
+            put(options.document, "tiny" if options.tiny else f"step of {instances}", text)
 
 
 if __name__ == "__main__":

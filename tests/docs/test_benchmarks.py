@@ -19,7 +19,7 @@ def test_the_overhead_can_be_measured_again() -> None:
     script = str(ROOT / "benchmarks" / "overhead.py")
     finished = run([sys.executable, script, "--rounds", "2", "--steps", "1"]).succeeded()
 
-    for word in ("digits CNN", "MLP, 25 M parameters", "ratio", "--rounds 2"):
+    for word in ("digits CNN", "MLP, 25 M parameters", "added", "≤ 30 µs", "ratio", "--rounds 2"):
         assert word in finished.out
 
 
@@ -116,6 +116,16 @@ def test_a_step_can_be_measured_again() -> None:
     finished = run([*launcher, *program]).succeeded()
 
     for word in ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "ReplicatedModel, none", "--width 64"):
+        assert word in finished.out
+
+
+def test_a_step_of_a_tiny_model_can_be_measured_again() -> None:
+    """Two rounds of ``benchmarks/step.py --tiny`` show the three loops and their limits."""
+    program = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--tiny", "--rounds", "2", "--steps", "1"]
+    launcher = [sys.executable, "-m", "poprun", "--launcher", "local", "--tag-output=no", "-n", "2"]
+    finished = run([*launcher, *program]).succeeded()
+
+    for word in ("| DDP, gloo ", "| DDP, popdist ", "≥ 1.5", "steps a second", "10,100 parameters"):
         assert word in finished.out
 
 

@@ -52,6 +52,17 @@ def set_python_state(state: PythonState) -> None:
         _row[:], _generator.gauss_next = state
 
 
+def exchange_python_state(state: PythonState) -> PythonState:
+    """Let the generator behind the functions of ``random`` go on from ``state``; what it was in before."""
+    if _row is None:
+        before = python_state()
+        set_python_state(state)
+    else:
+        before = bytes(_row), _generator.gauss_next
+        _row[:], _generator.gauss_next = state
+    return before
+
+
 def seeded_python_state(seed: int) -> PythonState:
     """The state that ``random.seed(seed)`` would give."""
     return _read(random.Random(seed))  # noqa: S311 - for training, not for secrets

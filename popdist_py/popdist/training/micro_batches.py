@@ -43,7 +43,7 @@ def count_samples(batch: Nest) -> int:
         BatchError: If there is no tensor, one has no dim 0, or two differ in it; the message names the places.
     """
     if _is_row_of_tensors(batch) and all(map(Tensor.dim, batch)):
-        sizes = set(map(len, batch))
+        sizes: set[int] = {tensor.size(0) for tensor in batch}
     else:
         sizes = set()
         _add_sizes(batch, sizes)

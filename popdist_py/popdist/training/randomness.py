@@ -46,23 +46,24 @@ class _States:
         self.cuda = cuda
         self._torch_mark: bytes | None = None
 
-    def take(self, ordinal: int | None) -> None:
-        """Become the state of the generators that draw now, with that of CUDA device ``ordinal``, if any."""
-        self.python = process_generators.python_state()
+    def go_on_from(self, other: "_States", ordinal: int | None) -> None:
+        """Become the state of the generators that draw now, and let them go on from ``other``.
+
+        Args:
+            other: Another state.
+            ordinal: Which CUDA device's generator belongs to them; None for no device.
+        """
+        self.python = process_generators.exchange_python_state(other.python)
         self.numpy = mtrand.get_bit_generator()
-        mark = process_generators.torch_mark()
+        mtrand.set_bit_generator(other.numpy)  # a reference: copying this state takes ten times longer
+        generator, mark = torch.default_generator, process_generators.torch_mark()
         if mark is None or mark != self._torch_mark:
-            self.torch, self._torch_mark = torch.default_generator.get_state(), mark
+            self.torch, self._torch_mark = generator.get_state(), mark
+        generator.set_state(other.torch)
         if ordinal is not None:
             self.cuda = torch.cuda.default_generators[ordinal].get_state()
-
-    def put_in_place(self, ordinal: int | None) -> None:
-        """Let the generators go on from here."""
-        process_generators.set_python_state(self.python)
-        mtrand.set_bit_generator(self.numpy)  # a reference: copying this state takes ten times longer
-        torch.default_generator.set_state(self.torch)
-        if ordinal is not None and self.cuda is not None:
-            torch.cuda.default_generators[ordinal].set_state(self.cuda)
+            if other.cuda is not None:
+                torch.cuda.default_generators[ordinal].set_state(other.cuda)
 
 
 class ReplicaRandomness:
@@ -146,13 +147,11 @@ class RandomScope:
 
     def put_in_place(self) -> None:
         """Let the generators go on from the replica's states."""
-        _programs.take(self._ordinal)
-        self._states[self._replica].put_in_place(self._ordinal)
+        _programs.go_on_from(self._states[self._replica], self._ordinal)
 
     def take_back(self) -> None:
         """Let them go on where they were, and keep what the replica's states have come to."""
-        self._states[self._replica].take(self._ordinal)
-        _programs.put_in_place(self._ordinal)
+        self._states[self._replica].go_on_from(_programs, self._ordinal)
 
 
 def _number(seed: int, replica: int, generator: str) -> int:
