@@ -76,16 +76,21 @@ def _is_called_by_reducer() -> bool:
 def _in_modules() -> set[int]:
     """Torch's objects of the memory of all parameters, and of all modules' buffers."""
     found: set[int] = set()
+    are_holders: dict[type, bool] = {}
     for thing in gc.get_objects():
         kind = type(thing)
-        if issubclass(kind, nn.Module):
-            tensors = [
-                *thing.__dict__.get("_parameters", {}).values(),
-                *thing.__dict__.get("_buffers", {}).values(),
-            ]
-        elif issubclass(kind, nn.Parameter):
-            tensors = [thing]
-        else:
+        if kind not in are_holders:
+            are_holders[kind] = issubclass(kind, nn.Module | nn.Parameter)
+        if not are_holders[kind]:
             continue
-        found |= {key_of(it.untyped_storage()) for it in tensors if isinstance(it, Tensor) and it.is_cpu}
+        held = vars(thing)
+        tensors = [thing, *held.get("_parameters", {}).values(), *held.get("_buffers", {}).values()]
+        found |= {_key_of(it) for it in tensors if isinstance(it, Tensor)}
     return found
+
+
+def _key_of(tensor: Tensor) -> int:
+    try:
+        return key_of(tensor.untyped_storage())
+    except Exception:  # noqa: BLE001 - a sparse one or a lazy parameter has no such memory, and says so in many ways
+        return 0
