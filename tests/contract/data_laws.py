@@ -68,6 +68,14 @@ def law_poptorch_s_loaders_share_the_data(_directory: Path) -> None:
         assert torch.equal(found.sort().values, torch.arange(50))
 
 
+def law_poptorch_s_options_agree_with_the_job(_directory: Path) -> None:
+    """A number of IPUs that contradicts poprun's is an error that names both; one like it is none."""
+    assert popdist.poptorch.Options(popdist.ipus_per_replica()).replication_factor == popdist.num_local_replicas()
+    if popdist.isPopdistEnvSet():
+        with pytest.raises(popdist.ContractError, match=r"ipus_per_replica=7\), and poprun gave each replica 1 "):
+            popdist.poptorch.Options(ipus_per_replica=7)
+
+
 def law_gather_takes_any_number_of_rows(_directory: Path) -> None:
     """Ragged, none on some instances, none anywhere; of every dtype."""
     index, size = popdist.instance_index(), popdist.num_instances()
