@@ -167,7 +167,11 @@ POPDIST = "/env/python3.11/site-packages/popdist"
             "backward() of torch",
         ),
         (
-            [("train.py", "main"), (f"{POPDIST}/process_group/work_queue.py", "wait")],
+            [
+                ("train.py", "main"),
+                (f"{POPDIST}/process_group/work_queue.py", "wait"),
+                (f"{TORCH}/futures/__init__.py", "wait"),
+            ],
             "wait() of the backend popdist",
         ),
         ([(f"{POPDIST}/process_group/work_queue.py", "wait"), ("train.py", "main")], ""),

@@ -47,7 +47,7 @@ _OF_GROUPS: Final = re.compile(r"/torch/(?:distributed/|nn/parallel/distributed\
 _GROUPS: Final = "/torch/distributed/distributed_c10d.py"
 _BACKWARD: Final = "/torch/autograd/graph.py"
 _OF_BACKEND: Final = re.compile(r"/popdist/(?:process_group|host_memory|comm)/")
-_OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)")
+_OF_PYTHON: Final = re.compile(r"/python3\.\d+/(?!site-packages/|dist-packages/)|/torch/futures/")
 ReadLine = Callable[[str, int], str]
 """The source of a file's line, or an empty text: `linecache.getline`."""
 
@@ -131,7 +131,7 @@ def collective_of(standing: Standing) -> str:
 
 
 def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """The stack without the calls of the backend popdist at its end, and those of Python that it waits in."""
+    """The stack without the calls of the backend popdist at its end, and what these wait in."""
     end = len(main)
     while end and _OF_PYTHON.search(main[end - 1].file):
         end -= 1
