@@ -1,7 +1,7 @@
-"""Run a program on hosts whose cables carry so much and no more, and are so long.
+"""Run a program on hosts whose cables carry so much and no more.
 
     python -m benchmarks.slow_network --rate 1gbit python benchmarks/overlap.py
-    python -m benchmarks.slow_network --hosts 4 --instances 2 --delay-ms 1 python benchmarks/overlap.py
+    python -m benchmarks.slow_network --hosts 4 --instances 2 --rate 10gbit python benchmarks/overlap.py
 
 The hosts are network namespaces of this machine. It takes root, iproute2 and openssh-server.
 """
@@ -11,8 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from tests.hosts.network import TMPDIR, Network, missing_reason
@@ -22,7 +20,6 @@ BUCKET = ("burst", "256kb", "latency", "50ms")
 
 INTERFACE = "eth0"
 SCRIPTS = Path(sys.executable).parent
-LONG_CABLE = Path(__file__).parent / "measuring" / "long_cable.py"
 
 
 def run(network: Network, num_local: int, program: list[str]) -> int:
@@ -40,30 +37,12 @@ def run(network: Network, num_local: int, program: list[str]) -> int:
     return subprocess.run(first.enter(words), stdin=subprocess.DEVNULL, check=False).returncode
 
 
-@contextmanager
-def long_cables(network: Network, delay_seconds: float) -> Iterator[None]:
-    """Within the block each packet takes so much longer; one way."""
-    if not delay_seconds:
-        yield
-        return
-    ports = [f"port{number}" for number in range(1, len(network.hosts) + 1)]
-    for port in ports:
-        network.on_switch("ip", "link", "set", port, "nomaster")
-    words = network.in_switch(sys.executable, str(LONG_CABLE), str(delay_seconds), *ports)
-    with subprocess.Popen(words) as switch:
-        try:
-            yield
-        finally:
-            switch.kill()
-
-
 def main() -> None:
     """Make the network, run the program on it, and take it away."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="how many (2)")
     parser.add_argument("--instances", type=int, default=1, help="of each host (1)")
     parser.add_argument("--rate", default="1gbit", help="of each host's cable, as tc writes it (1gbit)")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="how long a packet takes, one way (0)")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="what each host runs, with its words")
     options = parser.parse_args()
     if reason := missing_reason():
@@ -72,8 +51,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Network(names, Path(folder)) as network:
         for host in network.hosts.values():
             host.run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", options.rate, *BUCKET)
-        with long_cables(network, options.delay_ms / 1e3):
-            code = run(network, options.instances, options.program)
+        code = run(network, options.instances, options.program)
     sys.exit(code)
 
 
