@@ -226,6 +226,27 @@ def law_replicas_of_a_group_end_together() -> None:
     check_groups(model)
 
 
+def law_a_failure_in_one_group_ends_all_groups() -> None:
+    """Also those in which no replica has failed, on instances that wait for one that has; then all is in order."""
+    for size in sizes_of_groups():
+        model = popdist.ReplicatedModel(net(), batch_norm_group_size=size)
+        replicas = popdist.local_replicas()
+        batch = [(it, *part) for it, part in zip(replicas, parts([4] * len(replicas)), strict=True) if part]
+
+        def body(replica: int, x: Tensor, y: Tensor) -> None:
+            out = model(x)  # noqa: B023 - called at once
+            if replica == 0:
+                raise KeyError("odd")
+            loss_of(out, y).backward()
+
+        lost = r"replica \d has left its micro batch|left the micro_batches loop"
+        with refused(KeyError, "odd") if 0 in replicas else refused(popdist.MicroBatchError, lost):
+            model.run_micro_batches(batch, body, 2, split=lambda it: [part for one in it for part in (one, None)])
+        popdist.barrier()
+    if sizes_of_groups():
+        check_groups(popdist.ReplicatedModel(net(), batch_norm_group_size=popdist.num_replicas()))
+
+
 def law_nobody_waits_for_a_loop_that_was_left() -> None:
     """By break, in the loop of an instance with one replica: the others hear of it in their next layer."""
     if popdist.num_local_replicas() > 1 or popdist.num_replicas() == 1:

@@ -9,6 +9,7 @@ popdist.training.step.
 
 import os
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from popdist import context
 from popdist.testing import run_world
 from tests.contract import check_laws, loop_laws, training_laws, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
+from tests.docs.markdown import ROOT
 from tests.running import DEADLINE_SECONDS
 
 
@@ -77,6 +79,25 @@ def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -
 
     assert shared == [alone] * 3
     assert len(set(alone.values())) > 1
+
+
+def identical_curves(place: int) -> tuple[list[float], str]:
+    """Two steps of one of the trainings of examples/identical_curves.py whose bits are equal."""
+    example = runpy.run_path(str(ROOT / "examples" / "identical_curves.py"))
+    losses, checksum = example["train"](example["EQUAL"][place], 2)
+    return losses, checksum
+
+
+def test_identical_curves_are_identical(forked_world: ForkedWorlds) -> None:
+    """Micro batches of equal composition have the same bits with 1, 4 and 16 replicas."""
+    first, *others = (
+        forked_world(
+            identical_curves, place, num_instances=1, num_replicas=replicas, timeout_seconds=DEADLINE_SECONDS
+        )
+        for place, replicas in enumerate((1, 4, 16))
+    )
+
+    assert others == [first, first]
 
 
 @pytest.mark.skipif(

@@ -129,6 +129,17 @@ def test_a_step_of_a_tiny_model_can_be_measured_again() -> None:
         assert word in finished.out
 
 
+def test_batch_norm_groups_can_be_measured_again() -> None:
+    """One round of ``benchmarks/batch_norm.py`` with a small model shows every loop and both ratios."""
+    words = ["--rounds", "1", "--steps", "1", "--blocks", "1", "--width", "4", "--size", "4", "--batch-size", "2"]
+    program = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks" / "batch_norm.py"), *words]
+    launcher = [sys.executable, "-m", "poprun", "--launcher", "local", "--tag-output=no", "-n", "2"]
+    finished = run([*launcher, *program]).succeeded()
+
+    for word in ("k = 1 ", "k = 2 ", "k = 2, no exchange", "arithmetic, gloo", "its communication over gloo's"):
+        assert word in finished.out
+
+
 def test_a_step_over_a_network_can_be_measured_again() -> None:
     """Two rounds of ``benchmarks/overlap.py`` with a small model on a slow cable show every loop."""
     if reason := missing_reason():
