@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps in a round (2)")
     parser.add_argument("--blocks", type=int, default=9, help="of two convolutions each (9)")
     parser.add_argument("--width", type=int, default=32, help="channels (32)")
-    parser.add_argument("--size", type=int, default=16, help="height and width of an image (16)")
+    parser.add_argument("--size", type=int, default=32, help="height and width of an image (32)")
     parser.add_argument("--batch-size", type=int, default=16, help="samples of an instance in a step (16)")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `batch norm` gets the tables")
     options = parser.parse_args()
