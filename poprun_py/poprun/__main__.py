@@ -108,7 +108,7 @@ def _fail_of_system(error: OSError) -> int:
     if error.errno in SHORTAGES:
         return _fail(describe_error(error.errno), LaunchError.exit_code)
     if not error.filename and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-        return _fail(f"the output cannot be written: {error.strerror}", OutputError.exit_code)
+        return _fail(f"standard output cannot be written: {error.strerror}", OutputError.exit_code)
     what = describe_error(error.errno) if error.errno else str(error)
     return _fail(f"{error.filename}: {what}" if error.filename else what, PoprunError.exit_code)
 

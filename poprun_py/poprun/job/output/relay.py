@@ -94,7 +94,7 @@ class OutputStream:
                 self._is_closed = True
                 is_lost = error.errno != errno.EPIPE
                 if is_lost:
-                    say(f"the output cannot be written: {error.strerror}", Level.ERROR)
+                    say(f"standard output cannot be written: {error.strerror}", Level.ERROR)
                 self._on_closed(is_lost=is_lost)
 
 
