@@ -18,25 +18,39 @@ from poprun.text.screen import Level, say
 _MAX_SURVIVORS: Final = 10
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
-_ABORT: Final = re.compile(r"Abort\(-?\d+\) on node \d+ ")
+_ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
 """What MPICH prints on standard error: "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort"."""
 
 
 def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
-    """The statuses, in which the instance that aborted the job has failed with the launcher's exit code.
+    """The statuses, in which the instance that aborted the job has failed with the code that it gave.
 
-    An MPI launcher ends with what its job was aborted with; ``tails`` are the last lines of each standard error.
+    An MPI launcher ends with that code, or kills the shims; then the code is the printed one.
+
+    Args:
+        statuses: Every instance, by index.
+        tails: The last lines of each standard error, by index.
+        launcher_code: The launcher's exit code, negative for a signal; None if it was not seen to end.
     """
-    aborters = [
-        status for status in statuses if status.was_stopped and any(map(_ABORT.match, tails.get(status.index, ())))
-    ]
-    if not aborters or launcher_code is None or launcher_code <= 0:
+    if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
+        return list(statuses)
+    ended = [status for status in statuses if status.was_stopped or status.problem == SHIM_KILLED]
+    printed = {it.index: code for it in ended if (code := _printed_code(tails.get(it.index, ()))) is not None}
+    aborters = [status for status in ended if status.index in printed]
+    if not aborters:
         return list(statuses)
     first = min(aborters, key=lambda status: status.exited_at_seconds or 0.0)
-    blamed = replace(first, exit_code=launcher_code, was_stopped=False, problem="")
+    exit_code = launcher_code if launcher_code is not None and launcher_code > 0 else printed[first.index]
+    blamed = replace(first, exit_code=exit_code, was_stopped=False, problem="")
     return [blamed if status is first else status for status in statuses]
+
+
+def _printed_code(tail: Sequence[str]) -> int | None:
+    """The exit code of the first abort in ``tail``, as a parent process sees it; None without one or for 0."""
+    codes = [int(match[1]) & 0xFF for match in map(_ABORT.match, tail) if match]
+    return next(iter(codes), 0) or None
 
 
 def render_end(end: JobEnd, plan: LaunchPlan) -> list[str]:
