@@ -236,7 +236,10 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float) -> "De
     if place != default_group.NONE:
         return None
     store = None if _state.store is None else _numbered_store(_state.store)
-    return default_group.DefaultGroup(store, contract.instance_index, contract.num_instances, timeout_seconds)
+    made = default_group.DefaultGroup(store, contract.instance_index, contract.num_instances, timeout_seconds)
+    # Gloo fails on an instance that still connects when another one destroys its group.
+    group.start("the default group of torch.distributed is made", [True]).wait()
+    return made
 
 
 def _numbered_store(store: "Store") -> "Store":

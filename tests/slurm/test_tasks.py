@@ -23,7 +23,9 @@ def test_tasks_of_srun_are_instances(slurm: dict[str, str], places: tuple[str, .
     num_instances = int(places[1].removeprefix("-n"))
     ranks = list(range(num_instances))
     joined = f"{num_instances} {ranks} {local} False {{'127.0.0.1'}}"
-    assert finished.succeeded().lines == [joined] * num_instances
+    lines = [line.rpartition(" ") for line in finished.succeeded().lines]
+    assert [told for told, _, _ in lines] == [joined] * num_instances
+    assert len({weights for _, _, weights in lines}) == 1
 
 
 def test_a_shell_of_salloc_is_no_task(slurm: dict[str, str]) -> None:
