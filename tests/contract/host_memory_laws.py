@@ -218,6 +218,19 @@ def law_a_sleeper_wakes() -> None:
         made.barrier()
 
 
+def law_a_forked_child_frees_nothing_of_its_parents() -> None:
+    """What the child lets go of, as a reading process of a loader may, is there in the parent as before."""
+    with connected() as made:
+        reservation = made.reserve(1)
+        reservation.row.fill_(7)
+        child = os.fork()
+        if child == 0:
+            del reservation
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert int(reservation.row[0]) == 7
+
+
 def law_who_has_left_is_named() -> None:
     """The others do not wait for it, at this meeting or a later one."""
     made = connect()

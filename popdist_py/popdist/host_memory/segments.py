@@ -59,7 +59,7 @@ class Segment:
     """
 
     def __init__(self) -> None:
-        self.descriptor, self._num_bytes = -1, 0
+        self.descriptor, self._num_bytes, self._owner = -1, 0, os.getpid()
         try:
             self.descriptor = os.memfd_create("popdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -86,7 +86,12 @@ class Segment:
         return offset
 
     def release(self, offset: int, num_bytes: int) -> None:
-        """Give the pages back to the machine; what still maps them reads zeros."""
+        """Give the pages back to the machine; what still maps them reads zeros.
+
+        In a forked child nothing happens: the pages are its parent's, which may use them still.
+        """
+        if os.getpid() != self._owner:
+            return
         _libc.fallocate(
             self.descriptor, _PUNCH_HOLE_KEEP_SIZE, ctypes.c_longlong(offset), ctypes.c_longlong(num_bytes)
         )
