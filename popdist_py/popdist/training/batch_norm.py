@@ -48,14 +48,13 @@ class GroupedNorm:
         name: What the layer is called, the same on all instances.
     """
 
-    _torchdynamo_disable = True
-
     def __init__(self, layer: _BatchNorm, size: int, name: str) -> None:
         self.layer = layer
         self.size = size
         self.name = name
         self.number = layer_number(name)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined] # noqa: SLF001 - the public one loads dynamo at once
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise ``x``, of shape (samples, channels, ...)."""
         layer = self.layer
