@@ -260,7 +260,9 @@ FAULTS: Final = (
     _ends_mpi(
         "sys.exit(7) beside a thread", "threading.Thread(target=time.sleep, args=(0.1,)).start(); sys.exit(7)", 7
     ),
-    replace(_ends_mpi("sys.exit(256)", "sys.exit(256)", 1, 9, 128 + signal.SIGKILL, named=ANYONE), under=WITH_MPI),
+    replace(
+        _ends_mpi("sys.exit(256)", "sys.exit(256)", 1, 9, 70, 128 + signal.SIGKILL, named=ANYONE), under=WITH_MPI
+    ),
     _ends_mpi_well("sys.exit(0) after MPI_Init, the others later", "sys.exit(0)"),
     _ends_mpi_well(
         "sys.exit(7) after MPI_Init that is caught", "with contextlib.suppress(SystemExit): sys.exit(7)"
