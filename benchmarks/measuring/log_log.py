@@ -8,6 +8,7 @@ from html import escape
 COLOURS = ("#8c564b", "#1f77b4", "#9467bd", "#ff7f0e", "#d62728", "#7f7f7f", "#2ca02c", "#17becf")
 WIDTH, HEIGHT = 460, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 40, 50
+LEGEND_LEFT, LEGEND_STEP = 12, 120
 
 Curve = Mapping[int, tuple[float, float, float]]
 """At each x: the value, and the lower and the upper end of its interval."""
@@ -107,7 +108,7 @@ def _curve(x: Axis, y: Axis, curve: Curve, colour: str) -> list[str]:
 def _legend(colours: Mapping[str, str], y: float) -> list[str]:
     parts = []
     for number, (name, colour) in enumerate(colours.items()):
-        left = LEFT + 110 * number
+        left = LEGEND_LEFT + LEGEND_STEP * number
         parts.append(f'<line x1="{left}" y1="{y}" x2="{left + 20}" y2="{y}" stroke="{colour}" stroke-width="3"/>')
         parts.append(_text(left + 26, y + 4, name, "start"))
     return parts
