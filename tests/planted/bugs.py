@@ -366,8 +366,8 @@ BUGS = (
     Bug(
         "a step that is abandoned is not told to the others",
         "popdist",
-        '                    self._say("abandoned").wait(ABANDON_SECONDS)\n',
-        "",
+        'self._say("abandoned").wait(timeout_seconds)',
+        "pass",
         ("contract/test_training.py::test_laws[1-3]", "contract/test_training.py::test_laws[2-6]"),
     ),
     Bug(
@@ -401,8 +401,8 @@ BUGS = (
     Bug(
         "an unused parameter gets a gradient of zeros",
         "popdist",
-        "parameter.grad = slot.detach().to(parameter.dtype) if used >> index & 1 else None",
-        "parameter.grad = slot.detach().to(parameter.dtype)",
+        "                if used >> index & 1:\n",
+        "                if True:\n",
         ("contract/test_training.py::test_laws[1-3]", "contract/test_training.py::test_laws[2-6]"),
     ),
     Bug(
