@@ -1,6 +1,6 @@
 """LAMB: Adam whose update of each parameter is scaled to the parameter's norm (You et al., arXiv 1904.00962)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class LAMB(TrustRatioOptimizer):
     Raises:
         OptimizerError: If a setting is out of its range.
     """
+
+    element_names = frozenset({"exp_avg", "exp_avg_sq"})
 
     def __init__(  # noqa: PLR0913 - torch's habit
         self,
@@ -83,16 +85,6 @@ class LAMB(TrustRatioOptimizer):
         if settings["max_weight_norm"] is not None:
             check_number("max_weight_norm", settings["max_weight_norm"], minimum=1e-300)
         super().add_param_group(param_group)
-
-    @classmethod
-    def names_of_elements(
-        cls,
-        defaults: Mapping[str, Any],  # noqa: ARG003 - equal for all settings
-        settings: Mapping[str, Any],  # noqa: ARG003
-        device: torch.device,  # noqa: ARG003
-    ) -> frozenset[str]:
-        """The means m and v."""
-        return frozenset({"exp_avg", "exp_avg_sq"})
 
     def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Move m and v; the update u of each parameter."""

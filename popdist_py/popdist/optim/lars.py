@@ -1,6 +1,6 @@
 """LARS: momentum whose learning rate for each parameter follows the norms (You et al., arXiv 1708.03888)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class LARS(TrustRatioOptimizer):
     Raises:
         OptimizerError: If a setting is out of its range.
     """
+
+    element_names = frozenset({"momentum_buffer"})
 
     def __init__(  # noqa: PLR0913 - torch's habit
         self,
@@ -77,16 +79,6 @@ class LARS(TrustRatioOptimizer):
         if settings["nesterov"] and not settings["momentum"]:
             raise OptimizerError("nesterov=True needs a momentum above 0: there is nothing to look ahead by")
         super().add_param_group(param_group)
-
-    @classmethod
-    def names_of_elements(
-        cls,
-        defaults: Mapping[str, Any],  # noqa: ARG003 - equal for all settings
-        settings: Mapping[str, Any],  # noqa: ARG003
-        device: torch.device,  # noqa: ARG003
-    ) -> frozenset[str]:
-        """The momentum v."""
-        return frozenset({"momentum_buffer"})
 
     def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
         """The gradients: their norms are wanted."""

@@ -157,34 +157,22 @@ class LowPrecision(PieceOptimizer):
         inside = _check_class(defaults.get("optimizer_class"))
         return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What ``closure`` returned, or None.
+    def update(self) -> None:
+        """Update the parameters that have a gradient, unless a scaler has found infinity.
 
         Raises:
             OptimizerError: If a gradient is sparse, or the optimizer inside keeps something that is neither a
                 number for each element nor a single value.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         found_infinity = getattr(self, "found_inf", None)
         if found_infinity is not None and bool(found_infinity):
-            return loss
+            return
         position = 0
         for index, group in enumerate(self.param_groups):
             parameters = {position + i: it for i, it in enumerate(group["params"]) if it.grad is not None}
             position += len(group["params"])
             self._step_group(index, group, parameters)
             group["num_steps"] += 1
-        return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state of a LowPrecision of the same precision.

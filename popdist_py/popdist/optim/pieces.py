@@ -65,6 +65,30 @@ class PieceOptimizer(Optimizer):
         self._pieces = pieces
         self._whole_sums = whole_sums
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What ``closure`` returned, or None.
+
+        Raises:
+            OptimizerError: If a gradient is sparse, or as the class says.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Make the step, with the gradients that are there."""
+        raise NotImplementedError
+
     @classmethod
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device

@@ -44,6 +44,19 @@ class TrustRatioOptimizer(PieceOptimizer):
 
     exchanges_norms = True
 
+    element_names: frozenset[str]
+    """What the state of a parameter has a number in for each element."""
+
+    @classmethod
+    def names_of_elements(
+        cls,
+        defaults: Mapping[str, Any],  # noqa: ARG003 - equal for all settings
+        settings: Mapping[str, Any],  # noqa: ARG003
+        device: torch.device,  # noqa: ARG003
+    ) -> frozenset[str]:
+        """Those of the class, for any settings."""
+        return cls.element_names
+
     def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Make the tensors whose norms are wanted.
 
@@ -63,23 +76,8 @@ class TrustRatioOptimizer(PieceOptimizer):
         """
         raise NotImplementedError
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What ``closure`` returned, or None.
-
-        Raises:
-            OptimizerError: If a gradient is sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Update the parameters that have a gradient, those first whose norms the others help to make."""
         work = [(group, _with_gradient(group["params"])) for group in self.param_groups]
         if self._whole_sums is not None:
             self._step_on_pieces(work, self._whole_sums)
@@ -87,7 +85,6 @@ class TrustRatioOptimizer(PieceOptimizer):
             for some in _batches([it for it in parameters if not self._is_cut(group, it)], group["foreach"]):
                 half = self._begin(group, some)
                 self.second_half(half, _norms(half) if group["trust_ratio"] else None)
-        return loss
 
     def _step_on_pieces(
         self,
