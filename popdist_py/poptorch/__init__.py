@@ -20,12 +20,12 @@ from poptorch.enums import SharingStrategy as SharingStrategy
 from poptorch.enums import SyncPattern as SyncPattern
 from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
 from poptorch.errors import Error as Error
+from poptorch.execution_strategies import PipelinedExecution as PipelinedExecution
+from poptorch.execution_strategies import ShardedExecution as ShardedExecution
+from poptorch.execution_strategies import Stage as Stage
 from poptorch.options import ConfigFileError as ConfigFileError
 from poptorch.options import Options as Options
 from poptorch.read_ahead import AsynchronousDataAccessor as AsynchronousDataAccessor
-from poptorch.strategies import PipelinedExecution as PipelinedExecution
-from poptorch.strategies import ShardedExecution as ShardedExecution
-from poptorch.strategies import Stage as Stage
 from poptorch.sub_options import TensorLocationSettings as TensorLocationSettings
 
 

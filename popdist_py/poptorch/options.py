@@ -11,11 +11,11 @@ import torch
 
 from poptorch import environment
 from poptorch._logging import logger
-from poptorch.config_file import apply_file, apply_json
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.errors import ConfigFileError as ConfigFileError
+from poptorch.execution_strategies import PipelinedExecution
 from poptorch.option_values import OptionValues, at_least_one, one_of
-from poptorch.strategies import PipelinedExecution
+from poptorch.options_file import apply_file, apply_json
 from poptorch.sub_options import (
     TensorLocationSettings as TensorLocationSettings,
 )

@@ -88,9 +88,9 @@ POPTORCH: Final[Floors] = (
     },
     {
         "_logging": "the log, in PopTorch's form",
-        "strategies": "how blocks are dealt to stages",
+        "execution_strategies": "how blocks are dealt to stages",
         "sub_options": "the parts of the options",
-        "config_file": "options from text",
+        "options_file": "options from text",
         "partition": "which samples each process reads",
     },
     {

@@ -19,8 +19,8 @@ import popdist
 import poptorch
 from poptorch import poptorch_core
 from poptorch._logging import logger, setPopartLogLevel
-from poptorch.config_file import apply_file, apply_json
 from poptorch.environment import process_in
+from poptorch.options_file import apply_file, apply_json
 
 OPTIONS = poptorch.Options
 
