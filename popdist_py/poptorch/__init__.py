@@ -4,7 +4,8 @@ from poptorch import enums as enums
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
 from poptorch._logging import setLogLevel as setLogLevel
-from poptorch.data_loader import DataLoader as DataLoader
+from poptorch.data import AsynchronousDataAccessor as AsynchronousDataAccessor
+from poptorch.data import DataLoader as DataLoader
 from poptorch.enums import AutoStage as AutoStage
 from poptorch.enums import CommGroupType as CommGroupType
 from poptorch.enums import ConnectionType as ConnectionType
@@ -20,13 +21,12 @@ from poptorch.enums import SharingStrategy as SharingStrategy
 from poptorch.enums import SyncPattern as SyncPattern
 from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
 from poptorch.errors import Error as Error
-from poptorch.execution_strategies import PipelinedExecution as PipelinedExecution
-from poptorch.execution_strategies import ShardedExecution as ShardedExecution
-from poptorch.execution_strategies import Stage as Stage
 from poptorch.options import ConfigFileError as ConfigFileError
 from poptorch.options import Options as Options
-from poptorch.read_ahead import AsynchronousDataAccessor as AsynchronousDataAccessor
-from poptorch.sub_options import TensorLocationSettings as TensorLocationSettings
+from poptorch.options import TensorLocationSettings as TensorLocationSettings
+from poptorch.options.execution_strategies import PipelinedExecution as PipelinedExecution
+from poptorch.options.execution_strategies import ShardedExecution as ShardedExecution
+from poptorch.options.execution_strategies import Stage as Stage
 
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:

@@ -83,7 +83,7 @@ def draw_options() -> str:
     """Each setter of poptorch's options with what it means, and why it changes nothing where that is so."""
     rows = ["| setter | meaning | no effect, because |", "|---|---|---|"]
     for module in modules("poptorch"):
-        if module.name not in {"poptorch.options", "poptorch.sub_options"}:
+        if module.name not in {"poptorch.options.model_options", "poptorch.options.sub_options"}:
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef):

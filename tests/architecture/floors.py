@@ -84,22 +84,12 @@ POPTORCH: Final[Floors] = (
         "errors": "what poptorch raises",
         "enums": "choices that programs make by name",
         "environment": "the process of a job, and defaults",
-        "option_values": "named values that setters change until they are frozen",
     },
-    {
-        "_logging": "the log, in PopTorch's form",
-        "execution_strategies": "how blocks are dealt to stages",
-        "sub_options": "the parts of the options",
-        "options_file": "options from text",
-        "partition": "which samples each process reads",
-    },
-    {
-        "options": "all that a program says of how its model runs",
-        "read_ahead": "batches read before they are asked for",
-    },
+    {"_logging": "the log, in PopTorch's form"},
+    {"options": "all that a program says of how its model runs"},
     {
         "poptorch_core": "the check of options by name and type",
-        "data_loader": "combined batches of a process's part of the data",
+        "data": "combined batches of a process's part of the data",
     },
 )
 

@@ -1,6 +1,6 @@
 """poptorch's loader: who reads what in which order, joined batches, and reading ahead.
 
-Holds poptorch.data_loader and poptorch.read_ahead.
+Holds poptorch.data.combined_batches and poptorch.data.read_ahead.
 """
 
 import os
@@ -26,8 +26,8 @@ from torch.utils.data import (
 
 import poptorch
 from poptorch import DataLoaderMode, SharingStrategy
-from poptorch.partition import JoinedBatchSampler, Partition, PartitionSampler
-from poptorch.read_ahead import rebatched
+from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
+from poptorch.data.read_ahead import rebatched
 from tests.running import run
 
 FORK: dict[str, Any] = {"sharing_strategy": SharingStrategy.Fork}

@@ -1,6 +1,6 @@
 """Options of poptorch: what setters take, what they refuse, and where their defaults come from.
 
-Holds poptorch.option_values.
+Holds poptorch.options.option_values and poptorch.options.model_options.
 """
 
 import copy
@@ -20,7 +20,7 @@ import poptorch
 from poptorch import poptorch_core
 from poptorch._logging import logger, setPopartLogLevel
 from poptorch.environment import process_in
-from poptorch.options_file import apply_file, apply_json
+from poptorch.options.options_file import apply_file, apply_json
 
 OPTIONS = poptorch.Options
 

@@ -5,11 +5,11 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
+from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import Error
 from poptorch.options import Options
-from poptorch.partition import JoinedBatchSampler, Partition, PartitionSampler
-from poptorch.read_ahead import AsynchronousDataAccessor
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -17,7 +17,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     A combined batch holds ``batch_size`` samples for each device iteration, local replica (in groups of input, for
     each group) and step of gradient accumulation. With several processes each reads its part of the dataset: see
-    `poptorch.partition`. No process speaks with another one. The options are frozen.
+    `poptorch.data.partition`. No process speaks with another one. The options are frozen.
 
     Args:
         options: Say the size of the combined batch and the process.

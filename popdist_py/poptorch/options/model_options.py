@@ -13,16 +13,16 @@ from poptorch import environment
 from poptorch._logging import logger
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.errors import ConfigFileError as ConfigFileError
-from poptorch.execution_strategies import PipelinedExecution
-from poptorch.option_values import OptionValues, at_least_one, one_of
-from poptorch.options_file import apply_file, apply_json
-from poptorch.sub_options import (
+from poptorch.options.execution_strategies import PipelinedExecution
+from poptorch.options.option_values import OptionValues, at_least_one, one_of
+from poptorch.options.options_file import apply_file, apply_json
+from poptorch.options.sub_options import (
     TensorLocationSettings as TensorLocationSettings,
 )
-from poptorch.sub_options import (
+from poptorch.options.sub_options import (
     _DistributedOptions as _DistributedOptions,
 )
-from poptorch.sub_options import (
+from poptorch.options.sub_options import (
     _JitOptions,
     _PopartOptions,
     _PrecisionOptions,

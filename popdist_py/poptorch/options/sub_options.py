@@ -7,7 +7,7 @@ import torch
 
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.environment import NUM_PROCESSES, PROCESS_ID, process_in, process_of_job
-from poptorch.option_values import OptionValues, at_least_one, one_of, plain
+from poptorch.options.option_values import OptionValues, at_least_one, one_of, plain
 
 _FEWEST_IO_TILES: Final = 32
 _MOST_IO_TILES: Final = 192
