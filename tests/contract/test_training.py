@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,25 @@ def test_recipes_have_the_same_bits_in_every_split(forked_world: ForkedWorlds) -
 
     assert shared == [alone] * 3
     assert len(set(alone.values())) > 1
+
+
+def test_replicas_that_a_program_says_have_the_bits_of_poprun_s(forked_world: ForkedWorlds) -> None:
+    """Four replicas of one model: of one instance and of two, by the program and by poprun; split by place."""
+    ends = {
+        (is_said, number): forked_world(
+            partial(training_recipes.run_four_replicas, is_said=is_said),
+            num_instances=number,
+            num_replicas=4,
+            timeout_seconds=DEADLINE_SECONDS,
+        )
+        for is_said in (False, True)
+        for number in (1, 2)
+    }
+
+    assert len({checksum for world in ends.values() for checksum, _ in world}) == 1
+    for (_, number), world in ends.items():
+        owned = [name for _, names in world for name in names]
+        assert (owned, len(world)) == (["0", "1", "2", "3"], number)
 
 
 def identical_curves(place: int) -> tuple[list[float], str]:

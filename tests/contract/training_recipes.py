@@ -6,6 +6,7 @@ instances: so whatever a recipe does, it does it alike on all of them.
 
 import copy
 import io
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import popdist
+from popdist.layout import parts
+from tests.contract.collective_laws import refused
 from tests.contract.training_laws import samples, share
 
 NUM_STEPS = 3
@@ -45,6 +48,38 @@ def run_inductor() -> str:
             model(rows).exp().mean().backward()
         optimizer.step()
     return popdist.checksum(module)
+
+
+def run_four_replicas(*, is_said: bool) -> tuple[str, list[str]]:
+    """Four replicas, said by the program where poprun has not; the weights, and whose random states are here."""
+    if is_said:
+        for name in [name for name in os.environ if name.startswith("POPDIST_")]:
+            del os.environ[name]
+    popdist.init(timeout_seconds=300)
+    num_local = 4 // popdist.num_instances()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.1), nn.Linear(16, 4))
+    model = popdist.ReplicatedModel(module, num_local_replicas=num_local)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = num_local * popdist.instance_index()
+    rows = parts(range(22), range(first, first + num_local), 4)
+    own = tuple(whole[rows.start : rows.stop] for whole in samples(22))
+    for _ in range(NUM_STEPS):
+        for x, y in model.micro_batches(own, accumulation=2):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+    if is_said:
+        assert list(popdist.ReplicatedModel(module).randomness.state_dict()) == [str(popdist.instance_index())]
+        for wrong in (0, 1.5):
+            with refused(popdist.BatchError, "num_local_replicas"):
+                popdist.ReplicatedModel(module, num_local_replicas=wrong)  # type: ignore[arg-type] # the subject
+    if popdist.num_instances() > 1:
+        error = popdist.CollectiveError if is_said else popdist.ContractError
+        with refused(
+            error, "num_local_replicas=2.*num_local_replicas=1" if is_said else "num_local_replicas=5, and"
+        ):
+            popdist.ReplicatedModel(module, num_local_replicas=2 - popdist.instance_index() if is_said else 5)
+    return popdist.checksum(model), list(model.randomness.state_dict())
 
 
 def batch() -> tuple[Tensor, Tensor]:

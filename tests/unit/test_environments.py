@@ -145,3 +145,18 @@ def test_half_a_job_is_an_error(env: dict[str, str], words: str) -> None:
     with pytest.raises(ContractError) as raised:
         detect(env)
     assert words in str(raised.value)
+
+
+def test_the_replicas_of_a_model_are_those_of_the_job_or_the_program_s() -> None:
+    """A program may say them where neither poprun nor the one who emitted the job has."""
+    alone = detect({})
+    assert (alone.layout_of_model(None).num_replicas, alone.layout_of_model(4).num_replicas) == (1, 4)
+    assert detect(TORCHRUN).layout_of_model(2).replicas_of(5) == range(10, 12)
+    for env in (JOINED.to_env(), TORCHRUN | SHAPE):
+        found = detect(env)
+        said = found.contract.layout.num_local_replicas
+        assert found.layout_of_model(said) == found.layout_of_model(None) == found.contract.layout
+        with pytest.raises(
+            ContractError, match=rf"num_local_replicas=3, .* {said}: .*--num-replicas 24, or leave"
+        ):
+            found.layout_of_model(3)

@@ -15,6 +15,7 @@ from popdist import contract as names
 from popdist.contract import Contract, read_count, read_master
 from popdist.environments.slurm import NODES, first_node, read_slurm
 from popdist.errors import ContractError
+from popdist.layout import ReplicaLayout
 
 COMPLETION_INDEX: Final = "JOB_COMPLETION_INDEX"
 """The index of a pod of an indexed Job of Kubernetes."""
@@ -42,11 +43,36 @@ class Environment:
         launcher: Whose variables told so.
         contract: The job; one instance with one replica when there is no launcher.
         first_node: Under Slurm, the name of the node on which instance 0 is looked for; else empty.
+        says_replicas: Whether poprun, or who emitted the job for it, has said how many replicas there are.
     """
 
     launcher: Launcher
     contract: Contract
     first_node: str = ""
+    says_replicas: bool = False
+
+    def layout_of_model(self, num_local_replicas: int | None) -> ReplicaLayout:
+        """The replicas of a model: those of the job, or so many on each instance where nothing says the former.
+
+        Args:
+            num_local_replicas: Of the model on this instance, the same number on all. At least 1; None for those
+                of the job.
+
+        Raises:
+            ContractError: If poprun has said another number.
+        """
+        layout = self.contract.layout
+        if num_local_replicas in (None, layout.num_local_replicas):
+            return layout
+        if self.says_replicas:
+            raise ContractError(
+                f"num_local_replicas={num_local_replicas}, and poprun gave each of the {layout.num_instances} "
+                f"instances {layout.num_local_replicas}: start the program with --num-replicas "
+                f"{layout.num_instances * num_local_replicas}, or leave num_local_replicas out"
+            )
+        return ReplicaLayout(
+            num_instances=layout.num_instances, num_replicas=layout.num_instances * num_local_replicas
+        )
 
 
 def detect(env: Mapping[str, str]) -> Environment:
@@ -59,14 +85,14 @@ def detect(env: Mapping[str, str]) -> Environment:
             or two launchers describe different jobs.
     """
     if (contract := Contract.from_env(env)) is not None:
-        return Environment(launcher=Launcher.POPRUN, contract=contract)
+        return Environment(launcher=Launcher.POPRUN, contract=contract, says_replicas=True)
     joined = _detect_ranks(env)
     if joined.launcher is Launcher.NONE and names.NUM_REPLICAS in env:
         raise ContractError(
             f"{names.NUM_REPLICAS} tells of a job, and nothing tells which instance of it this is: start the "
             "program with poprun, mpiexec or srun, or unset every POPDIST_ variable to run it alone"
         )
-    return replace(joined, contract=joined.contract.shaped(env))
+    return replace(joined, contract=joined.contract.shaped(env), says_replicas=names.NUM_REPLICAS in env)
 
 
 def _detect_ranks(env: Mapping[str, str]) -> Environment:

@@ -29,6 +29,7 @@ from popdist.gradients.reduction import (
     check_reduction,
     refuse_step,
 )
+from popdist.layout import ReplicaLayout
 from popdist.training import optimizer_steps
 from popdist.training.beside import BuffersBeside, ParametersBeside
 from popdist.training.checks import CheckedSteps
@@ -93,6 +94,7 @@ class ModelSteps:
 
     Args:
         module: Its gradients and buffers are those of all replicas after each step.
+        layout: Which replicas of the model each instance owns.
         seed: Of the replicas' random states.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
         gradient_dtype: What gradients are rounded to; None for nothing.
@@ -109,15 +111,15 @@ class ModelSteps:
     def __init__(
         self,
         module: nn.Module,
+        layout: ReplicaLayout,
         *,
         seed: int,
         checks_finite: bool,
         gradient_dtype: torch.dtype | None,
         norm_size: int,
     ) -> None:
-        contract = context.environment().contract
-        self.layout = contract.layout
-        self.randomness = ReplicaRandomness(seed, self.layout.replicas_of(contract.instance_index))
+        self.layout = layout
+        self.randomness = ReplicaRandomness(seed, layout.replicas_of(context.instance_index()))
         self._module = module
         self._checks_finite = checks_finite
         self._gradient_dtype = gradient_dtype
@@ -308,8 +310,7 @@ class ModelSteps:
 
     def _looks_beside(self, step: Step | PlainStep) -> bool:
         """Whether to look for modules that nothing wraps: in a model's first step, once for a few models."""
-        contract = context.environment().contract
-        if contract.instance_index or contract.num_replicas == 1 or not step.is_checked:
+        if context.instance_index() or self.layout.num_replicas == 1 or not step.is_checked:
             return False
         if self._checked_steps.number > 1 or ModelSteps.num_looks_beside == MOST_LOOKS:
             return False

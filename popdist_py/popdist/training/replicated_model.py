@@ -61,9 +61,13 @@ class ReplicatedModel(nn.Module):
             replicas, the whole one too, is rounded to it, whether it is sent or not; then the mean is taken, and
             ``.grad`` has the parameter's dtype. It halves what goes over a network. In float16 what is greater
             than 65504 becomes infinity, which a GradScaler finds. None rounds nothing.
+        num_local_replicas: Replicas of this instance for this model, in a program that nobody started with poprun:
+            one process, torchrun, mpiexec. The same number on all instances; at least 1. Batches, random states,
+            buffers and gradients are those of so many replicas, with the bits of a job of poprun that has them.
+            Loaders of popdist and ``popdist.num_replicas()`` know of the job only. None for those of the job.
         batch_norm_group_size: Replicas whose BatchNorm layers share statistics: so many consecutive ones
             normalise, forward and backward, as if their samples were one batch, and so do running statistics. It
-            divides the replicas of the job. Where it is greater than 1 and an instance has several replicas, the
+            divides the replicas of the model. Where it is greater than 1 and an instance has several replicas, the
             loop is :meth:`run_micro_batches`. SyncBatchNorm is BatchNorm here; its process group plays no part. 1
             leaves the layers alone.
         **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
@@ -74,18 +78,20 @@ class ReplicatedModel(nn.Module):
             BatchNorm layer of a group has no running statistics, or a forward pass of its own.
         GradientError: If ``gradient_dtype`` is another one.
         CollectiveError: If the instances differ in the other arguments.
-        BatchError: If ``strict_bits`` refuses the number of local replicas, the seed is none, or
+        BatchError: If ``strict_bits`` refuses the number of local replicas, that number or the seed is none, or
             ``batch_norm_group_size`` does not divide the replicas.
-        ContractError, BackendError: As ``popdist.init()``.
+        ContractError: If ``num_local_replicas`` is another number than poprun's; and as ``popdist.init()``.
+        BackendError: As ``popdist.init()``.
     """
 
     module: nn.Module
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a model can be told
         self,
         module: nn.Module,
         seed: int = 0,
         *,
+        num_local_replicas: int | None = None,
         check_finite: bool = False,
         strict_bits: bool = False,
         gradient_dtype: torch.dtype | None = None,
@@ -94,7 +100,10 @@ class ReplicatedModel(nn.Module):
     ) -> None:
         super().__init__()
         refuse_options(ddp_options)
-        num_local = context.environment().contract.layout.num_local_replicas
+        if num_local_replicas is not None:
+            num_local_replicas = whole_number("num_local_replicas", num_local_replicas, BatchError)
+        layout = context.environment().layout_of_model(num_local_replicas)
+        num_local = layout.num_local_replicas
         if strict_bits and num_local & (num_local - 1):
             raise BatchError(
                 f"strict_bits=True, and {num_local} local replicas are no power of two: choose --num-replicas and "
@@ -105,11 +114,11 @@ class ReplicatedModel(nn.Module):
         refuse_module(module)
         seed = seed_number(seed, BatchError)
         gradient_dtype = check_gradient_dtype(gradient_dtype)
-        norm_size = check_group_size(batch_norm_group_size, context.environment().contract.num_replicas)
+        norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
         context.ensure_init()
         context.current_group().agree(
-            f"ReplicatedModel(seed={seed}, {check_finite=}, {strict_bits=}, {gradient_dtype=}, "
-            f"batch_norm_group_size={norm_size})"
+            f"ReplicatedModel(seed={seed}, num_local_replicas={num_local}, {check_finite=}, {strict_bits=}, "
+            f"{gradient_dtype=}, batch_norm_group_size={norm_size})"
         )
         self.module = module
         self.register_load_state_dict_pre_hook(_inside_another_module)  # type: ignore[no-untyped-call]  # torch's
@@ -117,6 +126,7 @@ class ReplicatedModel(nn.Module):
         group_norms(module, norm_size)
         self._model_steps = ModelSteps(
             module,
+            layout,
             seed=seed,
             checks_finite=check_finite,
             gradient_dtype=gradient_dtype,
