@@ -4,6 +4,8 @@ from poptorch import enums as enums
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
 from poptorch._logging import setLogLevel as setLogLevel
+from poptorch.custom_types import ICustomArgParser as ICustomArgParser
+from poptorch.custom_types import registerCustomArgParser as registerCustomArgParser
 from poptorch.data import AsynchronousDataAccessor as AsynchronousDataAccessor
 from poptorch.data import DataLoader as DataLoader
 from poptorch.enums import AutoStage as AutoStage

@@ -85,12 +85,16 @@ POPTORCH: Final[Floors] = (
         "enums": "choices that programs make by name",
         "environment": "the process of a job, and defaults",
     },
-    {"_logging": "the log, in PopTorch's form"},
+    {
+        "_logging": "the log, in PopTorch's form",
+        "custom_types": "nested values, with types of a program's own",
+    },
     {"options": "all that a program says of how its model runs"},
     {
         "poptorch_core": "the check of options by name and type",
         "data": "combined batches of a process's part of the data",
     },
+    {"executor": "models that run: what a call takes, and what it gives"},
 )
 
 FLOORS: Final = {"popdist": POPDIST, "poprun": POPRUN, "poptorch": POPTORCH}

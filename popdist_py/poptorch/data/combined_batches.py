@@ -10,6 +10,7 @@ from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import Error
 from poptorch.options import Options
+from poptorch.options.combined_batch import CombinedBatch
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -60,7 +61,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._accessor: AsynchronousDataAccessor | None = None
         options._freeze()  # noqa: SLF001 - using options freezes them
         self._options = options
-        self._factor = _num_micro_batches(options)
+        self._factor = CombinedBatch.of(options).num_parts
         self._combined_batch_size = None if batch_size is None else batch_size * self._factor
         self._rebatched_size = None
         if batch_sampler is None:
@@ -168,18 +169,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a copy reads when it is asked."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
-
-
-def _num_micro_batches(options: Options) -> int:
-    """Micro batches of a combined batch.
-
-    Raises:
-        Error: If the replicas are no whole number of groups.
-    """
-    replicas, group = options.replication_factor, options.input_group_size
-    if replicas % group:
-        raise Error(f"replicationFactor({replicas}) is no multiple of the input groups' size, {group}")
-    return int(options.device_iterations * (replicas // group) * options.Training.gradient_accumulation)
 
 
 def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_divided: bool) -> None:

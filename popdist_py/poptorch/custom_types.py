@@ -1,0 +1,150 @@
+"""Nested values as a list of tensors and back: tuples, lists, dicts, and types that a program registers.
+
+Arguments and results of models and the batches of a loader are such values.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from poptorch.errors import Error
+
+
+class ICustomArgParser:
+    """Says which tensors an object of a program's own type holds. Subclass it, and register an instance."""
+
+    def yieldTensors(self, struct: Any) -> Iterator[Tensor]:  # noqa: ANN401 - of the registered type
+        """The tensors in ``struct``, always in the same order."""
+        raise NotImplementedError
+
+    def reconstruct(self, original_structure: Any, tensor_iterator: Iterator[Tensor]) -> Any:  # noqa: ANN401 - as above
+        """An object like ``original_structure``, which may be read and is not changed, with these tensors."""
+        raise NotImplementedError
+
+
+_PARSERS: Final[dict[type, ICustomArgParser]] = {}
+
+
+def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
+    """Have models and loaders take objects of ``arg_type``, and of its subclasses."""
+    if not isinstance(parser, ICustomArgParser):
+        raise Error(f"{parser!r} is no poptorch.ICustomArgParser")
+    _PARSERS[arg_type] = parser
+
+
+class Structure(NamedTuple):
+    """A value without its tensors.
+
+    Attributes:
+        kind: ``Tensor``; the type of a container, or of a registered object; ``None`` for a constant.
+        value: What was read: the container, the object or the constant; None for a tensor.
+        names: The keys of a dict.
+        parts: What a container holds.
+    """
+
+    kind: type | None
+    value: Any = None
+    names: tuple[Any, ...] = ()
+    parts: tuple["Structure", ...] = ()
+
+
+_TENSOR: Final = Structure(Tensor)
+
+
+def taken_apart(value: Any, tensors: list[Tensor], like: Structure | None = None) -> Structure:  # noqa: ANN401 - of every kind
+    """The structure of ``value``, whose tensors are added to ``tensors``.
+
+    Args:
+        value: A tensor, tuple, list, dict, registered object or constant.
+        tensors: Takes the tensors.
+        like: A structure whose dicts give the order of the same keys.
+
+    Raises:
+        Error: If something holds tensors that is none of these.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _TENSOR
+    kind = type(value)
+    parser = _parser_of(kind)
+    if parser is not None:
+        held = list(parser.yieldTensors(value))
+        if not all(isinstance(tensor, Tensor) for tensor in held):
+            raise Error(f"yieldTensors of {type(parser).__name__} must give tensors only")
+        tensors += held
+        return Structure(kind, value, (), (_TENSOR,) * len(held))
+    if isinstance(value, tuple | list):
+        known = like.parts if like is not None and like.kind is kind and len(like.parts) == len(value) else None
+        parts = [taken_apart(part, tensors, known[place] if known else None) for place, part in enumerate(value)]
+        return Structure(kind, value, (), tuple(parts))
+    if isinstance(value, dict):
+        names, known = tuple(value), None
+        if (
+            like is not None
+            and like.kind is kind
+            and len(like.names) == len(names)
+            and value.keys() == {*like.names}
+        ):
+            names, known = like.names, like.parts
+        parts = [
+            taken_apart(value[name], tensors, known[place] if known else None) for place, name in enumerate(names)
+        ]
+        return Structure(kind, value, names, tuple(parts))
+    _check_constant(value)
+    return Structure(None, value)
+
+
+def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Callable[..., Any] = list) -> Any:  # noqa: ANN401 - as above
+    """A value of this structure with other tensors, as many as were read.
+
+    Args:
+        structure: Of `taken_apart`.
+        tensors: In its order.
+        lists_as: What lists become: lists, or tuples.
+    """
+    kind = structure.kind
+    if kind is Tensor:
+        return next(tensors)
+    if kind is None:
+        return structure.value
+    if structure.parts and (parser := _parser_of(kind)) is not None:
+        return parser.reconstruct(structure.value, iter([next(tensors) for _ in structure.parts]))
+    parts = [put_together(part, tensors, lists_as=lists_as) for part in structure.parts]
+    if kind is tuple or kind is list:
+        return tuple(parts) if kind is tuple else lists_as(parts)
+    if kind is dict:
+        return dict(zip(structure.names, parts, strict=True))
+    if issubclass(kind, dict):
+        made = copy.copy(structure.value)
+        made.update(zip(structure.names, parts, strict=True))
+        return made
+    make: Callable[[Iterable[Any]], Any] = getattr(kind, "_make", kind)
+    return make(parts)
+
+
+def _parser_of(kind: type) -> ICustomArgParser | None:
+    if not _PARSERS:
+        return None
+    return next((_PARSERS[base] for base in kind.__mro__ if base in _PARSERS), None)
+
+
+def _check_constant(value: Any) -> None:  # noqa: ANN401 - as above
+    """Refuse what would be passed whole, although it holds samples.
+
+    Raises:
+        Error: Naming its type.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return
+    if isinstance(value, np.ndarray):
+        raise Error("numpy arrays are neither arguments nor results of models: give tensors")
+    held = getattr(value, "__dict__", None) or {}
+    if not isinstance(value, torch.nn.Module | type) and any(isinstance(part, Tensor) for part in held.values()):
+        raise Error(
+            f"an object of {type(value).__name__} holds tensors: say which with "
+            f"poptorch.registerCustomArgParser({type(value).__name__}, parser)"
+        )

@@ -1,0 +1,309 @@
+"""What the first call of a model fixes, the check of later calls against it, and the split into micro batches."""
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from poptorch.custom_types import Structure, put_together, taken_apart
+from poptorch.errors import Error
+from poptorch.options import Options
+from poptorch.options.combined_batch import CombinedBatch
+
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class _Form(NamedTuple):
+    """What two calls' tensors at the same place have in common."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of one forward, by position and by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameters:
+    """What ``forward`` takes.
+
+    Attributes:
+        positional: Names of what may be given by position.
+        defaults: Name → value of what need not be given.
+        mandatory: Names of what must be given.
+        starred: The name of ``*args``, or None.
+        takes_any_name: Whether it has ``**kwargs``.
+        lists: Names of what is annotated as a list.
+    """
+
+    positional: tuple[str, ...]
+    defaults: dict[str, Any]
+    mandatory: tuple[str, ...]
+    starred: str | None
+    takes_any_name: bool
+    lists: frozenset[str]
+
+    @classmethod
+    def of(cls, forward: Callable[..., Any]) -> Self:
+        """What the signature of ``forward`` says."""
+        found = [*inspect.signature(forward).parameters.values()]
+        empty = inspect.Parameter.empty
+        return cls(
+            positional=tuple(one.name for one in found if one.kind in _POSITIONAL),
+            defaults={one.name: one.default for one in found if one.default is not empty},
+            mandatory=tuple(one.name for one in found if one.default is empty and one.kind not in _STARRED),
+            starred=next((one.name for one in found if one.kind is inspect.Parameter.VAR_POSITIONAL), None),
+            takes_any_name=any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found),
+            lists=frozenset(one.name for one in found if _is_list(one.annotation)),
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What was given, by name; what ``*args`` takes is called ``args[0]``.
+
+        Raises:
+            Error: If one is given twice.
+        """
+        bound = dict(zip(self.positional, args, strict=False))
+        for place, value in enumerate(args[len(self.positional) :]):
+            bound[f"{self.starred or 'args'}[{place}]"] = value
+        if kwargs:
+            if twice := [name for name in kwargs if name in bound]:
+                raise Error(f"Arguments given by position and by name: {', '.join(twice)}.")
+            bound.update(kwargs)
+        return bound
+
+    def check_first(self, args: tuple[Any, ...], bound: dict[str, Any]) -> None:
+        """Refuse what ``forward`` cannot be called with; where it has ``*args``, Python itself does.
+
+        Raises:
+            Error: Naming the parameter.
+        """
+        if self.starred is not None:
+            return
+        for name in self.mandatory:
+            if name not in bound:
+                raise Error(f"Mandatory parameter {name} missing: forward takes it, and has no default for it")
+        if len(args) > len(self.positional):
+            raise Error(
+                f"Too many arguments: forward takes {len(self.positional)} by position and was given {len(args)}"
+            )
+        known = {*self.positional, *self.mandatory, *self.defaults}
+        if not self.takes_any_name and (unknown := [name for name in bound if name not in known]):
+            raise Error(f"Unexpected arguments: {', '.join(unknown)}. forward has no such parameters")
+
+
+def _is_list(annotation: object) -> bool:
+    return (
+        annotation is list or typing.get_origin(annotation) is list or str(annotation).startswith(("list", "List"))
+    )
+
+
+class CallArguments:
+    """The arguments of a model's calls: as the first call had them, so have them all.
+
+    Structure, shapes, dtypes, and values that are no tensors are fixed.
+    """
+
+    def __init__(
+        self, parameters: _Parameters, batch: CombinedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._parameters = parameters
+        self._batch = batch
+        self._part_of_each = batch.part_of_each
+        self._num_positional = len(args)
+        bound = parameters.bind(args, kwargs)
+        parameters.check_first(args, bound)
+        self._given = frozenset(bound)
+        self._defaults = {name: _default(value) for name, value in parameters.defaults.items()}
+        tensors: list[Tensor] = []
+        self._first = {name: taken_apart(value, tensors) for name, value in bound.items()}
+        self._first = {
+            **self._first,
+            **{name: self._defaults[name] for name in self._defaults if name not in bound},
+        }
+        self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
+        for path, (_, detail) in _listed(self._first, self._forms).items():
+            if isinstance(detail, _Form):
+                _check_size(path, detail.shape, batch)
+
+    @classmethod
+    def of(
+        cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Self:
+        """Fix what the first call has.
+
+        Args:
+            forward: Will be called with micro batches.
+            args: The first call's arguments by position,
+            kwargs: and by name.
+            options: Say how many micro batches a combined batch has.
+
+        Raises:
+            AssertionError: If the samples of a tensor are no whole number of micro batches.
+            Error: If ``forward`` takes no such arguments, or a tensor is empty.
+        """
+        return cls(_Parameters.of(forward), CombinedBatch.of(options), args, kwargs)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare a call with the first one.
+
+        Raises:
+            Error: Naming the argument, what was expected, and what was found.
+        """
+        self._read(args, self._parameters.bind(args, kwargs))
+
+    def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        """Check a call, and split its tensors.
+
+        Returns:
+            The arguments of each micro batch, in order of iteration, step of accumulation and replica. The tensors
+            are views of dim 0; one without dims is passed whole. Lists are tuples, where no annotation says list.
+
+        Raises:
+            Error: As `check`.
+        """
+        bound = self._parameters.bind(args, kwargs)
+        structures, tensors = self._read(args, bound)
+        num_parts = self._batch.num_parts
+        split = [
+            tensor.split(tensor.shape[0] // num_parts) if tensor.dim() else (tensor,) * num_parts
+            for tensor in (tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
+        ]
+        names = tuple(bound)
+        made: list[MicroBatch] = []
+        for part in self._part_of_each:
+            parts = iter([pieces[part] for pieces in split])
+            values = {
+                name: put_together(structures[name], parts, lists_as=self._lists_as(name))
+                for name in self._first
+                if name in bound
+            }
+            by_position = tuple(values[name] for name in names[: len(args)])
+            made.append((by_position, {name: values[name] for name in names[len(args) :]}))
+        return made
+
+    def _lists_as(self, name: str) -> Callable[..., Any]:
+        return list if name in self._parameters.lists else tuple
+
+    def _read(self, args: tuple[Any, ...], bound: dict[str, Any]) -> tuple[dict[str, Structure], list[Tensor]]:
+        """Structures by name, and all tensors, in the order of the first call.
+
+        Raises:
+            Error: Where they differ from the first call's.
+        """
+        tensors: list[Tensor] = []
+        found = {
+            name: taken_apart(bound[name], tensors, expected) if name in bound else self._defaults.get(name)
+            for name, expected in self._first.items()
+        }
+        structures = {name: structure for name, structure in found.items() if structure is not None}
+        forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
+        if (
+            forms == self._forms
+            and bound.keys() <= structures.keys() == self._first.keys()
+            and all(_is_alike(expected, structures[name]) for name, expected in self._first.items())
+        ):
+            return structures, tensors
+        raise Error(self._difference(len(args), bound, structures, forms))
+
+    def _difference(
+        self, num_positional: int, bound: dict[str, Any], structures: dict[str, Structure], forms: list[_Form]
+    ) -> str:
+        """What differs from the first call, in words."""
+        expected, found = _listed(self._first, self._forms), _listed(structures, forms)
+        lines = []
+        if num_positional != self._num_positional:
+            lines.append(
+                f"Number of positional arguments mismatch: expected {self._num_positional} arguments but got "
+                f"{num_positional}."
+            )
+        changed = {path for path in expected if path in found and not _is_equal(expected[path], found[path])}
+        missing = [path for path in self._given if path not in bound and (path not in found or path in changed)]
+        missing += [path for path in expected if path not in found and path not in missing]
+        unexpected = [
+            path for path in bound if path not in self._given and (path not in expected or path in changed)
+        ]
+        unexpected += [path for path in found if path not in expected and path not in unexpected]
+        lines += [f"Missing arguments: {', '.join(sorted(missing))}."] if missing else []
+        lines += [f"Unexpected arguments: {', '.join(sorted(unexpected))}."] if unexpected else []
+        lines += [_told(path, expected[path], found[path]) for path in expected if path in changed]
+        return f"{' '.join(lines)} The first call fixes all arguments but the values of tensors, until destroy()."
+
+
+def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind
+    """A default of ``forward``: one that holds tensors is a constant as a whole."""
+    tensors: list[Tensor] = []
+    structure = taken_apart(value, tensors)
+    return Structure(None, value) if tensors else structure
+
+
+def _check_size(path: str, shape: torch.Size, batch: CombinedBatch) -> None:
+    """Refuse what cannot be split.
+
+    Raises:
+        AssertionError: If the samples are no whole number of micro batches.
+        Error: If there are no elements.
+    """
+    if 0 in shape:
+        raise Error(f"Zero-sized tensors are unsupported (Got shape {list(shape)} for {path})")
+    if shape and shape[0] % batch.num_parts:
+        replicas = f"Options.replicationFactor({batch.num_replicas})"
+        raise AssertionError(
+            f"Invalid batch dimension: the first dimension of {path} ({shape[0]}) must be a multiple of "
+            f"Options.deviceIterations({batch.num_iterations}) * "
+            f"({replicas} // Options.inputReplicaGrouping({batch.group_size})) * "
+            f"Options.Training.gradientAccumulation({batch.num_accumulations}) = {batch.num_parts}, so that each "
+            "micro batch has as many samples"
+        )
+
+
+def _is_alike(expected: Structure, found: Structure) -> bool:
+    """Whether two calls' structures are the same, but for tensors and registered objects."""
+    if expected is found:
+        return True
+    if expected.kind is not found.kind or expected.names != found.names or len(expected.parts) != len(found.parts):
+        return False
+    if expected.kind is None:
+        return _is_equal((None, expected.value), (None, found.value))
+    return all(map(_is_alike, expected.parts, found.parts))
+
+
+def _is_equal(expected: tuple[object, object], found: tuple[object, object]) -> bool:
+    (kind, detail), (other_kind, other) = expected, found
+    return kind is other_kind and (detail is other or (type(detail) is type(other) and bool(detail == other)))
+
+
+def _listed(structures: dict[str, Structure], forms: Sequence[_Form]) -> dict[str, tuple[Any, Any]]:
+    """Each part's path → its type and what is fixed of it: a tensor's form, a container's length, or the value."""
+    remaining = iter(forms)
+    return {path: entry for name, part in structures.items() for path, entry in _entries(name, part, remaining)}
+
+
+def _entries(path: str, structure: Structure, forms: Iterator[_Form]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if structure.kind is Tensor:
+        yield path, (Tensor, next(forms))
+    elif structure.kind is None:
+        yield path, (type(structure.value), structure.value)
+    else:
+        yield path, (structure.kind, len(structure.parts))
+        names = structure.names or range(len(structure.parts))
+        for name, part in zip(names, structure.parts, strict=True):
+            yield from _entries(f"{path}[{name!r}]", part, forms)
+
+
+def _told(path: str, expected: tuple[Any, Any], found: tuple[Any, Any]) -> str:
+    """One difference, in words."""
+    (kind, detail), (other_kind, other) = expected, found
+    if kind is not other_kind:
+        return f"Type mismatch for {path}: expected {kind} but got {other_kind}."
+    if isinstance(detail, _Form):
+        if detail.dtype is not other.dtype:
+            return f"Type mismatch for {path}: expected {detail.dtype} but got {other.dtype}."
+        return f"Shape mismatch for {path}: expected {detail.shape} but got {other.shape}."
+    return f"Value mismatch for {path}: expected {detail} but got {other}."
