@@ -4,6 +4,11 @@ from poptorch import enums as enums
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
 from poptorch._logging import setLogLevel as setLogLevel
+from poptorch.blocks import BeginBlock as BeginBlock
+from poptorch.blocks import Block as Block
+from poptorch.blocks import BlockFunction as BlockFunction
+from poptorch.blocks import module_repr as module_repr
+from poptorch.blocks import removeBlocks as removeBlocks
 from poptorch.custom_types import ICustomArgParser as ICustomArgParser
 from poptorch.custom_types import registerCustomArgParser as registerCustomArgParser
 from poptorch.data import AsynchronousDataAccessor as AsynchronousDataAccessor
@@ -26,7 +31,10 @@ from poptorch.errors import Error as Error
 from poptorch.options import ConfigFileError as ConfigFileError
 from poptorch.options import Options as Options
 from poptorch.options import TensorLocationSettings as TensorLocationSettings
+from poptorch.options.execution_strategies import ParallelPhasedExecution as ParallelPhasedExecution
+from poptorch.options.execution_strategies import Phase as Phase
 from poptorch.options.execution_strategies import PipelinedExecution as PipelinedExecution
+from poptorch.options.execution_strategies import SerialPhasedExecution as SerialPhasedExecution
 from poptorch.options.execution_strategies import ShardedExecution as ShardedExecution
 from poptorch.options.execution_strategies import Stage as Stage
 

@@ -91,6 +91,7 @@ POPTORCH: Final[Floors] = (
     },
     {"options": "all that a program says of how its model runs"},
     {
+        "blocks": "parts of a model: annotated, dealt to stages, placed, reported",
         "poptorch_core": "the check of options by name and type",
         "data": "combined batches of a process's part of the data",
     },

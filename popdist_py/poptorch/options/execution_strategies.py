@@ -1,6 +1,9 @@
-"""How a model's blocks are dealt to stages. They change what a compiler does, and no number that a model gives."""
+"""How a model's blocks are dealt to stages, phases and virtual IPUs. No number of the model depends on them."""
 
-from poptorch.enums import AutoStage
+from collections.abc import Sequence
+from typing import Self
+
+from poptorch.enums import AutoStage, Liveness
 
 
 class Stage:
@@ -16,13 +19,75 @@ class Stage:
         self.blocks = list(block_ids)
         self._ipu: int | None = None
 
-    def ipu(self, ipu: int) -> "Stage":
+    def ipu(self, ipu: int) -> Self:
         """Run on device ``ipu`` of the replica."""
         self._ipu = ipu
         return self
 
 
-class PipelinedExecution:
+class Phase:
+    """Stages that are on the devices at the same time.
+
+    Args:
+        *arguments: Its stages; or names of blocks, which are then its only stage.
+    """
+
+    def __init__(self, *arguments: Stage | str) -> None:
+        self.stages = [argument for argument in arguments if isinstance(argument, Stage)]
+        if not self.stages:
+            self.stages = [Stage(*(str(argument) for argument in arguments))]
+        elif len(self.stages) < len(arguments):
+            raise AssertionError(f"Phase takes stages, or names of blocks, and was given {arguments}")
+
+    def stage(self, number: int) -> Stage:
+        """Stage ``number`` of this phase."""
+        return self.stages[number]
+
+    def ipus(self, *ipus: int) -> None:
+        """Run the stages on these devices of the replica.
+
+        Raises:
+            AssertionError: If they are not as many as the stages.
+        """
+        if len(ipus) != len(self.stages):
+            raise AssertionError(f"{len(self.stages)} stages take as many IPUs, and were given {ipus}")
+        for stage, ipu in zip(self.stages, ipus, strict=True):
+            stage.ipu(ipu)
+
+
+class ExecutionStrategy:
+    """What ``options.setExecutionStrategy`` takes.
+
+    Attributes:
+        auto_stage: Where blocks go that no stage names.
+        stages: Those that were given, in order.
+    """
+
+    _execution_mode: int
+
+    def __init__(self, auto_stage: AutoStage, stages: list[Stage]) -> None:
+        self.auto_stage = auto_stage
+        self.stages = stages
+
+    def stage(self, which: int | str) -> Stage:
+        """The stage of that number, or the one that a block of that name is in.
+
+        Raises:
+            KeyError: If no stage has such a block.
+        """
+        if isinstance(which, int):
+            return self.stages[which]
+        for stage in self.stages:
+            if which in stage.blocks:
+                return stage
+        raise KeyError(f"no stage has a block {which!r}: {[stage.blocks for stage in self.stages]}")
+
+    def ipu_of(self, stage: Stage) -> int:
+        """The virtual IPU of the replica that ``stage`` runs on: what it was given, else its number."""
+        return self.stages.index(stage) if stage._ipu is None else stage._ipu  # noqa: SLF001 - as the setter has it
+
+
+class PipelinedExecution(ExecutionStrategy):
     """Each stage works on another micro batch at the same time.
 
     Args:
@@ -33,18 +98,79 @@ class PipelinedExecution:
     _execution_mode = 0
 
     def __init__(self, *stages: AutoStage | Stage | str) -> None:
-        self.auto_stage = stages[0] if stages and isinstance(stages[0], AutoStage) else AutoStage.SameAsIpu
+        auto_stage = stages[0] if stages and isinstance(stages[0], AutoStage) else AutoStage.SameAsIpu
         named = [stage for stage in stages if not isinstance(stage, AutoStage)]
         if (named and len(named) < len(stages)) or len(stages) - len(named) > 1:
             raise AssertionError(f"{type(self).__name__} takes one AutoStage, or stages, and was given {stages}")
-        self.stages = [stage if isinstance(stage, Stage) else Stage(stage) for stage in named]
-
-    def stage(self, number: int) -> Stage:
-        """Stage ``number`` of those that were given."""
-        return self.stages[number]
+        super().__init__(auto_stage, [stage if isinstance(stage, Stage) else Stage(stage) for stage in named])
 
 
 class ShardedExecution(PipelinedExecution):
     """The stages of one micro batch run one after the other."""
 
     _execution_mode = 1
+
+
+class _PhasedExecution(ExecutionStrategy):
+    """Phases of a micro batch run one after the other, and leave the devices between.
+
+    Args:
+        *phases: Phases in order: each a ``Phase``, a list of its stages or of its blocks, or the name of a block;
+            or an ``AutoStage``.
+    """
+
+    _execution_mode = 2
+
+    def __init__(self, *phases: AutoStage | Phase | Sequence[Stage | str] | str) -> None:
+        auto_stage = phases[0] if phases and isinstance(phases[0], AutoStage) else AutoStage.AutoIncrement
+        self.phases = [_phase(phase) for phase in phases if not isinstance(phase, AutoStage)]
+        if self.phases and len(self.phases) < len(phases):
+            raise AssertionError(f"{type(self).__name__} takes one AutoStage, or phases, and was given {phases}")
+        self.separate_backward_phase = False
+        super().__init__(auto_stage, [stage for phase in self.phases for stage in phase.stages])
+
+    def phase(self, number: int) -> Phase:
+        """Phase ``number`` of those that were given."""
+        return self.phases[number]
+
+    def useSeparateBackwardPhase(self, use: bool = True) -> Self:
+        """Whether the backward pass has phases of its own. No effect: torch orders it."""
+        self.separate_backward_phase = use
+        return self
+
+
+class SerialPhasedExecution(_PhasedExecution):
+    """Phases in turn on the same devices; the stages of a phase lie on the first ones in order."""
+
+    tensors_liveness = Liveness.AlwaysLive
+
+    def setTensorsLiveness(self, liveness: Liveness) -> Self:
+        """How long tensors stay on the devices. No effect: torch frees what is not used any more.
+
+        Raises:
+            AssertionError: If it is no ``Liveness``.
+        """
+        if not isinstance(liveness, Liveness):
+            raise AssertionError(f"setTensorsLiveness takes a poptorch.Liveness, and was given {liveness!r}")
+        self.tensors_liveness = liveness
+        return self
+
+    def ipu_of(self, stage: Stage) -> int:
+        """The virtual IPU that ``stage`` runs on: what it was given, else its number within its phase."""
+        own = next(phase.stages for phase in self.phases if stage in phase.stages)
+        return own.index(stage) if stage._ipu is None else stage._ipu  # noqa: SLF001 - as the setter has it
+
+
+class ParallelPhasedExecution(_PhasedExecution):
+    """Even phases on even devices, odd phases on odd ones, so that one phase loads while another one runs."""
+
+    def ipu_of(self, stage: Stage) -> int:
+        """The virtual IPU that ``stage`` runs on: what it was given, else one of its phase's half."""
+        number, own = next((i, one.stages) for i, one in enumerate(self.phases) if stage in one.stages)
+        return own.index(stage) * 2 + number % 2 if stage._ipu is None else stage._ipu  # noqa: SLF001 - as above
+
+
+def _phase(given: Phase | Sequence[Stage | str] | str) -> Phase:
+    if isinstance(given, Phase):
+        return given
+    return Phase(given) if isinstance(given, str) else Phase(*given)

@@ -13,7 +13,7 @@ from poptorch import environment
 from poptorch._logging import logger
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.errors import ConfigFileError as ConfigFileError
-from poptorch.options.execution_strategies import PipelinedExecution
+from poptorch.options.execution_strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.options.option_values import OptionValues, at_least_one, one_of
 from poptorch.options.options_file import apply_file, apply_json
 from poptorch.options.sub_options import (
@@ -56,7 +56,7 @@ class Options(OptionValues):
     TensorLocations: _TensorLocationOptions
     Jit: _JitOptions
     _Popart: _PopartOptions
-    _execution_strategy: PipelinedExecution
+    _execution_strategy: ExecutionStrategy
 
     def __init__(self) -> None:
         super().__init__(
@@ -141,12 +141,12 @@ class Options(OptionValues):
         """Steps that one call of a model makes; part of the combined batch."""
         return self.set(device_iterations=at_least_one("device_iterations", device_iterations))
 
-    def setExecutionStrategy(self, strategy: PipelinedExecution | AutoStage) -> Self:
+    def setExecutionStrategy(self, strategy: ExecutionStrategy | AutoStage) -> Self:
         """How blocks are dealt to stages. Numerics are the same for all."""
         self.checkIsFrozen()
         if isinstance(strategy, AutoStage):
             strategy = PipelinedExecution(strategy)
-        if not isinstance(strategy, PipelinedExecution):
+        if not isinstance(strategy, ExecutionStrategy):
             raise AssertionError(
                 f"{strategy!r} is no execution strategy: give a poptorch.PipelinedExecution or an AutoStage"
             )

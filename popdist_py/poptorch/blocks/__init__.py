@@ -1,0 +1,11 @@
+"""Parts of a model that a program gives names and virtual IPUs: annotated, dealt to stages, placed, reported."""
+
+from poptorch.blocks.annotations import BeginBlock as BeginBlock
+from poptorch.blocks.annotations import Block as Block
+from poptorch.blocks.annotations import BlockFunction as BlockFunction
+from poptorch.blocks.annotations import module_repr as module_repr
+from poptorch.blocks.annotations import removeBlocks as removeBlocks
+from poptorch.blocks.placing import ipus_of_parameters as ipus_of_parameters
+from poptorch.blocks.placing import place as place
+from poptorch.blocks.report import report_of as report_of
+from poptorch.blocks.stages import check_stages as check_stages

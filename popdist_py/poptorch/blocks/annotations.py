@@ -1,0 +1,193 @@
+"""Blocks: parts of a model that a program gives a name and a virtual IPU. They change no number of the model."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from torch import nn
+
+from poptorch.blocks.first_forward import EnteredBlock, seen_forward
+from poptorch.errors import Error
+
+Id = str | int | None
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Block:
+    """Statements that belong together: ``with poptorch.Block("encoder", ipu_id=1): ...``.
+
+    Args:
+        user_id: What an execution strategy calls it; blocks of one name are one block.
+        ipu_id: Which virtual IPU of the replica it runs on, from 0.
+    """
+
+    def __init__(self, user_id: Id = None, ipu_id: int | None = None) -> None:
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    @staticmethod
+    def useAutoId() -> None:
+        """In a forward: call blocks without a name "0", "1", and so on, in the order in which they are entered."""
+        if (seen := seen_forward.get()) is not None:
+            seen.num_automatic = 0
+
+    @staticmethod
+    def start(user_id: Id = None, ipu_id: int | None = None) -> None:
+        """In a forward: what follows is a block, up to the next one."""
+        if (seen := seen_forward.get()) is not None:
+            seen.enter(EnteredBlock(user_id=_text(user_id), ipu_id=ipu_id))
+
+    def __enter__(self) -> Self:
+        seen = seen_forward.get()
+        self._outer = 0 if seen is None else seen.current
+        self.start(self._user_id, self._ipu_id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (seen := seen_forward.get()) is not None:
+            seen.current = self._outer
+
+
+def BlockFunction(user_id: Id = None, ipu_id: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function or a method so that it runs in a ``Block`` of these arguments."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def in_block(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Block(user_id, ipu_id):
+                return function(*args, **kwargs)
+
+        return in_block
+
+    return decorate
+
+
+class BlockModule(nn.Module):
+    """What ``BeginBlock`` makes of a module's class. Whoever saves the module finds its own class."""
+
+    _plain: type[nn.Module]
+    _user_id: Id
+    _ipu_id: int | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as modules have it
+        if (seen := seen_forward.get()) is not None:
+            seen.enter(begun_by(self))
+        return super().__call__(*args, **kwargs)
+
+    def __dir__(self) -> list[str]:
+        with _plain_class(self):
+            return list(dir(self))
+
+    def __copy__(self) -> Self:
+        return self._copied(copy.copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self._copied(lambda one: copy.deepcopy(one, memo))
+
+    def _copied(self, copied: Callable[[Any], Any]) -> Self:
+        with _plain_class(self):
+            made = copied(self)
+        object.__setattr__(made, "__class__", type(self))
+        return made  # type: ignore[no-any-return]  # a module of the same class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python has it
+        del protocol
+        with _plain_class(self):
+            return self.__reduce_ex__(1)  # of later protocols, pickle wants the class that this has just now
+
+
+class FunctionBlock:
+    """A function that begins a block when it is called.
+
+    Args:
+        function: What is called.
+        user_id: As for ``Block``.
+        ipu_id: As for ``Block``.
+    """
+
+    def __init__(self, function: Callable[..., Any], user_id: Id, ipu_id: int | None) -> None:
+        self._function = function
+        self._user_id = user_id
+        self._ipu_id = ipu_id
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as the function has it
+        Block.start(self._user_id, self._ipu_id)
+        return self._function(*args, **kwargs)
+
+
+def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None) -> Any:  # noqa: ANN401 - as given
+    """Have a block begin whenever a module is called; it lasts up to the next one.
+
+    Args:
+        layer_to_call: A module, or a function.
+        user_id: As for ``Block``.
+        ipu_id: As for ``Block``.
+
+    Returns:
+        The same module, whose parameters keep their names; or, for a function, an object to call in its place.
+
+    Raises:
+        Error: If the module begins a block already, or is neither a module nor a function.
+    """
+    if isinstance(layer_to_call, BlockModule | FunctionBlock):
+        raise Error(
+            f"{type(layer_to_call).__name__} has already been assigned to a block; poptorch.removeBlocks(model) "
+            "takes blocks away"
+        )
+    if isinstance(layer_to_call, nn.Module):
+        plain = type(layer_to_call)
+        names = {"_plain": plain, "_user_id": user_id, "_ipu_id": ipu_id, "__doc__": plain.__doc__}
+        names |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        object.__setattr__(layer_to_call, "__class__", type(plain.__name__, (BlockModule, plain), names))
+        return layer_to_call
+    if not callable(layer_to_call):
+        raise Error(f"BeginBlock takes a module or a function, and was given {layer_to_call!r}")
+    return FunctionBlock(layer_to_call, user_id, ipu_id)
+
+
+def removeBlocks(layer: nn.Module) -> None:
+    """Take away what ``BeginBlock`` did to ``layer`` and to the modules in it."""
+    for module in layer.modules():
+        if isinstance(module, BlockModule):
+            object.__setattr__(module, "__class__", module._plain)  # noqa: SLF001 - this module's own
+
+
+def begun_by(module: BlockModule) -> EnteredBlock:
+    """The block that ``module`` begins."""
+    return EnteredBlock(user_id=_text(module._user_id), ipu_id=module._ipu_id, module=module)  # noqa: SLF001
+
+
+def module_repr(m: nn.Module) -> str:
+    """``repr(m)``, with ``BeginBlock(user_id=..., ipu_id=...)`` before each module that begins a block."""
+    parts = [f"({name}): {module_repr(child)}" for name, child in m.named_children()]
+    extra = m.extra_repr().splitlines()
+    head = f"{m._get_name()}("  # noqa: SLF001 - modules choose it
+    if isinstance(m, BlockModule):
+        block = begun_by(m)
+        head = f"BeginBlock(user_id={block.user_id}, ipu_id={block.ipu_id}) {head}"
+    if not parts and len(extra) <= 1:
+        return f"{head}{''.join(extra)})"
+    inner = "\n".join([*extra, *parts]).replace("\n", "\n  ")
+    return f"{head}\n  {inner}\n)"
+
+
+@contextmanager
+def _plain_class(module: BlockModule) -> Iterator[None]:
+    """Meanwhile ``module`` is of its own class."""
+    kind = type(module)
+    object.__setattr__(module, "__class__", module._plain)  # noqa: SLF001 - this module's own
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "__class__", kind)
+
+
+def _text(user_id: Id) -> str | None:
+    return None if user_id is None else str(user_id)

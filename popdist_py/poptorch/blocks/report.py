@@ -1,0 +1,146 @@
+"""What a model needs of each virtual IPU's memory, as one value that prints as a table."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import StringIO
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from poptorch.blocks.first_forward import FirstForward
+from poptorch.blocks.placing import ipus_of_parameters
+
+IPU_MEMORY_BYTES: Final = 900_000_000
+"""In-Processor-Memory of an IPU of the second generation (Graphcore, GC200 product brief)."""
+
+_WIDTH: Final = 100
+_HEADINGS: Final = ("IPU", "parameters", "activations", "optimizer", "together", "of its memory", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpuMemory:
+    """What one virtual IPU of a replica holds.
+
+    Attributes:
+        ipu: Its number in the replica.
+        parameter_bytes: Weights.
+        activation_bytes: What backward needs of one micro batch; 0 in inference.
+        optimizer_bytes: The state of the optimizer.
+        memory_bytes: What it has.
+    """
+
+    ipu: int
+    parameter_bytes: int
+    activation_bytes: int
+    optimizer_bytes: int
+    memory_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it together."""
+        return self.parameter_bytes + self.activation_bytes + self.optimizer_bytes
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether it has not so much memory."""
+        return self.total_bytes > self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What a model needs, for each virtual IPU of a replica in order.
+
+    Attributes:
+        ipus: One entry each.
+    """
+
+    ipus: tuple[IpuMemory, ...]
+
+    @property
+    def exceeded(self) -> tuple[int, ...]:
+        """The virtual IPUs whose memory is too small."""
+        return tuple(one.ipu for one in self.ipus if one.is_exceeded)
+
+    def __str__(self) -> str:
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for heading in _HEADINGS:
+            table.add_column(heading, justify="right")
+        for one in self.ipus:
+            sizes = (one.parameter_bytes, one.activation_bytes, one.optimizer_bytes, one.total_bytes)
+            share = f"{one.total_bytes / one.memory_bytes:.1%} of {_size(one.memory_bytes)}"
+            table.add_row(str(one.ipu), *map(_size, sizes), share, "too much" if one.is_exceeded else "")
+        lines = StringIO()
+        Console(file=lines, width=_WIDTH, color_system=None).print(table)
+        return "\n".join(line.rstrip() for line in lines.getvalue().splitlines() if line.strip())
+
+
+def make_report(
+    *,
+    parameter_bytes: Mapping[str, int],
+    ipu_of: Mapping[str, int],
+    activation_bytes: Mapping[int, int],
+    optimizer_bytes: Mapping[str, int],
+    memory_bytes: int = IPU_MEMORY_BYTES,
+) -> ModelReport:
+    """The report of a model.
+
+    Args:
+        parameter_bytes: Of each parameter, by name.
+        ipu_of: The virtual IPU of each parameter; 0 where it says nothing.
+        activation_bytes: Of one micro batch, by virtual IPU.
+        optimizer_bytes: Of the optimizer's state for each parameter, by name.
+        memory_bytes: What each virtual IPU has.
+
+    Returns:
+        An entry for each virtual IPU up to the last one that holds anything, and for at least one.
+    """
+    num_ipus = max([0, *ipu_of.values(), *activation_bytes]) + 1
+
+    def on(ipu: int, sizes: Mapping[str, int]) -> int:
+        return sum(size for name, size in sizes.items() if ipu_of.get(name, 0) == ipu)
+
+    return ModelReport(
+        tuple(
+            IpuMemory(
+                ipu=ipu,
+                parameter_bytes=on(ipu, parameter_bytes),
+                activation_bytes=activation_bytes.get(ipu, 0),
+                optimizer_bytes=on(ipu, optimizer_bytes),
+                memory_bytes=memory_bytes,
+            )
+            for ipu in range(num_ipus)
+        )
+    )
+
+
+def report_of(
+    module: nn.Module,
+    seen: FirstForward,
+    *,
+    optimizer_bytes: Mapping[str, int],
+    memory_bytes: int = IPU_MEMORY_BYTES,
+) -> ModelReport:
+    """The report of ``module``, whose first forward was ``seen``; other arguments as those of `make_report`."""
+    activations: dict[int, int] = {}
+    for block, size in seen.saved_bytes.items():
+        activations[seen.ipus[block]] = activations.get(seen.ipus[block], 0) + size
+    return make_report(
+        parameter_bytes={name: one.nbytes for name, one in module.named_parameters()},
+        ipu_of=ipus_of_parameters(module, seen),
+        activation_bytes=activations,
+        optimizer_bytes=optimizer_bytes,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """A size for a person: 1.5 MB of 1,500,000 bytes."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:  # noqa: PLR2004 - the step between units
+            return f"{value:.3g} {unit}" if unit != "B" else f"{num_bytes} B"
+        value /= 1000
+    return f"{value:,.1f} TB"

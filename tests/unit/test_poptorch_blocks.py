@@ -1,0 +1,319 @@
+"""Blocks of poptorch: what an annotation leaves alone, how blocks are dealt to stages, and what a model needs.
+
+Holds poptorch.blocks.annotations, poptorch.blocks.placing, poptorch.blocks.stages and
+poptorch.options.execution_strategies.
+"""
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import poptorch
+from poptorch._logging import logger
+from poptorch.blocks import check_stages, ipus_of_parameters, place, report_of
+from poptorch.blocks.first_forward import FirstForward, seen_forward
+from poptorch.blocks.report import IPU_MEMORY_BYTES, make_report
+
+AUTO = poptorch.AutoStage
+
+
+class Layers(nn.Module):
+    """Four layers in a row, of 8 x 8 and 8 numbers each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through all of them."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Named(nn.Module):
+    """Statements in blocks of every form, begun by ``begin``."""
+
+    def __init__(self, begin: Callable[[], object]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.begin = begin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two blocks, the second one decorated."""
+        self.begin()
+        with poptorch.Block(ipu_id=0):
+            x = self.first(x)
+        return self.rest(x)  # type: ignore[no-any-return]  # a tensor
+
+    @poptorch.BlockFunction(ipu_id=1)
+    def rest(self, x: torch.Tensor) -> Any:  # noqa: ANN401 - a tensor
+        """The second block."""
+        return self.second(x)
+
+
+def _annotated() -> Layers:
+    model = Layers()
+    for number, layer in enumerate(model.layers):
+        assert poptorch.BeginBlock(layer, f"block{number}", ipu_id=number) is layer
+    return model
+
+
+def _run(model: nn.Module, options: poptorch.Options, *, is_training: bool = True) -> FirstForward:
+    seen = check_stages(model, options, is_training=is_training)
+    model(torch.ones(2, 8))
+    return seen
+
+
+def _options(accumulation: int = 1, iterations: int = 1) -> poptorch.Options:
+    options = poptorch.Options().deviceIterations(iterations)
+    options.Training.gradientAccumulation(accumulation)
+    return options
+
+
+def test_a_block_leaves_a_module_as_it_was() -> None:
+    """Its names, its state, its listing and its class, as far as anybody sees."""
+    plain, model = Layers(), _annotated()
+
+    assert list(plain.state_dict()) == list(model.state_dict())
+    assert dir(plain.layers[0]) == dir(model.layers[0])
+    assert vars(model.layers[0]).keys() == vars(plain.layers[0]).keys()
+    assert isinstance(model.layers[0], nn.Linear)
+    assert repr(plain) == repr(model)
+
+
+def test_what_is_saved_is_plain() -> None:
+    """A pickle and torch.save have the module's own class; the module itself keeps its block."""
+    model = _annotated()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+
+    for restored in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):  # noqa: S301 - ours
+        assert type(restored.layers[0]) is nn.Linear
+        assert torch.equal(restored(torch.ones(2, 8)), model(torch.ones(2, 8)))
+    assert type(model.layers[0]) is not nn.Linear
+    with pytest.raises(poptorch.Error, match="already been assigned to a block"):
+        poptorch.BeginBlock(model.layers[0])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_has_the_block(copied: Callable[[Any], Any]) -> None:
+    """And is another module."""
+    layer = poptorch.BeginBlock(nn.Linear(2, 2), user_id=1, ipu_id=2)
+    made = copied(layer)
+
+    assert poptorch.module_repr(made) == poptorch.module_repr(layer)
+    assert made is not layer
+    poptorch.removeBlocks(made)
+    assert type(made) is nn.Linear
+    assert type(layer) is not nn.Linear
+
+
+def test_a_representation_shows_blocks() -> None:
+    """That of torch otherwise."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.Sequential(nn.ReLU()))
+    assert poptorch.module_repr(model) == repr(model)
+    poptorch.BeginBlock(model[0], user_id=1, ipu_id=2)
+    poptorch.BeginBlock(model[1])
+
+    assert "(0): BeginBlock(user_id=1, ipu_id=2) Linear(in_features=1" in poptorch.module_repr(model)
+    assert "(1): BeginBlock(user_id=None, ipu_id=None) Sequential(\n    (0): ReLU()" in poptorch.module_repr(model)
+    poptorch.removeBlocks(model)
+    assert poptorch.module_repr(model) == repr(model)
+
+
+def test_a_function_can_begin_a_block() -> None:
+    """What takes its place can be pickled, and called."""
+    made = poptorch.BeginBlock(torch.relu, user_id="r", ipu_id=3)
+    again = pickle.loads(pickle.dumps(made))  # noqa: S301 - ours
+
+    assert (again._user_id, again._ipu_id) == ("r", 3)
+    assert again(torch.tensor(-1.0)) == 0
+    for wrong in (made, 5):
+        with pytest.raises(poptorch.Error, match=r"BeginBlock takes a module|already been assigned"):
+            poptorch.BeginBlock(wrong)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "needed"),
+    [
+        (poptorch.PipelinedExecution(), 7),
+        (poptorch.PipelinedExecution(AUTO.AutoIncrement), 7),
+        (poptorch.PipelinedExecution(poptorch.Stage("block0", "block1"), poptorch.Stage("block2", "block3")), 3),
+        (poptorch.PipelinedExecution(poptorch.Stage("block0", "block1", "block2", "block3")), 1),
+        (poptorch.ShardedExecution(), 1),
+        (poptorch.ParallelPhasedExecution("block0", "block1", "block2", "block3"), 1),
+        (poptorch.SerialPhasedExecution(["block0", "block1"], poptorch.Phase("block2", "block3")), 1),
+    ],
+)
+def test_a_pipeline_needs_micro_batches(strategy: Any, needed: int) -> None:  # noqa: ANN401 - any strategy
+    """In training two for each stage but one; other strategies need none."""
+    _run(_annotated(), _options(needed).setExecutionStrategy(strategy))
+    if needed > 1:
+        short = _options(needed - 1).setExecutionStrategy(strategy)
+        with pytest.raises(
+            poptorch.Error, match="must be greater than or equal to the number of pipeline stages"
+        ) as e:
+            _run(_annotated(), short)
+        assert f"({needed})" in str(e.value)
+
+
+def test_inference_needs_one_iteration_a_stage() -> None:
+    """Accumulation does not count there, and a model without blocks needs none."""
+    _run(_annotated(), _options(1, 4), is_training=False)
+    _run(Layers(), _options(), is_training=False)
+    with pytest.raises(poptorch.Error, match="deviceIterations must be greater"):
+        _run(_annotated(), _options(8, 3), is_training=False)
+
+
+def test_only_the_first_forward_is_looked_at() -> None:
+    """A later one costs nothing, and one that fails leaves nothing behind."""
+    model = _annotated()
+    options = _options(1)
+    with pytest.raises(poptorch.Error):
+        _run(model, options)
+    model(torch.ones(2, 8))
+    check_stages(model, options, is_training=True)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 3))
+
+    assert seen_forward.get() is None
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(("is_pipelined", "value"), [(True, 1), (False, 0)])
+def test_the_log_says_whether_stages_overlap(
+    is_pipelined: bool,  # noqa: FBT001 - a case
+    value: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In PopTorch's words."""
+    options = _options(7)
+    if not is_pipelined:
+        options.setExecutionStrategy(poptorch.ShardedExecution())
+    logger.setLevel(logging.DEBUG)
+    try:
+        with caplog.at_level(logging.DEBUG, "poptorch::python"):
+            _run(_annotated(), options)
+    finally:
+        logger.setLevel(logging.WARNING)
+
+    assert f"enablePipelining set to value {value}" in caplog.text
+
+
+def test_statements_are_blocks_too() -> None:
+    """With names of their own, automatic ones, or none."""
+    for begin, names in ((poptorch.Block.useAutoId, ["0", "1"]), (lambda: None, [None, None])):
+        model = Named(begin)
+        seen = _run(model, _options(3))
+        assert [block.user_id for block in seen.blocks] == names
+        assert [ipus_of_parameters(model, seen)[f"{name}.weight"] for name in ("first", "second")] == [0, 1]
+    model = Named(lambda: poptorch.Block.start("start", ipu_id=3))
+    assert [block.user_id for block in _run(model, _options(7)).blocks] == ["start", None, None]
+    with pytest.raises(poptorch.Error, match="block without a user_id"):
+        _run(model, _options(3).setExecutionStrategy(poptorch.PipelinedExecution("start")))
+
+
+def test_a_pipeline_of_named_stages_has_a_place_for_each_block() -> None:
+    """Else the error names the block and the stages."""
+    strategy = poptorch.PipelinedExecution("block0", "block1", "block2")
+    with pytest.raises(poptorch.Error, match=r"a block 'block3', and no stage .*\['block2'\]"):
+        _run(_annotated(), _options(9).setExecutionStrategy(strategy))
+
+
+def test_phases_have_their_own_ipus() -> None:
+    """Serial phases share the first ones, parallel phases take the even and the odd ones in turn."""
+    serial = poptorch.SerialPhasedExecution([poptorch.Stage("a"), poptorch.Stage("b")], ["c"])
+    parallel = poptorch.ParallelPhasedExecution([poptorch.Stage("a"), poptorch.Stage("b")], ["c"], "d")
+    serial.setTensorsLiveness(poptorch.Liveness.OffChipAfterFwd).useSeparateBackwardPhase()
+
+    assert [serial.ipu_of(serial.stage(name)) for name in "abc"] == [0, 1, 0]
+    assert [parallel.ipu_of(parallel.stage(name)) for name in "abcd"] == [0, 2, 1, 0]
+    parallel.phase(0).ipus(5, 6)
+    assert parallel.ipu_of(parallel.phase(0).stage(1)) == 6
+    assert poptorch.Options().setExecutionStrategy(serial).toDict()["execution_mode"] == 2
+    with pytest.raises(KeyError, match="'e'"):
+        parallel.stage("e")
+    wrong: list[Callable[[], object]] = [
+        lambda: parallel.phase(1).ipus(1, 2),
+        lambda: poptorch.Phase(poptorch.Stage("a"), "b"),
+        lambda: poptorch.SerialPhasedExecution(AUTO.SameAsIpu, "a"),
+        lambda: serial.setTensorsLiveness(3),  # type: ignore[arg-type]  # what is refused
+    ]
+    for call in wrong:
+        with pytest.raises(AssertionError):
+            call()
+
+
+def test_a_block_changes_no_number() -> None:
+    """Neither outputs nor gradients, also of second order and while the first forward is looked at."""
+    torch.manual_seed(1)
+    plain = Layers()
+    model = copy.deepcopy(plain)
+    for layer in model.layers:
+        poptorch.BeginBlock(layer, ipu_id=0)
+    check_stages(model, _options(), is_training=True)
+    grads = []
+    for one in (plain, model):
+        x = torch.ones(2, 8, requires_grad=True)
+        loss = torch.exp(torch.tanh(one(x))).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        slope.pow(2).sum().backward()
+        grads.append([loss, slope, *(parameter.grad for parameter in one.parameters())])
+
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_parameters_lie_on_the_devices_of_their_blocks() -> None:
+    """Activations follow them; more virtual IPUs than devices share these out; one device takes all."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    model, tied = _annotated(), _annotated()
+    weight = tied.layers[3].weight = tied.layers[0].weight
+    for one in (model, tied):
+        place(one, [cpu, meta], _options())
+
+    assert [layer.bias.device.type for layer in model.layers] == ["cpu", "cpu", "meta", "meta"]
+    assert tied.layers[0].weight is tied.layers[3].weight is weight
+    assert weight.device == cpu
+    assert model(torch.ones(2, 8)).device == meta
+    assert (model(torch.ones(2, 8)) + torch.ones(2, 8, device="meta")).shape == (2, 8)
+    place(model, [], _options())
+    place(small := _annotated(), [cpu, cpu], _options())
+    assert {parameter.device for parameter in small.parameters()} == {cpu}
+
+
+def test_a_report_counts_what_each_ipu_holds() -> None:
+    """Weights and optimizer states of its blocks, what backward keeps of a micro batch, and what is too much."""
+    model = _annotated()
+    seen = _run(model, _options(7))
+    states = {name: 2 * one.nbytes for name, one in model.named_parameters()}
+    report = report_of(model, seen, optimizer_bytes=states, memory_bytes=1000)
+
+    assert [one.parameter_bytes for one in report.ipus] == [4 * 72] * 4
+    assert [one.optimizer_bytes for one in report.ipus] == [8 * 72] * 4
+    assert [one.activation_bytes for one in report.ipus] == [0 + 64] * 4
+    assert report.exceeded == ()
+    assert report_of(model, seen, optimizer_bytes=states, memory_bytes=900).exceeded == (0, 1, 2, 3)
+    line = str(report).splitlines()[2]
+    assert line.split() == "0 288 B 64 B 576 B 928 B 92.8% of 1 kB".split()  # noqa: SIM905 - as it is printed
+
+
+def test_a_report_of_nothing_has_one_ipu() -> None:
+    """Sizes are those of a person, and what does not fit is said."""
+    empty = make_report(parameter_bytes={}, ipu_of={}, activation_bytes={}, optimizer_bytes={})
+    big = make_report(
+        parameter_bytes={"a": 10**9, "b": 3 * 10**12}, ipu_of={"b": 1}, activation_bytes={}, optimizer_bytes={}
+    )
+
+    assert [(one.total_bytes, one.memory_bytes) for one in empty.ipus] == [(0, IPU_MEMORY_BYTES)]
+    assert "111.1% of 900 MB" in str(big)
+    assert "too much" in str(big)
+    assert "3.0 TB" in str(big)
