@@ -200,7 +200,13 @@ def test_closures_give_the_loss() -> None:
         ({"rounding": "up"}, "rounding='up' must be 'stochastic' or 'nearest'"),
         ({"seed": 0.5}, "seed=0.5 must be a whole number"),
         ({"moments": torch.float16}, "cannot hold exp_avg_sq of AdamW.*Take moments=torch.bfloat16"),
-        ({"weights": torch.float16}, r"shape \(300, 7\) is torch.bfloat16, and .* in torch.float16"),
+        ({"weights": torch.float16}, r"shape \(300, 7\) is torch.bfloat16, and .* in torch.float16.*leave out w"),
+        (
+            {"weights": torch.int16},
+            "weights=torch.int16 must be one of torch.float16, torch.bfloat16, torch.float32",
+        ),
+        ({"weights": 16}, "weights=16 must be one of"),
+        ({"weights": "half"}, "weights=half must be one of"),
         ({"optimizer_class": optim.Adafactor}, "LowPrecision cannot hold Adafactor: it keeps means over the rows"),
         ({"optimizer_class": LAMB}, "LowPrecision cannot hold LAMB: it scales each update by the norms"),
         ({"optimizer_class": "AdamW"}, "optimizer_class='AdamW' must be a class of optimizers"),
@@ -222,6 +228,43 @@ def test_doubles_and_whole_numbers_are_refused() -> None:
     """As weights: they would lose what they have."""
     with pytest.raises(popdist.OptimizerError, match=r"is torch\.float64, and LowPrecision was asked for"):
         LowPrecision([nn.Parameter(torch.ones(2, dtype=torch.float64))], optim.SGD)
+
+
+def test_weights_says_what_all_parameters_must_be() -> None:
+    """It converts nothing; without it each is taken as it is, with moments in half precision for all."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)).to(torch.bfloat16)
+    LowPrecision(net.parameters(), optim.SGD, weights=torch.bfloat16)
+    net[1].float()
+    with pytest.raises(popdist.OptimizerError, match=r"shape \(3,\) is torch.float32, and .* in torch.bfloat16"):
+        LowPrecision(net.parameters(), optim.SGD, weights=torch.bfloat16)
+    groups = [{"params": [*net[0].parameters()], "weights": torch.bfloat16}, {"params": [*net[1].parameters()]}]
+    optimizer = LowPrecision(groups, optim.SGD, momentum=0.9, weights=torch.float32)
+    with pytest.raises(popdist.OptimizerError, match=r"in torch.float32"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
+    assert len(optimizer.param_groups) == 2
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert [it.dtype for it in net.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert {it["momentum_buffer"].dtype for it in optimizer.state.values()} == {torch.bfloat16}
+
+
+def test_parameters_may_be_laid_out_anew_and_not_converted() -> None:
+    """After the optimizer was made: moments follow the elements; another dtype is refused."""
+    found = []
+    for is_changed in (False, True):
+        weight = nn.Parameter(torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0)).bfloat16())
+        optimizer = LowPrecision([weight], optim.AdamW, lr=0.01, rounding="nearest", weights=torch.bfloat16)
+        for _ in steps([weight], 2):
+            optimizer.step()
+            if is_changed:
+                weight.data = weight.data.to(memory_format=torch.channels_last)
+        found.append(weight.detach())
+    assert torch.equal(*found)
+    weight.data, weight.grad = weight.data.double(), None
+    weight.grad = torch.zeros_like(weight)
+    with pytest.raises(popdist.OptimizerError, match=r"is torch.float64, and .* in torch.bfloat16"):
+        optimizer.step()
 
 
 def test_states_of_another_precision_are_refused() -> None:

@@ -16,63 +16,66 @@ typedef struct {
     const Rows *rows;
     Work *work;
     _Atomic int64_t next;
+    int64_t end;
 } Job;
 
 static int64_t num_blocks_of(const Row *row) { return (row->length + BLOCK - 1) / BLOCK; }
 
-/* Take blocks until none is left. */
+/* Take blocks until none is left. The blocks of a column's rows are counted through. */
 static void take_part(void *argument) {
     Job *job = argument;
+    const Rows *rows = job->rows;
     int64_t i = 0, before = 0, start;
-    while ((start = atomic_fetch_add(&job->next, BLOCKS_AT_ONCE)) >= 0) {
-        int64_t stop = start + BLOCKS_AT_ONCE;
-        for (; i < job->rows->num_rows; before += num_blocks_of(&job->rows->rows[i++])) {
-            const Row *row = &job->rows->rows[i];
-            int64_t first = start > before ? start - before : 0, num_blocks = num_blocks_of(row);
+    while ((start = atomic_fetch_add(&job->next, BLOCKS_AT_ONCE)) < job->end) {
+        int64_t stop = start + BLOCKS_AT_ONCE < job->end ? start + BLOCKS_AT_ONCE : job->end;
+        for (; i < rows->num_rows; before += num_blocks_of(&rows->rows[i++])) {
+            int64_t first = start > before ? start - before : 0, num_blocks = num_blocks_of(&rows->rows[i]);
             int64_t last = stop - before < num_blocks ? stop - before : num_blocks;
-            if (first < last) job->work(job->rows, row, first, last - first);
+            for (int64_t column = 0; first < last && column < rows->num_columns; column++)
+                job->work(rows, &rows->rows[column * rows->num_rows + i], first, last - first);
             if (stop <= before + num_blocks) break;
         }
-        if (i == job->rows->num_rows) return;
     }
 }
 
 /* The start of a parallel region of OpenMP, in the library that torch has loaded. */
 typedef void Parallel(void (*)(void *), void *, unsigned, unsigned);
 
-void work_on(const Rows *rows, Work *work, int num_threads) {
-    Job job = {rows, work, 0};
-    int64_t num_blocks = 0;
-    for (int64_t i = 0; i < rows->num_rows; i++) num_blocks += num_blocks_of(&rows->rows[i]);
+static void work_on(const Rows *rows, Work *work, int64_t start, int64_t end, int num_threads) {
+    Job job = {rows, work, start, end};
     Parallel *parallel = NULL;
-    if (num_threads > 1 && num_blocks > 2 * BLOCKS_AT_ONCE) *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (num_threads > 1 && end - start > 2 * BLOCKS_AT_ONCE) *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     if (parallel != NULL) parallel(take_part, &job, (unsigned)num_threads, 0);
     else take_part(&job);
 }
 
 /* ---- Called from Python -------------------------------------------------------------------------------------------- */
 
-/* Each row as seven 64-bit numbers, then the random bits' seed and step, and the number of threads. */
+/* Each row as seven 64-bit numbers, column by column; how many columns; the blocks of a column that are worked on; then
+ * the random bits' seed and step, and the number of threads. */
 static PyObject *run(PyObject *args, Work *work) {
     const char *bytes;
     Py_ssize_t num_bytes;
+    long long num_columns, start, end;
     unsigned long long seed;
     unsigned int step;
     int num_threads;
-    if (!PyArg_ParseTuple(args, "y#KIi", &bytes, &num_bytes, &seed, &step, &num_threads)) return NULL;
+    if (!PyArg_ParseTuple(args, "y#LLLKIi", &bytes, &num_bytes, &num_columns, &start, &end, &seed, &step, &num_threads))
+        return NULL;
     int64_t num_rows = num_bytes / (7 * (Py_ssize_t)sizeof(uint64_t));
     Row *each = PyMem_Calloc(num_rows + 1, sizeof(Row));
     if (each == NULL) return PyErr_NoMemory();
     for (int64_t i = 0; i < num_rows; i++) {
         uint64_t field[7];
         memcpy(field, bytes + i * sizeof field, sizeof field);
-        each[i] = (Row){(char *)(uintptr_t)field[0], (char *)(uintptr_t)field[1], (int64_t)field[2],
-                        (int64_t)field[3],           (int64_t)field[4],           (int64_t)field[5],
+        uint64_t wide = field[0] - (uint64_t)start * BLOCK * sizeof(float);
+        each[i] = (Row){(char *)(uintptr_t)wide, (char *)(uintptr_t)field[1], (int64_t)field[2],
+                        (int64_t)field[3],       (int64_t)field[4],           (int64_t)field[5],
                         (int64_t)field[6]};
     }
-    Rows rows = {each, num_rows, {(uint32_t)seed, (uint32_t)(seed >> 32)}, step};
+    Rows rows = {each, num_rows / num_columns, num_columns, {(uint32_t)seed, (uint32_t)(seed >> 32)}, step, best_draw()};
     Py_BEGIN_ALLOW_THREADS
-    work_on(&rows, work, num_threads);
+    work_on(&rows, work, start, end, num_threads);
     Py_END_ALLOW_THREADS
     PyMem_Free(each);
     Py_RETURN_NONE;

@@ -6,9 +6,8 @@ by itself, which is proved before, so the bits do not depend on which elements a
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import copy
-from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -28,44 +27,30 @@ from popdist.optim.elementwise import (
     signless_names,
 )
 from popdist.optim.pieces import PieceOptimizer, load_uncast
-from popdist.optim.rounding import HALVES, Row, number_of, round_by_chance, round_to_nearest, widen
-from popdist.optim.square_sums import BLOCK, in_order_of
+from popdist.optim.rounding import HALVES, Column, Place, padded, round_by_chance, round_to_nearest, widen
+from popdist.optim.square_sums import in_order_of
 from popdist.training.checks import is_checked
 
 _OWN_SETTINGS: Final = ("moments", "weights", "rounding", "seed", "num_steps")
 _NOT_INSIDE: Final = ("params", "param_names", "optimizer_class", *_OWN_SETTINGS)
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
 _WEIGHTS: Final = "weights"
+_GRADIENTS: Final = "gradients"
 
 _ELEMENTS_AT_ONCE: Final = 1 << 19
 """What they need in float32 fits a usual last-level cache."""
 
 
-class _Run(NamedTuple):
-    """Some elements of a parameter.
+class _Alike(NamedTuple):
+    """Parameters that one call of the optimizer may treat together.
 
     Attributes:
-        parameter: Of the group.
-        start: The first element, as the parameter has them.
-        length: How many there are.
-        offset: Where they are among the elements that are taken at once.
-        position: Of the whole parameter over all groups.
-        first: Number of the first element in the whole parameter.
+        parameters: Of a group, on one device; what of their states is a single value is the same for all.
+        places: What their elements are known by.
     """
 
-    parameter: Tensor
-    start: int
-    length: int
-    offset: int
-    position: int
-    first: int
-
-    def row(self, wide: Tensor, held: Tensor, name: str) -> Row:
-        """These elements of the tensor ``name`` of the parameter."""
-        return Row(wide, self.offset, held, self.start, self.length, self.first, self.position, _number_of(name))
-
-
-_number_of: Final = cache(number_of)
+    parameters: list[Tensor]
+    places: list[Place]
 
 
 class LowPrecision(PieceOptimizer):
@@ -238,99 +223,146 @@ class LowPrecision(PieceOptimizer):
             anything = Parameter(torch.zeros(1, device=device))
             inside = self._inside[index] = kind([{"params": [anything], **settings}], **self._given)
         kept = {} if is_known(kind) else _attributes(inside)  # it may count its steps
-        before = {parameter: dict(self.state.get(parameter, {})) for parameter in parameters.values()}
-        after: dict[Tensor, dict[str, Any]] = {parameter: {} for parameter in before}
-        num_elements = sum(-(-parameter.numel() // BLOCK) * BLOCK for parameter in before)
-        room = _Room(min(num_elements, _ELEMENTS_AT_ONCE), device)
-        for number, runs in enumerate(_at_once(self._whole(parameters), before, self._names)):
-            if number:
-                vars(inside).update({name: copy(it) for name, it in kept.items()})
-            weights = self._widen(inside, runs, before, room)
-            inside.param_groups[0].update(settings)
-            if not number and _is_checked(group["num_steps"] + 1):
-                check_in_training(inside, asked_by="LowPrecision")
-            quiet_step(inside)
-            self._round(group, runs, weights.detach(), inside.state.get(weights, {}), before, after)
-        self.state.update(after)
+        aside = _Aside(inside, settings, kept, getattr(self, "grad_scale", None))
+        aside.is_checked = _is_checked(group["num_steps"] + 1)
+        for alike in self._alike(parameters):
+            self._step_alike(aside, group, alike)
         inside.state.clear()
         group.update({name: inside.param_groups[0][name] for name in settings if name != "fused"})
 
-    def _whole(self, parameters: Mapping[int, Tensor]) -> Iterator[tuple[Tensor, int, int]]:
-        """Each parameter with its position and the number of its first element."""
+    def _step_alike(self, aside: "_Aside", group: Mapping[str, Any], alike: _Alike) -> None:
+        parameters, places = alike
+        for parameter in parameters:
+            _check_parameter(parameter, group["weights"])
+        num_elements = sum(padded(parameter.numel()) for parameter in parameters)
+        aside.make_room(min(num_elements, _ELEMENTS_AT_ONCE), parameters[0].device)
+        before = self.state.get(parameters[0], {})
+
+        def column(name: str, held: Iterable[Tensor]) -> Column:
+            return Column(name, aside.room[name], list(held), places)
+
+        weights = column(_WEIGHTS, parameters)
+        gradients = column(_GRADIENTS, (in_order_of(_gradient_of(it), it) for it in parameters))
+        moments = {
+            name: column(name, (in_order_of(self.state[it][name], it) for it in parameters))
+            for name, value in before.items()
+            if name in self._names and isinstance(value, Tensor)
+        }
+        after: Mapping[str, Any] = before
+        for start in range(0, num_elements, _ELEMENTS_AT_ONCE):
+            elements = range(start, min(start + _ELEMENTS_AT_ONCE, num_elements))
+            widen([weights, gradients, *moments.values()], elements)
+            after = aside.step(len(elements), before, moments.keys())
+            for name, value in after.items():
+                if name in self._names and isinstance(value, Tensor):
+                    aside.take(name, value)
+                    if name not in moments:
+                        moments[name] = column(name, (_empty(it, group["moments"]) for it in parameters))
+                elif isinstance(value, Tensor) and value.numel() > 1:
+                    raise OptimizerError(
+                        f"{self._optimizer_class.__name__} keeps {name}, which is neither a number for each "
+                        "element nor a single value, so LowPrecision cannot hold it"
+                    )
+            columns = [weights, *(moments[name] for name in after if name in moments)]
+            if group["rounding"] == "stochastic":
+                round_by_chance(columns, elements, seed=group["seed"], step=group["num_steps"])
+            else:
+                round_to_nearest(columns, elements)
+        for number, parameter in enumerate(parameters):
+            self.state[parameter] = {
+                name: moments[name].held[number] if name in moments else _copy_of(value)
+                for name, value in after.items()
+            }
+
+    def _alike(self, parameters: Mapping[int, Tensor]) -> list[_Alike]:
+        """The parameters, by position, in their order."""
+        found: list[_Alike] = []
+        kind: object = None
         for position, parameter in parameters.items():
+            own_kind = (parameter.device, _singles(self.state.get(parameter, {}), self._names))
+            if own_kind != kind:
+                found.append(_Alike([], []))
+                kind = own_kind
             piece = self._pieces.get(parameter)
-            if piece is None:
-                yield parameter, position, 0
-            else:
-                yield parameter, piece.position, piece.elements.start
+            place = Place(position, 0) if piece is None else Place(piece.position, piece.elements.start)
+            found[-1].parameters.append(parameter)
+            found[-1].places.append(place)
+        return found
 
-    def _widen(
-        self,
-        inside: Optimizer,
-        runs: list[_Run],
-        before: Mapping[Tensor, Mapping[str, Any]],
-        room: "_Room",
-    ) -> Parameter:
-        """Give the optimizer inside the elements of ``runs``, their gradients and their state, in float32."""
-        num_elements = -(-(runs[-1].offset + runs[-1].length) // BLOCK) * BLOCK
-        rows: list[Row] = []
 
-        def row(name: str, held_of: Callable[[Tensor], Tensor]) -> Tensor:
-            wide = room[name]
-            rows.extend(run.row(wide, in_order_of(held_of(run.parameter), run.parameter), name) for run in runs)
-            return wide[:num_elements]
+class _Aside:
+    """The optimizer inside, and memory in float32 for what it steps on.
 
-        weights = Parameter(row(_WEIGHTS, lambda it: it))
-        weights.grad = row("gradients", _gradient_of)
-        state: dict[str, Any] = {}
-        for name, value in before[runs[0].parameter].items():
-            if name in self._names and isinstance(value, Tensor):
-                state[name] = row(f"state {name}", lambda it, name=name: before[it][name])  # type: ignore[misc] # mypy takes no defaults here
-            else:
-                state[name] = value.clone() if isinstance(value, Tensor) else value
-        widen(rows)
-        if (scale := getattr(self, "grad_scale", None)) is not None:
-            weights.grad.mul_(1 / float(scale))
-        inside.param_groups[0]["params"] = [weights]
-        inside.state = defaultdict(dict, {weights: state} if state else {})
-        return weights
+    Args:
+        optimizer: The one inside.
+        settings: Of the group that it steps for.
+        kept: Its attributes before the step, where it has others than torch's.
+        scale: Of the gradients, by a scaler.
 
-    def _round(
-        self,
-        group: Mapping[str, Any],
-        runs: list[_Run],
-        weights: Tensor,
-        state: Mapping[str, Any],
-        before: Mapping[Tensor, Mapping[str, Any]],
-        after: Mapping[Tensor, dict[str, Any]],
+    Attributes:
+        room: A row in float32 for each tensor, by its name.
+        is_checked: Whether the next step shows that it treats each element by itself.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, settings: Mapping[str, Any], kept: Mapping[str, Any], scale: Tensor | None
     ) -> None:
-        """Put what the optimizer inside has left where it belongs."""
-        rows = [run.row(weights, run.parameter, _WEIGHTS) for run in runs]
-        for name, value in state.items():
-            if name in self._names and isinstance(value, Tensor):
-                for run in runs:
-                    new = after[run.parameter]
-                    if name not in new:
-                        old = before[run.parameter].get(name)
-                        new[name] = old if isinstance(old, Tensor) else _empty(run.parameter, group["moments"])
-                    rows.append(run.row(value, new[name], name))
-            elif isinstance(value, Tensor) and value.numel() > 1:
-                raise OptimizerError(
-                    f"{self._optimizer_class.__name__} keeps {name}, which is neither a number for each element "
-                    "nor a single value, so LowPrecision cannot hold it"
-                )
-            else:
-                for run in runs:
-                    after[run.parameter][name] = value.clone() if isinstance(value, Tensor) else value
-        by_chance = [row for row in rows if row.held.dtype in HALVES and group["rounding"] == "stochastic"]
-        round_by_chance(by_chance, seed=group["seed"], step=group["num_steps"])
-        if len(by_chance) < len(rows):
-            exact = set(map(id, by_chance))
-            round_to_nearest([row for row in rows if id(row) not in exact])
+        self._optimizer = optimizer
+        self._settings = settings
+        self._kept = kept
+        self._scale = scale
+        self._has_stepped = False
+        self.room: dict[str, Tensor] = {}
+        self.is_checked = False
+
+    def make_room(self, num_elements: int, device: torch.device) -> None:
+        """For that many elements of each tensor: zeros; what nothing is written into is computed, and not used."""
+        if self.room and self.room[_WEIGHTS].device == device and len(self.room[_WEIGHTS]) >= num_elements:
+            return
+        self.room = _Room(num_elements, device)
+
+    def step(self, num_elements: int, state: Mapping[str, Any], moments: Collection[str]) -> dict[str, Any]:
+        """Step on the first elements of the room; the weights are there afterwards.
+
+        Args:
+            num_elements: How many.
+            state: The optimizer's, of one parameter; what is in ``moments`` is in the room.
+            moments: The names of what has a number for each element.
+
+        Returns:
+            The state after the step.
+        """
+        inside = self._optimizer
+        if self._has_stepped:
+            vars(inside).update({name: copy(it) for name, it in self._kept.items()})
+        weights = Parameter(self.room[_WEIGHTS][:num_elements])
+        weights.grad = self.room[_GRADIENTS][:num_elements]
+        if self._scale is not None:
+            weights.grad.mul_(1 / float(self._scale))
+        own = {
+            name: self.room[name][:num_elements] if name in moments else _copy_of(value)
+            for name, value in state.items()
+        }
+        inside.param_groups[0]["params"] = [weights]
+        inside.param_groups[0].update(self._settings)
+        inside.state = defaultdict(dict, {weights: own} if own else {})
+        if self.is_checked and not self._has_stepped:
+            check_in_training(inside, asked_by="LowPrecision")
+        quiet_step(inside)
+        self._has_stepped = True
+        self.take(_WEIGHTS, weights.detach())
+        after: dict[str, Any] = inside.state.get(weights, {})
+        return after
+
+    def take(self, name: str, value: Tensor) -> None:
+        """Have ``value`` in the room, if the optimizer has not written there."""
+        row = self.room[name][: value.numel()]
+        if value.data_ptr() != row.data_ptr() or value.dtype != row.dtype:
+            row.copy_(value.view(-1))
 
 
 class _Room(dict[str, Tensor]):
-    """Memory in float32 for some elements of each tensor, by its name.
+    """A row of zeros in float32 for each name.
 
     Args:
         num_elements: Of each.
@@ -343,9 +375,12 @@ class _Room(dict[str, Tensor]):
         self._device = device
 
     def __missing__(self, name: str) -> Tensor:
-        """Zeros at first: what nothing is written into is computed as well, and used by nobody."""
         self[name] = torch.zeros(self._num_elements, device=self._device)
         return self[name]
+
+
+def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever an optimizer keeps
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -365,27 +400,6 @@ def _gradient_of(parameter: Tensor) -> Tensor:
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with sparse=False"
         )
     return gradient
-
-
-def _at_once(
-    whole: Iterable[tuple[Tensor, int, int]], before: Mapping[Tensor, Mapping[str, Any]], names: frozenset[str]
-) -> Iterator[list[_Run]]:
-    """Elements that are taken at once: of parameters on one device, whose single values are the same."""
-    runs: list[_Run] = []
-    offset, kind = 0, None
-    for parameter, position, first in whole:
-        own_kind = (parameter.device, _singles(before[parameter], names))
-        start, num_elements = 0, parameter.numel()
-        while start < num_elements:
-            if runs and (own_kind != kind or offset == _ELEMENTS_AT_ONCE):
-                yield runs
-                runs, offset = [], 0
-            kind = own_kind
-            taken = min(num_elements - start, _ELEMENTS_AT_ONCE - offset)
-            runs.append(_Run(parameter, start, taken, offset, position, first + start))
-            start, offset = start + taken, offset + -(-taken // BLOCK) * BLOCK
-    if runs:
-        yield runs
 
 
 def _singles(state: Mapping[str, Any], names: frozenset[str]) -> tuple[tuple[str, object], ...]:
@@ -447,8 +461,10 @@ def _check_parameter(parameter: Tensor, weights: str | None) -> None:
     shape, name = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
     if name not in _DTYPES or weights not in (None, name):
         wanted = f"torch.{weights}" if weights else "float16, bfloat16 or float32"
+        other = ", or leave out weights= to take each parameter as it is" if name in _DTYPES else ""
         raise OptimizerError(
             f"a parameter of shape {shape} is {parameter.dtype}, and LowPrecision was asked for weights in "
-            f"{wanted}: convert the model first, as by model.to(torch.bfloat16)"
+            f"{wanted}: convert the model first, as by model.to(torch.bfloat16){other}"
         )
-    flat_view(parameter.detach(), f"a parameter of shape {shape}")
+    if not parameter.is_contiguous():
+        flat_view(parameter.detach(), f"a parameter of shape {shape}")

@@ -5,27 +5,6 @@
 /* Calls of the generator for a block: each gives four words, of which an element takes one or half of one. */
 enum { CALLS = BLOCK / 4, CALLS_OF_HALVES = BLOCK / 8 };
 
-/* ---- Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011) ---------------------------- */
-
-#define ROUND                                                                                                 \
-    {                                                                                                         \
-        uint64_t left = (uint64_t)a * 0xD2511F53u, right = (uint64_t)c * 0xCD9E8D57u;                         \
-        a = (uint32_t)(right >> 32) ^ b ^ k;                                                                  \
-        c = (uint32_t)(left >> 32) ^ d ^ l;                                                                   \
-        b = (uint32_t)right, d = (uint32_t)left;                                                              \
-        k += 0x9E3779B9u, l += 0xBB67AE85u;                                                                   \
-    }
-
-INLINE void draw(const Rows *rows, const Row *row, int64_t block, int num_calls, uint32_t *restrict words) {
-    uint32_t first = (uint32_t)(block * num_calls);
-    for (int i = 0; i < num_calls; i++) {
-        uint32_t a = first + i, b = rows->step;
-        uint32_t c = (uint32_t)row->position, d = (uint32_t)row->tensor, k = rows->seed[0], l = rows->seed[1];
-        ROUND ROUND ROUND ROUND ROUND ROUND ROUND ROUND ROUND ROUND
-        words[i] = a, words[i + num_calls] = b, words[i + 2 * num_calls] = c, words[i + 3 * num_calls] = d;
-    }
-}
-
 /* ---- Rounding ---------------------------------------------------------------------------------------------------- */
 
 /* Round to nearest, as beyond the largest finite value; NaN is one NaN. */
@@ -71,20 +50,20 @@ INLINE void round_block(const Rows *rows, const Row *row, int64_t block, const c
     uint32_t words[BLOCK], bits[BLOCK];
     memcpy(bits, from, sizeof bits);
     if (row->dtype == BFLOAT16) {
-        draw(rows, row, block, CALLS_OF_HALVES, words);
+        rows->draw(rows, row, (uint32_t)(block * CALLS_OF_HALVES), CALLS_OF_HALVES, words);
         for (int i = 0; i < BLOCK / 2; i++) to[i] = (uint16_t)to_bfloat16(bits[i], words[i] & 0xFFFF);
         for (int i = 0; i < BLOCK / 2; i++)
             to[i + BLOCK / 2] = (uint16_t)to_bfloat16(bits[i + BLOCK / 2], words[i] >> 16);
     } else {
-        draw(rows, row, block, CALLS, words);
+        rows->draw(rows, row, (uint32_t)(block * CALLS), CALLS, words);
         round_to_float16(bits, words, to);
     }
 }
 
 FOR_EACH_PROCESSOR static void round_some(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks) {
     for (int64_t block = start; block < start + num_blocks; block++) {
-        const char *from = row->from + block * BLOCK * sizeof(float);
-        uint16_t *to = (uint16_t *)row->to + block * BLOCK;
+        const char *from = row->wide + block * BLOCK * sizeof(float);
+        uint16_t *to = (uint16_t *)row->held + block * BLOCK;
         int64_t left = row->length - block * BLOCK, number = row->first / BLOCK + block;
         if (left >= BLOCK) {
             round_block(rows, row, number, from, to);
@@ -99,7 +78,9 @@ FOR_EACH_PROCESSOR static void round_some(const Rows *rows, const Row *row, int6
 }
 
 void round_blocks(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks) {
-    round_some(rows, row, start, num_blocks);
+    int64_t first = start * BLOCK, left = row->length - first, length = num_blocks * BLOCK;
+    if (row->dtype != FLOAT32) round_some(rows, row, start, num_blocks);
+    else memcpy((float *)row->held + first, (float *)row->wide + first, (length < left ? length : left) * sizeof(float));
 }
 
 /* ---- Widening ------------------------------------------------------------------------------------------------------ */
@@ -128,10 +109,10 @@ INLINE void widen_bfloat16(const uint16_t *from, float *to, int64_t length) {
 }
 
 FOR_EACH_PROCESSOR static void widen_some(const Row *row, int64_t start, int64_t length) {
-    float *to = (float *)row->to + start;
-    if (row->dtype == BFLOAT16) widen_bfloat16((const uint16_t *)row->from + start, to, length);
-    else if (row->dtype == FLOAT16) widen_float16((const uint16_t *)row->from + start, to, length);
-    else memcpy(to, (const float *)row->from + start, length * sizeof(float));
+    float *to = (float *)row->wide + start;
+    if (row->dtype == BFLOAT16) widen_bfloat16((const uint16_t *)row->held + start, to, length);
+    else if (row->dtype == FLOAT16) widen_float16((const uint16_t *)row->held + start, to, length);
+    else memcpy(to, (const float *)row->held + start, length * sizeof(float));
 }
 
 void widen_blocks(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks) {

@@ -14,7 +14,9 @@ and are equal in C and by torch.
 
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
+from types import ModuleType
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
@@ -50,87 +52,120 @@ Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """Four rows of 32-bit words, in int64."""
 
 
-class Row(NamedTuple):
-    """Some elements in float32, and the same ones as they are held.
+class Place(NamedTuple):
+    """What elements of a parameter are known by.
 
     Attributes:
-        wide: A row of float32.
-        wide_start: Where the elements begin in it.
-        held: A tensor of float16, bfloat16 or float32 without gaps in its memory.
-        held_start: Where the elements begin in its memory.
-        length: How many there are.
-        first: Number of the first one in the whole parameter, a multiple of 128.
         position: Of the parameter over all parameter groups.
-        tensor: Which tensor of the parameter: see :func:`number_of`.
+        first: Number of the first element in the whole parameter, a multiple of 128.
     """
 
-    wide: Tensor
-    wide_start: int
-    held: Tensor
-    held_start: int
-    length: int
-    first: int
     position: int
-    tensor: int
-
-    @property
-    def both(self) -> tuple[Tensor, Tensor]:
-        """The elements in float32, and as they are held."""
-        return (
-            self.wide[self.wide_start : self.wide_start + self.length],
-            flat(self.held)[self.held_start : self.held_start + self.length],
-        )
+    first: int
 
 
+class Column:
+    """One tensor of each of some parameters: one after the other, each from a multiple of 128 elements on.
+
+    Args:
+        name: Which tensor of the parameters it is.
+        wide: A row of float32, as long as the elements that are widened or rounded at once.
+        held: Tensors of float16, bfloat16 or float32 without gaps in their memory, on the device of ``wide``.
+        places: Of each of them.
+    """
+
+    def __init__(self, name: str, wide: Tensor, held: Sequence[Tensor], places: Sequence[Place]) -> None:
+        self.number = number_of(name)
+        self.wide = wide
+        self.held = held
+        self._places = places
+
+    @cached_property
+    def fields(self) -> bytes:
+        """The rows as the extension reads them."""
+        fields, address = array("Q"), self.wide.data_ptr()
+        for held, (position, first) in zip(self.held, self._places, strict=True):
+            length, dtype = held.numel(), _NUMBERS[held.dtype]
+            fields.extend((address, held.data_ptr(), length, dtype, first, position, self.number))
+            address += padded(length) * self.wide.element_size()
+        return fields.tobytes()
+
+    def runs(self, elements: range) -> Iterator[tuple[Tensor, Tensor, Place]]:
+        """What of the parameters is among ``elements`` of the column: in float32, as it is held, and its place."""
+        start = 0
+        for held, (position, first) in zip(self.held, self._places, strict=True):
+            begin, end = max(start, elements.start), min(start + held.numel(), elements.stop)
+            if begin < end:
+                wide = self.wide[begin - elements.start : end - elements.start]
+                yield wide, flat(held)[begin - start : end - start], Place(position, first + begin - start)
+            start += padded(held.numel())
+
+
+def padded(num_elements: int) -> int:
+    """The elements of a row in a column: the next multiple of 128."""
+    return -(-num_elements // BLOCK) * BLOCK
+
+
+@cache
 def number_of(name: str) -> int:
     """The number of the tensor ``name`` in the generator's counter."""
     return zlib.crc32(name.encode())
 
 
-def widen(rows: Sequence[Row]) -> None:
-    """Turn what is held into float32."""
-    arithmetic = extension()
-    if arithmetic is None or any(row.wide.device.type != "cpu" for row in rows):
-        for row in rows:
-            wide, held = row.both
-            wide.copy_(held)
-    else:
-        arithmetic.widen_rows(_fields(rows, is_widened=True), 0, 0, torch.get_num_threads())
-
-
-def round_to_nearest(rows: Sequence[Row]) -> None:
-    """Turn float32 into what is held, as torch does."""
-    for row in rows:
-        wide, held = row.both
-        held.copy_(wide)
-
-
-def round_by_chance(rows: Sequence[Row], *, seed: int, step: int) -> None:
-    """Turn float32 into half precision.
+def widen(columns: Sequence[Column], elements: range) -> None:
+    """Turn what is held into float32.
 
     Args:
-        rows: Any number of them, all on one device, none held in float32.
+        columns: Of the same parameters.
+        elements: Which ones of each column, from a multiple of 128 to another one, or to the column's end.
+    """
+    arithmetic = _extension_for(columns)
+    if arithmetic is None:
+        for column in columns:
+            for wide, held, _ in column.runs(elements):
+                wide.copy_(held)
+    else:
+        arithmetic.widen_rows(*_table(columns, elements), 0, 0, torch.get_num_threads())
+
+
+def round_to_nearest(columns: Sequence[Column], elements: range) -> None:
+    """Turn float32 into what is held, as torch does; the arguments are those of :func:`widen`."""
+    for column in columns:
+        for wide, held, _ in column.runs(elements):
+            held.copy_(wide)
+
+
+def round_by_chance(columns: Sequence[Column], elements: range, *, seed: int, step: int) -> None:
+    """Turn float32 into what is held; what is held in float32 is copied.
+
+    Args:
+        columns: Of the same parameters.
+        elements: Which ones of each column, from a multiple of 128 to another one, or to the column's end.
         seed: From -2**63 to 2**64 - 1.
         step: The steps that were made before, at least 0.
     """
-    arithmetic = extension()
-    if arithmetic is None or any(row.wide.device.type != "cpu" for row in rows):
-        for row in rows:
-            _round_by_torch(row, seed, step)
+    arithmetic = _extension_for(columns)
+    if arithmetic is None:
+        for column in columns:
+            for wide, held, place in column.runs(elements):
+                if held.dtype in HALVES:
+                    _round_by_torch(wide, held, (step & _MASK, place.position, column.number), place.first, seed)
+                else:
+                    held.copy_(wide)
     else:
-        fields = _fields(rows, is_widened=False)
-        arithmetic.round_rows(fields, seed % (1 << 64), step & _MASK, torch.get_num_threads())
+        table = _table(columns, elements)
+        arithmetic.round_rows(*table, seed % (1 << 64), step & _MASK, torch.get_num_threads())
 
 
-def _fields(rows: Sequence[Row], *, is_widened: bool) -> bytes:
-    """The rows as the extension reads them."""
-    fields = array("Q")
-    for wide, wide_start, held, held_start, length, first, position, tensor in rows:
-        wide_address = wide.data_ptr() + 4 * wide_start
-        held_address = held.data_ptr() + held.element_size() * held_start
-        addresses = (held_address, wide_address) if is_widened else (wide_address, held_address)
-        fields.extend((*addresses, length, _NUMBERS[held.dtype], first, position, tensor))
-    return fields.tobytes()
+def _extension_for(columns: Sequence[Column]) -> ModuleType | None:
+    """The extension, if it can work on them."""
+    return extension() if all(column.wide.device.type == "cpu" for column in columns) else None
+
+
+def _table(columns: Sequence[Column], elements: range) -> tuple[bytes, int, int, int]:
+    """What the extension is told of the columns, and of which blocks of them it works on."""
+    fields = b"".join(column.fields for column in columns)
+    return fields, len(columns), elements.start // BLOCK, padded(elements.stop) // BLOCK
 
 
 def philox(counter: Words, seed: int) -> Words:
@@ -145,30 +180,36 @@ def philox(counter: Words, seed: int) -> Words:
     return a, b, c, d
 
 
-def _round_by_torch(row: Row, seed: int, step: int) -> None:
-    wide, held = row.both
-    words = _words(row, seed, step)
+def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> None:
+    words = _words(held, known_by, first, seed)
     bits = wide.view(torch.int32).to(torch.int64) & _MASK
     size = bits & 0x7FFFFFFF
     if held.dtype == torch.bfloat16:
-        halves = torch.stack([words & 0xFFFF, words >> 16], 1).view(-1)[: row.length]
+        halves = torch.stack([words & 0xFFFF, words >> 16], 1).view(-1)[: len(held)]
         rounded, largest = bits + halves >> 16, _LARGEST_BFLOAT16
     else:
-        rounded, largest = _float16_bits(bits, size, words.view(-1)[: row.length]), _LARGEST_FLOAT16
+        rounded, largest = _float16_bits(bits, size, words.view(-1)[: len(held)]), _LARGEST_FLOAT16
     nearest = wide.to(held.dtype).view(torch.int16).to(torch.int64)
     rounded = torch.where(size > largest, nearest, rounded)
     rounded = torch.where(size > _INFINITY, _NAN[held.dtype], rounded) & 0xFFFF
     held.view(torch.int16).copy_((rounded ^ 0x8000) - 0x8000)  # as int16 has them
 
 
-def _words(row: Row, seed: int, step: int) -> Tensor:
-    """The words of the blocks, a row for each block."""
-    device, num_blocks = row.wide.device, -(-row.length // BLOCK)
-    elements_of_a_word = 2 if row.held.dtype == torch.bfloat16 else 1
+def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
+    """The words of the blocks of ``held``, a row for each block; ``first`` is the number of its first element.
+
+    Args:
+        held: Elements of a parameter.
+        known_by: The step, the position of the parameter, and the number of the tensor.
+        first: Number of the first element.
+        seed: The generator's key.
+    """
+    num_blocks = padded(len(held)) // BLOCK
+    elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word
-    start = row.first // BLOCK * num_calls
-    calls = torch.arange(start, start + num_blocks * num_calls, device=device) & _MASK
-    rest = (torch.full_like(calls, number) for number in (step & _MASK, row.position, row.tensor))
+    start = first // BLOCK * num_calls
+    calls = torch.arange(start, start + num_blocks * num_calls, device=held.device) & _MASK
+    rest = (torch.full_like(calls, number) for number in known_by)
     found = philox((calls, *rest), seed)  # type: ignore[arg-type] # there are four
     return torch.stack([word.view(num_blocks, num_calls) for word in found], 1).view(num_blocks, -1)
 
