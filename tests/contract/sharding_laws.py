@@ -304,24 +304,28 @@ def law_layers_may_come_later() -> None:
 
 
 def law_a_scaler_skips_the_same_steps() -> None:
-    """One replica's infinity keeps every instance from stepping, and scales shrink alike."""
-    model, plain, other, sharded = pair(optim.AdamW)
-    for net in (model, other):
-        net.phases.requires_grad_(requires_grad=False)  # torch's scaler knows no complex numbers
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
-    for number in range(5):
-        for net, optimizer, scaler in ((model, plain, scalers[0]), (other, sharded, scalers[1])):
-            x = torch.ones(popdist.num_local_replicas(), 3, 8, 8)
-            for part in net.micro_batches(x):
-                bad = [float("inf") if number == it and is_last() else 0.0 for it in (2, 3)]
-                scaler.scale(net(part) * (1 + bad[0]) + net.scale * bad[1]).backward()
-            scaler.unscale_(optimizer)
-            (nn.utils.clip_grad_norm_ if number % 2 else clip)(net.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-    check_same(model, other)
-    assert scalers[0].state_dict() == scalers[1].state_dict()
-    assert plain.state_dict()["state"][0]["step"] == sharded.state_dict()["state"][0]["step"] == 3
+    """One replica's infinity keeps every instance from stepping, and scales shrink alike; LAMB and LARS, too."""
+    for optimizer_class in (optim.AdamW, LAMB, LARS):
+        model, plain, other, sharded = pair(optimizer_class)
+        for net in (model, other):
+            net.phases.requires_grad_(requires_grad=False)  # torch's scaler knows no complex numbers
+        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+        for number in range(5):
+            before = popdist.checksum(other)
+            for net, optimizer, scaler in ((model, plain, scalers[0]), (other, sharded, scalers[1])):
+                x = torch.ones(popdist.num_local_replicas(), 3, 8, 8)
+                for part in net.micro_batches(x):
+                    bad = [float("inf") if number == it and is_last() else 0.0 for it in (2, 3)]
+                    scaler.scale(net(part) * (1 + bad[0]) + net.scale * bad[1]).backward()
+                scaler.unscale_(optimizer)
+                (nn.utils.clip_grad_norm_ if number % 2 else clip)(net.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+            assert (popdist.checksum(other) == before) == (number in (2, 3)), (optimizer_class, number)
+        check_same(model, other)
+        assert scalers[0].state_dict() == scalers[1].state_dict()
+        if optimizer_class is not LARS:  # counts no steps
+            assert plain.state_dict()["state"][0]["step"] == sharded.state_dict()["state"][0]["step"] == 3
 
 
 def clip(parameters: Iterable[nn.Parameter], limit: float) -> None:
