@@ -1,8 +1,10 @@
 """poptorch: programs written for PopTorch, on CPUs and GPUs, with the replicas of popdist."""
 
+from poptorch import _impl as _impl
 from poptorch import enums as enums
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
+from poptorch import profiling as profiling
 from poptorch._logging import setLogLevel as setLogLevel
 from poptorch.blocks import BeginBlock as BeginBlock
 from poptorch.blocks import Block as Block
@@ -28,6 +30,8 @@ from poptorch.enums import SharingStrategy as SharingStrategy
 from poptorch.enums import SyncPattern as SyncPattern
 from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
 from poptorch.errors import Error as Error
+from poptorch.errors import RecoverableError as RecoverableError
+from poptorch.errors import UnrecoverableError as UnrecoverableError
 from poptorch.options import ConfigFileError as ConfigFileError
 from poptorch.options import Options as Options
 from poptorch.options import TensorLocationSettings as TensorLocationSettings
@@ -43,3 +47,12 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
     """False: models run on CPUs and GPUs."""
     del num_ipus
     return False
+
+
+def ipuHardwareVersion() -> int:
+    """Never returns: there is no IPU.
+
+    Raises:
+        AssertionError: Always.
+    """
+    raise AssertionError("No IPU hardware is available: models run on CPUs and GPUs")

@@ -1,8 +1,54 @@
 """What poptorch raises."""
 
+from typing import Final
+
+_OWN: Final = "poptorch_error"
+
 
 class Error(Exception):
-    """A program asked for what poptorch cannot do, or gave a model something that does not fit it."""
+    """A program asked for what poptorch cannot do, or gave a model something that does not fit it.
+
+    Args:
+        message: What was asked, what was found, what to do.
+        location: Where it was found; empty where the traceback says so.
+        type: What kind of error, in one word.
+
+    Attributes:
+        message: As given, without the location.
+        location: As given.
+        type: As given.
+    """
+
+    def __init__(self, message: str = "", location: str = "", type: str = _OWN) -> None:  # noqa: A002 - PopTorch's name
+        super().__init__(f"{message}\n{location}" if location else message)
+        self.message = message
+        self.location = location
+        self.type = type
+
+
+class RecoverableError(Error):
+    """The device failed, and works again after an action.
+
+    Args:
+        message: As of `Error`.
+        location: As of `Error`.
+        type: As of `Error`.
+        recovery_action: What must be done to the device.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        location: str = "",
+        type: str = _OWN,  # noqa: A002 - as above
+        recovery_action: str = "",
+    ) -> None:
+        super().__init__(message, location, type)
+        self.recovery_action = recovery_action
+
+
+class UnrecoverableError(Error):
+    """The device failed, and must be repaired."""
 
 
 class ConfigFileError(Error):

@@ -1,11 +1,14 @@
-"""The part of PopTorch that was compiled, as far as programs reach for it: the check of options by name."""
+"""What was compiled of PopTorch, as far as programs reach for it: checked options, and errors to test with."""
 
+from enum import Enum
 from typing import Any, Final
 
 import torch
 
 from poptorch._logging import logger
 from poptorch.errors import Error as Error
+from poptorch.errors import RecoverableError as RecoverableError
+from poptorch.errors import UnrecoverableError as UnrecoverableError
 from poptorch.options import Options
 
 _POPART_OPTIONS: Final = frozenset(
@@ -81,3 +84,32 @@ def _text(value: object) -> str:
 def isCompilingWithDispatcher() -> bool:
     """False: nothing is compiled."""
     return False
+
+
+class TestErrorType(Enum):
+    """Failures of a device that `_throwTestError` raises; none of them happens here."""
+
+    PoplarUnrecoverable = 0
+    PoplarRecoverableFullReset = 1
+    PoplarLinkError = 2
+
+
+def _throwTestError(kind: TestErrorType) -> None:
+    """Raise what a failing device would raise, for tests of a program's own handling.
+
+    Raises:
+        Error: Of the kind asked for.
+    """
+    location = "in throwTestError::bottomLevel\nin throwTestError::topLevel"
+    if kind is TestErrorType.PoplarRecoverableFullReset:
+        raise RecoverableError(
+            "a test asked for an error that a full reset mends",
+            location,
+            "poplar_recoverable_runtime_error",
+            recovery_action="FULL_RESET",
+        )
+    if kind is TestErrorType.PoplarUnrecoverable:
+        raise UnrecoverableError(
+            "a test asked for an error of broken hardware", location, "poplar_unrecoverable_runtime_error"
+        )
+    raise Error("a test asked for an error of the linker", location, "poplar_link_error")

@@ -84,6 +84,8 @@ POPTORCH: Final[Floors] = (
         "errors": "what poptorch raises",
         "enums": "choices that programs make by name",
         "environment": "the process of a job, and defaults",
+        "_impl": "what programs ask of PopTorch's inside",
+        "profiling": "names for parts of a program",
     },
     {
         "_logging": "the log, in PopTorch's form",
@@ -92,7 +94,7 @@ POPTORCH: Final[Floors] = (
     {"options": "all that a program says of how its model runs"},
     {
         "blocks": "parts of a model: annotated, dealt to stages, placed, reported",
-        "poptorch_core": "the check of options by name and type",
+        "poptorch_core": "the check of options by name and type, errors to test with",
         "data": "combined batches of a process's part of the data",
     },
     {"executor": "models that run: what a call takes, and what it gives"},

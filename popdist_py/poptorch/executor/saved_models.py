@@ -1,0 +1,123 @@
+"""Models in files: weights and states as tensors, and beside them the program's own objects, pickled.
+
+A file is one of ``torch.save``. What is needed to go on with a model that the program has made holds tensors and
+texts only, and is read without running anything. The module itself can only be pickled: reading it runs what the
+file says, so read it from files that you trust.
+"""
+
+import io
+import os
+import pickle
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+
+from poptorch.errors import Error
+
+_FORMAT: Final = "poptorch model 1"
+_SUFFIX: Final = ".poptorch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """What a file holds.
+
+    Attributes:
+        is_training: Whether it was a training model.
+        weights: The device's parameters and buffers by name.
+        optimizer_state: The optimizer's tensors on the device, by name.
+        optimizer_parameters: Its parameters on the device, by name.
+        random_states: Random states by name; empty where they were not asked for.
+        objects: Pickled: the module, the options, the optimizer; None where they were not asked for. Read with
+            `unpickled`.
+    """
+
+    is_training: bool
+    weights: dict[str, Tensor]
+    optimizer_state: dict[str, Tensor] = field(default_factory=dict)
+    optimizer_parameters: dict[str, Tensor] = field(default_factory=dict)
+    random_states: dict[str, Tensor] = field(default_factory=dict)
+    objects: bytes | None = None
+
+
+def pickled(*objects: object) -> bytes:
+    """Objects for a file.
+
+    Raises:
+        Error: If one cannot be pickled, as one of a class within a function.
+    """
+    stream = io.BytesIO()
+    try:
+        torch.save(objects, stream)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise Error(f"the model cannot be pickled: {error}. Say export_model=False to leave it out") from error
+    return stream.getvalue()
+
+
+def unpickled(saved: SavedModel, path: str | os.PathLike[str]) -> tuple[Any, ...]:
+    """The objects of a file that is trusted: reading them runs what it says.
+
+    Raises:
+        Error: If it has none.
+    """
+    if saved.objects is None:
+        raise Error(f"{path} holds no module: it was written with export_model=False. Use loadExecutable()")
+    objects: tuple[Any, ...] = torch.load(io.BytesIO(saved.objects), weights_only=False)
+    return objects
+
+
+def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") -> Path:
+    """Write a file; one that was there stays whole until the new one is.
+
+    Args:
+        saved: What it shall hold.
+        path: A file, whose folders are made; or a folder that is there.
+        name: The file's name in such a folder, without suffix.
+
+    Returns:
+        The file.
+    """
+    target = Path(path)
+    if target.is_dir():
+        target /= f"{name}{_SUFFIX}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {part.name: getattr(saved, part.name) for part in fields(saved)}
+    if saved.objects is not None:
+        content["objects"] = torch.frombuffer(bytearray(saved.objects), dtype=torch.uint8)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        torch.save({"format": _FORMAT, **content}, unfinished)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return target
+
+
+def read(path: str | os.PathLike[str], name: str = "model") -> SavedModel:
+    """Read what `write` wrote, without running anything.
+
+    Args:
+        path: The file; or a folder that it was written into.
+        name: As given to `write`.
+
+    Raises:
+        Error: If there is no such file, or it is of another kind.
+    """
+    source = Path(path)
+    if source.is_dir():
+        source /= f"{name}{_SUFFIX}"
+    if not source.is_file():
+        raise Error(f"there is no saved model {source}")
+    try:
+        content = torch.load(source, weights_only=True, map_location="cpu") if is_zipfile(source) else None
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise Error(f"{source} is no model that poptorch saved, or is damaged") from error
+    if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
+        raise Error(f"{source} is no model that this poptorch saved: {_FORMAT!r} is expected")
+    if content["objects"] is not None:
+        content["objects"] = content["objects"].numpy().tobytes()
+    return SavedModel(**content)

@@ -1,0 +1,110 @@
+"""What programs written for PopTorch ask of its inside: errors, names for the profiler, models in files."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import profile
+
+import poptorch
+from poptorch import _impl, poptorch_core
+from poptorch.executor.saved_models import SavedModel, pickled, read, unpickled, write
+from poptorch.poptorch_core import TestErrorType as Kind
+
+
+def test_there_is_no_hardware() -> None:
+    """And nothing is compiled."""
+    assert not poptorch.ipuHardwareIsAvailable()
+    assert not poptorch.ipuHardwareIsAvailable(num_ipus=4)
+    with pytest.raises(AssertionError, match="No IPU"):
+        poptorch.ipuHardwareVersion()
+    assert not _impl.isDispatchTracing()
+    assert not poptorch_core.isCompilingWithDispatcher()
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_", "expected"),
+    [
+        (Kind.PoplarRecoverableFullReset, poptorch.RecoverableError, "poplar_recoverable_runtime_error"),
+        (Kind.PoplarUnrecoverable, poptorch.UnrecoverableError, "poplar_unrecoverable_runtime_error"),
+        (Kind.PoplarLinkError, poptorch.Error, "poplar_link_error"),
+    ],
+)
+def test_a_program_can_test_its_own_handling(kind: Kind, type_: type[poptorch.Error], expected: str) -> None:
+    """Text and location say where, the message does not; a copy from another process says the same."""
+    with pytest.raises(type_) as caught:
+        poptorch_core._throwTestError(kind)
+
+    copied = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - our own
+    for error in (caught.value, copied):
+        for place in ("throwTestError::bottomLevel", "throwTestError::topLevel"):
+            assert place in str(error)
+            assert place in error.location
+            assert place not in error.message
+        assert error.type == expected
+        assert getattr(error, "recovery_action", "FULL_RESET") == "FULL_RESET"
+    assert hasattr(caught.value, "recovery_action") == (type_ is poptorch.RecoverableError)
+    assert poptorch.Error is poptorch_core.Error
+    assert set(Kind.__members__) == {"PoplarUnrecoverable", "PoplarRecoverableFullReset", "PoplarLinkError"}
+
+
+def test_parts_of_a_program_have_names() -> None:
+    """Which torch's profiler shows."""
+    channel = poptorch.profiling.Channel("loop")
+    values = [3, 1]
+    owner = type("Owner", (), {"sort": lambda _: values.sort()})()
+    with profile() as profiler:
+        channel.instrument(owner, "sort")
+        owner.sort()
+        with channel.tracepoint("rest"):
+            pass
+
+    assert values == [1, 3]
+    assert {"loop: sort", "loop: rest"} <= {event.key for event in profiler.key_averages()}
+
+
+def test_a_model_lies_in_one_file(tmp_path: Path) -> None:
+    """In a folder under a name of its own; its tensors are read without running anything."""
+    options = poptorch.Options().deviceIterations(3).modelName("net")
+    module = torch.nn.Linear(2, 1)
+    saved = SavedModel(
+        is_training=True,
+        weights=module.state_dict(),
+        optimizer_state={"Accl1___weight": torch.ones(2)},
+        random_states={"cpu": torch.get_rng_state()},
+        objects=pickled(module, options, None),
+    )
+    assert write(saved, tmp_path) == tmp_path / "model.poptorch"
+    assert write(saved, tmp_path / "new" / "file") == tmp_path / "new" / "file"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.poptorch"]
+
+    for found in (read(tmp_path), read(tmp_path / "new" / "file")):
+        assert torch.equal(found.weights["weight"], module.weight)
+        assert found.is_training
+        assert found.optimizer_state.keys() == {"Accl1___weight"}
+        other, other_options, optimizer = unpickled(found, tmp_path)
+        assert torch.equal(other.weight, module.weight)
+        assert optimizer is None
+        assert other_options.toDict() == options.toDict()
+
+
+def test_other_files_are_no_models(tmp_path: Path) -> None:
+    """And what was left out is not there."""
+    path = tmp_path / "file"
+    with pytest.raises(poptorch.Error, match="there is no saved model"):
+        read(path)
+    path.write_text("text")
+    with pytest.raises(poptorch.Error, match="'poptorch model 1' is expected"):
+        read(path)
+    torch.save(poptorch.Options(), path)
+    with pytest.raises(poptorch.Error, match="no model that poptorch saved"):
+        read(path)
+    torch.save({"format": "other"}, path)
+    with pytest.raises(poptorch.Error, match="'poptorch model 1' is expected"):
+        read(path)
+    write(SavedModel(is_training=False, weights={}), path)
+    with pytest.raises(poptorch.Error, match="export_model=False"):
+        unpickled(read(path), path)
+    with pytest.raises(poptorch.Error, match="cannot be pickled"):
+        pickled(lambda: None)
