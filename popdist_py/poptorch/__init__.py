@@ -2,6 +2,7 @@
 
 from poptorch import _impl as _impl
 from poptorch import enums as enums
+from poptorch import optim as optim
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
 from poptorch import profiling as profiling

@@ -95,6 +95,7 @@ POPTORCH: Final[Floors] = (
     {
         "blocks": "parts of a model: annotated, dealt to stages, placed, reported",
         "poptorch_core": "the check of options by name and type, errors to test with",
+        "optim": "optimizers, and their steps on a device",
         "data": "combined batches of a process's part of the data",
     },
     {"executor": "models that run: what a call takes, and what it gives"},

@@ -1,0 +1,126 @@
+"""Which optimizer of torch or popdist computes a step of each of poptorch's, and the one that neither has."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import popdist
+
+
+def arithmetic_of(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class that computes the steps of a group, and the group's settings as it takes them.
+
+    Args:
+        kind: SGD, Adam, AdamW, RMSprop or LAMB.
+        settings: Of the group.
+
+    Raises:
+        ValueError: If the settings contradict each other.
+    """
+    found: type[torch.optim.Optimizer]
+    extra: dict[str, Any] = {}
+    if kind == "AdamW" and not settings.get("bias_correction", True):
+        if settings.get("amsgrad"):
+            raise ValueError("AdamW has no amsgrad=True without bias correction: leave one of them out")
+        found, extra = popdist.optim.LAMB, {"trust_ratio": False}
+    elif kind == "LAMB":
+        found = popdist.optim.LAMB
+    elif kind == "RMSprop" and settings.get("use_tf_variant"):
+        found = TensorFlowRMSprop
+    else:
+        found = getattr(torch.optim, kind)
+    taken = _arguments_of(found.__init__)
+    return found, {name: value for name, value in settings.items() if name in taken} | extra
+
+
+@functools.cache
+def _arguments_of(constructor: Callable[..., None]) -> frozenset[str]:
+    return frozenset(inspect.signature(constructor).parameters) - {"self", "params"}
+
+
+def step_by_others(kind: str, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - what the closure gives
+    """A step of ``optimizer`` by the classes that :func:`arithmetic_of` gives for its groups.
+
+    Returns:
+        What ``closure`` gives, or None.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    for group in optimizer.param_groups:
+        if group["params"]:
+            found, settings = arithmetic_of(kind, group)
+            other = found(group["params"], **settings)
+            other.state = optimizer.state
+            other.step()
+    return loss
+
+
+class TensorFlowRMSprop(torch.optim.RMSprop):
+    """RMSprop as TensorFlow has it: ``eps`` is within the square root, and the learning rate within the momentum.
+
+    With v the running mean of the squared gradient, less the square of that of the gradient if ``centered``,
+    x = lr · g / sqrt(v + eps); with momentum b ← momentum · b + x and w ← w - b, else w ← w - x. The state has
+    the names and dtypes of torch.optim.RMSprop; ``foreach``, ``capturable`` and ``differentiable`` have no effect.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What ``closure`` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _step_of_tensorflow(group, parameter, parameter.grad, self._state_of(group, parameter))
+        return loss
+
+    def _state_of(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in _moments_of(group):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def _moments_of(group: Mapping[str, Any]) -> Sequence[str]:
+    wanted = {"square_avg": True, "momentum_buffer": group["momentum"] > 0, "grad_avg": group["centered"]}
+    return [name for name, is_wanted in wanted.items() if is_wanted]
+
+
+def _step_of_tensorflow(
+    group: Mapping[str, Any], parameter: Tensor, gradient: Tensor, state: Mapping[str, Tensor]
+) -> None:
+    state["step"].add_(1)
+    if group["maximize"]:
+        gradient = gradient.neg()
+    if group["weight_decay"]:
+        gradient = gradient.add(parameter, alpha=group["weight_decay"])
+    squares, kept = state["square_avg"], group["alpha"]
+    squares.mul_(kept).addcmul_(gradient, gradient, value=1 - kept)
+    if group["centered"]:
+        mean = state["grad_avg"].lerp_(gradient, 1 - kept)
+        below = squares.addcmul(mean, mean, value=-1).add_(group["eps"]).sqrt_()
+    else:
+        below = squares.add(group["eps"]).sqrt_()
+    rate = float(group["lr"])
+    if group["momentum"] > 0:
+        moving = state["momentum_buffer"].mul_(group["momentum"]).addcdiv_(gradient, below, value=rate)
+        parameter.sub_(moving)
+    else:
+        parameter.addcdiv_(gradient, below, value=-rate)

@@ -1,0 +1,250 @@
+"""The arithmetic of the program's optimizer on the device's parameters, with the values that it was told."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import popdist
+from poptorch._logging import logger
+from poptorch.errors import Error
+from poptorch.optim.device_parts import make_part
+from poptorch.optim.optimizer_values import (
+    OptimizerValues,
+    is_subclass,
+    kind_of,
+    mean_reduction_strategy,
+    values_of,
+)
+from poptorch.optim.optimizers import Optimizer
+from poptorch.options import Options
+
+_EPSILON: float = 1e-6
+"""What torch adds to a norm that it divides by."""
+
+
+def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None:
+    """Take ``optimizer`` for a model that is not compiled yet; ``options`` are the executor's own.
+
+    Warns of a class that a program derived. Sets when a mean of gradients is divided.
+
+    Raises:
+        Error: If it is no optimizer that PopTorch has.
+    """
+    kind = kind_of(optimizer)
+    if is_subclass(optimizer):
+        logger.warning(
+            "Poptorch does not run Python optimizer code directly: a %s trains as %s, whose settings it has",
+            type(optimizer).__name__,
+            kind,
+        )
+    strategy = mean_reduction_strategy(optimizer)
+    options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
+
+
+class DeviceOptimizer:
+    """Updates a device's parameters as the program's optimizer would.
+
+    A step is: ``(loss * loss_scaling).backward()``, the mean of the gradients, ``step()``. What the program
+    changes in its optimizer has effect once ``update`` is called.
+
+    Args:
+        optimizer: The program's.
+        device_of: The program's parameters → those on the device. Others of the optimizer are left alone.
+        names: The program's parameters → their names in the model.
+        options: The executor's.
+        model: Whose parameters these are. With it, the state is dealt to the instances where the options ask for
+            replicated tensor sharding.
+
+    Attributes:
+        loss_scaling: What to multiply the loss by, now.
+        has_news: Whether there was a step since the state was read.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_of: Mapping[Parameter, Parameter],
+        names: Mapping[Parameter, str],
+        options: Options,
+        model: popdist.ReplicatedModel | None = None,
+    ) -> None:
+        del model
+        self._options = options
+        self._optimizer = optimizer
+        self._strategy = mean_reduction_strategy(optimizer)
+        self._values = values_of(optimizer)
+        self._attributes = _attributes_of(optimizer)
+        self._warned: set[str] = set()
+        self._group_names = [
+            [names[parameter] for parameter in group["params"] if parameter in device_of]
+            for group in optimizer.param_groups
+        ]
+        self._parts = [
+            make_part(
+                group=index,
+                kind=self._values.kind,
+                settings=group,
+                types=self._values.types,
+                parameters={names[it]: device_of[it] for it in group["params"] if it in device_of},
+            )
+            for index, group in enumerate(optimizer.param_groups)
+            if any(it in device_of for it in group["params"])
+        ]
+        self.loss_scaling = self._values.graph["lossScaling"].number
+        self.has_news = True
+        for line in self._values.lines():
+            logger.debug(line)
+        self._hold(optimizer)
+        self.take_state()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update the parameters, with the gradients of the scaled loss that are there."""
+        self._scale_gradients()
+        for part in self._parts:
+            part.stepper.step()
+        self.has_news = True
+
+    def _scale_gradients(self) -> None:
+        """Divide by the loss scaling, and limit the norm over all parameters."""
+        scaling, limit = self.loss_scaling, self._values.graph["maxGradNorm"].number
+        if scaling == 1 and math.isinf(limit):
+            return
+        gradients = [it.grad for part in self._parts for it in part.parameters if it.grad is not None]
+        factor: float | Tensor = 1 / scaling
+        if math.isfinite(limit) and gradients:
+            norms = [torch.linalg.vector_norm(it, dtype=torch.float32) for it in gradients]
+            total = torch.linalg.vector_norm(torch.stack(norms)) / scaling
+            factor = torch.clamp(limit / (total + _EPSILON), max=1.0) / scaling
+        torch._foreach_mul_(gradients, factor)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the values of ``optimizer`` from now on; the state stays.
+
+        Raises:
+            Error: If it is of another kind, or has other groups, or another value of a constant attribute.
+            ValueError: If it asks for another way to reduce a mean.
+        """
+        self._check(optimizer)
+        self._warn_of_others(optimizer)
+        if optimizer is not self._optimizer:
+            self._hand_over(optimizer)
+        self._settle(optimizer)
+
+    def read_state(self) -> dict[str, dict[str, Tensor]]:
+        """``ipu_state``, what the optimizer keeps for parameters, and ``ipu_param``, its values; on the CPU."""
+        logger.debug("Writing optimiser state tensors from IPU to host.")
+        self.has_news = False
+        state = {name: value for part in self._parts for name, value in part.read().items()}
+        return {"ipu_state": state, "ipu_param": self._parameters_of_steps()}
+
+    def write_state(self, state: Mapping[str, Mapping[str, Tensor] | None]) -> None:
+        """Go on from what ``read_state`` gave; what is missing in it stays as it is."""
+        if given := state.get("ipu_state"):
+            logger.debug("Writing optimiser state tensors from host to IPU memory.")
+            for part in self._parts:
+                part.write(given)
+
+    def take_state(self) -> None:
+        """Go on from the state that the program loaded into its optimizer, and from its settings."""
+        if isinstance(self._optimizer, Optimizer):
+            self.write_state(self._optimizer.loaded)
+            self._settle(self._optimizer)
+
+    def release(self) -> None:
+        """Leave the state with the program's optimizer: the device's is given up."""
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer.read_device()
+            self._optimizer.hold(None)
+
+    def _hold(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        if isinstance(optimizer, Optimizer):
+            optimizer.hold(self)
+
+    def _hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer.hold(None)
+        self._hold(optimizer)
+        self.has_news = True
+        if isinstance(optimizer, Optimizer):
+            self.write_state(optimizer.loaded)
+
+    def _settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Use the values of ``optimizer``, and log those that are new."""
+        values = values_of(optimizer)
+        for before, after in zip(self._values.lines(), values.lines(), strict=True):
+            if before != after:
+                logger.debug(after)
+        if values != self._values:
+            self.has_news = True
+        self._values = values
+        self.loss_scaling = values.graph["lossScaling"].number
+        for part in self._parts:
+            part.set(optimizer.param_groups[part.group])
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        values = values_of(optimizer)
+        if values.kind != self._values.kind or len(values.groups) != len(self._values.groups):
+            raise Error(
+                f"the model is compiled with {self._values.kind} and {len(self._values.groups)} groups of "
+                f"parameters, and setOptimizer was given {values.kind} and {len(values.groups)}: call destroy() "
+                "first"
+            )
+        if mean_reduction_strategy(optimizer) is not self._strategy:
+            raise ValueError(
+                "the model is already compiled, and accum_type and use_combined_accum of this optimizer ask for "
+                f"MeanReductionStrategy.{mean_reduction_strategy(optimizer).name} in place of "
+                f"{self._strategy.name}: call destroy() first"
+            )
+        _check_constants(self._values, values)
+
+    def _warn_of_others(self, optimizer: torch.optim.Optimizer) -> None:
+        for owner, names in _attributes_of(optimizer).items():
+            new = names - self._attributes.get(owner, set())
+            text = f"Ignoring unexpected {owner} attribute in {type(optimizer).__name__} optimizer: {sorted(new)}"
+            if new and text not in self._warned:
+                self._warned.add(text)
+                log = logger.debug if self._options.relax_optimizer_checks else logger.warning
+                log(text)
+
+    def _parameters_of_steps(self) -> dict[str, Tensor]:
+        """The values of ``ipu_param``, by PopTorch's names."""
+        named: dict[str, float] = {"lossScaling_FLOAT": self._values.graph["lossScaling"].number}
+        for group, names in zip(self._values.groups, self._group_names, strict=True):
+            for name in names:
+                named |= _specific(self._values.kind, group, name, named["lossScaling_FLOAT"])
+        return {name: torch.tensor(number, dtype=torch.float32) for name, number in named.items()}
+
+
+def _specific(kind: str, group: Mapping[str, Any], name: str, scaling: float) -> dict[str, float]:
+    numbers = {key: value.number for key, value in group.items()}
+    if kind != "SGD":
+        return {f"{key}___specific___{name}": number for key, number in numbers.items()}
+    rate = numbers["learningRate"] * (1 - numbers["dampening"])
+    return {
+        f"scaledLearningRate0___specific___{name}": rate / scaling,
+        f"weightDecayScaleFactor0___specific___{name}": 1 - rate * numbers["weightDecay"],
+    }
+
+
+def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
+    """The public attributes of an optimizer and of each of its groups."""
+    found = {"optimizer": {name for name in vars(optimizer) if not name.startswith("_")}}
+    return found | {f"group {i}": set(group) for i, group in enumerate(optimizer.param_groups)}
+
+
+def _check_constants(before: OptimizerValues, after: OptimizerValues) -> None:
+    pairs = [(before.graph, after.graph), *zip(before.groups, after.groups, strict=True)]
+    for old, new in pairs:
+        for name in old.keys() & new.keys():
+            if old[name].is_constant and old[name].number != new[name].number:
+                raise Error(
+                    f"{name} is constant, {old[name].number:g}, and setOptimizer was given {new[name].number:g}: "
+                    "give it to the optimizer's constructor, or call optimizer.variable_attrs.markAsVariable "
+                    "before the model is compiled"
+                )

@@ -1,0 +1,174 @@
+"""What a device is told of an optimizer: its kind, its dtypes and its values, of which some are constant."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from poptorch.enums import MeanReductionStrategy
+from poptorch.errors import Error
+from poptorch.optim.optimizers import LAMB, SGD, Adam, AdamW, Optimizer, RMSprop
+
+_KINDS: Final[Mapping[str, tuple[type[torch.optim.Optimizer], ...]]] = {
+    "SGD": (SGD, torch.optim.SGD),
+    "AdamW": (AdamW, torch.optim.AdamW),
+    "Adam": (Adam, torch.optim.Adam),
+    "RMSprop": (RMSprop, torch.optim.RMSprop),
+    "LAMB": (LAMB,),
+}
+"""PopTorch's class and torch's. AdamW comes before Adam, from which torch derives it."""
+
+_NAMES: Final = {
+    "lr": ("learningRate",),
+    "momentum": ("momentum",),
+    "weight_decay": ("weightDecay",),
+    "dampening": ("dampening",),
+    "velocity_scaling": ("velocityScaling",),
+    "betas": ("beta1", "beta2"),
+    "alpha": ("alpha",),
+    "eps": ("eps",),
+    "max_weight_norm": ("maxWeightNorm",),
+    "loss_scaling": ("lossScaling",),
+    "max_grad_norm": ("maxGradNorm",),
+}
+"""Attributes → what their numbers are called in the log and in ``ipu_param``."""
+
+_TYPES: Final = (
+    "accum_type",
+    "velocity_accum_type",
+    "first_order_momentum_accum_type",
+    "second_order_momentum_accum_type",
+)
+
+
+class Value(NamedTuple):
+    """A number, and whether it stays as it is."""
+
+    number: float
+    is_constant: bool
+
+    def __str__(self) -> str:
+        return f"{self.number:g}{' (const)' if self.is_constant else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerValues:
+    """All that a device needs of an optimizer.
+
+    Attributes:
+        kind: SGD, Adam, AdamW, RMSprop or LAMB.
+        types: The dtypes that were asked for, by attribute; empty for an optimizer of torch.
+        graph: Values for all parameters, by their names in the log.
+        groups: Values of each group, by their names in the log.
+        is_combined: Whether gradients are added into the velocity.
+    """
+
+    kind: str
+    types: Mapping[str, torch.dtype]
+    graph: Mapping[str, Value]
+    groups: Sequence[Mapping[str, Value]]
+    is_combined: bool
+
+    def lines(self) -> list[str]:
+        """Lines of the log: one for all parameters, and one for each group."""
+        types = {_camel(name): str(dtype).removeprefix("torch.") for name, dtype in self.types.items()}
+        named = ", ".join(f"{name}={value}" for name, value in {**types, **self.graph}.items())
+        groups = (", ".join(f"{name}={value}" for name, value in group.items()) for group in self.groups)
+        return [
+            f"Updating graph optimizer with {self.kind} settings {named}",
+            *(f"Updating group {i} optimizer with {self.kind} settings {text}" for i, text in enumerate(groups)),
+        ]
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """SGD, Adam, AdamW, RMSprop or LAMB.
+
+    Raises:
+        Error: If it is none of them.
+    """
+    for kind, classes in _KINDS.items():
+        if isinstance(optimizer, classes):
+            return kind
+    names = ", ".join(f"poptorch.optim.{kind}" for kind in _KINDS)
+    raise Error(
+        f"trainingModel cannot train with a {type(optimizer).__name__}: take {names}, or the one of that name in "
+        "torch.optim"
+    )
+
+
+def is_subclass(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a program derived the optimizer's class."""
+    return all(type(optimizer) not in classes for classes in _KINDS.values())
+
+
+def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
+    """What a device is told of ``optimizer`` now.
+
+    Raises:
+        Error: If it is no optimizer that PopTorch has.
+    """
+    kind = kind_of(optimizer)
+    scalings = {name: float(getattr(optimizer, name, default)) for name, default in _scalings()}
+    scaled = scalings["loss_scaling"]
+    graph = {
+        **_named(optimizer, kind, {**_without_parameters(optimizer.defaults)}, prefix="default"),
+        **_named(optimizer, kind, scalings),
+    }
+    groups = [_named(optimizer, kind, _without_parameters(group)) for group in optimizer.param_groups]
+    if kind == "SGD" and not getattr(optimizer, "use_combined_accum", False):
+        velocity = Value(scaled, is_constant(optimizer, kind, "loss_scaling"))
+        groups = [{**group, "velocityScaling": velocity} for group in groups]
+    return OptimizerValues(
+        kind=kind,
+        types={name: getattr(optimizer, name) for name in _TYPES if hasattr(optimizer, name)},
+        graph=graph,
+        groups=groups,
+        is_combined=bool(getattr(optimizer, "use_combined_accum", False)),
+    )
+
+
+def is_constant(optimizer: torch.optim.Optimizer, kind: str, name: str) -> bool:
+    """Whether the attribute ``name`` keeps its value: as the program says, or for torch's if it is the default."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer.variable_attrs.isConstant(name)
+    if name == "lr":
+        return False
+    known = inspect.signature(getattr(torch.optim, kind)).parameters
+    return name not in known or all(group.get(name) == known[name].default for group in optimizer.param_groups)
+
+
+def mean_reduction_strategy(optimizer: torch.optim.Optimizer) -> MeanReductionStrategy:
+    """When PopTorch divides a mean: on the way if gradients are added in half precision, apart from velocities."""
+    is_half = getattr(optimizer, "accum_type", None) == torch.float16
+    is_running = is_half and not getattr(optimizer, "use_combined_accum", False)
+    return MeanReductionStrategy.Running if is_running else MeanReductionStrategy.Post
+
+
+def _scalings() -> tuple[tuple[str, float], ...]:
+    return (("loss_scaling", 1.0), ("max_grad_norm", float("inf")))
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, kind: str, attributes: Mapping[str, Any], *, prefix: str = ""
+) -> dict[str, Value]:
+    named = {}
+    for attribute, names in _NAMES.items():
+        if attribute in attributes:
+            given = attributes[attribute]
+            numbers = given if len(names) > 1 else (given,)
+            constant = is_constant(optimizer, kind, attribute)
+            for name, number in zip(names, numbers, strict=True):
+                shown = prefix + name[0].upper() + name[1:] if prefix else name
+                named[shown] = Value(float(number), constant)
+    return named
+
+
+def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _camel(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(other.capitalize() for other in others)

@@ -1,0 +1,454 @@
+"""PopTorch's optimizers: those of torch with loss scaling, dtypes of their state, and variable attributes.
+
+They are ordinary optimizers too: ``step()`` updates the parameters that they were given. A model that trains does
+the same arithmetic on the device's copy of the parameters, with the values it has read.
+"""
+
+import copy
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Final, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from poptorch._logging import logger
+from poptorch.optim.arithmetic import step_by_others
+from poptorch.optim.variable_attributes import VariableAttributes
+
+Parameters: TypeAlias = Iterable[Any]
+"""Parameters or groups of them, as torch's optimizers take them."""
+
+MAX_WEIGHT_NORM: Final = 65500.0
+"""LAMB's largest norm of a parameter, about the largest number that half precision has."""
+
+_STATES: Final = ("ipu_state", "ipu_param")
+
+
+class StateHolder(Protocol):
+    """A model's side of an optimizer."""
+
+    has_news: bool
+    """Whether it has made a step since its state was read."""
+
+    def read_state(self) -> dict[str, dict[str, Tensor]]:
+        """The state, as ``ipu_state`` and ``ipu_param``."""
+
+    def take_state(self) -> None:
+        """Go on from the state that was loaded into the optimizer."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What poptorch's optimizers have beside torch's.
+
+    Attributes:
+        loss_scaling: What the loss is multiplied by before the gradients are computed, and they are divided by.
+        accum_type: The dtype that programs ask for to add gradients in. They are added in float32.
+        max_grad_norm: Gradients whose norm over all parameters is larger are scaled down to it.
+        variable_attrs: Which attributes ``setOptimizer`` may change.
+    """
+
+    loss_scaling: float
+    accum_type: torch.dtype
+    max_grad_norm: float
+    variable_attrs: VariableAttributes
+
+    _numbers: ClassVar[tuple[str, ...]] = ()
+    """Settings of a group that can be variable."""
+
+    def __init__(
+        self,
+        params: Parameters,
+        settings: Mapping[str, Any],
+        types: Mapping[str, torch.dtype | None],
+        *,
+        loss_scaling: float | None,
+        max_grad_norm: float | None,
+        **own: Any,  # noqa: ANN401 - what a class has beside torch's settings
+    ) -> None:
+        given = {name: value for name, value in settings.items() if value is not None}
+        attributes = {
+            "loss_scaling": 1.0 if loss_scaling is None else float(loss_scaling),
+            "max_grad_norm": math.inf if max_grad_norm is None else float(max_grad_norm),
+            **{name: _accumulated(name, dtype) for name, dtype in types.items()},
+            **own,
+        }
+        self._held: dict[str, dict[str, Tensor] | None] = dict.fromkeys(_STATES)
+        self._holder: Callable[[], StateHolder | None] = lambda: None
+        self._own = ("_own", "_held", "variable_attrs", *attributes)
+        self._begin(params, given)
+        self.__dict__.update(attributes)
+        scalings = {"loss_scaling": loss_scaling, "max_grad_norm": max_grad_norm}
+        variable = ["lr", *given, *(name for name, value in scalings.items() if value is not None)]
+        self.variable_attrs = VariableAttributes(dict.fromkeys(variable), [*self._numbers, *scalings])
+
+    def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
+        """Be an optimizer of torch."""
+        super().__init__(params, **given)
+
+    def hold(self, holder: StateHolder | None) -> None:
+        """From now on ``holder`` has the state; None: nobody."""
+        self._holder = (lambda: None) if holder is None else weakref.ref(holder)
+
+    @property
+    def loaded(self) -> dict[str, dict[str, Tensor] | None]:
+        """What was read last, or loaded, as ``ipu_state`` and ``ipu_param``."""
+        return self._held
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with ``ipu_state`` and ``ipu_param``: text → tensor, of the model that trains with it.
+
+        Both are None before a model was compiled with this optimizer.
+        """
+        self.read_device()
+        return {**super().state_dict(), **{name: held and dict(held) for name, held in self._held.items()}}
+
+    def read_device(self) -> None:
+        """Have the state of the model that trains with this optimizer, if there is one."""
+        holder = self._holder()
+        if holder is not None and holder.has_news:
+            self._held = {**holder.read_state()}
+        elif any(self._held.values()):
+            logger.debug("Using cached optimiser state dict")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state that ``state_dict()`` gave. Of ``ipu_state`` and ``ipu_param``, names may be missing.
+
+        Raises:
+            RuntimeError: If it is one of another optimizer, without ``ipu_state``.
+        """
+        if lacking := [name for name in _STATES if name not in state_dict]:
+            raise RuntimeError(
+                f"Only IPU optimizer states can be loaded: this one has no {' and no '.join(lacking)}. Take it "
+                "from state_dict() of an optimizer of poptorch.optim"
+            )
+        super().load_state_dict({name: value for name, value in state_dict.items() if name not in _STATES})
+        self._held = {name: state_dict[name] and dict(state_dict[name]) for name in _STATES}
+        holder = self._holder()
+        if holder is not None:
+            holder.take_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has: no model has its state."""
+        return {**super().__getstate__(), **{name: copy.copy(vars(self)[name]) for name in self._own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.setdefault("_holder", lambda: None)
+        super().__setstate__(state)
+
+    def _add_setting(self, name: str, value: object) -> None:
+        """A setting of groups that torch's class does not have."""
+        self.defaults[name] = value
+        for group in self.param_groups:
+            group.setdefault(name, value)
+
+
+class SGD(Optimizer, torch.optim.SGD):
+    """torch.optim.SGD.
+
+    Args:
+        velocity_scaling: Accepted with ``use_combined_accum``, and without effect: the velocity is computed in
+            float32.
+        use_combined_accum: Whether gradients are added into the velocity. The numbers are the same.
+        velocity_accum_type: What the velocity is held in: torch.float16 or torch.float32.
+    """
+
+    _numbers = ("lr", "momentum", "dampening", "weight_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float,
+        momentum: float | None = None,
+        dampening: float | None = None,
+        weight_decay: float | None = None,
+        nesterov: bool | None = None,
+        maximize: bool | None = None,
+        foreach: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        velocity_scaling: float | None = None,
+        use_combined_accum: bool = False,
+        accum_type: torch.dtype | None = None,
+        velocity_accum_type: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+                "maximize": maximize,
+                "foreach": foreach,
+                "differentiable": differentiable,
+            },
+            {"accum_type": accum_type, "velocity_accum_type": velocity_accum_type},
+            loss_scaling=loss_scaling,
+            max_grad_norm=max_grad_norm,
+            use_combined_accum=use_combined_accum,
+        )
+        if use_combined_accum:
+            self._scale_velocity(velocity_scaling)
+        elif velocity_scaling is not None:
+            logger.warning("velocity_scaling is only used with use_combined_accum=True: it is loss_scaling now")
+
+    def _scale_velocity(self, given: float | None) -> None:
+        self._add_setting("velocity_scaling", 1.0 if given is None else float(given))
+        attributes = self.variable_attrs
+        attributes._allowed_attributes.append("velocity_scaling")  # noqa: SLF001 - as it was made above
+        if given is not None:
+            attributes.markAsVariable("velocity_scaling")
+
+    @property
+    def velocity_scaling(self) -> float:
+        """What scales the velocity: the groups' value if accumulators are combined, else ``loss_scaling``."""
+        found: float = self.defaults.get("velocity_scaling", self.loss_scaling)
+        return found
+
+
+class Adam(Optimizer, torch.optim.Adam):
+    """torch.optim.Adam.
+
+    Args:
+        first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
+        second_order_momentum_accum_type: What the mean of their squares is held in.
+    """
+
+    _numbers = ("lr", "betas", "eps", "weight_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "foreach": foreach,
+                "maximize": maximize,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
+            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
+            loss_scaling=loss_scaling,
+            max_grad_norm=max_grad_norm,
+        )
+
+
+class AdamW(Optimizer, torch.optim.AdamW):
+    """torch.optim.AdamW.
+
+    Args:
+        bias_correction: Whether both means are divided by 1 - beta**step.
+        first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
+        second_order_momentum_accum_type: What the mean of their squares is held in.
+    """
+
+    _numbers = ("lr", "betas", "eps", "weight_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        amsgrad: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        capturable: bool | None = None,
+        differentiable: bool | None = None,
+        fused: bool | None = None,
+        loss_scaling: float | None = None,
+        bias_correction: bool | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "foreach": foreach,
+                "maximize": maximize,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
+            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
+            loss_scaling=loss_scaling,
+            max_grad_norm=max_grad_norm,
+        )
+        self._add_setting("bias_correction", bias_correction is not False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+        """As torch's, and without bias correction if asked."""
+        if all(group["bias_correction"] for group in self.param_groups):
+            return super().step(closure)
+        return step_by_others("AdamW", self, closure)
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
+    """torch.optim.RMSprop.
+
+    Args:
+        use_tf_variant: Whether ``eps`` is within the square root and the learning rate within the momentum, as in
+            TensorFlow.
+        first_order_momentum_accum_type: What the mean of gradients and the momentum are held in: torch.float16 or
+            torch.float32.
+        second_order_momentum_accum_type: What the mean of squared gradients is held in.
+    """
+
+    _numbers = ("lr", "alpha", "eps", "weight_decay", "momentum")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | None = None,
+        alpha: float | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        momentum: float | None = None,
+        centered: bool | None = None,
+        foreach: bool | None = None,
+        maximize: bool | None = None,
+        differentiable: bool | None = None,
+        loss_scaling: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        use_tf_variant: bool | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "alpha": alpha,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "centered": centered,
+                "foreach": foreach,
+                "maximize": maximize,
+                "differentiable": differentiable,
+            },
+            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
+            loss_scaling=loss_scaling,
+            max_grad_norm=max_grad_norm,
+        )
+        self._add_setting("use_tf_variant", bool(use_tf_variant))
+
+    @property
+    def use_tf_variant(self) -> bool:
+        """Whether steps are TensorFlow's."""
+        return bool(self.defaults["use_tf_variant"])
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+        """As torch's, or TensorFlow's."""
+        if not any(group["use_tf_variant"] for group in self.param_groups):
+            return super().step(closure)
+        return step_by_others("RMSprop", self, closure)
+
+
+class LAMB(Optimizer, torch.optim.Optimizer):
+    """LAMB, algorithm 2 of arXiv 1904.00962, as ``popdist.optim.LAMB`` computes it.
+
+    Args:
+        bias_correction: Whether both means are divided by 1 - beta**step.
+        max_weight_norm: The largest norm that a parameter counts with.
+        first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
+        second_order_momentum_accum_type: What the mean of their squares is held in.
+    """
+
+    _numbers = ("lr", "betas", "eps", "weight_decay", "max_weight_norm")
+    _settings: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "max_weight_norm": MAX_WEIGHT_NORM,
+    }
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        bias_correction: bool | None = None,
+        loss_scaling: float | None = None,
+        max_weight_norm: float | None = None,
+        accum_type: torch.dtype | None = None,
+        first_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        second_order_momentum_accum_type: torch.dtype | None = torch.float32,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "max_weight_norm": max_weight_norm,
+            },
+            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
+            loss_scaling=loss_scaling,
+            max_grad_norm=max_grad_norm,
+        )
+        self._add_setting("bias_correction", bias_correction is not False)
+
+    def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__init__(self, params, {**self._settings, **given})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
+        """Update the parameters that have a gradient."""
+        return step_by_others("LAMB", self, closure)
+
+
+def _moment_types(
+    accum_type: torch.dtype | None, first: torch.dtype | None, second: torch.dtype | None
+) -> dict[str, torch.dtype | None]:
+    return {
+        "accum_type": accum_type,
+        "first_order_momentum_accum_type": first,
+        "second_order_momentum_accum_type": second,
+    }
+
+
+def _accumulated(name: str, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype not in (None, torch.float16, torch.float32):
+        raise AssertionError(f"{name} must be torch.float16 or torch.float32, and is {dtype}")
+    return torch.float32 if dtype is None else dtype
