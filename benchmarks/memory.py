@@ -75,7 +75,7 @@ def measure(instances: int, rounds: int, layers: int, width: int) -> dict[str, l
     weights = 4 * layers * width**2
     found: dict[str, list[float]] = {"one instance": [], "Adam": [], "ShardedOptimizer": []}
     for _ in range(rounds):
-        stateless = {count: peak_bytes("sgd", count, layers, width) - count * weights for count in (1, instances)}
+        stateless = {count: peak_bytes("sgd", count, layers, width) - count * weights for count in {1, instances}}
         for name, kind, count in (
             ("one instance", "adam", 1),
             ("Adam", "adam", instances),

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests import leftovers
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS, MpiEnvironment, Poprun
 
 _ROOT = Path(__file__).parent.parent
@@ -105,6 +107,31 @@ def _leaves_nothing(_leaves_environment: None, monkeypatch: pytest.MonkeyPatch) 
 def poprun() -> Poprun:
     """The command as a user of this environment calls it."""
     return Poprun()
+
+
+@pytest.fixture(scope="session")
+def _forking() -> Iterator["subprocess.Popen[bytes]"]:
+    """The process that all instances of forked worlds are forked from."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.contract.forked_worlds"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=_ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(DEADLINE_SECONDS)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def forked_world(_forking: "subprocess.Popen[bytes]") -> ForkedWorlds:
+    """Many small worlds, at the price of one import of torch."""
+    return ForkedWorlds(_forking)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,17 @@
 """Calls of a function in small worlds, which a process that is started once forks: see `forked_worlds`."""
 
+import io
+import os
 import pickle
+import runpy
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.running import DEADLINE_SECONDS
 
 if TYPE_CHECKING:
     import subprocess
@@ -21,6 +29,7 @@ class Call:
         num_hosts: On how many hosts the instances are told to be, the same number on each.
         victim: The instance that ends by SIGKILL and has no result; None for none.
         timeout_seconds: How long all of it may take.
+        launched: Whether the instances are told of their job, as by a launcher.
     """
 
     fn: Callable[..., object]
@@ -30,6 +39,7 @@ class Call:
     num_hosts: int
     victim: int | None
     timeout_seconds: float
+    launched: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +70,39 @@ class ForkedWorlds:
 
         The ``victim`` must be killed, and None stands in its place.
         """
-        call = Call(
-            fn=fn,
-            arguments=arguments,
-            num_instances=num_instances,
-            num_replicas=num_replicas or num_instances,
-            num_hosts=num_hosts,
-            victim=victim,
-            timeout_seconds=timeout_seconds,
+        return self._values(
+            Call(
+                fn=fn,
+                arguments=arguments,
+                num_instances=num_instances,
+                num_replicas=num_replicas or num_instances,
+                num_hosts=num_hosts,
+                victim=victim,
+                timeout_seconds=timeout_seconds,
+            )
         )
+
+    def script(
+        self, script: Path, *words: str, num_instances: int | None = None, num_replicas: int | None = None
+    ) -> list[list[str]]:
+        """The lines that ``script`` prints in each instance; it runs in its own folder.
+
+        With ``num_instances=None`` it runs as under plain ``python``: no launcher told it anything.
+        """
+        return self._values(
+            Call(
+                fn=_run_script,
+                arguments=(script, words),
+                num_instances=num_instances or 1,
+                num_replicas=num_replicas or num_instances or 1,
+                num_hosts=1,
+                victim=None,
+                timeout_seconds=DEADLINE_SECONDS,
+                launched=num_instances is not None,
+            )
+        )
+
+    def _values(self, call: Call) -> list[Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -80,3 +114,12 @@ class ForkedWorlds:
             raise
         assert not answer.problem, answer.problem
         return answer.values
+
+
+def _run_script(script: Path, words: tuple[str, ...]) -> list[str]:
+    os.chdir(script.parent)
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *words]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue().splitlines()

@@ -6,6 +6,7 @@ seed, nobody but this process watches over them, and an error of which another i
 for that one to report first. So a law that runs here at some sizes runs in a world of `run_world` at another.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -37,6 +38,7 @@ def main() -> None:
     become_subreaper()
     groups.CAUSE_FIRST_SECONDS = 0.0  # type: ignore[misc] # nobody reports
     torch.optim.SGD([torch.zeros(1)])  # has torch import the rest of itself once, and not in each instance
+    gc.freeze()  # a collection of an instance's garbage would write to every page that it shares with us
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer
     with suppress(EOFError):
@@ -101,7 +103,7 @@ def _be(call: Call, contract: Contract, folder: Path, store: socket.socket) -> N
     if contract.store is not None and contract.instance_index == 0:
         contract = replace(contract, store_descriptor=os.dup(store.fileno()))
     store.close()
-    os.environ.update(contract.to_env())
+    os.environ.update(contract.to_env() if call.launched else {})
     random.seed()
     np.random.seed()  # noqa: NPY002 - what programs draw from
     value = pickle.dumps(call.fn(*call.arguments))

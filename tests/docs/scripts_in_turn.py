@@ -4,18 +4,21 @@
 one meets one of another.
 """
 
+import gc
 import os
 import runpy
 import sys
 from importlib import import_module
 
-SLOW = ("accelerate", "lightning.fabric", "poptorch")
+SLOW = ("accelerate", "lightning.fabric", "poptorch", "torch._dynamo")
+"""The last one torch imports with the first optimizer."""
 
 
 def main(words: list[str]) -> None:
     """Fork for each script and wait for its end; the first one that fails ends this program, too."""
     for name in SLOW:
         import_module(name)
+    gc.freeze()  # a collection in a fork would write to every page that it shares with us
     for word in words:
         child = os.fork()
         if not child:

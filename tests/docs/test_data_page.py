@@ -1,17 +1,14 @@
 """The page on data tells the truth: its blocks are one program, and it runs everywhere."""
 
-import sys
 from pathlib import Path
 
+from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
-from tests.running import run
 
 PAGE = ROOT / "docs" / "data.md"
 
-POPRUN = [sys.executable, "-m", "poprun", "--launcher", "local", "-n", "2", "--num-replicas", "4"]
 
-
-def test_the_blocks_are_a_program(tmp_path: Path) -> None:
+def test_the_blocks_are_a_program(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     """Alone, and in a job; what it computes is the same on every instance of a job."""
     found = blocks(PAGE)
     program = tmp_path / "program.py"
@@ -20,7 +17,6 @@ def test_the_blocks_are_a_program(tmp_path: Path) -> None:
     )
 
     assert {block.language for block in found} == {"python"}
-    assert len(run([sys.executable, str(program)], cwd=tmp_path).succeeded().lines) == 1
-    lines = run([*POPRUN, "--no-tag-output", sys.executable, str(program)], cwd=tmp_path).succeeded().lines
-    assert len(lines) == 2
-    assert len(set(lines)) == 1
+    ((alone,),) = forked_world.script(program)
+    (first,), (second,) = forked_world.script(program, num_instances=2, num_replicas=4)
+    assert first == second != alone

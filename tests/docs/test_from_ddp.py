@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import socket
 import sys
 from collections import Counter
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
-from tests.running import Poprun, run
+from tests.running import Poprun
 
 PAGE = ROOT / "docs" / "from-ddp.md"
 IN_TURN = ROOT / "tests" / "docs" / "scripts_in_turn.py"
@@ -65,15 +67,23 @@ def test_four_lines_are_changed() -> None:
     assert Counter(line[0] for line in diff() if line[0] != " ") == {"-": 3, "+": 5}
 
 
-def test_the_changed_script_runs_as_the_page_says(folder: Path) -> None:
+def test_the_changed_script_runs_as_the_page_says(forked_world: ForkedWorlds, folder: Path) -> None:
     """Alone and in two jobs with the same replicas, which end with the same bits; nobody sees a sample twice."""
     after = "\n".join(line[1:] for line in diff() if line[0] != "-")
     count = "\nprint(popdist.checksum(model), sum(batch.num_samples_job for batch in loader))\n"
     (folder / "train.py").write_text(after + count, encoding="utf-8")
     (block,) = (block for block in blocks(PAGE) if block.language == "bash")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    finished = run(["bash", "-euc", block.text], env={"PATH": path}, cwd=folder)
-    ends = [line.rpartition(":")[2].split() for line in finished.succeeded().out.splitlines()]
+    commands = [shlex.split(line, comments=True) for line in block.text.splitlines()]
+    assert commands == [
+        ["python", "train.py"],
+        *(["poprun", "--num-instances", n, "--num-replicas", "4", "python", "train.py"] for n in "21"),
+    ]
+    sizes: tuple[tuple[int | None, int], ...] = ((None, 1), (2, 4), (1, 4))
+    ends = [
+        line.split()
+        for instances, replicas in sizes
+        for (line,) in forked_world.script(folder / "train.py", num_instances=instances, num_replicas=replicas)
+    ]
 
     assert len(ends) == 4
     assert {int(count) for _, count in ends} == {told()["popdist"]}
@@ -110,15 +120,16 @@ def test_the_other_scripts_run_under_poprun(poprun: Poprun, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", PORTED)
-def test_a_ported_program_has_the_same_bits_in_any_split(poprun: Poprun, folder: Path, name: str) -> None:
+def test_a_ported_program_has_the_same_bits_in_any_split(
+    forked_world: ForkedWorlds, folder: Path, name: str
+) -> None:
     """Four replicas in two instances and in one."""
     script = folder / "train.py"
     text = scripts()[PORTED.index(name) - len(PORTED)]
     script.write_text(f"{text}\nprint('bits', popdist.checksum(model))\n", encoding="utf-8")
-    bits = set()
-    for num_instances in ("1", "2"):
-        options = ("--launcher", "local", "--tag-output=no", "-n", num_instances, "--num-replicas", "4")
-        finished = poprun(*options, sys.executable, str(script))
-        bits |= {line for line in finished.succeeded().lines if line.startswith("bits ")}
+    (first,), (second, third) = (
+        forked_world.script(script, num_instances=number, num_replicas=4) for number in (1, 2)
+    )
 
-    assert len(bits) == 1
+    assert first[-1].startswith("bits ")
+    assert first[-1] == second[-1] == third[-1]

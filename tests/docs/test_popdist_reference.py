@@ -3,7 +3,6 @@
 import ast
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ import popdist
 from popdist import checkpoint, optim, testing
 from popdist.data.batch import Batch, MicroBatch
 from popdist.data.replica_loader import ReplicaLoader
+from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
-from tests.running import Poprun, run
 
 REFERENCE = ROOT / "docs" / "popdist.md"
 
@@ -102,11 +101,11 @@ def test_no_block_escapes_the_test() -> None:
     assert {block.language for block in blocks(REFERENCE)} == {"python"}
 
 
-def test_the_blocks_run_alone(program: Path) -> None:
+def test_the_blocks_run_alone(program: Path, forked_world: ForkedWorlds) -> None:
     """Without a launcher they train one replica."""
-    run([sys.executable, str(program)]).succeeded()
+    forked_world.script(program)
 
 
-def test_the_blocks_run_as_a_job(program: Path, poprun: Poprun) -> None:
-    """And under poprun two instances with two replicas each."""
-    poprun("--launcher", "local", "-n", "2", "--num-replicas", "4", str(program)).succeeded()
+def test_the_blocks_run_as_a_job(program: Path, forked_world: ForkedWorlds) -> None:
+    """And in a job two instances with two replicas each."""
+    forked_world.script(program, num_instances=2, num_replicas=4)
