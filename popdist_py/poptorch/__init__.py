@@ -2,6 +2,7 @@
 
 from poptorch import _impl as _impl
 from poptorch import enums as enums
+from poptorch import ops as ops
 from poptorch import optim as optim
 from poptorch import options as options
 from poptorch import poptorch_core as poptorch_core
@@ -24,6 +25,8 @@ from poptorch.enums import HalfFloatCastingBehavior as HalfFloatCastingBehavior
 from poptorch.enums import Liveness as Liveness
 from poptorch.enums import MatMulSerializationMode as MatMulSerializationMode
 from poptorch.enums import MeanReductionStrategy as MeanReductionStrategy
+from poptorch.enums import MultiConvPartialsType as MultiConvPartialsType
+from poptorch.enums import MultiConvPlanType as MultiConvPlanType
 from poptorch.enums import OutputMode as OutputMode
 from poptorch.enums import OverlapMode as OverlapMode
 from poptorch.enums import ReductionType as ReductionType
@@ -33,6 +36,27 @@ from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
 from poptorch.errors import Error as Error
 from poptorch.errors import RecoverableError as RecoverableError
 from poptorch.errors import UnrecoverableError as UnrecoverableError
+from poptorch.ops import CPU as CPU
+from poptorch.ops import Attribute as Attribute
+from poptorch.ops import CTCBeamSearchDecoder as CTCBeamSearchDecoder
+from poptorch.ops import MultiConv as MultiConv
+from poptorch.ops import NameScope as NameScope
+from poptorch.ops import cond as cond
+from poptorch.ops import ctc_beam_search_decoder as ctc_beam_search_decoder
+from poptorch.ops import custom_op as custom_op
+from poptorch.ops import dynamic_slice as dynamic_slice
+from poptorch.ops import dynamic_update as dynamic_update
+from poptorch.ops import for_loop as for_loop
+from poptorch.ops import fps as fps
+from poptorch.ops import ipu_print_tensor as ipu_print_tensor
+from poptorch.ops import nearest as nearest
+from poptorch.ops import nop as nop
+from poptorch.ops import recomputationCheckpoint as recomputationCheckpoint
+from poptorch.ops import registerCustomOp as registerCustomOp
+from poptorch.ops import serializedMatMul as serializedMatMul
+from poptorch.ops import set_available_memory as set_available_memory
+from poptorch.ops import set_overlap_for_input as set_overlap_for_input
+from poptorch.ops import set_overlap_for_output as set_overlap_for_output
 from poptorch.options import ConfigFileError as ConfigFileError
 from poptorch.options import Options as Options
 from poptorch.options import TensorLocationSettings as TensorLocationSettings

@@ -117,3 +117,17 @@ class Liveness(Enum):
     OffChipAfterFwd = 1
     OffChipAfterFwdNoOverlap = 2
     OffChipAfterEachPhase = 3
+
+
+class MultiConvPlanType(Enum):
+    """Whether convolutions that could run at once are planned so, or in turn."""
+
+    Parallel = 0
+    Serial = 1
+
+
+class MultiConvPartialsType(Enum):
+    """The dtype of sums within a convolution."""
+
+    Float = 0
+    Half = 1

@@ -98,7 +98,10 @@ POPTORCH: Final[Floors] = (
         "optim": "optimizers, and their steps on a device",
         "data": "combined batches of a process's part of the data",
     },
-    {"executor": "models that run: what a call takes, and what it gives"},
+    {
+        "executor": "models that run: what a call takes, and what it gives",
+        "ops": "the operations that PopTorch adds to torch's",
+    },
 )
 
 FLOORS: Final = {"popdist": POPDIST, "poprun": POPRUN, "poptorch": POPTORCH}

@@ -4,7 +4,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 from torch import nn
@@ -48,9 +47,7 @@ class Block:
         self.start(self._user_id, self._ipu_id)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if (seen := seen_forward.get()) is not None:
             seen.current = self._outer
 

@@ -1,0 +1,27 @@
+"""The operations that PopTorch adds to torch's."""
+
+from poptorch.blocks import BeginBlock as BeginBlock
+from poptorch.blocks import Block as Block
+from poptorch.blocks import BlockFunction as BlockFunction
+from poptorch.blocks import removeBlocks as removeBlocks
+from poptorch.ops.beam_search import CTCBeamSearchDecoder as CTCBeamSearchDecoder
+from poptorch.ops.beam_search import ctc_beam_search_decoder as ctc_beam_search_decoder
+from poptorch.ops.control_flow import cond as cond
+from poptorch.ops.control_flow import for_loop as for_loop
+from poptorch.ops.control_flow import nop as nop
+from poptorch.ops.control_flow import recomputationCheckpoint as recomputationCheckpoint
+from poptorch.ops.custom_operations import CPU as CPU
+from poptorch.ops.custom_operations import custom_op as custom_op
+from poptorch.ops.custom_operations import registerCustomOp as registerCustomOp
+from poptorch.ops.hints import Attribute as Attribute
+from poptorch.ops.hints import MultiConv as MultiConv
+from poptorch.ops.hints import NameScope as NameScope
+from poptorch.ops.hints import serializedMatMul as serializedMatMul
+from poptorch.ops.hints import set_available_memory as set_available_memory
+from poptorch.ops.hints import set_overlap_for_input as set_overlap_for_input
+from poptorch.ops.hints import set_overlap_for_output as set_overlap_for_output
+from poptorch.ops.point_clouds import fps as fps
+from poptorch.ops.point_clouds import nearest as nearest
+from poptorch.ops.printing import ipu_print_tensor as ipu_print_tensor
+from poptorch.ops.slices import dynamic_slice as dynamic_slice
+from poptorch.ops.slices import dynamic_update as dynamic_update

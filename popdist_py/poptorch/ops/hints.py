@@ -1,0 +1,190 @@
+"""What programs tell a compiler about memory, plans and names. It is checked, and changes no number."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ContextDecorator
+from contextvars import ContextVar
+from typing import Any, Final, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from poptorch.enums import MatMulSerializationMode, MultiConvPartialsType, MultiConvPlanType, OverlapMode
+from poptorch.errors import Error
+from poptorch.options.option_values import one_of
+
+T = TypeVar("T")
+
+_in_multi_conv: Final[ContextVar[bool]] = ContextVar("in_multi_conv", default=False)
+
+
+def serializedMatMul(
+    lhs: Tensor,
+    rhs: Tensor,
+    mode: MatMulSerializationMode,
+    factor: int = 0,
+    keep_precision: bool = False,
+) -> Tensor:
+    """``torch.matmul(lhs, rhs)``. No effect otherwise: the product is not cut.
+
+    Args:
+        lhs: Of shape (..., input channels, reducing dimension).
+        rhs: Of shape (..., reducing dimension, output channels).
+        mode: The dimension along which it would be cut.
+        factor: Into how many parts, which divide that dimension; 0 and 1 for none.
+        keep_precision: Whether the parts would be added in their own dtype.
+
+    Raises:
+        AssertionError: If an argument has another type.
+        Error: If ``factor`` does not divide the dimension.
+    """
+    del keep_precision
+    one_of("serializedMatMul: mode", mode, MatMulSerializationMode)
+    _check_count("serializedMatMul: factor", factor)
+    sizes = {
+        MatMulSerializationMode.InputChannels: lhs.shape[-2] if lhs.dim() > 1 else 1,
+        MatMulSerializationMode.ReducingDim: lhs.shape[-1],
+        MatMulSerializationMode.OutputChannels: rhs.shape[-1],
+    }
+    if factor > 1 and sizes.get(mode, 0) % factor:
+        raise Error(f"serializedMatMul: {mode.name} has {sizes[mode]} elements, which {factor} does not divide")
+    return torch.matmul(lhs, rhs)
+
+
+def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
+    """``tensor``. No effect: the product that made it takes the memory that torch gives it.
+
+    Raises:
+        Error: If the proportion does not lie between 0 and 1.
+    """
+    _check_proportion("set_available_memory", available_memory_proportion)
+    return tensor
+
+
+def set_overlap_for_input(input_tensor: T, mode: OverlapMode) -> T:
+    """``input_tensor``: a tensor, or a nest of them. No effect: `DataLoaderMode.Async` reads ahead.
+
+    Raises:
+        Error: If ``mode`` is no ``OverlapMode``.
+    """
+    return _with_overlap("set_overlap_for_input", input_tensor, mode)
+
+
+def set_overlap_for_output(output_tensor: T, mode: OverlapMode) -> T:
+    """``output_tensor``: a tensor, or a nest of them. No effect: outputs are there when a call returns.
+
+    Raises:
+        Error: If ``mode`` is no ``OverlapMode``.
+    """
+    return _with_overlap("set_overlap_for_output", output_tensor, mode)
+
+
+class _Scope(ContextDecorator):
+    """What is entered and left without effect."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        pass
+
+
+class NameScope(_Scope):
+    """``with poptorch.NameScope("encoder"): ...``. No effect: there is no graph that would show the name.
+
+    Args:
+        name: What operations within would be called.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Attribute(_Scope):
+    """``with poptorch.Attribute(__outline={"layer": "embedding"}): ...``. No effect: there is no graph.
+
+    Args:
+        **attributes: What operations within would be given.
+    """
+
+    def __init__(self, **attributes: Mapping[str, Any]) -> None:
+        self.attributes = attributes
+
+
+class MultiConv:
+    """Convolutions that could run at once: ``with poptorch.MultiConv(): ...``. No effect: each runs by itself.
+
+    Setters return the object, take one value for all convolutions or one each, and refuse what cannot be.
+    """
+
+    def __init__(self) -> None:
+        self.available_memory_proportions: list[float] | None = None
+        self.partials_types: list[MultiConvPartialsType] | None = None
+        self.plan_type: MultiConvPlanType | None = None
+        self.per_conv_reserved_tiles: int | None = None
+        self.cycle_back_off: float | None = None
+
+    def setAvailableMemoryProportions(self, value: float | Sequence[float]) -> Self:
+        """Memory for each convolution, from 0 to 1."""
+        self.available_memory_proportions = list(value) if isinstance(value, Sequence) else [value]
+        for proportion in self.available_memory_proportions:
+            _check_proportion("MultiConv.setAvailableMemoryProportions", proportion)
+        return self
+
+    def setPartialsTypes(self, value: torch.dtype | Sequence[torch.dtype]) -> Self:
+        """The dtype of sums within each convolution, float or half."""
+        kinds: dict[torch.dtype | MultiConvPartialsType, MultiConvPartialsType] = {
+            torch.float: MultiConvPartialsType.Float,
+            torch.half: MultiConvPartialsType.Half,
+        }
+        kinds |= {kind: kind for kind in MultiConvPartialsType}
+        values = list(value) if isinstance(value, Sequence) else [value]
+        if any(one not in kinds for one in values):
+            raise AssertionError(
+                f"MultiConv.setPartialsTypes takes torch.float or torch.half, and was given {value}"
+            )
+        self.partials_types = [kinds[one] for one in values]
+        return self
+
+    def setPlanType(self, value: MultiConvPlanType) -> Self:
+        """Whether they are planned to run at once or in turn."""
+        self.plan_type = one_of("MultiConv.setPlanType", value, MultiConvPlanType)
+        return self
+
+    def setPerConvReservedTiles(self, value: int) -> Self:
+        """Tiles that are kept for each convolution, from 0."""
+        _check_count("MultiConv.setPerConvReservedTiles", value)
+        self.per_conv_reserved_tiles = value
+        return self
+
+    def setCycleBackOff(self, value: float) -> Self:
+        """How much slower than the fastest plan a convolution may be, from 0 to 1."""
+        _check_proportion("MultiConv.setCycleBackOff", value)
+        self.cycle_back_off = value
+        return self
+
+    def __enter__(self) -> Self:
+        if _in_multi_conv.get():
+            raise Error("a poptorch.MultiConv within another one is not supported")
+        self._token = _in_multi_conv.set(True)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        _in_multi_conv.reset(self._token)
+
+
+def _with_overlap(name: str, value: T, mode: OverlapMode) -> T:
+    try:
+        one_of(f"poptorch.{name}: mode", mode, OverlapMode)
+    except AssertionError as error:
+        raise Error(str(error)) from None
+    return value
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise AssertionError(f"{name} must be a whole number from 0, and is {value!r}")
+
+
+def _check_proportion(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise Error(f"poptorch.{name}: a proportion must be between 0 and 1, and is {value!r}")
