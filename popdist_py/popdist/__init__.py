@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist import checkpoint as checkpoint
     from popdist import optim as optim
     from popdist import packing as packing
+    from popdist import popdist_core as popdist_core
     from popdist import poptorch as poptorch
     from popdist.collectives import all_gather as all_gather
     from popdist.collectives import all_reduce as all_reduce
@@ -113,7 +114,7 @@ _NAMES_OF_MODULES = {
 
 _MODULE_OF = {name: f"popdist.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 
-_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "poptorch")
+_PUBLIC_FOLDERS = ("checkpoint", "optim", "packing", "popdist_core", "poptorch")
 
 _PUBLIC = [*_MODULE_OF, "__version__", *_PUBLIC_FOLDERS]
 
@@ -125,6 +126,8 @@ _PROGRESS_DESCRIPTOR = "POPDIST_PROGRESS_DESCRIPTOR"
 
 if _PROGRESS_DESCRIPTOR in os.environ:  # else there is nobody to tell, as in poprun itself
     import_module("popdist.progress").begin()
+
+import_module("popdist.neighbours.finder").begin()
 
 
 def __getattr__(name: str) -> object:

@@ -73,10 +73,12 @@ POPDIST: Final[Floors] = (
     {
         "checkpoint": "states on the disk",
         "compat": "PopDist's own names",
+        "neighbours": "libraries that programs for PopTorch import beside it",
         "poptorch": "options of a poptorch program that is a job's instance",
         "preemption": "leaving when the machine is wanted back",
         "testing": "small real jobs for tests",
     },
+    {"popdist_core": "where PopDist's compiled part has its functions"},
 )
 
 POPTORCH: Final[Floors] = (

@@ -55,6 +55,7 @@ TORCH_FACING = frozenset(
         "instances",
         "testing",
         "checkpoint",
+        "neighbours",
         "preemption",
     }
 )

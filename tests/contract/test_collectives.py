@@ -12,7 +12,7 @@ import pytest
 import popdist
 from popdist.collectives import exchange
 from popdist.testing import run_world
-from tests.contract import collective_laws
+from tests.contract import collective_laws, horovod_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
@@ -23,6 +23,13 @@ def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     world = run_world if num_instances == 2 else forked_world
     counts = world(collective_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
     assert counts == [len([name for name in vars(collective_laws) if name.startswith("law_")])] * num_instances
+
+
+@pytest.mark.parametrize("num_instances", [1, 3])
+def test_laws_of_horovod_s_names(forked_world: ForkedWorlds, num_instances: int) -> None:
+    """Every law of horovod_laws.py, on every instance."""
+    counts = forked_world(horovod_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    assert counts == [len([name for name in vars(horovod_laws) if name.startswith("law_")])] * num_instances
 
 
 @pytest.mark.parametrize("num_hosts", [2, 4])

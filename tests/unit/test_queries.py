@@ -3,6 +3,7 @@
 import pytest
 
 import popdist
+from popdist import popdist_core
 from popdist.contract import Contract
 
 PLACED = Contract(
@@ -35,6 +36,7 @@ def test_under_poprun_the_contract_tells(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in PLACED.to_env().items():
         monkeypatch.setenv(name, value)
     assert (popdist.num_instances(), popdist.getNumInstances()) == (4, 4)
+    assert {vars(popdist_core)[name] is getattr(popdist, name) for name in popdist_core.__all__} == {True}
     assert (popdist.instance_index(), popdist.getInstanceIndex()) == (3, 3)
     assert (popdist.num_replicas(), popdist.getNumTotalReplicas()) == (16, 16)
     assert (popdist.num_local_replicas(), popdist.getNumLocalReplicas()) == (4, 4)

@@ -40,10 +40,16 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
     return any(getattr(kind.step, "hooked", False) for kind in kinds)
 
 
+def _is_there(modules: Mapping[str, Any], name: str) -> bool:
+    """Whether a library was imported, and not what popdist has in its place: see `popdist.neighbours.finder`."""
+    spec = getattr(modules.get(name), "__spec__", None)
+    return name in modules and getattr(spec, "origin", None) != "popdist"
+
+
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
     """Popdist says so itself, on the page of progress."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
-    if (mpi is not None and mpi.Is_initialized()) or any(name in modules for name in _CONNECTORS):
+    if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True
     if groups is None:
         return False

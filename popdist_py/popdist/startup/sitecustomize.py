@@ -1,11 +1,12 @@
 """What poprun has every Python program do when it starts, whether or not it imports popdist.
 
 poprun puts this folder first on the PYTHONPATH of its programs, and Python imports a module of this name when it
-starts (https://docs.python.org/3/library/site.html). It announces the signal at which the program shows its
-stacks, and sees to it that a program which fails under MPI ends. Then it gives way to the ``sitecustomize`` that
-would have been imported without it: nothing of it can be seen in ``sys.path`` or ``sys.modules`` afterwards. It
-does this in the one process that poprun watches, in no helper, and never keeps a program from starting. For Python
-3.8 and later; standard library only, and little of it: every Python below the program pays for it.
+starts (https://docs.python.org/3/library/site.html). It has libraries of PopTorch's programs found that are not
+installed, announces the signal at which the program shows its stacks, and sees to it that a program which fails
+under MPI ends. Then it gives way to the ``sitecustomize`` that would have been imported without it: nothing of it
+can be seen in ``sys.path`` or ``sys.modules`` afterwards. It does all but the first in the one process that poprun
+watches, in no helper, and never keeps a program from starting. For Python 3.8 and later; standard library only,
+and little of it: every Python below the program pays for it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def begin() -> None:
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
+    load_module("neighbours", "finder").begin(is_for_all=True)
     page, signals = int(descriptor), load_module("stack_signal")
     if not signals.is_page(page):
         return

@@ -1,0 +1,125 @@
+"""Finds libraries of PopTorch's programs where they are not installed: it is asked when all other finders fail.
+
+It answers import statements only, of a program that poprun has started or that has imported popdist or poptorch.
+What asks whether a library is installed, by ``importlib.util.find_spec`` or by metadata, hears what is true: it is
+not. The start-up hook of poprun loads this file without the package around it, and ``import popdist`` loads it, so
+it is for Python 3.8 and later and imports nothing that is not there.
+"""
+
+from __future__ import annotations
+
+import sys
+from _frozen_importlib import ModuleSpec
+
+TYPE_CHECKING = False  # importing typing takes longer than all of this
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import FrameType, ModuleType
+
+ORIGIN = "popdist"
+"""What the specs of modules that are served here have for their origin."""
+
+_FOLDER = "popdist.neighbours"
+
+_SERVED = {
+    "horovod": "",
+    "horovod.torch": "horovod_torch",
+    "popart": "popart_enums",
+    "examples_utils": "operation_loading",
+    "examples_utils.load_lib_utils": "operation_loading",
+    "examples_utils.load_lib_utils.load_lib_utils": "operation_loading",
+}
+"""Each module that is served, and the one whose public names it has."""
+
+_MACHINERY = "<frozen importlib._bootstrap>"
+
+
+class LastFinder:
+    """What ``sys.meta_path`` asks when no other finder has the module, also none that was added later.
+
+    Args:
+        is_for_all: Whether it answers any program; else one that has imported popdist or poptorch. (That popdist
+            was imported is not enough: torch does it in every program, for its backends.)
+    """
+
+    def __init__(self, *, is_for_all: bool) -> None:
+        self.is_for_all = is_for_all
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a module that is served, for an import statement; None for anything else."""
+        if name not in _SERVED or not _is_import(sys._getframe(1)):  # noqa: SLF001 - the machinery does not say who asks
+            return None
+        for other in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = other.find_spec(name, path, target)
+            if spec is not None:
+                return spec
+        parent = sys.modules.get(name.rpartition(".")[0])
+        if parent is not None and not is_served(parent):
+            return None
+        if not (_is_popdist_here() if self.is_for_all else _is_popdist_used()):
+            return None
+        is_package = any(other.startswith(name + ".") for other in _SERVED)
+        return ModuleSpec(name, _Loader(), origin=ORIGIN, is_package=is_package)  # type: ignore[arg-type] # a loader by its methods
+
+
+class _Loader:
+    """Fills a module with the public names of the one that stands for it."""
+
+    def create_module(self, _spec: ModuleSpec) -> None:
+        """Leave it to Python to make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it its names."""
+        source = _SERVED[module.__name__]
+        if source:
+            names = vars(__import__(_FOLDER + "." + source, fromlist=["__all__"]))
+            module.__dict__.update({name: names[name] for name in ("__doc__", "__getattr__", *names["__all__"])})
+
+
+def is_served(module: ModuleType) -> bool:
+    """Whether ``module`` comes from here."""
+    return getattr(module.__spec__, "origin", None) == ORIGIN
+
+
+def _is_import(frame: FrameType | None) -> bool:
+    """Whether ``frame``, which called the finder, belongs to an import, not to ``importlib.util.find_spec``."""
+    if frame is None or frame.f_code.co_filename != _MACHINERY:
+        return False
+    while frame is not None and frame.f_code.co_filename == _MACHINERY:
+        frame = frame.f_back
+    return frame is None or frame.f_globals.get("__name__") != "importlib.util"
+
+
+def _is_popdist_here() -> bool:
+    """Whether popdist can be imported, as in a Python that poprun starts and that has it not it cannot."""
+    if "popdist" in sys.modules:
+        return True
+    from importlib.util import find_spec  # noqa: PLC0415 - only programs without popdist come here
+
+    return find_spec("popdist") is not None
+
+
+def _is_popdist_used() -> bool:
+    """Whether the program has imported popdist or poptorch: a function under way, or a module that has it."""
+    popdist = sys.modules.get("popdist")
+    if popdist is None or "poptorch" in sys.modules:
+        return popdist is not None
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as above
+    while frame is not None:
+        if frame.f_code is not _is_popdist_used.__code__ and _holds(frame.f_locals, popdist):
+            return True
+        frame = frame.f_back
+    modules = [module for name, module in list(sys.modules.items()) if not name.startswith("popdist")]
+    return any(_holds(getattr(module, "__dict__", {}), popdist) for module in modules)
+
+
+def _holds(names: Mapping[str, object], value: object) -> bool:
+    return any(each is value for each in list(names.values()))
+
+
+def begin(*, is_for_all: bool = False) -> None:
+    """Have Python ask here from now on, once."""
+    if not any(type(finder).__name__ == LastFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(LastFinder(is_for_all=is_for_all))

@@ -1,0 +1,32 @@
+"""``examples_utils`` as far as programs load operations written in C++ with it: nothing is compiled or loaded.
+
+What such an operation does here, a program says with ``poptorch.custom_op`` (see docs/poptorch.md).
+"""
+
+import logging
+from typing import NoReturn
+
+__all__ = ["load_lib", "load_lib_all", "load_lib_from"]
+
+_log = logging.getLogger("examples_utils")
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"examples_utils has no {name!r} here: it is not installed, and popdist stands for {', '.join(__all__)}"
+    )
+
+
+def load_lib(path: object, *_arguments: object, **_settings: object) -> None:
+    """Leave an operation for IPUs, the C++ file ``path``, uncompiled."""
+    _log.debug("load_lib(%s): nothing is compiled, there is no IPU", path)
+
+
+def load_lib_all(path: object, *_arguments: object, **_settings: object) -> None:
+    """As :func:`load_lib`, of all files in the folder ``path``."""
+    _log.debug("load_lib_all(%s): nothing is compiled, there is no IPU", path)
+
+
+def load_lib_from(path: object, *_arguments: object, **_settings: object) -> None:
+    """As :func:`load_lib`."""
+    _log.debug("load_lib_from(%s): nothing is compiled, there is no IPU", path)
