@@ -17,8 +17,9 @@ from torch import nn
 
 import poptorch
 from poptorch._logging import logger
-from poptorch.blocks import check_stages, ipus_of_parameters, place, report_of
+from poptorch.blocks import MovedArguments, check_stages, devices_of_tensors, report_of
 from poptorch.blocks.first_forward import FirstForward, seen_forward
+from poptorch.blocks.placing import ipus_of_parameters
 from poptorch.blocks.report import IPU_MEMORY_BYTES, make_report
 
 AUTO = poptorch.AutoStage
@@ -273,21 +274,32 @@ def test_a_block_changes_no_number() -> None:
 
 
 def test_parameters_lie_on_the_devices_of_their_blocks() -> None:
-    """Activations follow them; more virtual IPUs than devices share these out; one device takes all."""
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    model, tied = _annotated(), _annotated()
-    weight = tied.layers[3].weight = tied.layers[0].weight
-    for one in (model, tied):
-        place(one, [cpu, meta], _options())
+    """More virtual IPUs than devices share these out; what two modules share lies where the first of them does."""
+    one, other, third, last = (torch.device("cuda", number) for number in range(4))
+    model = nn.Sequential(nn.BatchNorm1d(8), *_annotated().layers)
+    model[3].weight = model[1].weight
 
-    assert [layer.bias.device.type for layer in model.layers] == ["cpu", "cpu", "meta", "meta"]
-    assert tied.layers[0].weight is tied.layers[3].weight is weight
-    assert weight.device == cpu
-    assert model(torch.ones(2, 8)).device == meta
-    assert (model(torch.ones(2, 8)) + torch.ones(2, 8, device="meta")).shape == (2, 8)
-    place(model, [], _options())
-    place(small := _annotated(), [cpu, cpu], _options())
-    assert {parameter.device for parameter in small.parameters()} == {cpu}
+    for devices, expected in (
+        ([one, other, third, last], [one, one, other, one, last]),
+        ([one, other], [one, one, one, one, other]),
+        ([other], [other] * 5),
+    ):
+        found = devices_of_tensors(model, devices, _options())
+        assert [found[f"{layer}.weight"] for layer in range(5)] == expected
+        assert found["0.running_mean"] == expected[0]
+    assert devices_of_tensors(nn.Module(), [one], _options()) == {}
+
+
+def test_tensors_meet_on_the_device_of_the_parameter() -> None:
+    """Else where the last one lay; what is written into stays."""
+    weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2, device="meta"))
+    with MovedArguments(torch.device("cpu")):
+        x = torch.ones(2, 2) @ weight
+        assert x.device.type == "cpu"
+        y = torch.add(x, bias)
+        assert (y.device.type, (y + x).device.type, torch.cat([x, y]).device.type) == ("meta",) * 3
+        assert y.add_(x).device.type == "meta"
+        assert (y * torch.tensor(2.0)).device.type == "meta"
 
 
 def test_a_report_counts_what_each_ipu_holds() -> None:

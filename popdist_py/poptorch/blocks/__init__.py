@@ -5,7 +5,7 @@ from poptorch.blocks.annotations import Block as Block
 from poptorch.blocks.annotations import BlockFunction as BlockFunction
 from poptorch.blocks.annotations import module_repr as module_repr
 from poptorch.blocks.annotations import removeBlocks as removeBlocks
-from poptorch.blocks.placing import ipus_of_parameters as ipus_of_parameters
-from poptorch.blocks.placing import place as place
+from poptorch.blocks.placing import MovedArguments as MovedArguments
+from poptorch.blocks.placing import devices_of_tensors as devices_of_tensors
 from poptorch.blocks.report import report_of as report_of
 from poptorch.blocks.stages import check_stages as check_stages

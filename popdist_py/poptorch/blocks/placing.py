@@ -1,7 +1,6 @@
-"""Parameters on the devices of a replica, as the blocks that ``BeginBlock`` made say."""
+"""Which virtual IPU, and which device, has a parameter, as the blocks say; and tensors that meet on one device."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,40 +14,41 @@ from poptorch.blocks.stages import deal_blocks, strategy_of
 from poptorch.options import Options
 
 
-def place(module: nn.Module, devices: Sequence[torch.device], options: Options) -> None:
-    """Put the parameters and buffers of ``module`` on ``devices``, those of virtual IPU ``k`` on device ``k``.
+def devices_of_tensors(
+    module: nn.Module, devices: Sequence[torch.device], options: Options
+) -> dict[str, torch.device]:
+    """Where the parameters and buffers of ``module`` lie before it has run: virtual IPU ``k`` is device ``k``.
 
-    A block goes from a module that ``BeginBlock`` was given up to the next one, in the order of their definition.
-    More virtual IPUs than devices share these out evenly. On several devices the tensors of an operation are moved
-    to that of its parameter, else to where the last parameter lay. ``with poptorch.Block`` moves nothing.
+    A block goes from a module that ``BeginBlock`` was given up to the next one, in the order of their definition;
+    ``with poptorch.Block`` places nothing. More virtual IPUs than devices share these out evenly.
 
     Args:
-        module: What is placed; on one device it is only moved there, on none it stays.
-        devices: Those of one replica.
+        module: Its tensors stay where they are.
+        devices: Those of one replica, at least one.
         options: Their execution strategy deals blocks to virtual IPUs.
+
+    Returns:
+        The device of each parameter and buffer by name. One that several modules share has that of the first.
     """
-    if len({*devices}) <= 1:
-        module.to(devices[0] if devices else None)
-        return
-    blocks = [begun_by(part) for part in module.modules() if isinstance(part, BlockModule)]
-    ipus = deal_blocks(strategy_of(options), blocks).ipus
+    parts = list(module.named_modules())
+    ipus = deal_blocks(
+        strategy_of(options), [begun_by(part) for _, part in parts if isinstance(part, BlockModule)]
+    ).ipus
     num_ipus = max(ipus) + 1
+    found: dict[str, torch.device] = {}
+    device_of: dict[int, torch.device] = {}
     here, number = devices[0], 0
-    placed: set[int] = set()
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in placed:  # a parameter that two modules share lies where the first of them does
-            return tensor
-        placed.add(id(tensor))
-        return tensor.to(here)
-
-    for part in module.modules():
+    for path, part in parts:
         if isinstance(part, BlockModule):
             number += 1
             ipu = ipus[number]
             here = devices[ipu if num_ipus <= len(devices) else ipu * len(devices) // num_ipus]
-        part._apply(moved, recurse=False)  # noqa: SLF001 - as Module.to() does
-    _follow_parameters(module, devices[0])
+        for name, tensor in (
+            *part.named_parameters(path, recurse=False),
+            *part.named_buffers(path, recurse=False),
+        ):
+            found[name] = device_of.setdefault(id(tensor), here)
+    return found
 
 
 def ipus_of_parameters(module: nn.Module, seen: FirstForward) -> dict[str, int]:
@@ -63,11 +63,13 @@ def ipus_of_parameters(module: nn.Module, seen: FirstForward) -> dict[str, int]:
     return {name: ipu_of[name.rpartition(".")[0]] for name, _ in module.named_parameters()}
 
 
-class _MovedArguments(TorchFunctionMode):
-    """Brings the tensors of an operation to one device.
+class MovedArguments(TorchFunctionMode):
+    """Within it the tensors of an operation meet on one device: that of its parameter, else that of the last one.
+
+    Operations that write into a tensor take place where it lies.
 
     Args:
-        device: Where operations without a parameter take place at first.
+        device: Where operations take place before there was a parameter.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,18 +93,3 @@ class _MovedArguments(TorchFunctionMode):
             place = tensors[0].device if is_in_place else self._device
             given = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, torch.Tensor) else leaf, given)
         return func(*given[0], **given[1])
-
-
-def _follow_parameters(module: nn.Module, device: torch.device) -> None:
-    """Have the tensors of each operation in ``module``'s forward meet on one device; at first it is ``device``."""
-    scopes: list[ExitStack] = []
-
-    def begin(_module: nn.Module, _arguments: object) -> None:
-        scopes.append(ExitStack())
-        scopes[-1].enter_context(_MovedArguments(device))
-
-    def end(_module: nn.Module, _arguments: object, _output: object) -> None:
-        scopes.pop().close()
-
-    module.register_forward_pre_hook(begin, prepend=True)
-    module.register_forward_hook(end, always_call=True)
