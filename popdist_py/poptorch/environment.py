@@ -25,10 +25,10 @@ def default_options() -> str:
 
 
 def process_of_job() -> tuple[int, int]:
-    """This process and the number of processes: poprun's instances, else those of Open MPI, else 0 of 1."""
-    if popdist.isPopdistEnvSet():
-        return popdist.instance_index(), popdist.num_instances()
-    return process_in(PROCESS_ID, NUM_PROCESSES)
+    """This process and the number of processes: poprun's, else Open MPI's, else another launcher's, else 0 of 1."""
+    if not popdist.isPopdistEnvSet() and (PROCESS_ID in os.environ or NUM_PROCESSES in os.environ):
+        return process_in(PROCESS_ID, NUM_PROCESSES)
+    return popdist.instance_index(), popdist.num_instances()
 
 
 def process_in(id_name: str, size_name: str) -> tuple[int, int]:

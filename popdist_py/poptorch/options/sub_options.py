@@ -90,7 +90,8 @@ class _PrecisionOptions(OptionValues):
 class _DistributedOptions(OptionValues):
     """``options.Distributed``: which process of the job this one is, for the loader and the replicas.
 
-    At first what poprun says, else ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``, else 0 of 1.
+    At first what poprun says, else ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``, else another launcher
+    that popdist knows, such as torchrun; 0 of 1 without any.
     """
 
     def __init__(self) -> None:
