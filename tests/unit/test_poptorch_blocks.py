@@ -118,6 +118,18 @@ def test_a_copy_has_the_block(copied: Callable[[Any], Any]) -> None:
     assert type(layer) is not nn.Linear
 
 
+def test_a_class_that_was_derived_since_stays() -> None:
+    """It is neither copied nor taken away with the block."""
+    layer = poptorch.BeginBlock(nn.Linear(2, 2), 1)
+    block = type(layer)
+    layer.__class__ = derived = type("Derived", (block,), {})
+
+    assert type(copy.deepcopy(layer)) is block
+    with pytest.raises(poptorch.Error, match="is in use"):
+        poptorch.removeBlocks(layer)
+    assert type(layer) is derived
+
+
 def test_a_representation_shows_blocks() -> None:
     """That of torch otherwise."""
     model = nn.Sequential(nn.Linear(1, 2), nn.Sequential(nn.ReLU()))

@@ -91,8 +91,8 @@ class BlockModule(nn.Module):
     def _copied(self, copied: Callable[[Any], Any]) -> Self:
         with _plain_class(self):
             made = copied(self)
-        object.__setattr__(made, "__class__", type(self))
-        return made  # type: ignore[no-any-return]  # a module of the same class
+        object.__setattr__(made, "__class__", _block_class(self))
+        return made  # type: ignore[no-any-return]  # a module of such a class
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as Python has it
         del protocol
@@ -150,9 +150,17 @@ def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None
 
 
 def removeBlocks(layer: nn.Module) -> None:
-    """Take away what ``BeginBlock`` did to ``layer`` and to the modules in it."""
+    """Take away what ``BeginBlock`` did to ``layer`` and to the modules in it.
+
+    Raises:
+        Error: If something else changed the class of one of them since, as ``trainingModel`` does.
+    """
     for module in layer.modules():
         if isinstance(module, BlockModule):
+            if type(module) is not _block_class(module):
+                raise Error(
+                    f"{type(module).__name__} is in use: call removeBlocks before trainingModel, or destroy()"
+                )
             object.__setattr__(module, "__class__", module._plain)  # noqa: SLF001 - this module's own
 
 
@@ -184,6 +192,11 @@ def _plain_class(module: BlockModule) -> Iterator[None]:
         yield
     finally:
         object.__setattr__(module, "__class__", kind)
+
+
+def _block_class(module: BlockModule) -> type[nn.Module]:
+    """The class that ``BeginBlock`` made; others may have derived one of it for the module."""
+    return next(kind for kind in type(module).__mro__ if "_plain" in vars(kind))
 
 
 def _text(user_id: Id) -> str | None:
