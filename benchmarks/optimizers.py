@@ -36,7 +36,7 @@ COMPARISONS: dict[str, tuple[torch.dtype, Make, str, Make, float]] = {
     "LowPrecision, AdamW, bfloat16": (torch.bfloat16, LOW, "AdamW", AdamW, 1.5),
     "LowPrecision, AdamW, float16": (torch.float16, LOW, "AdamW", AdamW, 1.5),
 }
-"""What is ours → the dtype of its weights, ours, what it is compared with, in float32, and the most it may take."""
+"""What is ours → the dtype of its weights, ours, what it is compared with in float32, and the most it may take."""
 
 
 def made(make: Make, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> Optimizer:

@@ -36,6 +36,11 @@ from poptorch.enums import VariableRetrievalMode as VariableRetrievalMode
 from poptorch.errors import Error as Error
 from poptorch.errors import RecoverableError as RecoverableError
 from poptorch.errors import UnrecoverableError as UnrecoverableError
+from poptorch.executor import PoplarExecutor as PoplarExecutor
+from poptorch.executor import inferenceModel as inferenceModel
+from poptorch.executor import isRunningOnIpu as isRunningOnIpu
+from poptorch.executor import trainingModel as trainingModel
+from poptorch.losses import identity_loss as identity_loss
 from poptorch.ops import CPU as CPU
 from poptorch.ops import Attribute as Attribute
 from poptorch.ops import CTCBeamSearchDecoder as CTCBeamSearchDecoder

@@ -24,8 +24,13 @@ def default_options() -> str:
     return os.environ.get("POPTORCH_DEFAULT_OPTIONS", "")
 
 
+def exported_file() -> str:
+    """The path in ``POPTORCH_EXPORT_PROTO_FILE``; empty when it is not set."""
+    return os.environ.get("POPTORCH_EXPORT_PROTO_FILE", "")
+
+
 def process_of_job() -> tuple[int, int]:
-    """This process and the number of processes: poprun's, else Open MPI's, else another launcher's, else 0 of 1."""
+    """This process and their number: those of poprun, else of Open MPI, else of another launcher, else 0 of 1."""
     if not popdist.isPopdistEnvSet() and (PROCESS_ID in os.environ or NUM_PROCESSES in os.environ):
         return process_in(PROCESS_ID, NUM_PROCESSES)
     return popdist.instance_index(), popdist.num_instances()

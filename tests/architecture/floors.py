@@ -93,7 +93,10 @@ POPTORCH: Final[Floors] = (
         "_logging": "the log, in PopTorch's form",
         "custom_types": "nested values, with types of a program's own",
     },
-    {"options": "all that a program says of how its model runs"},
+    {
+        "options": "all that a program says of how its model runs",
+        "losses": "the loss that a model trains by",
+    },
     {
         "blocks": "parts of a model: annotated, dealt to stages, placed, reported",
         "poptorch_core": "the check of options by name and type, errors to test with",

@@ -15,7 +15,8 @@ from torch import Tensor
 import poptorch
 from poptorch import CommGroupType, OutputMode
 from poptorch.custom_types import _PARSERS
-from poptorch.executor import CallArguments, Outputs
+from poptorch.executor.arguments import CallArguments
+from poptorch.executor.outputs import Outputs
 from poptorch.options.combined_batch import CombinedBatch
 
 

@@ -163,6 +163,20 @@ def test_a_parameter_of_one_micro_batch_has_its_gradient(signs: list[int]) -> No
         torch.testing.assert_close(found.grad, expected.grad)
 
 
+def test_without_a_seed_it_draws_as_the_program_does() -> None:
+    """A dropout mask is the one of a loop without popdist; several replicas need states of their own."""
+    model = popdist.ReplicatedModel(nn.Dropout(), None)
+    torch.manual_seed(3)
+    expected = nn.Dropout()(torch.ones(8)), nn.Dropout()(torch.ones(8))
+    torch.manual_seed(3)
+    for mask in expected:
+        for (x,) in model.micro_batches((torch.ones(8),)):
+            assert torch.equal(model(x), mask)
+    assert model.randomness.state_dict() == {}
+    with pytest.raises(popdist.BatchError, match="seed=None, and the model has 2 replicas"):
+        popdist.ReplicatedModel(nn.Dropout(), None, num_local_replicas=2)
+
+
 def test_two_models_may_take_their_steps_together() -> None:
     """As a generator and its critic do."""
     one, two = (popdist.ReplicatedModel(nn.Linear(3, 1)) for _ in range(2))

@@ -95,7 +95,7 @@ class ModelSteps:
     Args:
         module: Its gradients and buffers are those of all replicas after each step.
         layout: Which replicas of the model each instance owns.
-        seed: Of the replicas' random states.
+        seed: Of the replicas' random states; None for the program's own.
         checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
         gradient_dtype: What gradients are rounded to; None for nothing.
         norm_size: Replicas whose batch norm layers share statistics.
@@ -113,7 +113,7 @@ class ModelSteps:
         module: nn.Module,
         layout: ReplicaLayout,
         *,
-        seed: int,
+        seed: int | None,
         checks_finite: bool,
         gradient_dtype: torch.dtype | None,
         norm_size: int,

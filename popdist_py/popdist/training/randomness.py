@@ -70,16 +70,19 @@ class ReplicaRandomness:
     """The random states of this instance's replicas.
 
     Args:
-        seed: Seeds every replica's states, together with its job-wide number.
+        seed: Seeds every replica's states, together with its job-wide number; None has them
+            draw from the program's.
         replicas: Job-wide numbers of this instance's replicas.
     """
 
-    def __init__(self, seed: int, replicas: range) -> None:
+    def __init__(self, seed: int | None, replicas: range) -> None:
         self.seed = seed
-        self._states = {replica: _seeded(seed, replica) for replica in replicas}
+        self._states = {} if seed is None else {replica: _seeded(seed, replica) for replica in replicas}
 
     def of(self, replica: int, device: torch.device) -> "RandomScope":
         """What to enter for a micro batch of ``replica`` on a model whose parameters lie on ``device``."""
+        if self.seed is None:
+            return _ProgramScope(self._states, replica, None)
         if device.type != "cuda":
             return RandomScope(self._states, replica, None)
         if self._states[replica].cuda is None:
@@ -152,6 +155,18 @@ class RandomScope:
     def take_back(self) -> None:
         """Let them go on where they were, and keep what the replica's states have come to."""
         self._states[self._replica].go_on_from(_programs, self._ordinal)
+
+
+class _ProgramScope(RandomScope):
+    """Leaves the program's own states in place."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        """Nothing changes."""
+
+    def __exit__(self, *_error: object) -> None:
+        """Nothing has changed."""
 
 
 def _number(seed: int, replica: int, generator: str) -> int:

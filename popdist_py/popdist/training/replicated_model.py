@@ -52,7 +52,8 @@ class ReplicatedModel(nn.Module):
 
     Args:
         module: Any module; its parameters and buffers are changed in place on instances other than 0.
-        seed: Of the replicas' random states; the same on all instances.
+        seed: Of the replicas' random states; the same on all instances. None, where the job has one replica: it
+            draws from the program's own states, as a loop without popdist does.
         check_finite: Look for NaN and infinity in the gradient of each micro batch; every instance then raises
             ``GradientError``, which names the parameter and the replica. Not for use with a GradScaler, which
             expects them.
@@ -89,7 +90,7 @@ class ReplicatedModel(nn.Module):
     def __init__(  # noqa: PLR0913 - what a model can be told
         self,
         module: nn.Module,
-        seed: int = 0,
+        seed: int | None = 0,
         *,
         num_local_replicas: int | None = None,
         check_finite: bool = False,
@@ -112,7 +113,12 @@ class ReplicatedModel(nn.Module):
         if not isinstance(module, nn.Module):
             raise WeightsError(f"ReplicatedModel wraps a torch.nn.Module, and this is a {type(module).__name__}")
         refuse_module(module)
-        seed = seed_number(seed, BatchError)
+        if seed is None and layout.num_replicas > 1:
+            raise BatchError(
+                f"seed=None, and the model has {layout.num_replicas} replicas, each of which draws from "
+                "states of its own: give them a seed, the same on all instances"
+            )
+        seed = None if seed is None else seed_number(seed, BatchError)
         gradient_dtype = check_gradient_dtype(gradient_dtype)
         norm_size = check_group_size(batch_norm_group_size, layout.num_replicas)
         context.ensure_init()

@@ -1,0 +1,206 @@
+"""The device's copy of a module's tensors, which take the place of the host's while the model runs."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from poptorch.errors import Error
+from poptorch.executor.host_tensors import as_they_are, standing_in
+
+
+@dataclass(slots=True, kw_only=True)
+class _Place:
+    """One place of a module that holds a parameter or a buffer; two places may hold the same one.
+
+    Attributes:
+        name: Its path in the module.
+        owner: The dictionary that holds it,
+        key: and where.
+        host: The host's tensor.
+        device: The device's.
+    """
+
+    name: str
+    owner: dict[str, Tensor | None]
+    key: str
+    host: Tensor
+    device: Tensor
+
+
+class Modes:
+    """Whether each part of a module was in training mode when it was wrapped: so it runs, whatever it is later."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modes = [(part.__dict__, part.training) for part in module.modules()]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the module has them."""
+        changed = [(values, mode) for values, mode in self._modes if values["training"] is not mode]
+        for values, mode in changed:
+            values["training"] = mode
+        try:
+            yield
+        finally:
+            for values, mode in changed:
+                values["training"] = not mode
+
+
+class DeviceTensors:
+    """A copy of the tensors of ``module``, from the values that the host has now.
+
+    Args:
+        module: Its own tensors stay the host's.
+        device: Where the copy lies.
+        num_replicas: Replicas of this process that have buffers of their own; 1 where all have the same.
+        adopt: Called with a host tensor that the program has put into the place of another one.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, num_replicas: int, adopt: Callable[[Tensor], None]
+    ) -> None:
+        self._adopt = adopt
+        found = list(_places(module))
+        hosts = list({id(host): host for *_, host in found}.values())
+        values = copy.deepcopy([host.data for host in hosts])  # together, so that views of one memory stay that
+        copies = {id(host): _like(host, value.to(device)) for host, value in zip(hosts, values, strict=True)}
+        self._places = [
+            _Place(name=name, owner=owner, key=key, host=host, device=copies[id(host)])
+            for name, owner, key, host in found
+        ]
+        self._buffers = [place for place in self._places if not isinstance(place.host, nn.Parameter)]
+        buffers = [place.device for place in self._buffers]
+        self._buffers_of_replicas = [buffers, *(copy.deepcopy(buffers) for _ in range(num_replicas - 1))]
+
+    @property
+    def hosts(self) -> list[Tensor]:
+        """The host's tensors."""
+        return [place.host for place in self._places]
+
+    @property
+    def device_of(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Host parameter → device parameter."""
+        return {
+            place.host: place.device
+            for place in self._places
+            if isinstance(place.host, nn.Parameter) and isinstance(place.device, nn.Parameter)
+        }
+
+    @property
+    def names(self) -> dict[nn.Parameter, str]:
+        """Host parameter → its name; the first one where it has several."""
+        return {place.host: place.name for place in reversed(self._places) if isinstance(place.host, nn.Parameter)}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Name → device parameter, each once."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for place in self._places:
+            if isinstance(place.device, nn.Parameter):
+                found.setdefault(id(place.device), (place.name, place.device))
+        return dict(found.values())
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Name → device buffer."""
+        return {place.name: place.device for place in self._buffers}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the module has these tensors.
+
+        Raises:
+            Error: If one was assigned or deleted meanwhile.
+        """
+        device_of: dict[int, Tensor] = {}
+        for place in self._places:
+            now = place.owner.get(place.key)
+            if now is not place.host and now is not None:
+                self._adopt(now)
+                place.host = now
+            place.owner[place.key] = place.device
+            device_of[id(place.host)] = place.device
+        try:
+            with standing_in(device_of):
+                yield
+        finally:
+            fault = None
+            for place in self._places:
+                if place.owner.get(place.key) is not place.device:
+                    fault = fault or _fault_of(place)
+                place.owner[place.key] = place.host
+            self._take_buffers(0)
+        if fault is not None:
+            raise Error(fault)
+
+    def become(self, replica: int) -> None:
+        """While in place: have the buffers of local replica ``replica``, where each has its own."""
+        if len(self._buffers_of_replicas) > 1:
+            self._take_buffers(replica)
+            for place in self._buffers:
+                place.owner[place.key] = place.device
+
+    def _take_buffers(self, replica: int) -> None:
+        if len(self._buffers_of_replicas) > 1:
+            for place, buffer in zip(self._buffers, self._buffers_of_replicas[replica], strict=True):
+                place.device = buffer
+
+    @torch.no_grad()
+    def upload(self, names: Iterable[str] | None = None) -> None:
+        """Take the host's values as they are, stale or not, for all replicas.
+
+        Args:
+            names: Of the buffers that are taken; None for all tensors.
+
+        Raises:
+            Error: If a tensor of the host has another shape than the device's.
+        """
+        chosen = self._places if names is None else [place for place in self._buffers if place.name in {*names}]
+        with as_they_are():
+            for place in chosen:
+                if place.host.shape != place.device.shape:
+                    raise Error(
+                        f"{place.name} has the shape {list(place.host.shape)}, and the model was compiled with "
+                        f"{list(place.device.shape)}: call destroy() first"
+                    )
+                place.device.copy_(place.host)
+            for buffers in self._buffers_of_replicas[1:]:
+                for place, buffer in zip(self._buffers, buffers, strict=True):
+                    if names is None or place.name in {*names}:
+                        buffer.copy_(place.host)
+
+    @torch.no_grad()
+    def download(self) -> None:
+        """Give the host the values; of buffers that each replica has for itself, those of the first one here."""
+        with as_they_are():
+            for place in self._places:
+                place.host.copy_(place.device)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
+    """Name, owner, key and tensor of each parameter and buffer."""
+    for path, part in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for owner in (part._parameters, part._buffers):  # noqa: SLF001 - torch has no public way to exchange them
+            for key, tensor in owner.items():
+                if tensor is not None:
+                    yield prefix + key, owner, key, tensor
+
+
+def _like(host: Tensor, value: Tensor) -> Tensor:
+    """``value`` as a parameter, where ``host`` is one."""
+    with as_they_are():
+        return nn.Parameter(value, host.requires_grad) if isinstance(host, nn.Parameter) else value
+
+
+def _fault_of(place: _Place) -> str:
+    kind = "Parameter" if isinstance(place.host, nn.Parameter) else "Buffer"
+    what = "removed from" if place.owner.get(place.key) is None else "reassigned within"
+    return (
+        f"{kind} {place.name} is {what} the model while it runs. Write into it, as {place.name}.copy_(value) "
+        "does, so that the tensor stays"
+    )

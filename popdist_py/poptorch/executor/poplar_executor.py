@@ -1,0 +1,351 @@
+"""`PoplarExecutor`: a module that runs on its device, a combined batch at a call."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from statistics import fmean
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from poptorch import poptorch_core
+from poptorch._logging import logger
+from poptorch.blocks import module_repr
+from poptorch.enums import ConnectionType, OutputMode
+from poptorch.errors import Error
+from poptorch.executor.compiled_model import CompiledModel, PerfCounters
+from poptorch.executor.device_tensors import Modes
+from poptorch.executor.host_tensors import HostWatch, watches_of
+from poptorch.executor.model_files import write_files
+from poptorch.executor.runs import TrainingRuns
+from poptorch.optim.device_optimizer import accept_optimizer
+from poptorch.options import Options
+
+_NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call it, or compile(), first"
+
+
+class PoplarExecutor:
+    """A module that runs on its device; `trainingModel` and `inferenceModel` make it.
+
+    The user's module has the host's copy of weights and buffers, and this has the device's. Attributes that it
+    does not have are the module's.
+
+    Args:
+        model: The user's module.
+        options: They are cloned, and the clone is frozen.
+        optimizer: The program's, for a model that trains; None for inference.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, optimizer: torch.optim.Optimizer | None) -> None:
+        self._user_model = model
+        self._optimizer = optimizer
+        self._is_training = optimizer is not None
+        self._options = options.clone()
+        if optimizer is not None:
+            accept_optimizer(optimizer, self._options)
+        if self._options.defaultOutputMode():
+            self._options.outputMode(OutputMode.Final if self._is_training else OutputMode.All)
+        self._options._freeze()  # noqa: SLF001 - as a loader does
+        self._module = copy.copy(model)
+        self._modes = Modes(self._module)
+        self._watch = HostWatch(self._update_host, self.destroy)
+        self._compiled: CompiledModel | None = None
+        self._is_attached = self._has_run = False
+        self._compilation_seconds: float | None = None
+        self._num_changes = 0
+        self._versions: dict[HostWatch, int] = {}
+        self._wrap()
+
+    def _wrap(self) -> None:
+        if self._is_training:
+            self._watch.begin(self._user_model, [*self._module.parameters(), *self._module.buffers()])
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module."""
+        return self._user_model
+
+    @property
+    def options(self) -> Options:
+        """A frozen copy of the options, in which the output mode is never ``Default``."""
+        return self._options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever forward takes and gives
+        """Run a combined batch: in training, one step of the optimizer for each device iteration.
+
+        Returns:
+            The results of its micro batches, put together as the output mode says, on the CPU.
+
+        Raises:
+            Error: If the arguments are not like the first call's, or the model cannot run so.
+            AssertionError: If the first call's samples are no whole number of micro batches, or the device is
+                offline.
+        """
+        self._check_device()
+        if self._options.log_cycle_count:
+            raise Error(
+                "logCycleCount(True) is only supported on actual IPU hardware, and models run on CPU or GPU"
+            )
+        if self._compiled is None:
+            self._compile(args, kwargs)
+        elif not self._is_attached:
+            self.attachToDevice()
+        elif HostWatch.num_changes != self._num_changes:
+            self._refresh()
+        compiled = self._compiled_model()
+        if not self._is_training:
+            result = compiled.run(args, kwargs)
+        else:
+            compiled.check(args, kwargs)
+            try:
+                result = compiled.run(args, kwargs)
+            finally:
+                self._watch.mark_stale()
+        self._has_run = True
+        return result
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever forward takes
+        """Make ready for calls with such arguments: check the model, and upload its weights.
+
+        Raises:
+            Error: As a call, which does the same where it is the first one.
+            AssertionError: As a call.
+        """
+        if self._compiled is None:
+            self._compile(args, kwargs)
+        else:
+            self._compiled.check(args, kwargs)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begin = perf_counter()
+        poptorch_core._validateOptions(self._options.toDict())  # noqa: SLF001 - PopTorch's name of it
+        self._wrap()
+        self._compiled = CompiledModel(
+            self._module,
+            self._modes,
+            self._options,
+            args,
+            kwargs,
+            watch=self._watch,
+            optimizer=self._optimizer,
+        )
+        self._is_attached = self._options.connection_type is not ConnectionType.Never
+        self._watch.is_stale = False
+        self._note_versions()
+        self._compilation_seconds = perf_counter() - begin
+        tensors = self._compiled.tensors
+        kind = "training" if self._is_training else "inference"
+        write_files(self._options, kind, {**tensors.parameters, **tensors.buffers}, self._compilation_seconds)
+
+    def isCompiled(self) -> bool:
+        """Whether a call finds the model ready."""
+        return self._compiled is not None
+
+    def destroy(self) -> None:
+        """Take the model off its device: the host has its weights, and the next call may have other arguments."""
+        self._watch.look()
+        self._watch.end(self._user_model)
+        self._compiled = None
+        self._is_attached = self._has_run = False
+
+    def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train with the values that ``optimizer`` has now, from the next call on.
+
+        Raises:
+            AssertionError: If the model does not train.
+            ValueError: If it asks for another way to reduce a mean than the compiled model has.
+            Error: As ``DeviceOptimizer.update``.
+        """
+        if not self._is_training:
+            raise AssertionError(
+                "setOptimizer is for models of poptorch.trainingModel, and this one does not train"
+            )
+        if self._compiled is None:
+            self._options = self._options.clone()
+            accept_optimizer(optimizer, self._options)
+            self._options._freeze()  # noqa: SLF001 - as above
+        else:
+            self._training_runs().optimizer.update(optimizer)
+        self._optimizer = optimizer
+
+    def copyWeightsToHost(self) -> None:
+        """Give the user's module the device's weights and buffers.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        compiled = self._compiled_model()
+        logger.debug("copyWeightsToHost()")
+        compiled.tensors.download()
+        self._watch.is_stale = False
+
+    def copyWeightsToDevice(self) -> None:
+        """Take the weights and buffers of the user's module as they are, in place of the device's.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        compiled = self._compiled_model()
+        self._watch.is_stale = False
+        compiled.tensors.upload()
+        if isinstance(compiled.runs, TrainingRuns):
+            compiled.runs.weights_were_written()
+        self._note_versions()
+
+    def copyNamedBuffersToDevice(self) -> None:
+        """Take the buffers of ``options.updatableNamedBuffers`` from the user's module.
+
+        Raises:
+            Error: If the model is not compiled, or none were named.
+        """
+        self._compiled_model().upload_buffers()
+
+    def _update_host(self) -> None:
+        """Somebody looks at the user's module, and it is stale."""
+        logger.debug("Implicit copyWeightsToHost()")
+        self.copyWeightsToHost()
+
+    def _refresh(self) -> None:
+        """Take the weights that models have trained since they were uploaded here."""
+        self._num_changes = HostWatch.num_changes
+        if self._is_training:
+            return
+        watches = watches_of(self._compiled_model().tensors.hosts)
+        if any(watch.version != self._versions.get(watch, 0) for watch in watches):
+            for watch in watches:
+                watch.look()
+            self.copyWeightsToDevice()
+
+    def _note_versions(self) -> None:
+        """What the host has was uploaded: of models that train, as far as they have given it to the host."""
+        watches = watches_of(self._compiled_model().tensors.hosts)
+        self._versions = {watch: watch.version for watch in watches if not watch.is_stale}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - torch's own signature
+        """That of the user's module, with the trained weights."""
+        state: dict[str, Any] = self._user_model.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:  # noqa: ANN401 - torch's result
+        """Load into the user's module, and upload what it has then."""
+        loaded = self._user_model.load_state_dict(state_dict, strict)
+        if self._is_attached:
+            self.copyWeightsToDevice()
+        return loaded
+
+    def isAttachedToDevice(self) -> bool:
+        """Whether the model has its device."""
+        return self._is_attached
+
+    def attachToDevice(self) -> None:
+        """Take the device back, and upload the host's weights.
+
+        Raises:
+            Error: If the model is not compiled, or has it.
+            AssertionError: If the device is offline.
+        """
+        self._compiled_model()
+        self._check_device()
+        if self._is_attached:
+            raise Error("the model is already attached to a device")
+        self._is_attached = True
+        self.copyWeightsToDevice()
+
+    def detachFromDevice(self) -> None:
+        """Give the device up; the host has the weights. The next call takes it again.
+
+        Raises:
+            Error: If the model is not compiled, or has no device.
+        """
+        self._compiled_model()
+        if not self._is_attached:
+            raise Error("the model is not attached to a device")
+        self._watch.look()
+        self._is_attached = False
+
+    def getAnchoredTensor(self, short_name: str) -> Tensor:
+        """What ``options.anchorTensor(short_name, ...)`` kept in the last run.
+
+        Raises:
+            Error: If nothing was.
+        """
+        return self._compiled_model().runs.anchors.get(short_name)
+
+    def getLatency(self) -> tuple[float, float, float]:
+        """The shortest, longest and mean seconds of a micro batch of the last call; zeros before the first.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        spans = [end - begin for begin, end in self._compiled_model().runs.moments] or [0.0]
+        return min(spans), max(spans), fmean(spans)
+
+    def getPerfCounters(self) -> PerfCounters:
+        """Moments of the last call in seconds: when each micro batch read its inputs, and wrote its outputs.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        return self._compiled_model().perf_counters()
+
+    def cycleCount(self) -> int:
+        """Cycles of an IPU in the last call; there is no IPU.
+
+        Raises:
+            Error: Always, and why.
+        """
+        if not self._options.log_cycle_count:
+            raise Error("Cycle count logging is disabled: call options.logCycleCount(True)")
+        raise Error("there is no cycle count: run the model at least once, on an IPU")
+
+    def compilationTime(self) -> timedelta:
+        """How long the model took to be compiled.
+
+        Raises:
+            Error: If it is not compiled, or the options have no progress bar.
+        """
+        if self._compilation_seconds is None:
+            raise Error("Please compile the model before you ask how long that took")
+        if not self._options.show_compilation_progress_bar:
+            raise Error("Please set showCompilationProgressBar: the time is taken with it")
+        return timedelta(seconds=self._compilation_seconds)
+
+    @property
+    def rng_state(self) -> list[int]:
+        """States of the generators of torch that this process's replicas draw from, laid end to end.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        return self._compiled_model().runs.rng_state
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        self._compiled_model().runs.rng_state = list(state)
+
+    def _compiled_model(self) -> CompiledModel:
+        if self._compiled is None:
+            raise Error(_NOT_COMPILED)
+        return self._compiled
+
+    def _training_runs(self) -> TrainingRuns:
+        runs = self._compiled_model().runs
+        assert isinstance(runs, TrainingRuns)  # noqa: S101 - a model that trains has these
+        return runs
+
+    def _check_device(self) -> None:
+        if self._options.connection_type is ConnectionType.Never:
+            raise AssertionError(
+                "Trying to run a model on an offline device: leave out useOfflineIpuTarget() and "
+                "ConnectionType.Never, with which a model can be compiled only"
+            )
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
+        if "_user_model" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._user_model, name)
+
+    def __repr__(self) -> str:
+        return module_repr(self._module)

@@ -1,0 +1,214 @@
+"""Runs of a model on its device: one call's micro batches, one after the other, and the steps that they make."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+import popdist
+from poptorch.enums import ReductionType
+from poptorch.errors import Error
+from poptorch.executor.anchors import AnchoredTensors
+from poptorch.executor.arguments import MicroBatch
+from poptorch.executor.device_tensors import DeviceTensors
+from poptorch.executor.outputs import Outputs
+from poptorch.executor.traced_forward import TracedForward, detached
+from poptorch.optim.device_optimizer import DeviceOptimizer
+from poptorch.options import Options
+from poptorch.options.combined_batch import CombinedBatch
+
+_REDUCTIONS: Final[dict[ReductionType, Literal["mean", "sum"]]] = {
+    ReductionType.Mean: "mean",
+    ReductionType.Sum: "sum",
+}
+
+
+class Runs(ABC):
+    """The calls of one model.
+
+    Args:
+        forward: Of the model.
+        tensors: Its copy on the device.
+        options: Its own.
+
+    Attributes:
+        moments: For each micro batch of the last call, when it began and when it ended, in seconds.
+    """
+
+    def __init__(self, forward: TracedForward, tensors: DeviceTensors, options: Options) -> None:
+        self._forward = forward
+        self._tensors = tensors
+        self._batch = CombinedBatch.of(options)
+        self._options = options
+        self.moments: list[tuple[float, float]] = []
+        self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
+        """The results of a call's micro batches, put together; the device's tensors are in place."""
+        options, batch = self._options, self._batch
+        outputs = Outputs(
+            options.output_mode,
+            options.output_return_period,
+            batch.num_iterations,
+            batch.num_accumulations,
+            batch.num_replicas,
+        )
+        self.moments = []
+        self.anchors.begin()
+        num_in_step = len(micro_batches) // batch.num_iterations
+        for first in range(0, len(micro_batches), num_in_step):
+            self._step(micro_batches[first : first + num_in_step], outputs)
+        return outputs.result()
+
+    @abstractmethod
+    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        """Run those of one device iteration."""
+
+    @property
+    @abstractmethod
+    def rng_state(self) -> list[int]:
+        """The states of the generators that the replicas draw from, laid end to end."""
+
+    @rng_state.setter
+    @abstractmethod
+    def rng_state(self, state: Sequence[int]) -> None:
+        """Let them go on from there."""
+
+
+class InferenceRuns(Runs):
+    """Calls that compute results only; the replicas of this process take turns, and no other process is asked."""
+
+    @torch.no_grad()
+    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        for position, (args, kwargs) in enumerate(micro_batches):
+            self._tensors.become(position % self._batch.num_replicas)
+            begin = perf_counter()
+            result = self._forward.infer(args, kwargs)
+            self.moments.append((begin, perf_counter()))
+            outputs.add(result)
+        self.anchors.note(1.0)
+
+    @property
+    def rng_state(self) -> list[int]:
+        """That of the program, which inference draws from."""
+        return _numbers(torch.get_rng_state())
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
+
+
+class TrainingRuns(Runs):
+    """Calls that train: one step of the optimizer for each device iteration, over all replicas of the job.
+
+    Args:
+        forward: Of the model.
+        tensors: Its copy on the device.
+        options: Its own.
+        optimizer: The program's.
+
+    Raises:
+        Error: If the options are of another number of processes than the job has.
+        PopdistError: As ``popdist.ReplicatedModel``.
+    """
+
+    def __init__(
+        self, forward: TracedForward, tensors: DeviceTensors, options: Options, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(forward, tensors, options)
+        self._reduction = reduction_of(options)
+        is_alone = popdist.num_instances() * options.replication_factor == 1
+        seed = None if is_alone else int(options.random_seed) if options.exists("random_seed") else 0
+        self._parameters = list(tensors.parameters.values())
+        self._model = popdist.ReplicatedModel(
+            _DeviceParameters(tensors.parameters), seed, num_local_replicas=options.replication_factor
+        )
+        self.optimizer = DeviceOptimizer(optimizer, tensors.device_of, tensors.names, options, self._model)
+        self._must_agree = False
+
+    def weights_were_written(self) -> None:
+        """The host's weights were uploaded: all instances take those of instance 0 when they run next."""
+        self._must_agree = True
+
+    @torch.enable_grad()
+    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        if self._must_agree:
+            self._must_agree = False
+            popdist.broadcast_weights(self._model)
+        num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
+        is_in_order = num_replicas == 1 or num_accumulations == 1
+        results: dict[int, Any] = {}
+        scaling = self.optimizer.loss_scaling
+        for index in range(len(micro_batches)):
+            replica, step = divmod(index, num_accumulations)
+            position = step * num_replicas + replica
+            args, kwargs = micro_batches[position]
+            self._tensors.become(replica)
+            with self._model.micro_batch(index, accumulation=num_accumulations):
+                begin = perf_counter()
+                result = self._forward.train(args, kwargs, scaling)
+                self.moments.append((begin, perf_counter()))
+            if is_in_order:
+                outputs.add(result)
+            else:
+                results[position] = detached(result)
+            del result
+        for position in range(len(results)):
+            outputs.add(results[position])
+        self._model.reduce_gradients(self._reduction)
+        self.optimizer.step()
+        self.anchors.note(scaling)
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def rng_state(self) -> list[int]:
+        """Those of the replicas of this process; that of the program where the job has one replica."""
+        states = self._model.randomness.state_dict().values()
+        found = [state["torch"] for state in states if isinstance(state["torch"], Tensor)]
+        return [number for one in found or [torch.get_rng_state()] for number in _numbers(one)]
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        states = self._model.randomness.state_dict()
+        parts = torch.tensor(state, dtype=torch.uint8).split(len(state) // (len(states) or 1))
+        if not states:
+            torch.set_rng_state(parts[0])
+        for number, part in zip(states, parts, strict=False):
+            self._model.randomness.load_state_dict({number: {**states[number], "torch": part.clone()}})
+
+
+class _DeviceParameters(nn.Module):
+    """The device's parameters under their names in the model, for `popdist.ReplicatedModel`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters.update(parameters)
+
+
+def reduction_of(options: Options) -> Literal["mean", "sum"]:
+    """How gradients of micro batches and replicas become one.
+
+    Raises:
+        Error: If they do not, or the options are of another number of processes than the job has.
+    """
+    kind = options.Training.accumulation_and_replication_reduction_type
+    if kind not in _REDUCTIONS:
+        raise Error(
+            f"accumulationAndReplicationReductionType is {kind}: choose ReductionType.Mean or ReductionType.Sum, "
+            "without which replicas would have different weights"
+        )
+    if options.Distributed.numProcesses != popdist.num_instances():
+        raise Error(
+            f"the options are those of process {options.Distributed.processId} of "
+            f"{options.Distributed.numProcesses}, and this job has {popdist.num_instances()} instances, which "
+            "train together: make them as popdist.poptorch.Options(), and leave Distributed as it is"
+        )
+    return _REDUCTIONS[kind]
+
+
+def _numbers(state: Tensor) -> list[int]:
+    return [int(number) for number in state.tolist()]

@@ -1,0 +1,160 @@
+"""The forward of a model, as its first call finds it: where the loss is, and what has to be cast."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from poptorch.custom_types import put_together, taken_apart
+from poptorch.executor.arguments import MicroBatch
+from poptorch.losses import LossPlace, LossSearch
+
+_CONVOLUTIONS: Final = (
+    *(functional.conv1d, functional.conv2d, functional.conv3d),
+    *(functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d),
+)
+
+_WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
+"""Operations whose weights get the dtype of their input."""
+
+
+class _Run:
+    """Whether a model runs."""
+
+    is_going_on: ClassVar[bool] = False
+
+
+def isRunningOnIpu() -> bool:
+    """Whether this is called by the forward of a model that poptorch runs."""
+    return _Run.is_going_on
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Within it a model runs."""
+    outer, _Run.is_going_on = _Run.is_going_on, True
+    try:
+        yield
+    finally:
+        _Run.is_going_on = outer
+
+
+class WeightCasts(TorchFunctionMode):
+    """Within it weights and biases of products and convolutions are cast to the dtype of what they multiply.
+
+    Attributes:
+        has_cast: Whether there was a need.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_cast = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch has it
+        del types
+        if func in _WITH_WEIGHTS and len(args) > 1 and args[0].dtype is not args[1].dtype:
+            kind = args[0].dtype
+            if kind.is_floating_point and args[1].dtype.is_floating_point:
+                self.has_cast = True
+                args = (args[0], *(part.to(kind) if isinstance(part, Tensor) else part for part in args[1:]))
+        return func(*args, **kwargs or {})
+
+
+class TracedForward:
+    """The forward of one model.
+
+    Args:
+        module: The model, with the device's tensors in place.
+        first: Arguments of the first micro batch. They are not changed, nor is what the generators draw next.
+        is_training: Whether the loss is looked for.
+
+    Attributes:
+        result: Of the first forward, detached.
+
+    Raises:
+        Error: If there is no loss, or there are several; and whatever forward raises.
+    """
+
+    def __init__(self, module: nn.Module, first: MicroBatch, *, is_training: bool) -> None:
+        self._module = module
+        self._place: LossPlace | None = None
+        args, kwargs = _copied(first[0]), _copied(first[1])
+        casts, search = WeightCasts(), LossSearch()
+        with _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
+            modes.enter_context(casts)
+            if is_training:
+                modes.enter_context(search)
+            result = module(*args, **kwargs)
+        if is_training:
+            self._place = LossPlace(result, search.final())
+        self._has_casts = casts.has_cast
+        self.result = detached(result)
+
+    def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
+        """The result for a micro batch."""
+        with WeightCasts() if self._has_casts else nullcontext():
+            return self._module(*args, **kwargs)
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
+        """The result for a micro batch; afterwards the parameters have their gradients.
+
+        Args:
+            args: By position.
+            kwargs: By name.
+            loss_scaling: What the gradients are multiplied by.
+        """
+        if self._has_casts:
+            with WeightCasts():
+                return self._train(args, kwargs, loss_scaling)
+        return self._train(args, kwargs, loss_scaling)
+
+    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
+        place = self._place
+        if place is not None and place.is_found:
+            result = self._module(*args, **kwargs)
+            loss = place.loss(result)
+        else:
+            with LossSearch() as search:
+                result = self._module(*args, **kwargs)
+            loss = search.final()
+        if loss.requires_grad:
+            seed = None if loss_scaling == 1 and not loss.dim() else torch.full_like(loss, loss_scaling)
+            torch.autograd.backward(loss, seed)
+        return result
+
+
+def _copied(value: Any) -> Any:  # noqa: ANN401 - of every kind
+    tensors: list[Tensor] = []
+    structure = taken_apart(value, tensors)
+    return put_together(structure, iter([tensor.clone() for tensor in tensors]))
+
+
+def detached(value: Any) -> Any:  # noqa: ANN401 - of every kind
+    """``value`` with tensors that know nothing of how they were computed."""
+    tensors: list[Tensor] = []
+    structure = taken_apart(value, tensors)
+    return put_together(structure, iter([tensor.detach() for tensor in tensors]))
+
+
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """Afterwards Python, numpy and torch draw what they would have drawn."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what programs draw from unasked
+    try:
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002 - as above

@@ -1,0 +1,74 @@
+"""`trainingModel` and `inferenceModel`: what wraps a module."""
+
+import torch
+from torch import nn
+
+from poptorch.errors import Error
+from poptorch.executor.host_tensors import WrappedModule
+from poptorch.executor.poplar_executor import PoplarExecutor
+from poptorch.options import Options
+from poptorch.options.execution_strategies import PipelinedExecution, ShardedExecution
+
+_DEFAULT_RATE = 0.01
+
+
+def trainingModel(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Wrap ``model`` so that a call trains it with a combined batch, over all replicas of the job.
+
+    Args:
+        model: Its ``forward`` gives results, and among them one loss. It runs in the modes, training or
+            evaluation, that its parts have now.
+        options: None for those of ``Options()``.
+        optimizer: torch's or poptorch's, over its parameters; None for SGD with a learning rate of 0.01.
+
+    Raises:
+        RuntimeError: If another training model wraps it.
+    """
+    module = _module_of(model)
+    if isinstance(module, WrappedModule):
+        raise RuntimeError(
+            "the module has already been wrapped by poptorch.trainingModel: call destroy() on it to wrap it again"
+        )
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=_DEFAULT_RATE)
+    return PoplarExecutor(module, options or Options(), optimizer)
+
+
+def inferenceModel(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Wrap ``model`` so that a call computes the results of a combined batch, on this process's replicas alone.
+
+    Args:
+        model: Runs in the modes, training or evaluation, that its parts have now.
+        options: None for those of ``Options()``.
+        optimizer: None.
+
+    Raises:
+        AssertionError: If there is an optimizer.
+        Error: If the options accumulate gradients.
+    """
+    if optimizer is not None:
+        raise AssertionError("an optimizer is for poptorch.trainingModel, and inferenceModel has none")
+    options = options or Options()
+    if options.Training.gradient_accumulation != 1:
+        strategy = options._execution_strategy  # noqa: SLF001 - programs reach for it so, too
+        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+        instead = "; a pipeline is filled by options.deviceIterations(n)" if is_pipelined else ""
+        raise Error(
+            f"options.Training.gradientAccumulation({options.Training.gradient_accumulation}) is for training: "
+            f"set gradientAccumulation to 1 for inferenceModel, or leave it{instead}"
+        )
+    return PoplarExecutor(_module_of(model), options, None)
+
+
+def _module_of(model: nn.Module | PoplarExecutor) -> nn.Module:
+    module = model.model if isinstance(model, PoplarExecutor) else model
+    if not isinstance(module, nn.Module):
+        raise Error(f"a torch.nn.Module can be wrapped, and this is a {type(module).__name__}")
+    return module

@@ -1,0 +1,221 @@
+"""The loss that a model trains by: found in its first forward, wherever it is in the result.
+
+A loss is what one of torch's loss functions gives, or `identity_loss`. The final one is that into which all others
+flow.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+
+from poptorch.custom_types import taken_apart
+from poptorch.errors import Error
+
+Reduction = Literal["mean", "sum", "none", 0, 1, 2]
+
+_NAMES: Final = """
+    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss
+    gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+    triplet_margin_loss triplet_margin_with_distance_loss
+""".split()  # noqa: SIM905 - twenty names read best as text
+
+_REDUCTIONS: Final[dict[object, str]] = {
+    "sum": "sum",
+    "mean": "mean",
+    "none": "none",
+    0: "sum",
+    1: "mean",
+    2: "none",
+}
+
+
+def identity_loss(x: Tensor, reduction: Reduction) -> Tensor:
+    """Make ``x`` the loss: for a loss of a program's own, and for a sum of several.
+
+    Args:
+        x: Of any shape.
+        reduction: ``"mean"`` or 1, ``"sum"`` or 0, ``"none"`` or 2. With the last one, all elements are added when
+            the gradient is computed, and the loss keeps its shape.
+
+    Raises:
+        Error: If the reduction is another one.
+    """
+    if has_torch_function_unary(x):
+        return handle_torch_function(identity_loss, (x,), x, reduction)
+    kind = None if isinstance(reduction, bool) else _REDUCTIONS.get(reduction)
+    if kind is None:
+        raise Error(
+            f"Unsupported reduction {reduction!r}: identity_loss takes 'mean', 'sum' or 'none' (or 1, 0, 2)"
+        )
+    if kind == "none":
+        return x.view_as(x)
+    return x.mean() if kind == "mean" else x.sum()
+
+
+_LOSSES: Final = {
+    identity_loss,
+    *(getattr(functional, name) for name in _NAMES),
+    *(getattr(torch, name) for name in _NAMES if hasattr(torch, name)),
+}
+"""What makes a loss."""
+
+
+class LossSearch(TorchFunctionMode):
+    """Within it a forward is watched: each loss that it makes is kept, and ``backward()`` is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._losses: list[Tensor] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - as torch has it
+        del types
+        if func is Tensor.backward:
+            refuse_backward()
+        result = func(*args, **kwargs or {})
+        if func in _LOSSES:
+            self._losses.append(result)
+        return result
+
+    def final(self) -> Tensor:
+        """The one loss that flows into no other.
+
+        One without a gradient, such as a metric, does not count beside one that has it.
+
+        Raises:
+            Error: If there is none, or there are several.
+        """
+        with_gradient = [loss for loss in self._losses if loss.grad_fn is not None]
+        found = with_gradient or self._losses[-1:]
+        if not found:
+            raise Error(
+                "Couldn't find a loss: forward of a model that is trained computes one, by a loss function of "
+                "torch's or as poptorch.identity_loss(x, reduction)"
+            )
+        earlier = set[Node]()
+        for loss in found:
+            if loss.grad_fn not in earlier:
+                _add_ancestors(loss.grad_fn, earlier)
+        finals = [loss for loss in found if loss.grad_fn not in earlier]
+        if len(finals) > 1:
+            raise Error(
+                f"Multiple independent losses: {len(finals)} losses of forward flow into no other one. Make one "
+                "of them, as poptorch.identity_loss(first + second, reduction='none')"
+            )
+        return finals[0]
+
+
+def _add_ancestors(node: Node | None, found: set[Node]) -> None:
+    """Add all that ``node`` was computed from."""
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        for before, _ in current.next_functions if current is not None else ():
+            if before is not None and before not in found:
+                found.add(before)
+                waiting.append(before)
+
+
+class LossPlace:
+    """Where in the result of a forward the loss is: found in the first one, and looked up in each later one.
+
+    Args:
+        result: Of the first forward.
+        loss: Its final loss.
+
+    Attributes:
+        is_found: Whether the loss itself is in the result; else each forward has to be watched.
+    """
+
+    def __init__(self, result: Any, loss: Tensor) -> None:  # noqa: ANN401 - whatever a model gives
+        path = _path_to(result, loss)
+        tensors: list[Tensor] = []
+        taken_apart(result, tensors)
+        self._index = next((index for index, tensor in enumerate(tensors) if tensor is loss), None)
+        self._path = path
+        self._made_by = type(loss.grad_fn)
+        self.is_found = self._index is not None
+
+    def loss(self, result: Any) -> Tensor:  # noqa: ANN401 - as above
+        """The loss in the result of a later forward.
+
+        Raises:
+            Error: If something else is in its place.
+        """
+        if self._path is None:
+            tensors: list[Tensor] = []
+            taken_apart(result, tensors)
+            found = tensors[self._index or 0] if len(tensors) > (self._index or 0) else None
+        else:
+            found = result
+            for key in self._path:
+                found = found[key]
+        if not isinstance(found, Tensor) or type(found.grad_fn) is not self._made_by:
+            raise Error(
+                "the loss is no longer where the first forward had it: forward must return the same structure, "
+                "with the loss in the same place, each time"
+            )
+        return found
+
+
+def _path_to(value: Any, loss: Tensor) -> tuple[Any, ...] | None:  # noqa: ANN401 - as above
+    """The keys that lead to ``loss`` through tuples, lists and dicts; None for another way."""
+    if value is loss:
+        return ()
+    items = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple | list) else ()
+    )
+    for key, part in items:
+        found = _path_to(part, loss)
+        if found is not None:
+            return (key, *found)
+    return None
+
+
+def refuse_backward(*_args: object, **_kwargs: object) -> None:
+    """In place of ``backward()`` of a model's results.
+
+    Raises:
+        Error: Always.
+    """
+    raise Error(
+        "backward() cannot be called explicitly: a model of poptorch.trainingModel makes the whole step, backward "
+        "pass and optimizer included, when it is called"
+    )
+
+
+class _RefusedBackward:
+    """``backward`` of a result; whoever saves the result saves nothing of it."""
+
+    def __call__(self, *_args: object, **_kwargs: object) -> None:
+        refuse_backward()
+
+    def __deepcopy__(self, _memo: object) -> "_RefusedBackward":
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()  # which torch.load takes for harmless
+
+
+_REFUSED: Final = _RefusedBackward()
+
+
+def refuse_backward_of(value: Any) -> Any:  # noqa: ANN401 - as above
+    """``value``, the result of a model, whose tensors' ``backward()`` says that it cannot be called."""
+    tensors: list[Tensor] = []
+    taken_apart(value, tensors)
+    for tensor in tensors:
+        tensor.backward = _REFUSED  # type: ignore[method-assign] # on this one alone
+    return value
