@@ -201,3 +201,60 @@ def test_every_class_has_both_bases() -> None:
 
         assert bases == (optim.Optimizer, getattr(torch.optim, name, torch.optim.Optimizer))
         assert (made.loss_scaling, made.accum_type, made.max_grad_norm) == (3.0, torch.half, float("inf"))
+
+
+HALF: dict[str, Any] = {
+    "first_order_momentum_accum_type": torch.half,
+    "second_order_momentum_accum_type": torch.float32,
+}
+HALF_MAKES: dict[str, Make] = {
+    "SGD": lambda it: optim.SGD(it, lr=0.01, momentum=0.9, velocity_accum_type=torch.half, loss_scaling=8.0),
+    "Adam": lambda it: optim.Adam(it, lr=0.01, **HALF),
+    "AdamW": lambda it: optim.AdamW(it, lr=0.01, bias_correction=False, max_grad_norm=1.0, **HALF),
+    "RMSprop": lambda it: optim.RMSprop(it, lr=0.01, momentum=0.5, centered=True, use_tf_variant=True, **HALF),
+    "LAMB": lambda it: optim.LAMB(it, lr=0.01, loss_scaling=4.0, **HALF),
+}
+
+
+@pytest.mark.parametrize("kind", HALF_MAKES)
+@pytest.mark.parametrize("weights", [torch.float32, torch.half, torch.bfloat16])
+def test_the_state_has_the_dtypes_asked_for(kind: str, weights: torch.dtype) -> None:
+    """Before the first step, after it, and once loaded; the weights stay near those of float32."""
+    pair = Pair(HALF_MAKES[kind], module=nn.Linear(40, 30).to(weights))
+    names = {"SGD": {"Accl1": torch.half}, "RMSprop": {"Accl1": torch.half, "Accl3": torch.half}}
+    expected = names.get(kind, {"Accl1": torch.half, "Accl2": torch.float32})
+    for num_steps in (0, 3):
+        pair.run(num_steps)
+        state = pair.optimizer.state_dict()["ipu_state"]
+        assert {name: state[f"{name}___weight"].dtype for name in expected} == expected
+    exact = Pair(HALF_MAKES[kind], module=copy.deepcopy(pair.host).float())
+    exact.run(3)
+
+    assert [it.dtype for it in pair.device.parameters()] == [weights] * 2
+    for ours, its in zip(pair.device.parameters(), exact.device.parameters(), strict=True):
+        assert torch.allclose(ours.float(), its, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", HALF_MAKES)
+def test_rounding_by_chance_moves_the_weights_in_the_mean(kind: str) -> None:
+    """By updates that are too small for half precision, and the same in every run."""
+    options = poptorch.Options().randomSeed(7)
+    options.Precision.enableStochasticRounding(enabled=True)
+
+    def trained(*, by_chance: bool) -> torch.Tensor:
+        module = nn.Linear(64, 64).bfloat16()
+        nn.init.ones_(module.weight)
+        pair = Pair(HALF_MAKES[kind], options if by_chance else None, module)
+        pair.optimizer.param_groups[0]["lr"] = 1e-5
+        pair.stepper.update(pair.optimizer)
+        for _ in range(20):
+            for it in pair.device.parameters():
+                it.grad = torch.ones_like(it)
+            pair.stepper.step()
+        return next(pair.device.parameters()).detach()
+
+    moved = trained(by_chance=True)
+
+    assert torch.equal(trained(by_chance=False), torch.ones(64, 64).bfloat16())
+    assert not torch.equal(moved, torch.ones(64, 64).bfloat16())
+    assert torch.equal(moved, trained(by_chance=True))

@@ -1,14 +1,17 @@
-"""Which optimizer of torch or popdist computes a step of each of poptorch's, and the one that neither has."""
+"""Which optimizer of torch or popdist computes a step of each of poptorch's, and those that neither has."""
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import popdist
+
+UNCORRECTED_STEPS: Final = 2.0**40
+"""In float32 a step more is the same number."""
 
 
 def arithmetic_of(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -18,15 +21,10 @@ def arithmetic_of(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.op
         kind: SGD, Adam, AdamW, RMSprop or LAMB.
         settings: Of the group.
 
-    Raises:
-        ValueError: If the settings contradict each other.
     """
     found: type[torch.optim.Optimizer]
-    extra: dict[str, Any] = {}
     if kind == "AdamW" and not settings.get("bias_correction", True):
-        if settings.get("amsgrad"):
-            raise ValueError("AdamW has no amsgrad=True without bias correction: leave one of them out")
-        found, extra = popdist.optim.LAMB, {"trust_ratio": False}
+        found = UncorrectedAdamW
     elif kind == "LAMB":
         found = popdist.optim.LAMB
     elif kind == "RMSprop" and settings.get("use_tf_variant"):
@@ -34,7 +32,7 @@ def arithmetic_of(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.op
     else:
         found = getattr(torch.optim, kind)
     taken = _arguments_of(found.__init__)
-    return found, {name: value for name, value in settings.items() if name in taken} | extra
+    return found, {name: value for name, value in settings.items() if name in taken}
 
 
 @functools.cache
@@ -59,6 +57,23 @@ def step_by_others(kind: str, optimizer: torch.optim.Optimizer, closure: Callabl
             other.state = optimizer.state
             other.step()
     return loss
+
+
+class UncorrectedAdamW(torch.optim.AdamW):
+    """AdamW whose means are not divided by 1 - beta**step: that of torch, after so many steps that these are 1."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
+        """Update the parameters that have a gradient."""
+        for group in self.param_groups:
+            names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+            for parameter in group["params"]:
+                if parameter.grad is not None and not self.state[parameter]:
+                    zeros = {
+                        name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in names
+                    }
+                    self.state[parameter] = {"step": torch.tensor(UNCORRECTED_STEPS), **zeros}
+        return super().step(closure)
 
 
 class TensorFlowRMSprop(torch.optim.RMSprop):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch.nn import Parameter
 import popdist
 from poptorch._logging import logger
 from poptorch.errors import Error
-from poptorch.optim.device_parts import make_part
+from poptorch.optim.device_parts import make_parts
+from poptorch.optim.device_steppers import Placement
+from poptorch.optim.loss_scale import are_finite, next_factor
 from poptorch.optim.optimizer_values import (
     OptimizerValues,
     is_subclass,
@@ -22,8 +24,10 @@ from poptorch.optim.optimizer_values import (
 from poptorch.optim.optimizers import Optimizer
 from poptorch.options import Options
 
-_EPSILON: float = 1e-6
+_EPSILON: Final = 1e-6
 """What torch adds to a norm that it divides by."""
+
+_FACTOR: Final = "lossScaleUpdateFactor"
 
 
 def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None:
@@ -60,7 +64,6 @@ class DeviceOptimizer:
             replicated tensor sharding.
 
     Attributes:
-        loss_scaling: What to multiply the loss by, now.
         has_news: Whether there was a step since the state was read.
     """
 
@@ -72,55 +75,74 @@ class DeviceOptimizer:
         options: Options,
         model: popdist.ReplicatedModel | None = None,
     ) -> None:
-        del model
         self._options = options
         self._optimizer = optimizer
         self._strategy = mean_reduction_strategy(optimizer)
         self._values = values_of(optimizer)
         self._attributes = _attributes_of(optimizer)
-        self._warned: set[str] = set()
         self._group_names = [
             [names[parameter] for parameter in group["params"] if parameter in device_of]
             for group in optimizer.param_groups
         ]
+        placement = Placement.of(options, model)
         self._parts = [
-            make_part(
-                group=index,
-                kind=self._values.kind,
-                settings=group,
-                types=self._values.types,
-                parameters={names[it]: device_of[it] for it in group["params"] if it in device_of},
-            )
+            part
             for index, group in enumerate(optimizer.param_groups)
-            if any(it in device_of for it in group["params"])
+            for part in make_parts(
+                index,
+                self._values.kind,
+                group,
+                self._values.moment_types,
+                {names[it]: device_of[it] for it in group["params"] if it in device_of},
+                placement,
+            )
         ]
-        self.loss_scaling = self._values.graph["lossScaling"].number
+        self._is_automatic = bool(options.Training.auto_loss_scaling)
+        self._factor = 1.0
         self.has_news = True
         for line in self._values.lines():
             logger.debug(line)
         self._hold(optimizer)
         self.take_state()
 
+    @property
+    def loss_scaling(self) -> float:
+        """What to multiply the loss by in the next step."""
+        return self._values.graph["lossScaling"].number * self._factor
+
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameters, with the gradients of the scaled loss that are there."""
-        self._scale_gradients()
+        """Update the parameters, with the gradients of the scaled loss that are there.
+
+        With automatic loss scaling, a step whose gradients are not finite is left out.
+        """
+        self.has_news = True
+        if self._is_automatic:
+            gradients = self._gradients()
+            is_left_out = not are_finite(gradients)
+            scaling = self.loss_scaling
+            self._factor = next_factor(self._factor, self._values.graph["lossScaling"].number, gradients)
+            if is_left_out:
+                return
+            self._unscale(scaling)
+        else:
+            self._unscale(self.loss_scaling)
         for part in self._parts:
             part.stepper.step()
-        self.has_news = True
 
-    def _scale_gradients(self) -> None:
-        """Divide by the loss scaling, and limit the norm over all parameters."""
-        scaling, limit = self.loss_scaling, self._values.graph["maxGradNorm"].number
-        if scaling == 1 and math.isinf(limit):
-            return
-        gradients = [it.grad for part in self._parts for it in part.parameters if it.grad is not None]
-        factor: float | Tensor = 1 / scaling
-        if math.isfinite(limit) and gradients:
+    def _gradients(self) -> list[Tensor]:
+        return [it.grad for part in self._parts for it in part.parameters if it.grad is not None]
+
+    def _unscale(self, scaling: float) -> None:
+        """Divide the gradients by the loss scaling, and limit the norm over all parameters."""
+        limit = self._values.graph["maxGradNorm"].number
+        factor: float | Tensor | None = None if scaling == 1 else 1 / scaling
+        if math.isfinite(limit) and (gradients := self._gradients()):
             norms = [torch.linalg.vector_norm(it, dtype=torch.float32) for it in gradients]
             total = torch.linalg.vector_norm(torch.stack(norms)) / scaling
             factor = torch.clamp(limit / (total + _EPSILON), max=1.0) / scaling
-        torch._foreach_mul_(gradients, factor)
+        for part in self._parts:
+            part.scale_gradients(factor)
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the values of ``optimizer`` from now on; the state stays.
@@ -140,6 +162,8 @@ class DeviceOptimizer:
         logger.debug("Writing optimiser state tensors from IPU to host.")
         self.has_news = False
         state = {name: value for part in self._parts for name, value in part.read().items()}
+        if self._is_automatic:
+            state[_FACTOR] = torch.tensor(self._factor)
         return {"ipu_state": state, "ipu_param": self._parameters_of_steps()}
 
     def write_state(self, state: Mapping[str, Mapping[str, Tensor] | None]) -> None:
@@ -148,6 +172,8 @@ class DeviceOptimizer:
             logger.debug("Writing optimiser state tensors from host to IPU memory.")
             for part in self._parts:
                 part.write(given)
+            if self._is_automatic and _FACTOR in given:
+                self._factor = float(given[_FACTOR])
 
     def take_state(self) -> None:
         """Go on from the state that the program loaded into its optimizer, and from its settings."""
@@ -183,7 +209,6 @@ class DeviceOptimizer:
         if values != self._values:
             self.has_news = True
         self._values = values
-        self.loss_scaling = values.graph["lossScaling"].number
         for part in self._parts:
             part.set(optimizer.param_groups[part.group])
 
@@ -204,13 +229,11 @@ class DeviceOptimizer:
         _check_constants(self._values, values)
 
     def _warn_of_others(self, optimizer: torch.optim.Optimizer) -> None:
+        log = logger.debug if self._options.relax_optimizer_checks else logger.warning
         for owner, names in _attributes_of(optimizer).items():
-            new = names - self._attributes.get(owner, set())
-            text = f"Ignoring unexpected {owner} attribute in {type(optimizer).__name__} optimizer: {sorted(new)}"
-            if new and text not in self._warned:
-                self._warned.add(text)
-                log = logger.debug if self._options.relax_optimizer_checks else logger.warning
-                log(text)
+            if new := sorted(names - self._attributes[owner]):
+                self._attributes[owner] |= names
+                log("Ignoring unexpected %s attribute in %s optimizer: %s", owner, type(optimizer).__name__, new)
 
     def _parameters_of_steps(self) -> dict[str, Tensor]:
         """The values of ``ipu_param``, by PopTorch's names."""

@@ -1,4 +1,4 @@
-"""The optimizers of torch and popdist that update a device's parameters, and their state by PopTorch's names."""
+"""The state of an optimizer on a device, by PopTorch's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,24 +8,30 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from poptorch.optim.arithmetic import arithmetic_of
+from poptorch.optim.arithmetic import UNCORRECTED_STEPS, arithmetic_of
+from poptorch.optim.device_steppers import Placement, make_stepper, scales_gradients
+
+_FIRST: Final = "first_order_momentum_accum_type"
+_SECOND: Final = "second_order_momentum_accum_type"
+
+_ADAM: Final = {
+    "exp_avg": ("Accl1", _FIRST),
+    "exp_avg_sq": ("Accl2", _SECOND),
+    "max_exp_avg_sq": ("Accl3", _SECOND),
+}
 
 _MOMENTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
     "SGD": {"momentum_buffer": ("Accl1", "velocity_accum_type")},
     "RMSprop": {
-        "grad_avg": ("Accl1", "first_order_momentum_accum_type"),
-        "square_avg": ("Accl2", "second_order_momentum_accum_type"),
-        "momentum_buffer": ("Accl3", "first_order_momentum_accum_type"),
+        "grad_avg": ("Accl1", _FIRST),
+        "square_avg": ("Accl2", _SECOND),
+        "momentum_buffer": ("Accl3", _FIRST),
     },
-    "Adam": {
-        "exp_avg": ("Accl1", "first_order_momentum_accum_type"),
-        "exp_avg_sq": ("Accl2", "second_order_momentum_accum_type"),
-        "max_exp_avg_sq": ("Accl3", "second_order_momentum_accum_type"),
-    },
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "LAMB": _ADAM,
 }
 """torch's name of what has a number for each element → PopTorch's, and the attribute that says its dtype."""
-
-_STEP: Final = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +43,9 @@ class DevicePart:
         kind: SGD, Adam, AdamW, RMSprop or LAMB.
         names: Of the parameters, in order.
         parameters: On the device.
-        types: The dtype of what has a number for each element, by torch's name of it.
-        stepper: Updates them.
+        types: The dtypes that were asked for, by attribute.
+        counts_steps: Whether the number of steps is a part of the state.
+        stepper: Updates the parameters.
     """
 
     group: int
@@ -46,57 +53,86 @@ class DevicePart:
     names: Sequence[str]
     parameters: Sequence[Parameter]
     types: Mapping[str, torch.dtype]
+    counts_steps: bool
     stepper: torch.optim.Optimizer
+
+    def begin(self) -> None:
+        """Have a state before the first step where its dtypes are not those that the stepper would choose."""
+        if self.kind != "SGD" and set(self._moments().values()) != {torch.float32}:
+            self._load(self.read())
 
     def set(self, settings: Mapping[str, Any]) -> None:
         """Give the steps from now on the settings of the group."""
+        before = self._moments()
         _, taken = arithmetic_of(self.kind, settings)
         self.stepper.param_groups[0].update(taken)
+        if self.kind != "SGD" and self._moments().keys() - before.keys():
+            self._load(self.read())
+
+    def scale_gradients(self, factor: float | Tensor | None) -> None:
+        """Have the next step multiply its gradients by ``factor``, in float32; None: leave them as they are."""
+        if scales_gradients(self.stepper):
+            self.stepper.__dict__["grad_scale"] = None if factor is None else 1 / torch.as_tensor(factor)
+        elif factor is not None:
+            gradients = [it.grad for it in self.parameters if it.grad is not None]
+            torch._foreach_mul_(gradients, factor)
 
     def read(self) -> dict[str, Tensor]:
         """The state by PopTorch's names: text → tensor on the CPU. What there is none of yet is 0."""
         states = self.stepper.state_dict()["state"]
+        moments = self._moments()
         read = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
             state = states.get(index, {})
-            for moment, dtype in self.types.items():
+            for moment, dtype in moments.items():
                 value = state.get(moment)
                 if value is None:
                     value = torch.zeros_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
-                read[f"{_prefix(self.kind, moment)}___{name}"] = value.detach().to("cpu", copy=True)
-            if self.kind != "SGD":
-                read[f"Step___{name}"] = torch.as_tensor(state.get(_STEP, 0.0)).detach().to("cpu", copy=True)
+                read[self._text(moment, name)] = value.detach().to("cpu", copy=True)
+            if self.counts_steps:
+                read[f"Step___{name}"] = torch.as_tensor(state.get("step", 0.0)).detach().to("cpu", copy=True)
         return read
 
     def write(self, named: Mapping[str, Tensor]) -> None:
         """Go on from a state that ``read`` gave; what is missing stays as it is."""
         before = self.read()
-        if not any(name in named for name in before):
-            return
-        states = {}
+        if found := {name: torch.as_tensor(named[name]) for name in before if name in named}:
+            self._load({**before, **found})
+
+    def _load(self, named: Mapping[str, Tensor]) -> None:
+        moments = self._moments()
+        states: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters, strict=True)):
-            state = {}
-            for moment, dtype in self.types.items():
-                text = f"{_prefix(self.kind, moment)}___{name}"
-                value = torch.as_tensor(named.get(text, before[text]))
-                state[moment] = value.to(parameter.device, dtype, copy=True).view(parameter.shape)
-            if self.kind != "SGD":
-                text = f"Step___{name}"
-                state[_STEP] = torch.as_tensor(named.get(text, before[text])).clone().float().view(())
+            state = {
+                moment: named[self._text(moment, name)]
+                .to(parameter.device, dtype, copy=True)
+                .view(parameter.shape)
+                for moment, dtype in moments.items()
+            }
+            if self.counts_steps:
+                state["step"] = named[f"Step___{name}"].clone().float().view(())
+            elif self.kind != "SGD":
+                state["step"] = torch.tensor(UNCORRECTED_STEPS)
             elif not any(bool(value.any()) for value in state.values()):
                 continue  # torch's first step, which has no velocity yet
             states[index] = state
         self.stepper.load_state_dict({**self.stepper.state_dict(), "state": states})
 
+    def _moments(self) -> dict[str, torch.dtype]:
+        return _moments_of(self.kind, self.stepper.param_groups[0], self.types)
 
-def make_part(
-    *,
+    def _text(self, moment: str, name: str) -> str:
+        return f"{_MOMENTS[self.kind][moment][0]}___{name}"
+
+
+def make_parts(
     group: int,
     kind: str,
     settings: Mapping[str, Any],
     types: Mapping[str, torch.dtype],
     parameters: Mapping[str, Parameter],
-) -> DevicePart:
+    placement: Placement,
+) -> list[DevicePart]:
     """What updates ``parameters``, by name, with the settings of a group of the program's optimizer.
 
     Args:
@@ -105,33 +141,36 @@ def make_part(
         settings: Of the group.
         types: Dtypes that were asked for, by attribute.
         parameters: On the device.
+        placement: How the state lies.
     """
-    stepper_class, taken = arithmetic_of(kind, settings)
-    stepper = stepper_class(parameters.values(), **taken)
-    moments = _MOMENTS.get(kind, _MOMENTS["Adam"])
-    wanted = [moment for moment in moments if _is_kept(moment, kind, settings)]
-    return DevicePart(
-        group=group,
-        kind=kind,
-        names=list(parameters),
-        parameters=list(parameters.values()),
-        types={moment: types.get(moments[moment][1], torch.float32) for moment in wanted},
-        stepper=stepper,
-    )
+    parts = []
+    for is_sharded in (False, True):
+        own = {name: it for name, it in parameters.items() if placement.is_sharded(it) is is_sharded}
+        if own:
+            moments = _moments_of(kind, settings, types)
+            number = 2 * group + is_sharded
+            part = DevicePart(
+                group=group,
+                kind=kind,
+                names=list(own),
+                parameters=list(own.values()),
+                types=types,
+                counts_steps=kind != "SGD" and bool(settings.get("bias_correction", True) or kind == "LAMB"),
+                stepper=make_stepper(kind, settings, list(own.values()), moments, placement, number),
+            )
+            part.begin()
+            parts.append(part)
+    return parts
 
 
-def _is_kept(moment: str, kind: str, settings: Mapping[str, Any]) -> bool:
-    """Whether an optimizer with these settings has it."""
-    match moment:
-        case "momentum_buffer":
-            return bool(settings["momentum"])
-        case "grad_avg":
-            return bool(settings["centered"])
-        case "max_exp_avg_sq":
-            return kind != "LAMB" and bool(settings["amsgrad"])
-        case _:
-            return True
-
-
-def _prefix(kind: str, moment: str) -> str:
-    return _MOMENTS.get(kind, _MOMENTS["Adam"])[moment][0]
+def _moments_of(
+    kind: str, settings: Mapping[str, Any], types: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
+    """What an optimizer with these settings has a number in for each element, and the dtype that was asked for."""
+    is_kept = {
+        "momentum_buffer": bool(settings.get("momentum")),
+        "grad_avg": bool(settings.get("centered")),
+        "max_exp_avg_sq": bool(settings.get("amsgrad")),
+    }
+    moments = _MOMENTS[kind].items()
+    return {it: types.get(asked, torch.float32) for it, (_, asked) in moments if is_kept.get(it, True)}

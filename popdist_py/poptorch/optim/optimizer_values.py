@@ -71,6 +71,13 @@ class OptimizerValues:
     groups: Sequence[Mapping[str, Value]]
     is_combined: bool
 
+    @property
+    def moment_types(self) -> Mapping[str, torch.dtype]:
+        """The dtypes of the state: a combined accumulator has that of the gradients."""
+        if self.is_combined and self.types["accum_type"] == torch.float16:
+            return {**self.types, "velocity_accum_type": torch.float16}
+        return self.types
+
     def lines(self) -> list[str]:
         """Lines of the log: one for all parameters, and one for each group."""
         types = {_camel(name): str(dtype).removeprefix("torch.") for name, dtype in self.types.items()}
