@@ -1,12 +1,14 @@
 """poptorch.optim: what the optimizers are, and that a device's steps are those of torch.
 
-Holds poptorch.optim.optimizers, poptorch.optim.variable_attributes, poptorch.optim.optimizer_values and
-poptorch.optim.device_parts.
+Holds poptorch.optim.optimizers, poptorch.optim.variable_attributes, poptorch.optim.optimizer_values,
+poptorch.optim.device_parts, poptorch.optim.device_steppers, poptorch.optim.loss_scale and
+poptorch.optim.whole_parameters.
 """
 
 import copy
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -258,3 +260,241 @@ def test_rounding_by_chance_moves_the_weights_in_the_mean(kind: str) -> None:
     assert torch.equal(trained(by_chance=False), torch.ones(64, 64).bfloat16())
     assert not torch.equal(moved, torch.ones(64, 64).bfloat16())
     assert torch.equal(moved, trained(by_chance=True))
+
+
+LOGGER = "poptorch::python"
+
+
+def test_the_log_says_what_the_device_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """At first all, then what is new, and nothing if nothing is."""
+    with caplog.at_level("DEBUG", LOGGER):
+        pair = Pair(
+            lambda it: optim.SGD(
+                it, lr=0.01, momentum=0.5, loss_scaling=2.0, velocity_accum_type=torch.half, accum_type=torch.half
+            )
+        )
+    graph, group = (line for line in caplog.messages if "Updating" in line)
+    for text in ("graph optimizer with SGD", "accumType=float16", "defaultLearningRate=0.01,", "lossScaling=2"):
+        assert text in graph
+    for text in (
+        "Updating group 0 optimizer",
+        "group 0 optimizer with SGD",
+        "learningRate=0.01,",
+        "momentum=0.5,",
+    ):
+        assert text in group
+    assert "weightDecay=0 (const)" in group
+    assert "velocityScaling=2" in group
+
+    caplog.clear()
+    with caplog.at_level("DEBUG", LOGGER):
+        pair.stepper.update(pair.optimizer)
+        assert caplog.messages == []
+        pair.optimizer.param_groups[0]["lr"] = 0.25
+        pair.stepper.update(pair.optimizer)
+    assert len(caplog.messages) == 1
+    assert "group 0 optimizer with SGD settings learningRate=0.25" in caplog.text
+
+
+def test_the_log_says_when_a_state_moves(caplog: pytest.LogCaptureFixture) -> None:
+    """To the host when it is asked for and new, to the device when it is loaded."""
+    pair = Pair(lambda it: optim.Adam(it, lr=0.1))
+    with caplog.at_level("DEBUG", LOGGER):
+        state = pair.optimizer.state_dict()
+        pair.optimizer.state_dict()
+        pair.optimizer.load_state_dict(state)
+
+    assert caplog.messages == [
+        "Writing optimiser state tensors from IPU to host.",
+        "Using cached optimiser state dict",
+        "Writing optimiser state tensors from host to IPU memory.",
+    ]
+
+
+@pytest.mark.parametrize("is_relaxed", [False, True])
+def test_attributes_added_later_are_warned_of_once(caplog: pytest.LogCaptureFixture, is_relaxed: bool) -> None:  # noqa: FBT001 - a parameter
+    """Those of the optimizer and those of groups; not the ones that were there, and none if checks are relaxed."""
+    options = poptorch.Options().relaxOptimizerAttributesChecks(is_relaxed)
+
+    pair = Pair(lambda it: _with_attribute(optim.SGD(it, lr=0.1), "early"), options)
+    pair.stepper.update(pair.optimizer)
+    _with_attribute(pair.optimizer, "late")
+    pair.stepper.update(pair.optimizer)
+    pair.stepper.update(pair.optimizer)
+    found = [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    assert (
+        found == []
+        if is_relaxed
+        else [
+            "Ignoring unexpected optimizer attribute in SGD optimizer: ['late']",
+            "Ignoring unexpected group 0 attribute in SGD optimizer: ['late']",
+        ]
+    )
+
+
+def _with_attribute(optimizer: torch.optim.Optimizer, name: str) -> torch.optim.Optimizer:
+    optimizer.__dict__[name] = optimizer.param_groups[0][name] = 1
+    return optimizer
+
+
+def test_a_derived_class_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own code does not run on a device."""
+
+    class Mine(torch.optim.Adam):
+        def step(self, closure: object = None) -> Any:  # noqa: ANN401 - as torch's
+            raise AssertionError(closure)
+
+    pair = Pair(lambda it: Mine(it, lr=0.01))
+    pair.run(2)
+
+    assert "Poptorch does not run Python optimizer code directly" in caplog.text
+    assert same(pair, plain(lambda it: torch.optim.Adam(it, lr=0.01), 2))
+
+
+def test_the_reduction_strategy_follows_the_optimizer() -> None:
+    """Set when a model is wrapped, and fixed once it is compiled."""
+    make = partial(optim.SGD, lr=0.1, accum_type=torch.half)
+    running, combined = Pair(make), Pair(partial(make, use_combined_accum=True))
+    strategies = [
+        it.options.Training.meanAccumulationAndReplicationReductionStrategy for it in (running, combined)
+    ]
+
+    assert strategies == [poptorch.MeanReductionStrategy.Running, poptorch.MeanReductionStrategy.Post]
+    with pytest.raises(ValueError, match="is already compiled"):
+        running.stepper.update(optim.SGD(running.host.parameters(), lr=0.1))
+
+
+def test_constant_attributes_keep_their_values() -> None:
+    """Those that the constructor was not given; for torch's those that equal the default. The rate is variable."""
+    made = optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.5, loss_scaling=2.0)
+    attributes = made.variable_attrs
+    assert attributes._variable_attributes == ["lr", "momentum", "loss_scaling"]
+    assert attributes.isConstant("weight_decay")
+    attributes.markAsConstant("momentum")
+    attributes.markAsVariable("weight_decay")
+    assert attributes.isConstant("momentum")
+    assert not copy.copy(made).variable_attrs.isConstant("weight_decay")
+    assert set(attributes._variable_attributes) <= set(attributes._allowed_attributes)
+    with pytest.raises(AssertionError, match="'speed' is no attribute"):
+        attributes.markAsVariable("speed")
+
+    pair = Pair(lambda it: torch.optim.SGD(it, lr=0.1, momentum=0.5))
+    pair.stepper.update(torch.optim.SGD(pair.host.parameters(), lr=0.2, momentum=0.7))
+    with pytest.raises(poptorch.Error, match=r"dampening is constant, 0, and setOptimizer was given 0\.5"):
+        pair.stepper.update(torch.optim.SGD(pair.host.parameters(), lr=0.2, momentum=0.7, dampening=0.5))
+
+
+def test_dtypes_and_velocity_scaling_are_checked(caplog: pytest.LogCaptureFixture) -> None:
+    """PopTorch has half and float; a velocity is scaled with combined accumulators only."""
+    weights = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(AssertionError, match="accum_type must be"):
+        optim.Adam(weights, accum_type=torch.int8)
+    with pytest.raises(AssertionError, match="velocity_accum_type must be"):
+        optim.SGD(weights, lr=0.1, velocity_accum_type=torch.bfloat16)
+    apart = optim.SGD(weights, lr=0.1, loss_scaling=4.0, velocity_scaling=8.0)
+    combined = optim.SGD(weights, lr=0.1, velocity_scaling=8.0, use_combined_accum=True)
+
+    assert "velocity_scaling" in caplog.text
+    assert (apart.velocity_scaling, combined.velocity_scaling) == (4.0, 8.0)
+    assert "velocity_scaling" not in apart.param_groups[0]
+    assert combined.param_groups[0]["velocity_scaling"] == 8.0
+
+
+def test_sgds_values_are_scaled() -> None:
+    """lr(1 - dampening)/loss scaling, and 1 - lr(1 - dampening)·weight decay."""
+    pair = Pair(lambda it: optim.SGD(it, lr=0.5, dampening=0.2, weight_decay=0.1, loss_scaling=4.0))
+    values = pair.optimizer.state_dict()["ipu_param"]
+
+    assert values["scaledLearningRate0___specific___0.weight"] == pytest.approx(0.1)
+    assert values["weightDecayScaleFactor0___specific___0.weight"] == pytest.approx(0.96)
+
+
+def test_only_states_of_poptorch_are_loaded() -> None:
+    """Names may be missing; they are there after the next step. The rate follows, and the values survive."""
+    make = lambda it: optim.Adam(it, lr=0.1, loss_scaling=2.0)  # noqa: E731
+    pair = Pair(make)
+    pair.run()
+    state = pair.optimizer.state_dict()
+    with pytest.raises(RuntimeError, match="Only IPU optimizer states can be loaded"):
+        pair.optimizer.load_state_dict(torch.optim.Adam(pair.host.parameters()).state_dict())
+
+    other = optim.Adam(pair.host.parameters(), lr=0.5, loss_scaling=2.0)
+    other.load_state_dict(state)
+    assert other.param_groups[0]["lr"] == 0.1
+    assert other.state_dict()["ipu_param"].keys() == state["ipu_param"].keys()
+    del state["ipu_state"]["Accl1___0.weight"]
+    other.load_state_dict(state)
+    pair.stepper.release()
+    pair.optimizer = other
+    pair.stepper = pair.compile()
+    found = other.state_dict()
+
+    assert torch.equal(found["ipu_state"]["Accl2___0.weight"], state["ipu_state"]["Accl2___0.weight"])
+    assert not found["ipu_state"]["Accl1___0.weight"].any()
+
+
+def test_a_new_optimizer_takes_over_the_state() -> None:
+    """``setOptimizer`` with another object of the class: the velocity stays, the rate is new."""
+    make = partial(optim.SGD, momentum=0.9)
+    pair = Pair(partial(make, lr=0.1))
+    pair.run(2)
+    before = pair.optimizer.state_dict()["ipu_state"]
+    other = make(pair.host.parameters(), lr=0.0)
+    pair.stepper.update(other)
+    weights = [it.detach().clone() for it in pair.device.parameters()]
+    pair.run(1)
+
+    assert same(pair, weights)
+    assert other.state_dict()["ipu_state"].keys() == before.keys()
+    with pytest.raises(poptorch.Error, match="compiled with SGD and 1 groups"):
+        pair.stepper.update(optim.Adam(pair.host.parameters()))
+
+
+def test_the_loss_scaling_follows_the_gradients() -> None:
+    """Doubled while they are small, halved near half precision's limit; infinite ones change no weight."""
+    options = poptorch.Options()
+    options.Training.setAutomaticLossScaling(enabled=True)
+    pair = Pair(lambda it: optim.SGD(it, lr=0.1, loss_scaling=16.0), options)
+    factors = []
+    for size in (1.0, 1.0, 1e4):
+        factors.append(float(pair.optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"]))
+        assert pair.stepper.loss_scaling == 16 * factors[-1]
+        pair.run(size=size)
+    weights = [it.detach().clone() for it in pair.device.parameters()]
+    pair.run(size=float("inf"))
+
+    assert factors == [1, 2, 4]
+    assert pair.stepper.loss_scaling == 16
+    assert same(pair, weights)
+    assert pair.optimizer.state_dict()["ipu_param"]["lossScaling_FLOAT"] == 16
+
+
+def test_ordinary_steps_are_torchs() -> None:
+    """An optimizer of poptorch without any model."""
+    for kind in ("SGD", "Adam", "AdamW", "RMSprop"):
+        ours, theirs = (plain(partial(getattr(it, kind), lr=0.01), 5) for it in (optim, torch.optim))
+        assert all(map(torch.equal, ours, theirs))
+    for make in (HALF_MAKES["LAMB"], HALF_MAKES["RMSprop"], HALF_MAKES["AdamW"]):
+        pair = Pair(make, module=nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+        start = [it.detach().clone() for it in pair.host.parameters()]
+        pair.optimizer.zero_grad()
+        for it in pair.host.parameters():
+            it.grad = torch.ones_like(it)
+        assert pair.optimizer.step(lambda: 3.0) == 3.0
+        assert not any(map(torch.equal, start, pair.host.parameters()))
+
+
+def test_adamw_without_bias_correction_against_its_equations() -> None:
+    """In float64."""
+    weight = nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = optim.AdamW([weight], lr=0.1, betas=(0.5, 0.9), weight_decay=0.2, bias_correction=False)
+    expected, (mean, square) = weight.detach().clone(), torch.zeros(2, 2, dtype=torch.float64)
+    for step in range(10):
+        gradient = torch.tensor([1.0, 2.0], dtype=torch.float64) * (step - 3)
+        weight.grad = gradient.clone()
+        optimizer.step()
+        mean, square = 0.5 * mean + 0.5 * gradient, 0.9 * square + 0.1 * gradient**2
+        expected = expected - 0.1 * (mean / (square.sqrt() + 1e-8) + 0.2 * expected)
+
+    assert torch.allclose(weight.detach(), expected, rtol=1e-12)

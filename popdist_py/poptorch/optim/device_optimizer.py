@@ -265,7 +265,8 @@ def _check_constants(before: OptimizerValues, after: OptimizerValues) -> None:
     pairs = [(before.graph, after.graph), *zip(before.groups, after.groups, strict=True)]
     for old, new in pairs:
         for name in old.keys() & new.keys():
-            if old[name].is_constant and old[name].number != new[name].number:
+            is_used = not name.startswith("default")
+            if is_used and old[name].is_constant and old[name].number != new[name].number:
                 raise Error(
                     f"{name} is constant, {old[name].number:g}, and setOptimizer was given {new[name].number:g}: "
                     "give it to the optimizer's constructor, or call optimizer.variable_attrs.markAsVariable "
