@@ -26,14 +26,15 @@ class ICustomArgParser:
         raise NotImplementedError
 
 
-_PARSERS: Final[dict[type, ICustomArgParser]] = {}
+PARSERS: Final[dict[type, ICustomArgParser]] = {}
+"""Those that are registered."""
 
 
 def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
     """Have models and loaders take objects of ``arg_type``, and of its subclasses."""
     if not isinstance(parser, ICustomArgParser):
         raise Error(f"{parser!r} is no poptorch.ICustomArgParser")
-    _PARSERS[arg_type] = parser
+    PARSERS[arg_type] = parser
 
 
 class Structure(NamedTuple):
@@ -55,18 +56,25 @@ class Structure(NamedTuple):
 _TENSOR: Final = Structure(Tensor)
 
 
-def taken_apart(value: Any, tensors: list[Tensor], like: Structure | None = None) -> Structure:  # noqa: ANN401 - of every kind
+def taken_apart(
+    value: Any,  # noqa: ANN401 - of every kind
+    tensors: list[Any],
+    *,
+    like: Structure | None = None,
+    is_leaf: Callable[[object], bool] | None = None,
+) -> Structure:
     """The structure of ``value``, whose tensors are added to ``tensors``.
 
     Args:
         value: A tensor, tuple, list, dict, registered object or constant.
         tensors: Takes the tensors.
         like: A structure whose dicts give the order of the same keys.
+        is_leaf: What else counts as a tensor.
 
     Raises:
         Error: If something holds tensors that is none of these.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or (is_leaf is not None and is_leaf(value)):
         tensors.append(value)
         return _TENSOR
     kind = type(value)
@@ -77,25 +85,17 @@ def taken_apart(value: Any, tensors: list[Tensor], like: Structure | None = None
             raise Error(f"yieldTensors of {type(parser).__name__} must give tensors only")
         tensors += held
         return Structure(kind, value, (), (_TENSOR,) * len(held))
-    if isinstance(value, tuple | list):
-        known = like.parts if like is not None and like.kind is kind and len(like.parts) == len(value) else None
-        parts = [taken_apart(part, tensors, known[place] if known else None) for place, part in enumerate(value)]
-        return Structure(kind, value, (), tuple(parts))
-    if isinstance(value, dict):
-        names, known = tuple(value), None
-        if (
-            like is not None
-            and like.kind is kind
-            and len(like.names) == len(names)
-            and value.keys() == {*like.names}
-        ):
-            names, known = like.names, like.parts
-        parts = [
-            taken_apart(value[name], tensors, known[place] if known else None) for place, name in enumerate(names)
-        ]
-        return Structure(kind, value, names, tuple(parts))
-    _check_constant(value)
-    return Structure(None, value)
+    is_dict = isinstance(value, dict)
+    if not is_dict and not isinstance(value, tuple | list):
+        _check_constant(value)
+        return Structure(None, value)
+    names = tuple(value) if is_dict else ()
+    known: tuple[Structure | None, ...] = (None,) * len(value)
+    if like is not None and like.kind is kind and len(like.parts) == len(value) and {*like.names} == {*names}:
+        names, known = like.names, like.parts
+    held = [value[name] for name in names] if is_dict else value
+    parts = (taken_apart(part, tensors, like=one, is_leaf=is_leaf) for part, one in zip(held, known, strict=True))
+    return Structure(kind, value, names, tuple(parts))
 
 
 def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Callable[..., Any] = list) -> Any:  # noqa: ANN401 - as above
@@ -127,9 +127,9 @@ def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: C
 
 
 def _parser_of(kind: type) -> ICustomArgParser | None:
-    if not _PARSERS:
+    if not PARSERS:
         return None
-    return next((_PARSERS[base] for base in kind.__mro__ if base in _PARSERS), None)
+    return next((PARSERS[base] for base in kind.__mro__ if base in PARSERS), None)
 
 
 def _check_constant(value: Any) -> None:  # noqa: ANN401 - as above

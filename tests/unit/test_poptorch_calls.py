@@ -14,7 +14,7 @@ from torch import Tensor
 
 import poptorch
 from poptorch import CommGroupType, OutputMode
-from poptorch.custom_types import _PARSERS
+from poptorch.custom_types import PARSERS
 from poptorch.executor.arguments import CallArguments
 from poptorch.executor.outputs import Outputs
 from poptorch.options.combined_batch import CombinedBatch
@@ -53,7 +53,7 @@ class BoxesParser(poptorch.ICustomArgParser):
 def _types() -> Iterator[None]:
     poptorch.registerCustomArgParser(Boxes, BoxesParser())
     yield
-    _PARSERS.pop(Boxes)
+    PARSERS.pop(Boxes)
 
 
 def options(iterations: int = 1, accumulations: int = 1, replicas: int = 1) -> poptorch.Options:
@@ -193,7 +193,7 @@ def test_lists_are_tuples_unless_forward_says_list() -> None:
 
 def test_what_holds_tensors_unseen_is_refused() -> None:
     """It would be passed whole."""
-    _PARSERS.pop(Boxes)
+    PARSERS.pop(Boxes)
     try:
         with pytest.raises(poptorch.Error, match=r"registerCustomArgParser\(Boxes"):
             CallArguments.of(plain, (Boxes(ONE, "", ONE),), {}, options())

@@ -26,8 +26,11 @@ from torch.utils.data import (
 
 import poptorch
 from poptorch import DataLoaderMode, SharingStrategy
+from poptorch._logging import logger
+from poptorch.custom_types import PARSERS
 from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
 from poptorch.data.read_ahead import rebatched
+from poptorch.data.shared_slots import SlotReader, SlotWriter
 from tests.running import run
 
 FORK: dict[str, Any] = {"sharing_strategy": SharingStrategy.Fork}
@@ -348,3 +351,134 @@ def test_a_partition_has_a_length() -> None:
     """As torch's loaders ask for."""
     partition = Partition(num_samples=7, batch_size=2, process_id=0, num_processes=3, drop_last=False)
     assert len(PartitionSampler(partition)) == len(list(PartitionSampler(partition))) == 3
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Of several dtypes, shapes and strides."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    values = torch.arange(torch.Size(shape).numel()) + draw(st.integers(0, 200))
+    made = values.reshape(shape).to(draw(st.sampled_from(DTYPES)))
+    return made.transpose(0, 1) if len(shape) > 1 and draw(st.booleans()) else made
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(tensors(), st.text(max_size=3), st.integers(0, 4)), max_size=12), st.integers(1, 3))
+def test_a_batch_that_is_kept_stays_as_it_is(steps: list[tuple[Tensor, str, int]], most_free: int) -> None:
+    """However long: its memory is written again when all its tensors are gone, and not before."""
+    writer, reader = SlotWriter(most_free), SlotReader()
+    kept: list[tuple[Any, Any]] = []
+    for tensor, text, num_forgotten in steps:
+        batch = {"x": tensor, "views": [tensor, tensor.clone()], "text": text}
+        kept.append((batch, reader.read(writer.write(batch))))
+        del kept[:num_forgotten]
+        for slot in reader.left():
+            writer.free(slot)
+        assert all(is_same(sent, found) for sent, found in kept)
+        assert len(writer._slots) <= len(kept) + most_free
+
+
+def is_same(sent: Any, found: Any) -> bool:  # noqa: ANN401 - batches
+    """In dtype, shape and every element; a tensor holds no memory but its own."""
+    return bool(found["text"] == sent["text"]) and all(
+        torch.equal(one, other)
+        and (one.dtype, one.shape) == (other.dtype, other.shape)
+        and other.untyped_storage().nbytes() == one.numel() * one.element_size()
+        for one, other in zip([sent["x"], *sent["views"]], [found["x"], *found["views"]], strict=True)
+    )
+
+
+def test_memory_comes_again() -> None:
+    """A loop over many batches of one size needs few slots."""
+    writer, reader = SlotWriter(3), SlotReader()
+    for number in range(10):
+        batch = reader.read(writer.write(torch.full((5,), number)))
+        assert batch.tolist() == [number] * 5
+        for slot in reader.left():
+            writer.free(slot)
+
+    assert len(writer._slots) <= 2
+
+
+class Named:
+    """A program's own type, with a text."""
+
+    def __init__(self, values: Tensor, name: str) -> None:
+        self.values, self.name = values, name
+
+
+class NamedParser(poptorch.ICustomArgParser):
+    """Its parser."""
+
+    def yieldTensors(self, struct: Named) -> Iterator[Tensor]:  # noqa: N802 - PopTorch's
+        """The one."""
+        yield struct.values
+
+    def reconstruct(self, original_structure: Named, tensor_iterator: Iterator[Tensor]) -> Named:
+        """With the name of the original."""
+        return Named(next(tensor_iterator), original_structure.name)
+
+
+@pytest.mark.parametrize("mode", DataLoaderMode)
+def test_batches_of_a_program_s_own_types(mode: DataLoaderMode) -> None:
+    """Within containers, in every mode."""
+    poptorch.registerCustomArgParser(Named, NamedParser())
+    rows: Any = [(Named(torch.tensor([float(number)]), "n"), number) for number in range(4)]
+    ahead: dict[str, Any] = {} if mode is DataLoaderMode.Sync else {"async_options": FORK}
+    if mode is DataLoaderMode.AsyncRebatched:
+        ahead["rebatched_worker_size"] = 1
+    try:
+        loader = poptorch.DataLoader(options(), rows, 2, mode=mode, **ahead)
+        found = [(named.values.tolist(), named.name, numbers.tolist()) for named, numbers in loader]
+        loader.terminate()
+    finally:
+        PARSERS.pop(Named)
+
+    assert found == [([[0.0], [1.0]], "n", [0, 1]), ([[2.0], [3.0]], "n", [2, 3])]
+
+
+def test_a_loader_has_the_length_of_its_data() -> None:
+    """One of data without a length has none; items that are batches need no size."""
+
+    class Endless(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.arange(3))
+
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
+        len(poptorch.DataLoader(options(), Endless()))
+    whole = poptorch.DataLoader(options(iterations=2), Numbers(3), batch_size=None)
+    assert whole.combinedBatchSize is None
+    assert whole._accessor is None
+    assert [number.item() for number in whole] == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+@pytest.mark.parametrize(("drop_last", "expected"), [(True, [2, 2]), (False, [1, 1, 2, 2])])
+def test_each_worker_has_its_own_remainder(drop_last: bool, expected: list[int]) -> None:  # noqa: FBT001 - a row
+    """Of an iterable dataset that is not rebatched; the length is torch's."""
+    loader = poptorch.DataLoader(options(), Stream(6), 2, num_workers=2, drop_last=drop_last)
+    found = sorted(map(len, read(loader)))
+    loader.terminate()
+
+    assert (found, len(loader)) == (expected, 3)
+
+
+def test_an_interrupt_is_the_program_s(capfd: pytest.CaptureFixture[str]) -> None:
+    """The reading process prints nothing and reads on; its number is in the log."""
+    level = logger.level
+    poptorch.setLogLevel("DEBUG")
+    try:
+        accessor = poptorch.AsynchronousDataAccessor(Numbers(9), **FORK)
+        pid = accessor._worker._process.pid
+        os.kill(pid, signal.SIGINT)
+        assert [number.item() for number in accessor] == list(range(9))
+        accessor.terminate()
+    finally:
+        logger.setLevel(level)
+
+    said = capfd.readouterr()
+    assert said.err.splitlines()[-1].endswith(f"[debug] AsynchronousDataAccessor worker process: {pid}")
+    assert (said.out, said.err.count("\n")) == ("", 1)

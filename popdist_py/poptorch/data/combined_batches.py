@@ -1,10 +1,13 @@
 """`DataLoader`: torch's, of combined batches, with each process's part of the data."""
 
+from functools import partial
 from typing import Any
 
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from poptorch.custom_types import PARSERS, ICustomArgParser
 from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
@@ -77,6 +80,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "persistent_workers": num_workers > 0 if persistent_workers is None else persistent_workers,
             **kwargs,
         }
+        if PARSERS and (batch_size is not None or batch_sampler is not None):
+            arguments.setdefault("collate_fn", partial(_collated, parsers=dict(PARSERS)))
         if batch_sampler is not None:
             _check_batch_sampler(batch_size, shuffle=shuffle, is_divided=is_divided)
             arguments["batch_sampler"] = JoinedBatchSampler(batch_sampler, self._factor, drop_last=drop_last)
@@ -186,3 +191,15 @@ def _size_of(batch_sampler: Sampler[list[int]], factor: int) -> int | None:
     """Samples of ``factor`` joined batches, where the sampler says how large one is."""
     size = getattr(batch_sampler, "batch_size", None)
     return size * factor if isinstance(size, int) else None
+
+
+def _collated(samples: list[Any], *, parsers: dict[type, ICustomArgParser]) -> Any:  # noqa: ANN401 - of every kind
+    """One batch of samples, as torch makes it, with objects of registered types."""
+    own: dict[Any, Any] = {kind: partial(_stacked, parser=parser) for kind, parser in parsers.items()}
+    return collate(samples, collate_fn_map={**own, **default_collate_fn_map})
+
+
+def _stacked(samples: list[Any], *, parser: ICustomArgParser, collate_fn_map: object) -> Any:  # noqa: ANN401 - as above
+    del collate_fn_map
+    tensors = map(torch.stack, zip(*map(parser.yieldTensors, samples), strict=True))
+    return parser.reconstruct(samples[0], tensors)

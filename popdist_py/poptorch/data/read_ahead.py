@@ -1,8 +1,9 @@
 """`AsynchronousDataAccessor`: batches read by a process beside the program, before the program asks for them.
 
-The two speak over a pipe. The program sends credits, one for each batch that may lie ready, and leaves an epoch
-before its end by its number; the process sends batches in shared memory, each with the number of its epoch. Either
-one's death closes the pipe, so neither waits for a dead one.
+The two speak over a pipe. The program sends credits, one for each batch that may lie ready, leaves an epoch before
+its end by its number, and gives back the memory of batches that it has let go of. The process sends batches in
+shared memory, each with the number of its epoch. Either one's death closes the pipe, so that neither waits for a
+dead one.
 """
 
 import contextlib
@@ -19,9 +20,10 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.multiprocessing  # has pipes send tensors in shared memory
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from poptorch._logging import logger
+from poptorch.custom_types import PARSERS, Structure, put_together, taken_apart
+from poptorch.data.shared_slots import SlotReader, SlotWriter
 from poptorch.enums import SharingStrategy
 from poptorch.errors import Error
 
@@ -32,6 +34,9 @@ _START_METHODS: Final = {
     SharingStrategy.ForkServer: "forkserver",
 }
 _STOP_SECONDS: Final = 5.0
+
+_NUM_HELD: Final = 2
+"""Batches that a loop has, besides those that lie ready: the one in work and the next one."""
 
 
 class _Message(NamedTuple):
@@ -68,6 +73,7 @@ class _Reader:
         self._data_buffers = _DataBuffers(torch.zeros(buffer_size, dtype=torch.int32).share_memory_())
         self._pipe, theirs = context.Pipe()
         self._num_received = 0
+        self._slots = SlotReader()
         self._process = context.Process(  # type: ignore[attr-defined]  # every context has one
             target=_read,
             args=(batches, theirs, self._pipe, self._data_buffers.indices_mem, first_credits, options),
@@ -94,10 +100,13 @@ class _Reader:
         if message.kind == "batch":
             self._data_buffers.indices_mem[self._num_received % len(self._data_buffers.indices_mem)] = 0
             self._num_received += 1
+            message = message._replace(content=self._slots.read(message.content))
+            for slot in self._slots.left():
+                self.send("free", slot)
         return _Message(*message)
 
     def send(self, kind: str, number: int) -> None:
-        """``"credit"`` with how many, or ``"leave"`` with an epoch."""
+        """``"credit"`` with how many, ``"leave"`` with an epoch, or ``"free"`` with a slot."""
         with contextlib.suppress(OSError):  # the next receive says that the process has ended
             self._pipe.send((kind, number))
 
@@ -147,6 +156,7 @@ class AsynchronousDataAccessor:
             "load_indefinitely": load_indefinitely,
             "rebatched_size": rebatched_size,
             "drop_last": drop_last,
+            "parsers": dict(PARSERS),
         }
         self._worker = _Reader(dataset, buffer_size, buffer_size - self._late_credits, options)
         if self._worker.receive().kind == "failed":
@@ -177,6 +187,7 @@ class AsynchronousDataAccessor:
                 if message.kind == "end":
                     return
                 yield message.content
+            del message  # and with it what holds the batch's memory
 
     def terminate(self) -> None:
         """End the process. Iterators raise an ``Error`` from now on."""
@@ -203,6 +214,7 @@ class _Sending:
         self._indices_mem = indices_mem
         self._credits = num_credits
         self._num_sent = 0
+        self._slots = SlotWriter(len(indices_mem) + _NUM_HELD)
         self._left = -1
 
     def send(self, epoch: int, batch: Any) -> bool:  # noqa: ANN401 - whatever a dataset gives
@@ -212,9 +224,10 @@ class _Sending:
         if epoch <= self._left:
             return False
         self._credits -= 1
+        written = self._slots.write(batch)
         self._indices_mem[self._num_sent % len(self._indices_mem)] = 1
         self._num_sent += 1
-        self._pipe.send(_Message(epoch, "batch", batch))
+        self._pipe.send(_Message(epoch, "batch", written))
         return True
 
     def tell(self, epoch: int, kind: str, content: str = "") -> None:
@@ -239,6 +252,8 @@ class _Sending:
         kind, number = self._pipe.recv()
         if kind == "credit":
             self._credits += number
+        elif kind == "free":
+            self._slots.free(number)
         else:
             self._left = max(self._left, number)
 
@@ -253,7 +268,9 @@ def _read(
 ) -> None:
     """The reading process, until the program closes its end of the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # the program computes meanwhile; torch's own workers do the same
     theirs.close()
+    PARSERS.update(options["parsers"])
     if options["sharing_strategy"] is SharingStrategy.FileSystem:
         torch.multiprocessing.set_sharing_strategy("file_system")
     sending = _Sending(pipe, indices_mem, num_credits)
@@ -303,26 +320,31 @@ def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator
         Error: If there is something else in a batch than tensors with a dim 0, and lists of texts.
     """
     held: list[list[Any]] = []
-    structure = None
+    structure: Structure | None = None
     num_held = 0
     for batch in batches:
-        rows, structure = pytree.tree_flatten(batch, is_leaf=_is_texts)
-        if not all(_is_texts(row) or (isinstance(row, Tensor) and row.dim()) for row in rows):
+        rows: list[Any] = []
+        structure = taken_apart(batch, rows, is_leaf=_is_texts)
+        if not all(isinstance(row, list) or row.dim() for row in rows) or _holds_constants(structure):
             raise Error("batches are joined along dim 0: they must hold tensors with a dim 0, or lists of texts")
         held.append(rows)
         num_held += len(rows[0]) if rows else 0
         while num_held >= size:
             joined = [_joined(parts) for parts in zip(*held, strict=True)]
-            yield pytree.tree_unflatten([row[:size] for row in joined], structure)
+            yield put_together(structure, iter([row[:size] for row in joined]))
             num_held -= size
             held = [[row[size:] for row in joined]] if num_held else []
     if num_held and structure is not None and not drop_last:
-        yield pytree.tree_unflatten([_joined(parts) for parts in zip(*held, strict=True)], structure)
+        yield put_together(structure, iter([_joined(parts) for parts in zip(*held, strict=True)]))
 
 
 def _is_texts(row: object) -> bool:
     """Whether it is what torch's collate function makes of texts."""
     return isinstance(row, list) and bool(row) and all(isinstance(part, str | bytes) for part in row)
+
+
+def _holds_constants(structure: Structure) -> bool:
+    return structure.kind is None or any(map(_holds_constants, structure.parts))
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - of the same kind

@@ -199,7 +199,7 @@ class CallArguments:
         """
         tensors: list[Tensor] = []
         found = {
-            name: taken_apart(bound[name], tensors, expected) if name in bound else self._defaults.get(name)
+            name: taken_apart(bound[name], tensors, like=expected) if name in bound else self._defaults.get(name)
             for name, expected in self._first.items()
         }
         structures = {name: structure for name, structure in found.items() if structure is not None}
