@@ -39,6 +39,7 @@ from poptorch.errors import UnrecoverableError as UnrecoverableError
 from poptorch.executor import PoplarExecutor as PoplarExecutor
 from poptorch.executor import inferenceModel as inferenceModel
 from poptorch.executor import isRunningOnIpu as isRunningOnIpu
+from poptorch.executor import load as load
 from poptorch.executor import trainingModel as trainingModel
 from poptorch.losses import identity_loss as identity_loss
 from poptorch.ops import CPU as CPU

@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.profiler import profile
 
 import poptorch
 from poptorch import _impl, poptorch_core
-from poptorch.executor.saved_models import SavedModel, pickled, read, unpickled, write
+from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, unpickled, write
 from poptorch.poptorch_core import TestErrorType as Kind
 
 
@@ -72,7 +73,8 @@ def test_a_model_lies_in_one_file(tmp_path: Path) -> None:
         is_training=True,
         weights=module.state_dict(),
         optimizer_state={"Accl1___weight": torch.ones(2)},
-        random_states={"cpu": torch.get_rng_state()},
+        random_state=torch.get_rng_state(),
+        example=example_of((torch.ones(3, 2), [1, None]), {"y": "text"}),
         objects=pickled(module, options, None),
     )
     assert write(saved, tmp_path) == tmp_path / "model.poptorch"
@@ -83,6 +85,9 @@ def test_a_model_lies_in_one_file(tmp_path: Path) -> None:
         assert torch.equal(found.weights["weight"], module.weight)
         assert found.is_training
         assert found.optimizer_state.keys() == {"Accl1___weight"}
+        assert found.example is not None
+        (x, rest), kwargs = found.example
+        assert (x.shape, x.untyped_storage().nbytes(), rest, kwargs) == ((3, 2), 4, [1, None], {"y": "text"})
         other, other_options, optimizer = unpickled(found, tmp_path)
         assert torch.equal(other.weight, module.weight)
         assert optimizer is None
@@ -108,3 +113,59 @@ def test_other_files_are_no_models(tmp_path: Path) -> None:
         unpickled(read(path), path)
     with pytest.raises(poptorch.Error, match="cannot be pickled"):
         pickled(lambda: None)
+
+
+class Scaled(torch.nn.Module):
+    """A loss, and a count of its forwards in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of squares."""
+        return poptorch.identity_loss(self.linear(x) ** 2, "mean")
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, poptorch.optim.AdamW])
+def test_a_loaded_model_goes_on(tmp_path: Path, make: Any) -> None:  # noqa: ANN401 - an optimizer's class
+    """As the saved one does, in a new executor, and in one of the program's own module."""
+    inputs = torch.linspace(0, 1, 6).reshape(2, 3)
+    module = Scaled()
+    model = poptorch.trainingModel(module, optimizer=make(module.parameters(), lr=0.1))
+    with pytest.raises(poptorch.Error, match="has not been compiled"):
+        model.save(tmp_path / "early")
+    model(inputs)
+    model.save(tmp_path)
+    other = Scaled()
+    own = poptorch.trainingModel(other, optimizer=make(other.parameters(), lr=0.1))
+    own.loadExecutable(tmp_path)
+    loaded = poptorch.load(tmp_path, lambda options: options.modelName("loaded"))
+
+    expected = [model(inputs) for _ in range(3)]
+    for one in (loaded, own):
+        assert one.isCompiled()
+        assert torch.equal(torch.stack([one(inputs) for _ in range(3)]), torch.stack(expected))
+        with pytest.raises(poptorch.Error, match=r"expected torch.Size\(\[2, 3\]\)"):
+            one(inputs[:1])
+        one.destroy()
+    assert loaded.options.model_name == "loaded"
+    model.destroy()
+
+
+def test_an_offline_model_is_exported(tmp_path: Path) -> None:
+    """It runs where it is loaded with a device; into another kind of model nothing is loaded."""
+    module = Scaled()
+    model = poptorch.inferenceModel(module, poptorch.Options().useOfflineIpuTarget())
+    model.compileAndExport(tmp_path / "net", torch.ones(1, 3))
+    with pytest.raises(AssertionError, match="offline device"):
+        model(torch.ones(1, 3))
+    loaded = poptorch.load(
+        tmp_path / "net", lambda options: options.connectionType(poptorch.ConnectionType.Always)
+    )
+
+    assert torch.equal(loaded(torch.ones(1, 3)), module(torch.ones(1, 3)))
+    with pytest.raises(poptorch.Error, match="is of an inference model"):
+        poptorch.trainingModel(Scaled()).loadExecutable(tmp_path / "net")
+    with pytest.raises(poptorch.Error, match="is compiled"):
+        loaded.loadExecutable(tmp_path / "net")

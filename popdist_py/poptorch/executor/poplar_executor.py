@@ -1,7 +1,8 @@
 """`PoplarExecutor`: a module that runs on its device, a combined batch at a call."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
 from time import perf_counter
@@ -20,6 +21,7 @@ from poptorch.executor.device_tensors import Modes
 from poptorch.executor.host_tensors import HostWatch, watches_of
 from poptorch.executor.model_files import write_files
 from poptorch.executor.runs import TrainingRuns
+from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, write
 from poptorch.optim.device_optimizer import accept_optimizer
 from poptorch.options import Options
 
@@ -54,6 +56,7 @@ class PoplarExecutor:
         self._compiled: CompiledModel | None = None
         self._is_attached = self._has_run = False
         self._compilation_seconds: float | None = None
+        self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._num_changes = 0
         self._versions: dict[HostWatch, int] = {}
         self._wrap()
@@ -134,6 +137,7 @@ class PoplarExecutor:
         self._is_attached = self._options.connection_type is not ConnectionType.Never
         self._watch.is_stale = False
         self._note_versions()
+        self._example = example_of(args, kwargs)
         self._compilation_seconds = perf_counter() - begin
         tensors = self._compiled.tensors
         kind = "training" if self._is_training else "inference"
@@ -264,6 +268,101 @@ class PoplarExecutor:
             raise Error("the model is not attached to a device")
         self._watch.look()
         self._is_attached = False
+
+    def compileAndExport(
+        self,
+        filename: str | os.PathLike[str],
+        *args: Any,  # noqa: ANN401 - whatever forward takes
+        export_model: bool = True,
+        **kwargs: Any,  # noqa: ANN401 - as above
+    ) -> None:
+        """Compile for calls with such arguments, and write what `poptorch.load` and ``loadExecutable`` read.
+
+        Args:
+            filename: A file; or a folder, which gets ``model.poptorch``.
+            *args: As of a call.
+            export_model: Pickle the module, the options and the optimizer too, which ``load`` needs.
+            **kwargs: As of a call.
+
+        Raises:
+            Error: As ``compile``; or if the module cannot be pickled.
+        """
+        self.compile(*args, **kwargs)
+        objects = pickled(self._user_model, self._options, self._optimizer) if export_model else None
+        write(SavedModel(is_training=self._is_training, example=self._example, objects=objects), filename)
+
+    def save(
+        self, filename: str | os.PathLike[str], export_model: bool = True, save_rng_state: bool = True
+    ) -> None:
+        """Write the compiled model with its weights, the state of its optimizer, and its random states.
+
+        Args:
+            filename: As of ``compileAndExport``,
+            export_model: as is this.
+            save_rng_state: Whether the random states of this process's replicas are written.
+
+        Raises:
+            Error: If the model is not compiled, or the module cannot be pickled.
+        """
+        compiled = self._compiled_model()
+        self._watch.look()
+        runs = compiled.runs
+        is_offline = self._options.connection_type is ConnectionType.Never
+        state = runs.optimizer.read_state() if isinstance(runs, TrainingRuns) and not is_offline else {}
+        saved = SavedModel(
+            is_training=self._is_training,
+            weights={name: tensor.detach() for name, tensor in self._host_tensors()},
+            optimizer_state=state.get("ipu_state") or {},
+            random_state=torch.tensor(runs.rng_state, dtype=torch.uint8) if save_rng_state else None,
+            example=self._example,
+            objects=pickled(self._user_model, self._options, self._optimizer) if export_model else None,
+        )
+        write(saved, filename)
+
+    def loadExecutable(self, filename: str | os.PathLike[str]) -> None:
+        """Compile as the model was that ``compileAndExport`` or ``save`` wrote; nothing of the file is executed.
+
+        What ``save`` wrote has weights and states too, which the module, the optimizer and the replicas get.
+
+        Raises:
+            Error: If this model is compiled; or the file is of another model, or no such file.
+        """
+        if self._compiled is not None:
+            raise Error("the model is compiled: destroy() it, or load into another one")
+        saved = read(filename)
+        if saved.is_training != self._is_training:
+            raise Error(f"{filename} is of {'a training' if saved.is_training else 'an inference'} model")
+        self._restore(saved)
+
+    def _restore(self, saved: SavedModel) -> None:
+        """Take weights and states of a file, and compile for its example.
+
+        Raises:
+            Error: If they do not fit the module.
+        """
+        if saved.weights:
+            found = dict(self._host_tensors())
+            if {name: it.shape for name, it in found.items()} != {
+                name: it.shape for name, it in saved.weights.items()
+            }:
+                differ = sorted(found.keys() ^ saved.weights.keys()) or ["all"]
+                raise Error(f"the file has other weights than the module: see {', '.join(differ)}")
+            with torch.no_grad():
+                for name, tensor in found.items():
+                    tensor.copy_(saved.weights[name])
+        if saved.example is None:
+            return
+        args, kwargs = saved.example
+        self.compile(*args, **kwargs)
+        if self._is_training and saved.optimizer_state:
+            self._training_runs().optimizer.write_state({"ipu_state": saved.optimizer_state})
+        if saved.random_state is not None:
+            self.rng_state = saved.random_state.tolist()
+
+    def _host_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters and buffers of the user's module by name."""
+        yield from self._user_model.named_parameters()
+        yield from self._user_model.named_buffers()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
         """What ``options.anchorTensor(short_name, ...)`` kept in the last run.

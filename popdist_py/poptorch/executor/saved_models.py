@@ -16,10 +16,12 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
+from poptorch.custom_types import Structure, put_together, taken_apart
 from poptorch.errors import Error
 
 _FORMAT: Final = "poptorch model 1"
 _SUFFIX: Final = ".poptorch"
+_PLAIN: Final = frozenset({Tensor, tuple, list, dict, type(None), bool, int, float, str})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +30,38 @@ class SavedModel:
 
     Attributes:
         is_training: Whether it was a training model.
-        weights: The device's parameters and buffers by name.
+        weights: Parameters and buffers by name; empty for those of the module that reads the file.
         optimizer_state: The optimizer's tensors on the device, by name.
-        optimizer_parameters: Its parameters on the device, by name.
-        random_states: Random states by name; empty where they were not asked for.
+        random_state: Of the replicas of this process, as bytes; None where it was not asked for.
+        example: Arguments of a call, by position and by name, with zeros for tensors; None where they hold types
+            that only pickle can read, or the model is not compiled.
         objects: Pickled: the module, the options, the optimizer; None where they were not asked for. Read with
             `unpickled`.
     """
 
     is_training: bool
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
     optimizer_state: dict[str, Tensor] = field(default_factory=dict)
-    optimizer_parameters: dict[str, Tensor] = field(default_factory=dict)
-    random_states: dict[str, Tensor] = field(default_factory=dict)
+    random_state: Tensor | None = None
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     objects: bytes | None = None
+
+
+def example_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What ``SavedModel.example`` keeps of a call's arguments."""
+    tensors: list[Tensor] = []
+    structure = taken_apart((args, kwargs), tensors)
+    if not _is_plain(structure):
+        return None
+    zeros = (tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors)  # of which a file holds one element
+    example: tuple[tuple[Any, ...], dict[str, Any]] = put_together(structure, zeros)
+    return example
+
+
+def _is_plain(structure: Structure) -> bool:
+    """Whether it is read without running anything."""
+    kind = type(structure.value) if structure.kind is None else structure.kind
+    return kind in _PLAIN and all(map(_is_plain, structure.parts))
 
 
 def pickled(*objects: object) -> bytes:

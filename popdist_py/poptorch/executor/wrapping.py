@@ -1,11 +1,15 @@
 """`trainingModel` and `inferenceModel`: what wraps a module."""
 
+import os
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from poptorch.errors import Error
 from poptorch.executor.host_tensors import WrappedModule
 from poptorch.executor.poplar_executor import PoplarExecutor
+from poptorch.executor.saved_models import read, unpickled
 from poptorch.options import Options
 from poptorch.options.execution_strategies import PipelinedExecution, ShardedExecution
 
@@ -65,6 +69,30 @@ def inferenceModel(
             f"set gradientAccumulation to 1 for inferenceModel, or leave it{instead}"
         )
     return PoplarExecutor(_module_of(model), options, None)
+
+
+def load(
+    filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None
+) -> PoplarExecutor:
+    """The model that ``compileAndExport`` or ``save`` wrote, compiled.
+
+    Its module is unpickled, which runs what the file says: load files that you trust.
+
+    Args:
+        filename: The file, or the folder that it was written into.
+        edit_opts_fn: Called with the options, which it may change.
+
+    Raises:
+        Error: If there is no such file, or it holds no module.
+    """
+    saved = read(filename)
+    module, options, optimizer = unpickled(saved, filename)
+    options = options.clone()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    model = PoplarExecutor(module, options, optimizer)
+    model._restore(saved)  # noqa: SLF001 - a part of its making
+    return model
 
 
 def _module_of(model: nn.Module | PoplarExecutor) -> nn.Module:
