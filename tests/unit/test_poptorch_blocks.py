@@ -8,13 +8,16 @@ import copy
 import io
 import logging
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import popdist
 import poptorch
 from poptorch._logging import logger
 from poptorch.blocks import MovedArguments, check_stages, devices_of_tensors, report_of
@@ -23,6 +26,12 @@ from poptorch.blocks.placing import ipus_of_parameters
 from poptorch.blocks.report import IPU_MEMORY_BYTES, make_report
 
 AUTO = poptorch.AutoStage
+
+
+@pytest.fixture(autouse=True)
+def _job_of_one() -> Iterator[None]:
+    yield
+    popdist.finalize()
 
 
 class Layers(nn.Module):
@@ -332,12 +341,104 @@ def test_a_report_counts_what_each_ipu_holds() -> None:
 
 def test_a_report_of_nothing_has_one_ipu() -> None:
     """Sizes are those of a person, and what does not fit is said."""
-    empty = make_report(parameter_bytes={}, ipu_of={}, activation_bytes={}, optimizer_bytes={})
-    big = make_report(
-        parameter_bytes={"a": 10**9, "b": 3 * 10**12}, ipu_of={"b": 1}, activation_bytes={}, optimizer_bytes={}
-    )
+    report = partial(make_report, activation_bytes={}, optimizer_bytes={}, memory_bytes=IPU_MEMORY_BYTES)
+    empty = report(parameter_bytes={}, ipu_of={})
+    big = report(parameter_bytes={"a": 10**9, "b": 3 * 10**12}, ipu_of={"b": 1})
 
     assert [(one.total_bytes, one.memory_bytes) for one in empty.ipus] == [(0, IPU_MEMORY_BYTES)]
     assert "111.1% of 900 MB" in str(big)
     assert "too much" in str(big)
     assert "3.0 TB" in str(big)
+
+
+class Trained(nn.Module):
+    """Two products with statistics between, and a squared error; annotated or not."""
+
+    def __init__(self, *, is_annotated: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.is_annotated = is_annotated
+        if is_annotated:
+            poptorch.BeginBlock(self.first, "first", 0)
+            poptorch.BeginBlock(self.last, "last", 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product, and the error."""
+        x = self.norm(self.first(x))
+        if self.is_annotated:
+            (x,) = poptorch.for_loop(2, lambda it: poptorch.recomputationCheckpoint(it * 0.5), [x])
+            with poptorch.Block("middle", 1), poptorch.NameScope("middle"), poptorch.MultiConv():
+                x = poptorch.serializedMatMul(x, torch.eye(8), poptorch.MatMulSerializationMode.ReducingDim, 4)
+            (x,) = poptorch.cond(torch.tensor([True]), poptorch.nop, [x], torch.relu, [x])
+            x = poptorch.set_available_memory(poptorch.dynamic_slice(x, 1, torch.tensor(0), 8), 0.1)
+        else:
+            x = (x * 0.5 * 0.5) @ torch.eye(8)
+        x = self.last(x)
+        return x, nn.functional.mse_loss(x, y)
+
+
+def _model(options: poptorch.Options, *, is_annotated: bool = True) -> poptorch.PoplarExecutor:
+    torch.manual_seed(3)
+    model = Trained(is_annotated=is_annotated)
+    return poptorch.trainingModel(model, options, poptorch.optim.Adam(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("strategy", [poptorch.PipelinedExecution, poptorch.ShardedExecution])
+def test_an_annotated_model_trains_to_the_same_bits(strategy: Callable[[], Any]) -> None:
+    """As the same model without a word of poptorch in it."""
+    samples = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    states = []
+    for is_annotated in (True, False):
+        executor = _model(_options(3, 2).setExecutionStrategy(strategy()), is_annotated=is_annotated)
+        losses = [executor(samples, samples.flip(0))[1] for _ in range(3)]
+        states.append([*losses, *executor.state_dict().values()])
+
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+def test_a_model_is_checked_when_it_runs_first() -> None:
+    """Each time, until it has enough; the executor shows the blocks, and the user's module keeps them."""
+    batch = torch.ones(4, 8)
+    executor = _model(_options(2))
+    for call in (executor.compile, executor, executor):
+        with pytest.raises(poptorch.Error, match=re.escape("the number of pipeline stages (3)")):
+            call(batch, batch)
+    assert "BeginBlock(user_id=last, ipu_id=1) Linear" in repr(executor)
+    assert "BeginBlock(user_id=last, ipu_id=1) Linear" in poptorch.module_repr(executor.model)
+    inference = poptorch.inferenceModel(Trained(is_annotated=True), _options(1, 1))
+    with pytest.raises(poptorch.Error, match="deviceIterations must be greater"):
+        inference(batch, batch)
+    inference = poptorch.inferenceModel(Trained(is_annotated=True), _options(1, 2))
+    assert inference(batch, batch)[0].shape == (4, 8)
+
+
+def test_a_model_reports_what_it_needs() -> None:
+    """Its weights, and Adam's two moments and its counter, by the IPUs of its blocks."""
+    batch = torch.ones(6, 8)
+    executor = _model(_options(3))
+    with pytest.raises(poptorch.Error, match="not been compiled"):
+        executor.report()
+    executor(batch, batch)
+    report = executor.report()
+
+    weights = [4 * (72 + 16), 4 * 72]
+    assert [one.parameter_bytes for one in report.ipus] == weights
+    assert [one.optimizer_bytes for one in report.ipus] == [2 * weights[0] + 4 * 4, 2 * weights[1] + 2 * 4]
+    assert all(one.activation_bytes > 0 and one.memory_bytes == IPU_MEMORY_BYTES for one in report.ipus)
+    assert executor.report(memory_bytes=1000).exceeded == (0, 1)
+    inference = poptorch.inferenceModel(executor, _options(1, 3))
+    inference(batch, batch)
+    assert [(one.activation_bytes, one.optimizer_bytes) for one in inference.report().ipus] == [(0, 0)] * 2
+
+
+def test_a_model_lies_on_the_devices_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs go to the first, and what runs in a block to its own."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    for devices, expected in (((cpu, meta), ["cpu", "meta"]), ((meta,), ["meta"] * 2)):
+        monkeypatch.setattr(popdist, "devices", lambda devices=devices: devices)
+        executor = poptorch.inferenceModel(Trained(is_annotated=True), _options(1, 2))
+        executor.compile(torch.ones(6, 8), torch.ones(6, 8))
+        found = executor._compiled_model().tensors.parameters
+        assert [found[f"{name}.weight"].device.type for name in ("first", "last")] == expected
+        assert {one.device for one in executor.model.parameters()} == {cpu}
+        executor.destroy()

@@ -7,5 +7,7 @@ from poptorch.blocks.annotations import module_repr as module_repr
 from poptorch.blocks.annotations import removeBlocks as removeBlocks
 from poptorch.blocks.placing import MovedArguments as MovedArguments
 from poptorch.blocks.placing import devices_of_tensors as devices_of_tensors
+from poptorch.blocks.report import ModelReport as ModelReport
+from poptorch.blocks.report import memory_of as memory_of
 from poptorch.blocks.report import report_of as report_of
 from poptorch.blocks.stages import check_stages as check_stages

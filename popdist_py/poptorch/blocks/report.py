@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Final
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -83,7 +84,7 @@ def make_report(
     ipu_of: Mapping[str, int],
     activation_bytes: Mapping[int, int],
     optimizer_bytes: Mapping[str, int],
-    memory_bytes: int = IPU_MEMORY_BYTES,
+    memory_bytes: int,
 ) -> ModelReport:
     """The report of a model.
 
@@ -116,12 +117,19 @@ def make_report(
     )
 
 
+def memory_of(device: torch.device) -> int:
+    """Bytes that a virtual IPU has on ``device``: those of a CUDA device, else of an IPU."""
+    if device.type != "cuda":
+        return IPU_MEMORY_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def report_of(
     module: nn.Module,
     seen: FirstForward,
     *,
     optimizer_bytes: Mapping[str, int],
-    memory_bytes: int = IPU_MEMORY_BYTES,
+    memory_bytes: int,
 ) -> ModelReport:
     """The report of ``module``, whose first forward was ``seen``; other arguments as those of `make_report`."""
     activations: dict[int, int] = {}

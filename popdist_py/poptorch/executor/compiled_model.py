@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from poptorch.blocks import check_stages
-from poptorch.custom_types import taken_apart
+from poptorch.blocks import ModelReport, check_stages, devices_of_tensors, memory_of, report_of
+from poptorch.custom_types import put_together, taken_apart
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
 from poptorch.executor.device_tensors import DeviceTensors, Modes
@@ -55,15 +55,18 @@ class CompiledModel:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         is_training = optimizer is not None
+        self._module = module
         self._modes = modes
         self._arguments = CallArguments.of(module.forward, arguments, named_arguments, options)
         self._is_shared = popdist.num_instances() * options.replication_factor > 1 and options.broadcast_buffers
         num_own = 1 if options.broadcast_buffers else options.replication_factor
         adopt = watch.watch if is_training else _leave_alone
-        self.tensors = DeviceTensors(module, popdist.device(), num_own, adopt)
+        self._devices = popdist.devices()
+        places = devices_of_tensors(module, self._devices, options)
+        self.tensors = DeviceTensors(module, places, num_own, adopt)
         self._updatable = _updatable_buffers(options, self.tensors)
         self.blocks = check_stages(module, options, is_training=is_training)
-        first = self._arguments.micro_batches(arguments, named_arguments)[0]
+        first = self._micro_batches(arguments, named_arguments)[0]
         forward = self._trace(module, first, is_training=is_training)
         self._num_inputs = len(_tensors_of(first))
         self._num_outputs = len(_tensors_of(forward.result))
@@ -81,7 +84,8 @@ class CompiledModel:
         """
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
         with self._modes.in_place(), self.tensors.in_place(), running():
-            forward = TracedForward(module, first, is_training=is_training)
+            device = self._devices[0] if len({*self._devices}) > 1 else None
+            forward = TracedForward(module, first, is_training=is_training, device=device)
         for name, buffer in self.tensors.buffers.items():
             if self._is_shared and not _has_same_bits(buffer, before[name]):
                 raise Error(
@@ -98,10 +102,17 @@ class CompiledModel:
         Raises:
             Error: If the arguments are not like those of the first one, or a micro batch fails.
         """
-        micro_batches = self._arguments.micro_batches(args, kwargs)
+        micro_batches = self._micro_batches(args, kwargs)
         with self._modes.in_place(), self.tensors.in_place(), running():
             result = self.runs.run(micro_batches)
         return refuse_backward_of(result)
+
+    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        """Those of one call, where the model begins."""
+        device = self._devices[0]
+        if device.type != "cpu":
+            args, kwargs = _moved((args, kwargs), device)
+        return self._arguments.micro_batches(args, kwargs)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare arguments with those of the first call.
@@ -120,6 +131,13 @@ class CompiledModel:
         if not self._updatable:
             raise Error("no buffers may be uploaded alone: name them, as options.updatableNamedBuffers(['mean'])")
         self.tensors.upload(self._updatable)
+
+    def report(self, memory_bytes: int | None) -> ModelReport:
+        """What each virtual IPU holds; ``memory_bytes`` is what each has, None for what its device has."""
+        if memory_bytes is None:
+            memory_bytes = min(memory_of(device) for device in self._devices)
+        states = self.runs.optimizer.state_bytes() if isinstance(self.runs, TrainingRuns) else {}
+        return report_of(self._module, self.blocks, optimizer_bytes=states, memory_bytes=memory_bytes)
 
     def perf_counters(self) -> PerfCounters:
         """Of the last call."""
@@ -151,6 +169,12 @@ def _tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - of every kind
     tensors: list[Tensor] = []
     taken_apart(value, tensors)
     return tensors
+
+
+def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - of every kind
+    tensors: list[Tensor] = []
+    structure = taken_apart(value, tensors)
+    return put_together(structure, iter([tensor.to(device, non_blocking=True) for tensor in tensors]))
 
 
 def _has_same_bits(left: Tensor, right: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """The device's copy of a module's tensors, which take the place of the host's while the model runs."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -55,19 +55,27 @@ class DeviceTensors:
 
     Args:
         module: Its own tensors stay the host's.
-        device: Where the copy lies.
+        devices: Where the copy of each tensor lies, by its name.
         num_replicas: Replicas of this process that have buffers of their own; 1 where all have the same.
         adopt: Called with a host tensor that the program has put into the place of another one.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, num_replicas: int, adopt: Callable[[Tensor], None]
+        self,
+        module: nn.Module,
+        devices: Mapping[str, torch.device],
+        num_replicas: int,
+        adopt: Callable[[Tensor], None],
     ) -> None:
         self._adopt = adopt
         found = list(_places(module))
         hosts = list({id(host): host for *_, host in found}.values())
         values = copy.deepcopy([host.data for host in hosts])  # together, so that views of one memory stay that
-        copies = {id(host): _like(host, value.to(device)) for host, value in zip(hosts, values, strict=True)}
+        names = {id(host): name for name, *_, host in reversed(found)}
+        copies = {
+            id(host): _like(host, value.to(devices[names[id(host)]]))
+            for host, value in zip(hosts, values, strict=True)
+        }
         self._places = [
             _Place(name=name, owner=owner, key=key, host=host, device=copies[id(host)])
             for name, owner, key, host in found

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from poptorch import poptorch_core
 from poptorch._logging import logger
-from poptorch.blocks import module_repr
+from poptorch.blocks import ModelReport, module_repr
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters
@@ -371,6 +371,21 @@ class PoplarExecutor:
             Error: If nothing was.
         """
         return self._compiled_model().runs.anchors.get(short_name)
+
+    def report(self, memory_bytes: int | None = None) -> ModelReport:
+        """What each virtual IPU of a replica holds, which prints as a table.
+
+        Args:
+            memory_bytes: What each has; None for the memory of its CUDA device, else of an IPU, 900 MB.
+
+        Returns:
+            Bytes of parameters, of activations that backward needs of a micro batch, and of the optimizer's state,
+            on the virtual IPU of their block; ``.exceeded`` names those whose memory is too small.
+
+        Raises:
+            Error: If the model is not compiled.
+        """
+        return self._compiled_model().report(memory_bytes)
 
     def getLatency(self) -> tuple[float, float, float]:
         """The shortest, longest and mean seconds of a micro batch of the last call; zeros before the first.

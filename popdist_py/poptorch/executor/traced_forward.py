@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from poptorch.blocks import MovedArguments
 from poptorch.custom_types import put_together, taken_apart
 from poptorch.executor.arguments import MicroBatch
 from poptorch.losses import LossPlace, LossSearch
@@ -79,6 +81,7 @@ class TracedForward:
         module: The model, with the device's tensors in place.
         first: Arguments of the first micro batch. They are not changed, nor is what the generators draw next.
         is_training: Whether the loss is looked for.
+        device: Where tensors meet that lie on several devices; None where there is one.
 
     Attributes:
         result: Of the first forward, detached.
@@ -87,8 +90,11 @@ class TracedForward:
         Error: If there is no loss, or there are several; and whatever forward raises.
     """
 
-    def __init__(self, module: nn.Module, first: MicroBatch, *, is_training: bool) -> None:
+    def __init__(
+        self, module: nn.Module, first: MicroBatch, *, is_training: bool, device: torch.device | None = None
+    ) -> None:
         self._module = module
+        self._meeting = nullcontext if device is None else partial(MovedArguments, device)
         self._place: LossPlace | None = None
         args, kwargs = _copied(first[0]), _copied(first[1])
         casts, search = WeightCasts(), LossSearch()
@@ -96,7 +102,7 @@ class TracedForward:
             modes.enter_context(casts)
             if is_training:
                 modes.enter_context(search)
-            result = module(*args, **kwargs)
+            result = self._called(args, kwargs)
         if is_training:
             self._place = LossPlace(result, search.final())
         self._has_casts = casts.has_cast
@@ -105,7 +111,7 @@ class TracedForward:
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The result for a micro batch."""
         with WeightCasts() if self._has_casts else nullcontext():
-            return self._module(*args, **kwargs)
+            return self._called(args, kwargs)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
         """The result for a micro batch; afterwards the parameters have their gradients.
@@ -123,16 +129,20 @@ class TracedForward:
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
         place = self._place
         if place is not None and place.is_found:
-            result = self._module(*args, **kwargs)
+            result = self._called(args, kwargs)
             loss = place.loss(result)
         else:
             with LossSearch() as search:
-                result = self._module(*args, **kwargs)
+                result = self._called(args, kwargs)
             loss = search.final()
         if loss.requires_grad:
             seed = None if loss_scaling == 1 and not loss.dim() else torch.full_like(loss, loss_scaling)
             torch.autograd.backward(loss, seed)
         return result
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
+        with self._meeting():
+            return self._module(*args, **kwargs)
 
 
 def _copied(value: Any) -> Any:  # noqa: ANN401 - of every kind

@@ -4,6 +4,7 @@ from poptorch.blocks import BeginBlock as BeginBlock
 from poptorch.blocks import Block as Block
 from poptorch.blocks import BlockFunction as BlockFunction
 from poptorch.blocks import removeBlocks as removeBlocks
+from poptorch.losses import identity_loss as identity_loss
 from poptorch.ops.beam_search import CTCBeamSearchDecoder as CTCBeamSearchDecoder
 from poptorch.ops.beam_search import ctc_beam_search_decoder as ctc_beam_search_decoder
 from poptorch.ops.control_flow import cond as cond

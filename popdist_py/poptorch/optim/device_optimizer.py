@@ -157,6 +157,10 @@ class DeviceOptimizer:
             self._hand_over(optimizer)
         self._settle(optimizer)
 
+    def state_bytes(self) -> dict[str, int]:
+        """What the optimizer keeps for each parameter, by name, from its first step on."""
+        return {name: size for part in self._parts for name, size in part.state_bytes().items()}
+
     def read_state(self) -> dict[str, dict[str, Tensor]]:
         """``ipu_state``, what the optimizer keeps for parameters, and ``ipu_param``, its values; on the CPU."""
         logger.debug("Writing optimiser state tensors from IPU to host.")

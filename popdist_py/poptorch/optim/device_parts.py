@@ -77,6 +77,12 @@ class DevicePart:
             gradients = [it.grad for it in self.parameters if it.grad is not None]
             torch._foreach_mul_(gradients, factor)
 
+    def state_bytes(self) -> dict[str, int]:
+        """What is kept for each parameter, by name, from the first step on."""
+        element = sum(dtype.itemsize for dtype in self._moments().values())
+        count = torch.float32.itemsize if self.counts_steps else 0
+        return {name: it.numel() * element + count for name, it in zip(self.names, self.parameters, strict=True)}
+
     def read(self) -> dict[str, Tensor]:
         """The state by PopTorch's names: text → tensor on the CPU. What there is none of yet is 0."""
         states = self.stepper.state_dict()["state"]
