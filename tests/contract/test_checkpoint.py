@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from popdist.testing import run_world
 from tests.contract import checkpoint_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS, run
@@ -23,8 +22,7 @@ SEED = 3
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 2), (3, 3)])
 def test_laws(forked_world: ForkedWorlds, tmp_path: Path, num_instances: int, num_replicas: int) -> None:
     """Every law of checkpoint_laws.py, on every instance."""
-    world = forked_world if num_instances == 1 else run_world
-    counts = world(
+    counts = forked_world(
         checkpoint_laws.run_all,
         tmp_path,
         num_instances=num_instances,

@@ -20,8 +20,7 @@ from tests.running import DEADLINE_SECONDS
 @pytest.mark.parametrize("num_instances", [1, 2, 3, 4])
 def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     """Every law of collective_laws.py, on every instance."""
-    world = run_world if num_instances == 2 else forked_world
-    counts = world(collective_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    counts = forked_world(collective_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
     assert counts == [len([name for name in vars(collective_laws) if name.startswith("law_")])] * num_instances
 
 

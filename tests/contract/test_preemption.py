@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from popdist.testing import run_world
 from tests.contract import preemption_laws
+from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS, Poprun
 
 PROGRAM = Path(__file__).with_name("interrupted_training.py")
@@ -67,9 +67,9 @@ def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(poprun: Poprun, tm
     assert poprun("--launcher=local", *job(tmp_path, 1)).succeeded().lines == [whole]
 
 
-def test_laws(tmp_path: Path) -> None:
+def test_laws(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     """Every law of preemption_laws.py, on both instances."""
-    laws = run_world(
+    laws = forked_world(
         preemption_laws.run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS
     )
     assert laws == [len([name for name in vars(preemption_laws) if name.startswith("law_")])] * 2

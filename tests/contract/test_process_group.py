@@ -7,7 +7,6 @@ popdist.host_memory.offers.
 
 import pytest
 
-from popdist.testing import run_world
 from tests.contract import process_group_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
@@ -16,8 +15,9 @@ from tests.running import DEADLINE_SECONDS
 @pytest.mark.parametrize("num_instances", [1, 2, 3])
 def test_laws(forked_world: ForkedWorlds, num_instances: int) -> None:
     """Every law of process_group_laws.py and host_memory_laws.py, on every rank."""
-    world = run_world if num_instances == 3 else forked_world
-    counts = world(process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS)
+    counts = forked_world(
+        process_group_laws.run_all, num_instances=num_instances, timeout_seconds=DEADLINE_SECONDS
+    )
     assert counts == [len(process_group_laws.all_laws())] * num_instances
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from popdist.testing import run_world
 from tests.contract import sharding_laws
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
@@ -33,8 +32,7 @@ def test_laws(
     apart: bool,  # noqa: FBT001 - a case
 ) -> None:
     """Every law of sharding_laws.py, on every instance, where they share memory and where they do not."""
-    world = run_world if num_instances == 2 else forked_world
-    counts = world(
+    counts = forked_world(
         sharding_laws.run_all,
         jobs / f"{num_instances} instances",
         apart,

@@ -29,8 +29,7 @@ from tests.running import DEADLINE_SECONDS
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(1, 1), (1, 3), (2, 6), (3, 3), (4, 8)])
 def test_laws(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
     """Every law of loop_laws.py and of the files that it names, on every instance."""
-    world = run_world if num_instances == 2 else forked_world
-    counts = world(
+    counts = forked_world(
         loop_laws.run_all,
         num_instances=num_instances,
         num_replicas=num_replicas,
@@ -123,15 +122,14 @@ def test_identical_curves_are_identical(forked_world: ForkedWorlds) -> None:
 @pytest.mark.skipif(
     shutil.which("g++") is None, reason="torch.compile needs a C++ compiler to make kernels for a CPU"
 )
-def test_compiled_kernels_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels_have_the_same_bits(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     """With ``dynamic=False``, also where the micro batches of a step differ in size."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     alone, *shared = (
         end
         for number in (1, 2)
-        for end in run_world(
+        for end in forked_world(
             training_recipes.run_inductor,
+            tmp_path,
             num_instances=number,
             num_replicas=2,
             timeout_seconds=DEADLINE_SECONDS,

@@ -1,0 +1,51 @@
+"""The laws of a job hold, too, where each instance is a process with an import of torch and hashes of its own.
+
+The files of each subject run them in forked worlds, of all sizes; here they run in a world of `run_world`, which
+watches over its instances, and waits for the one that has the cause of an error to report first.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import popdist
+from popdist.testing import run_world
+from tests.contract import (
+    checkpoint_laws,
+    collective_laws,
+    data_laws,
+    loop_laws,
+    preemption_laws,
+    process_group_laws,
+    sharding_laws,
+)
+from tests.contract.training_laws import laws_of
+from tests.running import DEADLINE_SECONDS
+
+
+def run_all(folder: Path) -> list[int]:
+    """How many laws of each file hold on this instance; each file has a job of its own."""
+    counts = []
+    for run in (
+        collective_laws.run_all,
+        partial(data_laws.run_all, folder / "data"),
+        partial(checkpoint_laws.run_all, folder / "checkpoint"),
+        partial(sharding_laws.run_all, folder / "sharding", apart=False),
+        partial(preemption_laws.run_all, folder / "preemption"),
+        loop_laws.run_all,
+        process_group_laws.run_all,
+    ):
+        counts.append(run())
+        popdist.finalize()
+    return counts
+
+
+def test_laws(tmp_path: Path) -> None:
+    """Every law, on every instance."""
+    for name in ("data", "checkpoint", "sharding", "preemption"):
+        (tmp_path / name).mkdir()
+    told = run_world(run_all, tmp_path, num_instances=2, num_replicas=4, timeout_seconds=DEADLINE_SECONDS)
+    files = (collective_laws, data_laws, checkpoint_laws, sharding_laws, preemption_laws)
+    lists = (*map(laws_of, files), loop_laws.all_laws(), process_group_laws.all_laws())
+    expected = [len(laws) for laws in lists]
+
+    assert told == [expected] * 2
