@@ -5,7 +5,7 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,7 @@ class ForkedWorlds:
         """
         return self._values(
             Call(
-                fn=_run_script,
+                fn=run_script,
                 arguments=(script, words),
                 num_instances=num_instances or 1,
                 num_replicas=num_replicas or num_instances or 1,
@@ -116,7 +116,8 @@ class ForkedWorlds:
         return answer.values
 
 
-def _run_script(script: Path, words: tuple[str, ...]) -> list[str]:
+def run_script(script: Path, words: Sequence[str]) -> list[str]:
+    """Run ``script`` in this process, in its own folder; the lines that it prints."""
     os.chdir(script.parent)
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *words]

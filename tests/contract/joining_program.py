@@ -1,4 +1,4 @@
-"""A program that joins the job of whoever started it; the first argument says what it does. Run as a script."""
+"""A program that joins the job of whoever started it; the arguments say what it does. Run as a script."""
 
 import os
 import sys
@@ -19,26 +19,39 @@ def tell(*words: object) -> None:
 
 def join() -> None:
     """Every instance counts, knows its place, and trains; nothing that init() opened listens off loopback."""
+    tell(*place(), trained())
+
+
+def count() -> None:
+    """The same without a training."""
+    tell(*place())
+
+
+def place() -> tuple[object, ...]:
+    """How many replicas there are, where each instance is, and where init() listens."""
     before = _listening()
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     addresses = {address for address, _ in _listening() - before}
     ranks = popdist.all_gather(torch.tensor(popdist.instance_index())).tolist()
     local = popdist.all_gather(torch.tensor(popdist.local_instance_index())).sort().values.tolist()
-    tell(popdist.num_replicas(), ranks, local, popdist.isPopdistEnvSet(), addresses, trained())
+    return popdist.num_replicas(), ranks, local, popdist.isPopdistEnvSet(), addresses
 
 
 def trained() -> str:
-    """The checksum of weights after three steps of all replicas."""
+    """The checksum of weights after three steps of all replicas; with torch's optimizer torch would load more."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = popdist.ReplicatedModel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     samples, replicas = torch.randn(2 * popdist.num_replicas(), 8), popdist.local_replicas()
     for _ in range(3):
         for x in model.micro_batches(samples[2 * replicas.start : 2 * replicas.stop]):
             model(x).square().mean().backward()
-        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+        model.zero_grad()
     return popdist.checksum(model)
 
 
@@ -50,18 +63,18 @@ def join_mpi() -> None:
     join()
 
 
-def init_first() -> None:
+def init_first() -> str:
     """popdist.init() before the program's own default group; both work."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     distributed.init_process_group("gloo")
-    _use_both()
+    return _sums_of_both()
 
 
-def init_last() -> None:
+def init_last() -> str:
     """popdist.init() after the program's own default group; both work."""
     distributed.init_process_group("gloo")
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
-    _use_both()
+    return _sums_of_both()
 
 
 def torch_helpers() -> None:
@@ -88,11 +101,11 @@ def fail() -> None:
     popdist.barrier()
 
 
-def _use_both() -> None:
+def _sums_of_both() -> str:
     ones = torch.ones(1)
     distributed.all_reduce(ones)
     distributed.destroy_process_group()
-    tell(ones.item(), popdist.all_reduce(torch.ones(1)).item())
+    return f"{ones.item()} {popdist.all_reduce(torch.ones(1)).item()}"
 
 
 def _listening() -> set[tuple[str, int]]:
@@ -100,7 +113,9 @@ def _listening() -> set[tuple[str, int]]:
     return {(it.laddr.ip, it.laddr.port) for it in connections if it.status == psutil.CONN_LISTEN}
 
 
-PROGRAMS = (join, join_mpi, init_first, init_last, torch_helpers, torch_helpers_fail, fail)
+PROGRAMS = (join, join_mpi, count, init_first, init_last, torch_helpers, torch_helpers_fail, fail)
 
 if __name__ == "__main__":
-    {it.__name__: it for it in PROGRAMS}[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        if told := {it.__name__: it for it in PROGRAMS}[name]():
+            tell(told)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,6 @@ NAMES = ("mpich", "openmpi")
 JOINED = "3 [0, 1, 2] [0, 1, 2] False {{'127.0.0.1'}} {}"
 
 
-def torchrun(what: str, *, num_instances: int = 2) -> Finished:
-    """The program under torchrun."""
-    options = ["--standalone", "--nproc-per-node", str(num_instances)]
-    return run(
-        [sys.executable, "-m", "torch.distributed.run", *options, str(PROGRAM), what],
-        env={"OMP_NUM_THREADS": "1"},
-    )
-
-
 def mpiexec(mpi: MpiEnvironment, what: str, *, num_instances: int = 2, python: Path | None = None) -> Finished:
     """The program under an MPI's own launcher, run by that environment's Python or another one."""
     options = ["--oversubscribe"] if mpi.name == "openmpi" else []
@@ -56,8 +48,13 @@ def joined(forked_world: ForkedWorlds) -> str:
 
 
 def test_ranks_of_torchrun_are_instances(joined: str) -> None:
-    """`torchrun train.py` is one job with one replica for each rank, over loopback; its weights are the same."""
-    assert torchrun("join", num_instances=3).succeeded().lines == [joined] * 3
+    """`torchrun train.py` is one job with one replica for each rank, over loopback; its weights are the same.
+
+    And a group of the program's own meets at torchrun's store, too, without a disturbance.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    finished = run([*torchrun, str(PROGRAM), "join", "init_first"], env={"OMP_NUM_THREADS": "1"})
+    assert finished.succeeded().lines == [joined] * 3 + ["3.0 3.0"] * 3
 
 
 def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment, joined: str) -> None:
@@ -85,17 +82,10 @@ def test_an_exception_ends_a_job_under_mpiexec(mpi: MpiEnvironment) -> None:
     assert "BackendError: instance 0, in barrier(): the connection to instance 1 was closed" in finished.err
 
 
-@pytest.mark.parametrize("order", ["init_first", "init_last"])
-def test_a_program_keeps_its_default_group(poprun: Poprun, order: str) -> None:
+@pytest.mark.parametrize("program", [joining_program.init_first, joining_program.init_last])
+def test_a_program_keeps_its_default_group(forked_world: ForkedWorlds, program: Callable[[], str]) -> None:
     """popdist.init() and init_process_group() work together, in both orders."""
-    options = ["--launcher", "local", "--tag-output=no", "-n", "2"]
-    finished = poprun(*options, sys.executable, str(PROGRAM), order)
-    assert finished.succeeded().lines == ["2.0 2.0"] * 2
-
-
-def test_a_program_keeps_its_default_group_under_torchrun() -> None:
-    """Both meet at torchrun's store without disturbing each other."""
-    assert torchrun("init_last").succeeded().lines == ["2.0 2.0"] * 2
+    assert forked_world(program, num_instances=2, timeout_seconds=DEADLINE_SECONDS) == ["2.0 2.0"] * 2
 
 
 @pytest.mark.parametrize("num_instances", [1, 2, 4])
@@ -137,7 +127,7 @@ def test_pods_of_an_indexed_job_are_instances() -> None:
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     told = {it["name"]: it["value"] for it in pod["containers"][0]["env"] if "value" in it}
     env = {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(PROGRAM), "join"]
+    command = [sys.executable, str(PROGRAM), "count"]
     with subprocess.Popen(
         command, env={**os.environ, **env, "JOB_COMPLETION_INDEX": "1"}, stdout=subprocess.PIPE, text=True
     ) as other:

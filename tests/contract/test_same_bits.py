@@ -25,9 +25,8 @@ Cell = tuple[str, int]
 """A launcher and a number of instances."""
 
 RESTARTED: list[tuple[int, Cell, Cell]] = [
-    (8, ("mpich", 2), ("openmpi", 4)),
-    (8, ("local", 4), ("mpich", 1)),
-    (6, ("openmpi", 2), ("local", 3)),
+    (8, ("mpich", 2), ("local", 4)),
+    (6, ("local", 3), ("openmpi", 2)),
 ]
 """Replicas, and where the first and the second part of a run take place. Six are dealt in blocks that are no whole
 subtrees."""
