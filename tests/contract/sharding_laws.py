@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 import popdist
+import poptorch
 from popdist import context
 from popdist.checkpoint import load_latest, save
 from popdist.errors import BackendError
@@ -928,3 +929,48 @@ def law_states_are_whole_or_refused() -> None:
         inner["norms"]["of all"] = 1.0
     with refused(popdist.OptimizerError, "belongs to no parameter"):
         optimizer.state_dict()
+
+
+POPTORCH_OPTIMIZERS: list[tuple[type[Any], torch.dtype, dict[str, Any]]] = [
+    (poptorch.optim.SGD, torch.float32, {"lr": 0.1, "momentum": 0.9, "loss_scaling": 4.0}),
+    (poptorch.optim.AdamW, torch.float32, {"lr": 0.1, "bias_correction": False, "max_grad_norm": 0.01}),
+    (poptorch.optim.LAMB, torch.float32, {"lr": 0.01}),
+    (poptorch.optim.Adam, torch.bfloat16, {"lr": 0.01, "first_order_momentum_accum_type": torch.half}),
+    (poptorch.optim.LAMB, torch.bfloat16, {"lr": 0.01}),
+]
+
+
+class Rated(nn.Module):
+    """A layer of 3,030 parameters, and its loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(100, 30).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        return poptorch.identity_loss(self.layer(x).square(), reduction="mean")
+
+
+def law_poptorch_shards_where_its_options_ask() -> None:
+    """The state of large parameters is dealt to the instances, with the bits of one that is not."""
+    for kind, dtype, settings in POPTORCH_OPTIMIZERS:
+        found = []
+        for is_sharded in (False, True):
+            options = popdist.poptorch.Options().randomSeed(3)
+            options.Precision.enableStochasticRounding(enabled=True)
+            location = poptorch.TensorLocationSettings().useReplicatedTensorSharding(is_sharded)
+            options.TensorLocations.setOptimizerLocation(location)
+            module = Rated(dtype)
+            optimizer = kind(module.parameters(), **settings)
+            model = poptorch.trainingModel(module, options, optimizer)
+            for step in range(3):
+                generator = torch.Generator().manual_seed(10 * step + popdist.instance_index())
+                model(torch.randn(popdist.num_local_replicas(), 100, generator=generator).to(dtype))
+            state = optimizer.state_dict()["ipu_state"]
+            optimizer.load_state_dict({**optimizer.state_dict(), "ipu_state": state})
+            assert optimizer.state_dict()["ipu_state"].keys() == state.keys()
+            found.append([*module.state_dict().values(), *(state[name] for name in sorted(state))])
+            model.destroy()
+        assert all(map(torch.equal, *found)), (kind, dtype)

@@ -498,3 +498,33 @@ def test_adamw_without_bias_correction_against_its_equations() -> None:
         expected = expected - 0.1 * (mean / (square.sqrt() + 1e-8) + 0.2 * expected)
 
     assert torch.allclose(weight.detach(), expected, rtol=1e-12)
+
+
+class Rated(nn.Module):
+    """A layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return poptorch.identity_loss(self.layer(x), reduction="mean")
+
+
+def test_the_state_stays_when_a_model_is_destroyed() -> None:
+    """The next compilation goes on from it; an offline device has none."""
+    module, batch = Rated(), torch.ones(1, 3)
+    optimizer = optim.Adam(module.parameters(), lr=0.1)
+    model = poptorch.trainingModel(module, optimizer=optimizer)
+    model(batch)
+    model.destroy()
+    model(batch)
+
+    assert optimizer.state_dict()["ipu_state"]["Step___layer.weight"] == 2
+    model.destroy()
+    offline = optim.Adam(module.parameters(), lr=0.1)
+    model = poptorch.trainingModel(module, poptorch.Options().useOfflineIpuTarget(), offline)
+    model.compile(batch)
+    assert offline.state_dict()["ipu_state"] is None
+    popdist.finalize()

@@ -151,6 +151,8 @@ class PoplarExecutor:
         """Take the model off its device: the host has its weights, and the next call may have other arguments."""
         self._watch.look()
         self._watch.end(self._user_model)
+        if self._is_training and self._compiled is not None:
+            self._training_runs().optimizer.release()
         self._compiled = None
         self._is_attached = self._has_run = False
 

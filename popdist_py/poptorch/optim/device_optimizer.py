@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 import popdist
 from poptorch._logging import logger
+from poptorch.enums import ConnectionType
 from poptorch.errors import Error
-from poptorch.optim.device_parts import make_parts
+from poptorch.optim.device_parts import make_part
 from poptorch.optim.device_steppers import Placement
 from poptorch.optim.loss_scale import are_finite, next_factor
 from poptorch.optim.optimizer_values import (
@@ -80,28 +81,28 @@ class DeviceOptimizer:
         self._strategy = mean_reduction_strategy(optimizer)
         self._values = values_of(optimizer)
         self._attributes = _attributes_of(optimizer)
-        self._group_names = [
-            [names[parameter] for parameter in group["params"] if parameter in device_of]
-            for group in optimizer.param_groups
-        ]
+        groups = [[it for it in group["params"] if it in device_of] for group in optimizer.param_groups]
+        self._group_names = [[names[it] for it in group] for group in groups]
+        self._parameters = [device_of[it] for group in groups for it in group]
         placement = Placement.of(options, model)
         self._parts = [
-            part
-            for index, group in enumerate(optimizer.param_groups)
-            for part in make_parts(
+            make_part(
                 index,
                 self._values.kind,
                 group,
                 self._values.moment_types,
-                {names[it]: device_of[it] for it in group["params"] if it in device_of},
+                {names[it]: device_of[it] for it in groups[index]},
                 placement,
             )
+            for index, group in enumerate(optimizer.param_groups)
+            if groups[index]
         ]
         self._is_automatic = bool(options.Training.auto_loss_scaling)
         self._factor = 1.0
         self.has_news = True
         for line in self._values.lines():
             logger.debug(line)
+        self._is_offline = options.connection_type is ConnectionType.Never
         self._hold(optimizer)
         self.take_state()
 
@@ -131,7 +132,7 @@ class DeviceOptimizer:
             part.stepper.step()
 
     def _gradients(self) -> list[Tensor]:
-        return [it.grad for part in self._parts for it in part.parameters if it.grad is not None]
+        return [it.grad for it in self._parameters if it.grad is not None]
 
     def _unscale(self, scaling: float) -> None:
         """Divide the gradients by the loss scaling, and limit the norm over all parameters."""
@@ -193,7 +194,7 @@ class DeviceOptimizer:
 
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        if isinstance(optimizer, Optimizer):
+        if isinstance(optimizer, Optimizer) and not self._is_offline:
             optimizer.hold(self)
 
     def _hand_over(self, optimizer: torch.optim.Optimizer) -> None:

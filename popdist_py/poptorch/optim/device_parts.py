@@ -131,14 +131,14 @@ class DevicePart:
         return f"{_MOMENTS[self.kind][moment][0]}___{name}"
 
 
-def make_parts(
+def make_part(
     group: int,
     kind: str,
     settings: Mapping[str, Any],
     types: Mapping[str, torch.dtype],
     parameters: Mapping[str, Parameter],
     placement: Placement,
-) -> list[DevicePart]:
+) -> DevicePart:
     """What updates ``parameters``, by name, with the settings of a group of the program's optimizer.
 
     Args:
@@ -146,27 +146,22 @@ def make_parts(
         kind: SGD, Adam, AdamW, RMSprop or LAMB.
         settings: Of the group.
         types: Dtypes that were asked for, by attribute.
-        parameters: On the device.
+        parameters: On the device, at least one.
         placement: How the state lies.
     """
-    parts = []
-    for is_sharded in (False, True):
-        own = {name: it for name, it in parameters.items() if placement.is_sharded(it) is is_sharded}
-        if own:
-            moments = _moments_of(kind, settings, types)
-            number = 2 * group + is_sharded
-            part = DevicePart(
-                group=group,
-                kind=kind,
-                names=list(own),
-                parameters=list(own.values()),
-                types=types,
-                counts_steps=kind != "SGD" and bool(settings.get("bias_correction", True) or kind == "LAMB"),
-                stepper=make_stepper(kind, settings, list(own.values()), moments, placement, number),
-            )
-            part.begin()
-            parts.append(part)
-    return parts
+    own = list(parameters.values())
+    moments = _moments_of(kind, settings, types)
+    part = DevicePart(
+        group=group,
+        kind=kind,
+        names=list(parameters),
+        parameters=own,
+        types=types,
+        counts_steps=kind == "LAMB" or (kind != "SGD" and bool(settings.get("bias_correction", True))),
+        stepper=make_stepper(kind, settings, own, moments, placement, group),
+    )
+    part.begin()
+    return part
 
 
 def _moments_of(

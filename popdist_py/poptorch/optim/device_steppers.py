@@ -15,9 +15,6 @@ from poptorch.options import Options
 
 _EXACT: Final = (torch.float32, torch.float64)
 
-_FEWEST_SHARDED_ELEMENTS: Final = 8192
-"""PopART's default: the state of smaller parameters is not sharded."""
-
 _SEEDS_OF_A_JOB: Final = 1 << 62
 
 
@@ -27,13 +24,11 @@ class Placement:
 
     Attributes:
         model: Whose parameters are updated; None if the state is not dealt to instances.
-        fewest_elements: Parameters with fewer have their state everywhere.
         rounding: "stochastic" or "nearest".
         seed: Of the random bits.
     """
 
     model: popdist.ReplicatedModel | None
-    fewest_elements: int
     rounding: str
     seed: int
 
@@ -44,14 +39,9 @@ class Placement:
         is_sharded = bool(location.get("useReplicatedTensorSharding")) and popdist.num_instances() > 1
         return cls(
             model=model if is_sharded else None,
-            fewest_elements=location.get("minElementsForReplicatedTensorSharding", _FEWEST_SHARDED_ELEMENTS),
             rounding="stochastic" if options.Precision.stochastic_rounding else "nearest",
             seed=options.random_seed if options.exists("random_seed") else 0,
         )
-
-    def is_sharded(self, parameter: Parameter) -> bool:
-        """Whether each instance holds a part of its state."""
-        return self.model is not None and parameter.numel() >= self.fewest_elements
 
 
 def make_stepper(
@@ -62,7 +52,7 @@ def make_stepper(
     placement: Placement,
     number: int,
 ) -> torch.optim.Optimizer:
-    """The optimizer that updates ``parameters``, all sharded or none.
+    """The optimizer that updates ``parameters``.
 
     Args:
         kind: SGD, Adam, AdamW, RMSprop or LAMB.
@@ -70,7 +60,7 @@ def make_stepper(
         parameters: At least one, on the device.
         moments: The dtype of what has a number for each element, by torch's name of it.
         placement: How the state lies.
-        number: Among the optimizers of a model, which have other random bits.
+        number: Of the group: each has other random bits.
     """
     found, taken = arithmetic_of(kind, settings)
     is_exact = all(it.dtype in _EXACT for it in parameters) and set(moments.values()) <= {torch.float32}
@@ -78,9 +68,8 @@ def make_stepper(
         "rounding": placement.rounding,
         "seed": (placement.seed + number * 0x9E3779B97F4A7C15) % _SEEDS_OF_A_JOB,
     }
-    is_sharded = placement.is_sharded(parameters[0])
     if not is_exact and found is popdist.optim.LAMB:
-        if is_sharded:
+        if placement.model is not None:
             logger.debug("LAMB in half precision takes whole parameters: its state is not sharded")
         return WidenedLAMB(parameters, moments=moments, **own, **taken)
     if not is_exact:
@@ -88,7 +77,7 @@ def make_stepper(
         held = first if set(moments.values()) == {first} and kind == "SGD" else torch.float32
         taken |= {"optimizer_class": found, "moments": held, **own}
         found = popdist.optim.LowPrecision
-    if is_sharded and placement.model is not None:
+    if placement.model is not None:
         return popdist.ShardedOptimizer(placement.model, found, parameters, **taken)
     return found(parameters, **taken)
 

@@ -142,7 +142,7 @@ class TensorLocationSettings(OptionValues):
         return self.createOrSet(minElementsForOffChip=min_elements)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
-        """Smaller tensors are not sharded."""
+        """Smaller tensors are not sharded. No effect: each instance has an even part of all elements."""
         return self.createOrSet(minElementsForReplicatedTensorSharding=min_elements)
 
     def useOnChipStorage(self, use: bool = True) -> Self:
