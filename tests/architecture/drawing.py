@@ -12,13 +12,14 @@ from typing import Final, TypeGuard
 
 from tests.architecture.floors import FLOORS
 from tests.architecture.rooms import draw_map
-from tests.architecture.source_tree import ROOT, graph, modules, root_of
+from tests.architecture.source_tree import ROOT, Module, graph, modules, root_of
 
 PLACES: Final = (
     ("docs/architecture.md", "poprun"),
     ("docs/architecture.md", "popdist"),
     ("docs/architecture.md", "poptorch"),
     ("docs/poptorch.md", "options"),
+    ("docs/poptorch.md", "operations"),
     ("CONTRIBUTING.md", "floors"),
     ("docs/tests.md", "tests"),
 )
@@ -76,7 +77,7 @@ def _imports(package: str, part: str) -> str:
 
 
 _NO_EFFECT: Final = " No effect: "
-"""What the docstring of a setter has where the setter changes nothing."""
+"""What the docstring of a setter or an operation has where it changes nothing."""
 
 
 def draw_options() -> str:
@@ -100,8 +101,54 @@ def _option_row(kind: str, setter: ast.FunctionDef) -> str:
     owner = {"": "", "Popart": "_Popart.", "TensorLocationsSettings": "TensorLocationSettings()."}.get(
         part, f"{part}."
     )
-    meaning, _, why = (ast.get_docstring(setter) or "").partition("\n")[0].partition(_NO_EFFECT)
-    return f"| `{owner}{setter.name}` | {meaning} | {why.removesuffix('.')} |"
+    return f"| `{owner}{setter.name}` | {_meaning(setter)} |"
+
+
+def _meaning(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """What the docstring says of it, and after a bar why it has no effect."""
+    meaning, _, why = (ast.get_docstring(node) or "").partition("\n")[0].partition(_NO_EFFECT)
+    return f"{meaning} | {why.removesuffix('.')}"
+
+
+_OF_OPERATIONS: Final = ("poptorch.blocks.", "poptorch.options.execution_strategies", "poptorch.ops.")
+
+
+def draw_operations() -> str:
+    """Each block, strategy and operation that poptorch has under a public name, as its docstring says."""
+    public = {
+        alias.name
+        for module in modules("poptorch")
+        if module.name == "poptorch"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    rows = [
+        f"| `{node.name}({_arguments(node, module)})` | {_meaning(node)} |"
+        for module in modules("poptorch")
+        if module.name.startswith(_OF_OPERATIONS)
+        for node in module.tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in public
+    ]
+    return "\n".join(["| name | meaning | no effect, because |", "|---|---|---|", *rows])
+
+
+def _arguments(node: ast.stmt, module: Module) -> str:
+    """The arguments of a function, or of what makes an object of a class, without their types."""
+    if isinstance(node, ast.ClassDef):
+        made = [it for it in node.body if isinstance(it, ast.FunctionDef) and it.name == "__init__"]
+        bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+        inherited = [it for it in module.tree.body if isinstance(it, ast.ClassDef) and it.name in bases]
+        return next((_arguments(it, module) for it in (*made, *inherited)), "")
+    assert isinstance(node, ast.FunctionDef)
+    given = node.args
+    defaults = [f"={ast.unparse(value)}" for value in given.defaults]
+    words = [name.arg for name in given.args]
+    words = [
+        word + value for word, value in zip(words, [""] * (len(words) - len(defaults)) + defaults, strict=True)
+    ]
+    words += [star + it.arg for star, it in (("*", given.vararg), ("**", given.kwarg)) if it is not None]
+    return ", ".join(word for word in words if word != "self")
 
 
 DRAWINGS: Final[dict[str, Callable[[], str]]] = {
@@ -109,6 +156,7 @@ DRAWINGS: Final[dict[str, Callable[[], str]]] = {
     "popdist": lambda: draw_package("popdist"),
     "poptorch": lambda: draw_package("poptorch"),
     "options": draw_options,
+    "operations": draw_operations,
     "floors": draw_floors,
     "tests": draw_map,
 }

@@ -120,7 +120,7 @@ class FunctionBlock:
 
 
 def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None) -> Any:  # noqa: ANN401 - as given
-    """Have a block begin whenever a module is called; it lasts up to the next one.
+    """Have a block begin whenever a module is called, up to the next block; the same module is returned.
 
     Args:
         layer_to_call: A module, or a function.

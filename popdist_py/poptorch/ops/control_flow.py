@@ -78,10 +78,7 @@ def nop(tensor: Tensor) -> Tensor:
 
 
 def recomputationCheckpoint(*tensors: Tensor) -> Any:  # noqa: ANN401 - one tensor, or a tuple
-    """``tensors``, a lone one as it is. Gradients are the same as without it.
-
-    No effect on memory: torch keeps what lies between. ``torch.utils.checkpoint.checkpoint(module, x)`` does not.
-    """
+    """``tensors``. No effect: torch keeps what lies between; ``torch.utils.checkpoint`` of a module does not."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 

@@ -24,7 +24,7 @@ def serializedMatMul(
     factor: int = 0,
     keep_precision: bool = False,
 ) -> Tensor:
-    """``torch.matmul(lhs, rhs)``. No effect otherwise: the product is not cut.
+    """``torch.matmul(lhs, rhs)``. No effect: the product is not cut in parts.
 
     Args:
         lhs: Of shape (..., input channels, reducing dimension).
