@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import popdist
 import poptorch
@@ -273,6 +274,41 @@ def test_phases_have_their_own_ipus() -> None:
     for call in wrong:
         with pytest.raises(AssertionError):
             call()
+
+
+class Slope(nn.Module):
+    """Gradients within the forward, a sparse product, and activations that are computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.table = torch.eye(2).to_sparse()
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The slopes of squares, multiplied."""
+        slopes = torch.func.vmap(torch.func.grad(lambda row: self.layer(row).pow(2).sum()))(x)
+        y = torch.sparse.mm(self.table, self.layer(slopes))
+        with poptorch.Block("again", ipu_id=1):
+            return checkpoint(self.twice, y, use_reentrant=False)  # type: ignore[no-any-return]  # a tensor
+
+    def twice(self, y: torch.Tensor) -> torch.Tensor:
+        """Counts how often it is called."""
+        self.num_calls += 1
+        return (y * 2).sin().exp()
+
+
+def test_looking_at_a_forward_computes_nothing() -> None:
+    """Whatever torch does in it; what is computed again is not kept."""
+    model = Slope()
+    seen = check_stages(model, _options(3), is_training=True)
+    output = model(torch.ones(2, 8))
+
+    assert model.num_calls == 1
+    assert seen.saved_bytes[0] > 0
+    assert seen.saved_bytes.get(1, 0) < 2 * 8 * 4  # one of its three results, of 64 bytes each
+    output.sum().backward()
+    assert model.num_calls == 2
 
 
 def test_a_block_changes_no_number() -> None:

@@ -49,7 +49,7 @@ class Block:
 
     def __exit__(self, *_error: object) -> None:
         if (seen := seen_forward.get()) is not None:
-            seen.current = self._outer
+            seen.leave(self._outer)
 
 
 def BlockFunction(user_id: Id = None, ipu_id: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:

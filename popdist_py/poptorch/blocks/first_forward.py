@@ -4,14 +4,18 @@ Everything else about blocks follows from it. Later forwards are not looked at, 
 """
 
 import sys
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
+
+from poptorch.custom_types import taken_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,7 @@ class FirstForward:
         self.current = 0
         self.num_automatic: int | None = None
         self.earlier_error: BaseException | None = None
+        self._changes = [(0, 0)]
         self._seen: set[int] = set()
 
     def enter(self, block: EnteredBlock) -> None:
@@ -55,25 +60,37 @@ class FirstForward:
             block = EnteredBlock(user_id=str(self.num_automatic), ipu_id=block.ipu_id, module=block.module)
             self.num_automatic += 1
         self.blocks.append(block)
-        self.current = len(self.blocks)
+        self.leave(len(self.blocks))
+
+    def leave(self, current: int) -> None:
+        """From here on what runs belongs to block ``current``."""
+        self.current = current
+        self._changes.append((_next_number(), current))
 
     def begin(self, module: nn.Module, earlier_error: BaseException | None) -> None:
         """``module`` is called; ``earlier_error`` is what is being handled while that is so."""
         self.earlier_error = earlier_error
-        self._seen.update(one.untyped_storage().data_ptr() for one in module.parameters())
+        self._seen.update(map(_place_of, module.parameters()))
 
     def note_module(self, module: nn.Module, _arguments: object) -> None:
         """A hook: ``module`` runs in the current block."""
         if seen_forward.get() is self:
             self.block_of.setdefault(module, self.current)
 
-    def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A hook: backward needs ``tensor``."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.saved_bytes[self.current] = self.saved_bytes.get(self.current, 0) + storage.nbytes()
-        return tensor
+    def note_saved(self, output: Any) -> None:  # noqa: ANN401 - whatever a forward gives
+        """What ``output`` needs for its gradients is what each block keeps. Nothing is computed to find it.
+
+        What hooks keep in place of tensors, as those of torch.utils.checkpoint, is not counted.
+        """
+        found: list[torch.Tensor] = []
+        taken_apart(output, found)
+        for node in sorted(_nodes_of(found), key=_number_of):
+            block = self._changes[bisect_right(self._changes, (_number_of(node), len(self.blocks))) - 1][1]
+            for tensor in _kept_by(node):
+                place = _place_of(tensor)
+                if place not in self._seen:
+                    self._seen.add(place)
+                    self.saved_bytes[block] = self.saved_bytes.get(block, 0) + _size_of(tensor)
 
 
 seen_forward: Final[ContextVar[FirstForward | None]] = ContextVar("seen_forward", default=None)
@@ -93,15 +110,57 @@ def watch_first_forward(module: nn.Module, then: Callable[[FirstForward], None])
     def begin(_module: nn.Module, _arguments: object) -> None:
         seen.begin(module, sys.exception())
         scope.callback(seen_forward.reset, seen_forward.set(seen))
-        scope.enter_context(torch.autograd.graph.saved_tensors_hooks(seen.note_saved, lambda it: it))
 
-    def end(_module: nn.Module, _arguments: object, _output: object) -> None:
+    def end(_module: nn.Module, _arguments: object, output: object) -> None:
         scope.close()
         for handle in handles:
             handle.remove()
         if sys.exception() is seen.earlier_error:
+            seen.note_saved(output)
             then(seen)
 
     handles.append(module.register_forward_pre_hook(begin, prepend=True))
     handles.append(module.register_forward_hook(end, always_call=True))
     return seen
+
+
+def _next_number() -> int:
+    """The number that torch gives to the next operation of this thread that has a gradient."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001 - torch.fx asks so
+
+
+def _number_of(node: Node) -> int:
+    return int(node._sequence_nr())  # noqa: SLF001 - as above
+
+
+def _nodes_of(outputs: Iterable[torch.Tensor]) -> list[Node]:
+    """What computes the gradients of ``outputs``."""
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    found = {*waiting}
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                waiting.append(node)
+    return [*found]
+
+
+def _kept_by(node: Node) -> Iterator[torch.Tensor]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            kept = getattr(node, name)
+            for one in kept if isinstance(kept, list | tuple) else (kept,):
+                tensor = getattr(one, "data", None)
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's numbers lie; sparse tensors have no one place."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def _size_of(tensor: torch.Tensor) -> int:
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage().nbytes()
+    return tensor._nnz() * tensor.element_size()  # noqa: SLF001 - torch has no public way to ask
