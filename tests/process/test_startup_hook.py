@@ -22,7 +22,12 @@ import json, os, subprocess, sys
 caught = next(line for line in open("/proc/self/status") if line.startswith("SigCgt:"))
 is_listening = int(caught.split()[1], 16) >> 39 > 0
 has_module = "sitecustomize" in sys.modules
-print(json.dumps({"path": sys.path, "has_module": has_module, "is_listening": is_listening}))
+found = {"path": sys.path, "has_module": has_module, "is_listening": is_listening}
+try:
+    import examples_utils
+except ImportError:
+    examples_utils = None
+print(json.dumps({**found, "is_served": examples_utils is not None}))
 """
 """Signals from 40 up are nobody's but the hook's."""
 
@@ -54,7 +59,10 @@ def program(tmp_path: Path) -> str:
 def test_a_program_sees_nothing_of_the_hook(
     poprun: Poprun, tmp_path: Path, program: str, *, has_own: bool
 ) -> None:
-    """Its path and its modules are those that it has without poprun, its own ``sitecustomize`` included."""
+    """Its path and its modules are those that it has without poprun, its own ``sitecustomize`` included.
+
+    But for what programs for PopTorch import, which is there before popdist is imported.
+    """
     (tmp_path / "own").mkdir()
     if has_own:
         (tmp_path / "own" / "sitecustomize.py").write_text("print('\"mine\"', flush=True)")
@@ -66,8 +74,10 @@ def test_a_program_sees_nothing_of_the_hook(
 
     assert inside[:-1] == (["mine", "mine"] if has_own else [])  # poprun is a program in Python, too
     found = inside[-1]
-    assert found.pop("is_listening")
-    assert found == {name: value for name, value in json.loads(outside[-1]).items() if name != "is_listening"}
+    assert found["is_listening"]
+    assert found["is_served"]
+    assert found == {**json.loads(outside[-1]), "is_listening": True, "is_served": True}
+    assert not json.loads(outside[-1])["is_served"]
 
 
 def test_a_hook_of_the_users_own_that_fails_fails_as_without_us(
@@ -86,7 +96,8 @@ def test_a_hook_of_the_users_own_that_fails_fails_as_without_us(
 @pytest.mark.parametrize(("option", "is_listening"), [("-u", True), ("-I", False), ("-E", False), ("-S", False)])
 def test_an_isolated_python_has_no_hook(poprun: Poprun, program: str, option: str, *, is_listening: bool) -> None:
     """And runs all the same."""
-    assert look(poprun, sys.executable, option, program)[0]["is_listening"] is is_listening
+    (found,) = look(poprun, sys.executable, option, program)
+    assert (found["is_listening"], found["is_served"]) == (is_listening, is_listening)
 
 
 @pytest.mark.parametrize("descriptors", ["close", "keep"])

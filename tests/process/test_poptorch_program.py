@@ -1,0 +1,43 @@
+"""A program for PopTorch runs as it is under poprun, and under plain python.
+
+Holds popdist.neighbours.finder, popdist.neighbours.horovod_torch, popdist.poptorch.job_options and
+poptorch.executor.runs.
+"""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import popdist
+from tests.process import poptorch_program
+from tests.running import Poprun
+
+
+def test_the_usual_start_up(
+    poprun: Poprun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four instances join their losses, save once, and have the bits of four replicas in one process."""
+    program = str(poptorch_program.__file__)
+    words = ["--replicas", "4", "--checkpoint", str(tmp_path / "model.pt")]
+    monkeypatch.setattr(sys, "argv", [program, *words])
+    with torch.random.fork_rng():
+        runpy.run_path(program, run_name="__main__")
+    popdist.finalize()
+    alone = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "model.pt").exists()
+
+    finished = poprun("-n", "4", "--tag-output=no", sys.executable, program, *words).succeeded()
+    found = sorted(map(json.loads, finished.out.splitlines()), key=lambda it: int(it["instance"]))
+
+    assert [it["place"] for it in found] == [[rank, rank, 4] for rank in range(4)]
+    assert {it["weights"] for it in [*found, alone]} == {alone["weights"]}
+    assert all(it["outputs"] == alone["outputs"] for it in found)
+    assert [it["losses"] for it in found] == [pytest.approx(alone["losses"])] * 4
+    assert alone["losses"][-1] < alone["losses"][0] / 2
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert popdist.checksum(saved["model"]) == alone["weights"]
+    assert "overridden" not in finished.err
