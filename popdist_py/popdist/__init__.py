@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
     from popdist.context import num_local_replicas as num_local_replicas
     from popdist.context import num_replicas as num_replicas
     from popdist.data.data_loader import data_loader as data_loader
+    from popdist.data.dealt_streams import shard_iterable as shard_iterable
     from popdist.data.sampler import ReplicaSampler as ReplicaSampler
-    from popdist.data.streams import shard_iterable as shard_iterable
     from popdist.errors import BackendError as BackendError
     from popdist.errors import BatchError as BatchError
     from popdist.errors import CheckpointError as CheckpointError
@@ -95,7 +95,7 @@ _NAMES_OF_MODULES = {
     ),
     "data.data_loader": "data_loader",
     "data.sampler": "ReplicaSampler",
-    "data.streams": "shard_iterable",
+    "data.dealt_streams": "shard_iterable",
     "errors": (
         "BackendError BatchError CheckpointError CollectiveError ContractError DatasetError GradientError "
         "MicroBatchError NotInitializedError OptimizerError PopdistError PopdistWarning WeightsError WorldError"

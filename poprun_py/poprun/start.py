@@ -163,14 +163,7 @@ def run_job(
     file = _checked_report_file(plan)
     become_subreaper()
     raise_open_files(plan.num_instances)
-    identity = JobIdentity(
-        job_id=wished_job_id(environ) or os.urandom(6).hex(),
-        restart_count=0,
-        began_at_seconds=time.monotonic(),
-        network=network,
-        leases=tuple(leases),
-        open_files=users_open_files(),
-    )
+    identity = _new_identity(environ, leases, network)
     ends: list[JobEnd] = []
     error = ""
     with ReceivedSignals() as signals:
@@ -186,6 +179,20 @@ def run_job(
         finally:
             if file is not None:
                 _write_report(file, plan, identity, ends, error)
+
+
+def _new_identity(
+    environ: Mapping[str, str], leases: "Sequence[HeldLease]", network: "JobNetwork | None"
+) -> JobIdentity:
+    """What a job is known by, from now until its last restart has ended."""
+    return JobIdentity(
+        job_id=wished_job_id(environ) or os.urandom(6).hex(),
+        restart_count=0,
+        began_at_seconds=time.monotonic(),
+        network=network,
+        leases=tuple(leases),
+        open_files=users_open_files(),
+    )
 
 
 def _checked_report_file(plan: LaunchPlan) -> str | None:

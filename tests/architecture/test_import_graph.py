@@ -26,7 +26,7 @@ AGENT = frozenset(
         "poprun.messages.json_lines",
         "poprun.process",
         "poprun.process.spawn",
-        "poprun.process.tree",
+        "poprun.process.process_tree",
         "poprun.process.tuples",
     }
 )

@@ -1,6 +1,6 @@
 """The sharded optimizer obeys the same laws in jobs of every size, the job of one included.
 
-Holds popdist.sharded.norm_exchange, popdist.sharded.parameters, popdist.sharded.state and
+Holds popdist.sharded.norm_exchange, popdist.sharded.parameters, popdist.sharded.optimizer_state and
 popdist.sharded.weight_copies.
 """
 

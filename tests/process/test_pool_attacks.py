@@ -23,7 +23,7 @@ from poprun.plan.inventory import cpu_cluster
 from poprun.pool.holders import is_served, sole_server, this_process
 from poprun.pool.pool import Pool
 from poprun.pool.requests import PartitionWish, Wish
-from poprun.process.tree import key_of
+from poprun.process.process_tree import key_of
 from tests.running import DEADLINE_SECONDS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from poprun.process.tree import ProcessKey, descendants, key_of, reap, send, terminate
+from poprun.process.process_tree import ProcessKey, descendants, key_of, reap, send, terminate
 
 FAMILY = """
 import subprocess, sys

@@ -9,7 +9,7 @@ import pytest
 
 from poprun.launch import agent
 from poprun.launch.agent import TreeEnding
-from poprun.process.tree import ProcessKey
+from poprun.process.process_tree import ProcessKey
 
 PROGRAM = 4_000_001
 """Above every process id that the kernel gives: nothing here reaches a process."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.checkpoint import folder
+from popdist.checkpoint import checkpoint_folder
 from popdist.checkpoint.manifest import current_conditions, differences
 
 
@@ -23,38 +23,38 @@ def fail(directory: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
-@given(st.sets(st.integers(0, folder.LAST_STEP), min_size=1))
+@given(st.sets(st.integers(0, checkpoint_folder.LAST_STEP), min_size=1))
 def test_names_are_in_the_order_of_steps(steps: set[int]) -> None:
     """Any listing shows checkpoints in their order."""
-    names = [folder.directory_of(Path("folder"), step).name for step in sorted(steps)]
+    names = [checkpoint_folder.directory_of(Path("folder"), step).name for step in sorted(steps)]
     assert names == sorted(names)
 
 
 def test_a_checkpoint_is_made_and_found(tmp_path: Path) -> None:
     """With all it holds, in a folder that is made for it; other things in the folder are no checkpoints."""
     place = tmp_path / "new" / "folder"
-    directory = folder.create(place, 12, fill)
+    directory = checkpoint_folder.create(place, 12, fill)
     (place / "step-7").mkdir()
     (place / "notes.txt").touch()
 
     assert directory.name == "step-000000000012"
     assert (directory / "inner" / "file").read_text() == "content"
-    assert folder.steps_in(place) == [12]
+    assert checkpoint_folder.steps_in(place) == [12]
 
 
 def test_no_folder_is_an_empty_one(tmp_path: Path) -> None:
     """Nothing was saved yet; but a file is no folder."""
-    assert folder.steps_in(tmp_path / "none") == []
+    assert checkpoint_folder.steps_in(tmp_path / "none") == []
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
-        folder.steps_in(tmp_path / "file")
+        checkpoint_folder.steps_in(tmp_path / "file")
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     """A disk that is full has its room back, and what was there is there."""
-    folder.create(tmp_path, 1, fill)
+    checkpoint_folder.create(tmp_path, 1, fill)
     with pytest.raises(OSError, match="No space"):
-        folder.create(tmp_path, 2, fail)
+        checkpoint_folder.create(tmp_path, 2, fail)
     assert os.listdir(tmp_path) == ["step-000000000001"]  # noqa: PTH208 - hidden ones too
 
 
@@ -64,8 +64,8 @@ def test_what_a_killed_program_left_goes(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         fill(tmp_path / name)
 
-    assert folder.steps_in(tmp_path) == []
-    folder.create(tmp_path, 3, fill)
+    assert checkpoint_folder.steps_in(tmp_path) == []
+    checkpoint_folder.create(tmp_path, 3, fill)
     assert os.listdir(tmp_path) == ["step-000000000003"]  # noqa: PTH208 - hidden ones too
 
 
@@ -73,9 +73,9 @@ def test_what_a_killed_program_left_goes(tmp_path: Path) -> None:
 def test_the_last_ones_stay(tmp_path: Path, count: int, left: list[int]) -> None:
     """The greatest steps, in whatever order they were made."""
     for step in (5, 9, 2):
-        folder.create(tmp_path, step, fill)
-    folder.keep_last(tmp_path, count)
-    assert folder.steps_in(tmp_path) == left
+        checkpoint_folder.create(tmp_path, step, fill)
+    checkpoint_folder.keep_last(tmp_path, count)
+    assert checkpoint_folder.steps_in(tmp_path) == left
 
 
 def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
     )
-    folder.create(tmp_path / "folder", 1, fill)
+    checkpoint_folder.create(tmp_path / "folder", 1, fill)
 
     partial = str(tmp_path / "folder" / ".step-000000000001.partial")
     assert {*done[:3]} == {f"{partial}/inner/file", f"{partial}/inner", partial}
@@ -110,10 +110,10 @@ def test_only_folders_that_were_made_need_a_parent_that_can_be_read(
         os, "fsync", lambda descriptor: done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
     )
     place = tmp_path / "a" / "b"
-    folder.create(place, 1, fill)
+    checkpoint_folder.create(place, 1, fill)
     assert {str(place), str(tmp_path / "a"), str(tmp_path)} <= set(done)
 
     done.clear()
-    folder.create(place, 2, fill)
+    checkpoint_folder.create(place, 2, fill)
     assert str(place) in done
     assert str(tmp_path / "a") not in done

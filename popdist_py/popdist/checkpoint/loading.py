@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from popdist.checkpoint import folder, manifest
+from popdist.checkpoint import checkpoint_folder, manifest
 from popdist.checkpoint.byte_exchange import broadcast_bytes, broadcast_tensors, is_writer, together, whole_job
 from popdist.checkpoint.encoding import decode, tensors_of
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions, differences
@@ -59,7 +59,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
         BackendError: If an instance was lost or did not come in time.
         Exception: What an object says to a state that does not fit it, such as ``DatasetError``.
     """
-    call = f"checkpoint.load_latest({folder.name_of(path)!r}, {', '.join(named)})"
+    call = f"checkpoint.load_latest({checkpoint_folder.name_of(path)!r}, {', '.join(named)})"
     group = whole_job(call)
     replica_states = replica_states_of(named)
     found, tensors = None, dict[str, Tensor]()
@@ -72,7 +72,7 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
     if not told:
         return None
     found = Manifest.from_json(json.loads(told))
-    where = folder.directory_of(Path(path), found.step)
+    where = checkpoint_folder.directory_of(Path(path), found.step)
     with together(group, f"{call}, names"):
         _check_names(named, found, where)
         tensors = tensors or {
@@ -94,11 +94,11 @@ def load_latest(path: str | os.PathLike[str], **named: object) -> Loaded | None:
 def _read_last(path: Path, names: Iterable[str]) -> tuple[Manifest | None, dict[str, Tensor]]:
     """The last checkpoint that is whole, with the tensors that ``names`` need."""
     try:
-        steps = folder.steps_in(path)
+        steps = checkpoint_folder.steps_in(path)
     except OSError as error:
         raise CheckpointError(f"{path} is no folder of checkpoints: {error}") from error
     for step in reversed(steps):
-        directory = folder.directory_of(path, step)
+        directory = checkpoint_folder.directory_of(path, step)
         try:
             found = manifest.read(directory)
             return found, manifest.read_tensors(directory, found, _needed(found, names))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from popdist.checkpoint import folder, manifest
+from popdist.checkpoint import checkpoint_folder, manifest
 from popdist.checkpoint.byte_exchange import is_writer, together, whole_job
 from popdist.checkpoint.encoding import TensorForm, decode, encode
 from popdist.checkpoint.manifest import DamagedError, Manifest, current_conditions
@@ -53,21 +53,13 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or did not come in time.
     """
-    call = f"checkpoint.save({folder.name_of(path)!r}, keep={keep}, step={step}, {', '.join(named)})"
+    call = f"checkpoint.save({checkpoint_folder.name_of(path)!r}, keep={keep}, step={step}, {', '.join(named)})"
     group = whole_job(call)
     tensors: dict[str, Tensor] = {}
     gathered = gather_sharded(named, keep=is_writer(group))
     with together(group, call):
         _check(keep, step, named)
-        things = stateful_of(named)
-        for thing in things.values():
-            if isinstance(thing, nn.Module):
-                check_buffers(thing)
-        states = {
-            name: encode(gathered[name] if name in gathered else thing.state_dict(), name, tensors)
-            for name, thing in things.items()
-        }
-        values = {name: encode(value, name, tensors) for name, value in named.items() if name not in things}
+        states, values = _encode_named(named, gathered, tensors)
     for name, thing in replica_states_of(named).items():
         states[name] = encode(_gather_replica_states(group, name, thing), name, tensors)
     with together(group, f"{call}, writing"):
@@ -79,13 +71,29 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
             )
             _write(Path(path), keep, described, tensors)
     ((step,), *_) = group.start(f"{call}, its step", [step or 0]).wait()
-    return folder.directory_of(Path(path), step)
+    return checkpoint_folder.directory_of(Path(path), step)
+
+
+def _encode_named(
+    named: Mapping[str, object], gathered: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of the objects and the other values as JSON; their tensors go into ``tensors``."""
+    things = stateful_of(named)
+    for thing in things.values():
+        if isinstance(thing, nn.Module):
+            check_buffers(thing)
+    states = {
+        name: encode(gathered[name] if name in gathered else thing.state_dict(), name, tensors)
+        for name, thing in things.items()
+    }
+    values = {name: encode(value, name, tensors) for name, value in named.items() if name not in things}
+    return states, values
 
 
 def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
     whole_number("keep", keep, CheckpointError)
-    if step is not None and whole_number("step", step, CheckpointError, minimum=0) > folder.LAST_STEP:
-        raise CheckpointError(f"step={step} must be 0 to {folder.LAST_STEP}")
+    if step is not None and whole_number("step", step, CheckpointError, minimum=0) > checkpoint_folder.LAST_STEP:
+        raise CheckpointError(f"step={step} must be 0 to {checkpoint_folder.LAST_STEP}")
     if not named:
         raise CheckpointError("nothing to save: name it, as in save(path, model=model, optimizer=optimizer)")
     if dotted := [name for name in named if not name.isidentifier()]:
@@ -128,17 +136,17 @@ def _unpack(packed: bytes) -> Any:  # noqa: ANN401 - whatever the object's state
 def _choose_step(path: Path, step: int | None) -> int:
     """The number of the new checkpoint. Damaged ones that have it or a greater one are removed."""
     present = _steps(path)
-    if step is None and present and present[-1] == folder.LAST_STEP:
+    if step is None and present and present[-1] == checkpoint_folder.LAST_STEP:
         raise CheckpointError(
-            f"{path} holds a checkpoint of step {folder.LAST_STEP}, the last there can be: use another folder"
+            f"{path} holds a checkpoint of step {present[-1]}, the last there can be: use another folder"
         )
     if step is None:
         return present[-1] + 1 if present else 0
     for other in [other for other in present if other >= step]:
         try:
-            manifest.read(folder.directory_of(path, other))
+            manifest.read(checkpoint_folder.directory_of(path, other))
         except DamagedError:
-            folder.remove(path, other)
+            checkpoint_folder.remove(path, other)
         else:
             raise CheckpointError(
                 f"{path} holds a checkpoint of step {other}, so step {step} cannot be saved after it: go on from "
@@ -149,20 +157,22 @@ def _choose_step(path: Path, step: int | None) -> int:
 
 def _steps(path: Path) -> list[int]:
     try:
-        return folder.steps_in(path)
+        return checkpoint_folder.steps_in(path)
     except OSError as error:
         raise CheckpointError(f"{path} is no folder to save checkpoints in: {error}") from error
 
 
 def _write(path: Path, keep: int, described: Manifest, tensors: Mapping[str, Tensor]) -> None:
     try:
-        folder.create(path, described.step, lambda directory: manifest.write(directory, described, tensors))
+        checkpoint_folder.create(
+            path, described.step, lambda directory: manifest.write(directory, described, tensors)
+        )
     except OSError as error:
         raise CheckpointError(
             f"the checkpoint of step {described.step} could not be written into {path}: {error}"
         ) from error
     try:
-        folder.keep_last(path, keep)
+        checkpoint_folder.keep_last(path, keep)
     except OSError as error:
         warnings.warn(
             f"the checkpoint of step {described.step} is whole, but older ones could not be removed from {path}: "

@@ -249,10 +249,8 @@ class GradientSum:
         way = 0 if self._early is None else self._early.close(list(self._rows.nodes.values()))
         way = way if parts is None else parts.number
         written = None if self._weight_sums is None else self._weight_sums.first_change()
-        state: str = reduction if not_finite is None else "not finite"
-        state = state if fault is None else "fault"
         self._changes = changes_of(self.used, len(self._gradients.names), self._buffers)
-        states = self._say(state if written is None else "written", way).wait()
+        states = self._say(_state_of(reduction, not_finite, fault, written), way).wait()
         self._check([_STATES[state[0]] for state in states], not_finite, written, fault)
         self._settle_old([state[4] for state in states])
         compare_weights(self._group, [state[3] for state in states], self._weight_sums)
@@ -448,6 +446,15 @@ def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
             f"gradients are added over all {layout.num_instances} instances of the job, but this code runs on "
             f"{name_instances(group.instances)} only: call it outside execute_on_instances"
         )
+
+
+def _state_of(reduction: MeanOrSum, not_finite: NotFinite | None, fault: str | None, written: int | None) -> str:
+    """What an instance says of its step, one of ``_STATES``: what it has found, or else how it reduces."""
+    if written is not None:
+        return "written"
+    if fault is not None:
+        return "fault"
+    return reduction if not_finite is None else "not finite"
 
 
 def _lost_step(instances: list[int], reason: str) -> MicroBatchError:

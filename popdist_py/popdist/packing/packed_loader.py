@@ -19,13 +19,13 @@ from popdist import context
 from popdist.comm.backend import host_group_of
 from popdist.data.batch import Batch, MicroBatch, Share
 from popdist.data.data_loader import LoaderPlan
+from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.data.epoch import plan_epochs
 from popdist.data.fetching import Collate, Collation, MapFetcher
 from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed
 from popdist.data.sampler import EpochShares
-from popdist.data.streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.errors import BackendError, DatasetError, whole_number
 from popdist.packing.collation import TOKENS, Collator
 from popdist.packing.linear_programme import nnlshp, optimal

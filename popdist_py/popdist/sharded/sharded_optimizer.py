@@ -26,8 +26,8 @@ from popdist.optim.elementwise import check_elementwise, check_in_training, quie
 from popdist.optim.low_precision import LowPrecision
 from popdist.optim.pieces import PieceOptimizer, load_uncast
 from popdist.sharded.norm_exchange import NormExchange, pieces_of
+from popdist.sharded.optimizer_state import State, copy_state, gather_state, own_state
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
-from popdist.sharded.state import State, copy_state, gather_state, own_state
 from popdist.sharded.weight_copies import WeightCopies
 from popdist.training.checks import is_checked
 from popdist.training.replicated_model import ReplicatedModel

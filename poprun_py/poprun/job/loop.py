@@ -21,7 +21,7 @@ from poprun.launch.launchers import StartWatch
 from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.plan.plan import LauncherKind
 from poprun.probe.limits import kill_counts
-from poprun.process.tree import ProcessKey, own_tree, reap, send, terminate
+from poprun.process.process_tree import ProcessKey, own_tree, reap, send, terminate
 from poprun.text.screen import Level, say
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from poprun.messages.control import Link
 from poprun.messages.json_lines import encode
 from poprun.messages.view import InstanceView, JobView
 from poprun.plan.plan import LaunchPlan
+from poprun.process.process_tree import key_of, reap
 from poprun.process.spawn import ProcessStart, start_process
-from poprun.process.tree import key_of, reap
 
 _VIEW_SECONDS: Final = 0.5
 _MAX_LINE: Final = 200

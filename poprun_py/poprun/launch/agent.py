@@ -19,8 +19,8 @@ from poprun.launch.mpi_leftovers import remove_abandoned
 from poprun.launch.program_watch import ProgramWatch, StackQuestion
 from poprun.messages.control import RECEIVE_BYTES, Link, connect, is_remote, notice_death
 from poprun.messages.json_lines import Message, ProtocolError
+from poprun.process.process_tree import catchers, descendants, key_of, own_tree, reap, send, terminate
 from poprun.process.spawn import ProcessStart, become_subreaper, start_process, take_memory_from
-from poprun.process.tree import catchers, descendants, key_of, own_tree, reap, send, terminate
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCES, RAN
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
+from poprun.process.process_tree import descendants, reap, words_of
 from poprun.process.spawn import ProcessStart, start_process
-from poprun.process.tree import descendants, reap, words_of
 from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import os
 import time
 from _struct import calcsize, unpack
 
-from poprun.process.tree import ProcessKey, catches, key_of, own_tree, send, words_of
+from poprun.process.process_tree import ProcessKey, catches, key_of, own_tree, send, words_of
 
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from poprun.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.pool.records import HeldLease, PoolState
 from poprun.pool.requests import Wish, refusal
 from poprun.probe.hardware import find_gpus
-from poprun.process.tree import ancestors, user_name
+from poprun.process.process_tree import ancestors, user_name
 from poprun.text import screen
 
 _OCCUPANTS_SECONDS: Final = 5.0

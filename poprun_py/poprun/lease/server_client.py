@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 from poprun.errors import PlanError, ServerError
 from poprun.lease.server_connection import ServerAddress, ask
 from poprun.plan.inventory import Cluster
+from poprun.pool.pool_rows import read_partition
 from poprun.pool.records import Partition, PoolState
-from poprun.pool.rows import read_partition
 from poprun.pool.server_messages import (
     LeaseAnswer,
     LeaseRequest,
@@ -23,7 +23,7 @@ from poprun.pool.server_messages import (
     read_pool,
     reader,
 )
-from poprun.process.tree import user_name
+from poprun.process.process_tree import user_name
 
 Answer = TypeVar("Answer")
 

@@ -44,7 +44,7 @@ from poprun.pool.requests import IpuWish, refusal
 from poprun.pool.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.probe.hardware import find_gpus
 from poprun.probe.machine import names_of_this_machine
-from poprun.process.tree import ancestors, key_of, user_name
+from poprun.process.process_tree import ancestors, key_of, user_name
 from poprun.text import screen
 
 _LOSS_SECONDS: Final = 15.0

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Final
 from popdist.contract import NUM_THREADS
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.counts import check_count, check_counts, legal_instances
-from poprun.plan.mpi_options import Variables, check_instance_variables, job_words, merged
+from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.settings import (
+    OutputSettings,
     VipuSettings,
     check_ending,
     check_output,
@@ -170,11 +171,7 @@ def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None"
         instance_variables=words.instance_variables,
         executable_cache_path=request.executable_cache_path,
         vipu=request.vipu,
-        output=replace(
-            request.output,
-            is_tagged=True if request.output.is_tagged is None and words.is_tagged else request.output.is_tagged,
-            log_dir=request.output.log_dir or words.log_dir,
-        ),
+        output=_choose_output(request, words),
         ending=request.ending,
         remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
     )
@@ -306,6 +303,13 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Vari
     if asked is not None:
         return int(asked) if asked.isdecimal() and int(asked) else None
     return None if facts.user_num_threads else max(1, share)
+
+
+def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
+    """What was asked for; where nothing was, what words for the MPI launcher ask for."""
+    asked = request.output
+    is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
+    return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
 
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:

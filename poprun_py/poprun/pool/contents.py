@@ -13,8 +13,7 @@ from typing import Final, TypeVar
 from poprun.errors import PlanError
 from poprun.pool.folder import PoolFolder
 from poprun.pool.holders import lives
-from poprun.pool.records import Lease, PoolState
-from poprun.pool.rows import (
+from poprun.pool.pool_rows import (
     MAX_NUMBER,
     StoredLease,
     StoredPartition,
@@ -23,6 +22,7 @@ from poprun.pool.rows import (
     read_lease_row,
     read_partition_row,
 )
+from poprun.pool.records import Lease, PoolState
 
 _LEASE: Final = "lease"
 _LOCK: Final = "lock"

@@ -19,7 +19,7 @@ from typing import Final
 
 from poprun.errors import PoolError
 from poprun.pool.place import opened_place
-from poprun.process.tree import user_name
+from poprun.process.process_tree import user_name
 
 BUSY_SECONDS: Final = 120.0
 """How long to wait for others to finish what they do, of milliseconds each."""

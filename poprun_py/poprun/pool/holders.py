@@ -19,7 +19,7 @@ from typing import Final
 from poprun.errors import PoolError
 from poprun.pool.folder import BUSY_SECONDS, opened_folder
 from poprun.pool.records import Holder, short_words
-from poprun.process.tree import key_of, user_name
+from poprun.process.process_tree import key_of, user_name
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 

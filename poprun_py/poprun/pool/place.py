@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from poprun.errors import PoolError
-from poprun.process.tree import user_name
+from poprun.process.process_tree import user_name
 
 DEFAULT_POOL: Final = "/var/tmp/poprun-pool"  # noqa: S108 - opened and checked by opened_place
 POOL_VARIABLE: Final = "POPRUN_POOL"

@@ -24,10 +24,10 @@ from poprun.pool.contents import (
 )
 from poprun.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
 from poprun.pool.holders import this_process
+from poprun.pool.pool_rows import StoredLease, StoredPartition
 from poprun.pool.records import Holder, Lease, Partition, PoolState
 from poprun.pool.requests import PartitionWish, Wish
-from poprun.pool.rows import StoredLease, StoredPartition
-from poprun.process.tree import user_name
+from poprun.process.process_tree import user_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,17 @@ from typing import Final
 from poprun.errors import PlanError
 from poprun.plan.inventory import Cluster, VirtualIpu
 from poprun.plan.topology import Occupant
+from poprun.pool.pool_rows import (
+    MAX_PID,
+    MAX_TEXT,
+    number_of,
+    optional_text_of,
+    read_lease,
+    read_partition,
+    text_of,
+)
 from poprun.pool.records import REMOTE, Holder, PoolState, short_words
 from poprun.pool.requests import IpuWish, PartitionWish
-from poprun.pool.rows import MAX_PID, MAX_TEXT, number_of, optional_text_of, read_lease, read_partition, text_of
 from poprun.text.fields import FieldReader
 
 MAX_IPUS: Final = 4096

@@ -142,7 +142,7 @@ def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PC
 
 def _occupants(processes: str) -> dict[str, tuple[Occupant, ...]]:
     """The processes that hold memory on each device; one without a number, as in a container, has the number 0."""
-    from poprun.process.tree import user_of  # noqa: PLC0415 - few machines have GPUs
+    from poprun.process.process_tree import user_of  # noqa: PLC0415 - few machines have GPUs
 
     found: dict[str, tuple[Occupant, ...]] = {}
     for line in processes.splitlines():

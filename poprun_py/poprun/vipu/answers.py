@@ -32,7 +32,7 @@ from poprun.errors import (
 )
 from poprun.lease.server_connection import PATH, kind_of
 from poprun.pool.holders import boot_id
-from poprun.pool.rows import number_of, optional_text_of, text_of
+from poprun.pool.pool_rows import number_of, optional_text_of, text_of
 from poprun.pool.server_messages import (
     MAX_IPUS,
     ServedPool,

@@ -10,7 +10,7 @@ from typing import Final
 
 from poprun.errors import PlanError
 from poprun.pool.records import Holder, Lease, Partition
-from poprun.process.tree import user_name
+from poprun.process.process_tree import user_name
 from poprun.text.fields import FieldReader
 from poprun.text.input_files import parse_json
 from poprun.text.screen import visible
