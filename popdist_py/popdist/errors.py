@@ -92,6 +92,8 @@ def seed_number(value: object, error: type[PopdistError]) -> int:
 
 def as_float(value: object) -> float:
     """``value`` as a float; NaN if it is no number."""
+    if type(value) is float:  # each micro batch has one, and what follows takes microseconds
+        return value
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return math.nan
     try:

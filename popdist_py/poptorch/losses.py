@@ -214,6 +214,10 @@ _REFUSED: Final = _RefusedBackward()
 
 def refuse_backward_of(value: Any) -> Any:  # noqa: ANN401 - as above
     """``value``, the result of a model, whose tensors' ``backward()`` says that it cannot be called."""
+    if type(value) is tuple or type(value) is list:
+        for part in value:
+            refuse_backward_of(part)
+        return value
     tensors: list[Tensor] = []
     taken_apart(value, tensors)
     for tensor in tensors:

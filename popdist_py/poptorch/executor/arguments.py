@@ -15,6 +15,9 @@ from poptorch.options import Options
 from poptorch.options.combined_batch import CombinedBatch
 
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_ALIGNMENT_BYTES: Final = 64
+"""Where torch's allocator begins a tensor."""
+
 _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -128,6 +131,8 @@ class CallArguments:
             **{name: self._defaults[name] for name in self._defaults if name not in bound},
         }
         self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
+        are_tensors = all(self._first[name].kind is Tensor for name in bound)
+        self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs
         for path, (_, detail) in _listed(self._first, self._forms).items():
             if isinstance(detail, _Form):
                 _check_size(path, detail.shape, batch)
@@ -163,16 +168,19 @@ class CallArguments:
 
         Returns:
             The arguments of each micro batch, in order of iteration, step of accumulation and replica. The tensors
-            are views of dim 0; one without dims is passed whole. Lists are tuples, where no annotation says list.
+            are views of dim 0, or copies of those that would begin elsewhere in memory than torch's own tensors do.
+            One without dims is passed whole. Lists are tuples, where no annotation says list.
 
         Raises:
             Error: As `check`.
         """
+        if self._is_whole and not kwargs and len(args) == len(self._forms) and all(map(_fits, args, self._forms)):
+            return [(args, kwargs)]
         bound = self._parameters.bind(args, kwargs)
         structures, tensors = self._read(args, bound)
         num_parts = self._batch.num_parts
         split = [
-            tensor.split(tensor.shape[0] // num_parts) if tensor.dim() else (tensor,) * num_parts
+            [*map(_aligned, tensor.split(tensor.shape[0] // num_parts))] if tensor.dim() else [tensor] * num_parts
             for tensor in (tensor.detach() if tensor.requires_grad else tensor for tensor in tensors)
         ]
         names = tuple(bound)
@@ -234,6 +242,21 @@ class CallArguments:
         lines += [f"Unexpected arguments: {', '.join(sorted(unexpected))}."] if unexpected else []
         lines += [_told(path, expected[path], found[path]) for path in expected if path in changed]
         return f"{' '.join(lines)} The first call fixes all arguments but the values of tensors, until destroy()."
+
+
+def _aligned(piece: Tensor) -> Tensor:
+    """``piece``, beginning where torch's own tensors do: the bits of products depend on it, and it on the split."""
+    return piece if piece.data_ptr() % _ALIGNMENT_BYTES == 0 else piece.clone()
+
+
+def _fits(value: Any, form: _Form) -> bool:  # noqa: ANN401 - of every kind
+    """Whether ``value`` is a tensor of that form, and may be handed on as it is."""
+    return (
+        type(value) is Tensor
+        and value.shape == form.shape
+        and value.dtype is form.dtype
+        and not value.requires_grad
+    )
 
 
 def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind

@@ -13,7 +13,7 @@ from poptorch.executor.arguments import CallArguments, MicroBatch
 from poptorch.executor.device_tensors import DeviceTensors, Modes
 from poptorch.executor.host_tensors import HostWatch
 from poptorch.executor.runs import InferenceRuns, Runs, TrainingRuns
-from poptorch.executor.traced_forward import TracedForward, running
+from poptorch.executor.traced_forward import TracedForward
 from poptorch.losses import refuse_backward_of
 from poptorch.options import Options
 
@@ -66,7 +66,7 @@ class CompiledModel:
         self.tensors = DeviceTensors(module, places, num_own, adopt)
         self._updatable = _updatable_buffers(options, self.tensors)
         self.blocks = check_stages(module, options, is_training=is_training)
-        first = self._micro_batches(arguments, named_arguments)[0]
+        first = self.micro_batches(arguments, named_arguments)[0]
         forward = self._trace(module, first, is_training=is_training)
         self._num_inputs = len(_tensors_of(first))
         self._num_outputs = len(_tensors_of(forward.result))
@@ -83,7 +83,7 @@ class CompiledModel:
             Error: If it changes a buffer that all replicas share.
         """
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
-        with self._modes.in_place(), self.tensors.in_place(), running():
+        with self._modes.in_place(), self.tensors.in_place():
             device = self._devices[0] if len({*self._devices}) > 1 else None
             forward = TracedForward(module, first, is_training=is_training, device=device)
         for name, buffer in self.tensors.buffers.items():
@@ -96,23 +96,26 @@ class CompiledModel:
             buffer.copy_(before[name])
         return forward
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
-        """The results of one call.
+    def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        """Those of one call, where the model begins.
 
         Raises:
-            Error: If the arguments are not like those of the first one, or a micro batch fails.
+            Error: If its arguments are not like those of the first one.
         """
-        micro_batches = self._micro_batches(args, kwargs)
-        with self._modes.in_place(), self.tensors.in_place(), running():
-            result = self.runs.run(micro_batches)
-        return refuse_backward_of(result)
-
-    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """Those of one call, where the model begins."""
         device = self._devices[0]
         if device.type != "cpu":
             args, kwargs = _moved((args, kwargs), device)
         return self._arguments.micro_batches(args, kwargs)
+
+    def run(self, micro_batches: list[MicroBatch]) -> Any:  # noqa: ANN401 - whatever forward gives
+        """The results of one call.
+
+        Raises:
+            Error: If a micro batch fails.
+        """
+        with self._modes.in_place(), self.tensors.in_place():
+            result = self.runs.run(micro_batches)
+        return refuse_backward_of(result)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare arguments with those of the first call.

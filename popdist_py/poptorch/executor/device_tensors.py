@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from poptorch.errors import Error
-from poptorch.executor.host_tensors import as_they_are, standing_in
+from poptorch.executor.host_tensors import Running, as_they_are
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,19 +124,19 @@ class DeviceTensors:
         Raises:
             Error: If one was assigned or deleted meanwhile.
         """
-        device_of: dict[int, Tensor] = {}
         for place in self._places:
             now = place.owner.get(place.key)
             if now is not place.host and now is not None:
                 self._adopt(now)
                 place.host = now
             place.owner[place.key] = place.device
-            device_of[id(place.host)] = place.device
+        outer = Running.tensors
+        Running.tensors = self
+        fault = None
         try:
-            with standing_in(device_of):
-                yield
+            yield
         finally:
-            fault = None
+            Running.tensors = outer
             for place in self._places:
                 if place.owner.get(place.key) is not place.device:
                     fault = fault or _fault_of(place)
@@ -144,6 +144,10 @@ class DeviceTensors:
             self._take_buffers(0)
         if fault is not None:
             raise Error(fault)
+
+    def standing_for(self, host: object) -> object:
+        """The device's tensor of a host tensor; anything else as it is."""
+        return next((place.device for place in self._places if place.host is host), host)
 
     def become(self, replica: int) -> None:
         """While in place: have the buffers of local replica ``replica``, where each has its own."""

@@ -7,9 +7,8 @@ program touches it: a parameter or a buffer, however it came by it, or ``paramet
 
 import copy
 import copyreg
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, Final, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,20 +97,20 @@ def watches_of(tensors: Iterable[Tensor]) -> list[HostWatch]:
     return list(dict.fromkeys(found))
 
 
-class _Running:
-    """The device's tensors of the model that runs, by the identity of their host tensors; None while none runs."""
+class StandIns(Protocol):
+    """The device's tensors of a model."""
 
-    device_of: ClassVar[dict[int, Tensor] | None] = None
+    def standing_for(self, host: object) -> object:
+        """The device's tensor of a host tensor; anything else as it is."""
 
 
-@contextmanager
-def standing_in(device_of: dict[int, Tensor]) -> Iterator[None]:
-    """Within it a host tensor that a forward comes by, past the module's attributes, stands for the device's."""
-    outer, _Running.device_of = _Running.device_of, device_of
-    try:
-        yield
-    finally:
-        _Running.device_of = outer
+class Running:
+    """The device's tensors of the model that runs; None while none runs.
+
+    A host tensor that a forward comes by, past the module's attributes, stands for the device's.
+    """
+
+    tensors: ClassVar[StandIns | None] = None
 
 
 class _Watched:
@@ -129,9 +128,8 @@ class _Watched:
     ) -> Any:  # noqa: ANN401 - as torch has it
         del types
         kwargs = kwargs or {}
-        device_of = _Running.device_of
-        if device_of is not None:
-            args, kwargs = tree_map(lambda part: device_of.get(id(part), part), (args, kwargs))
+        if Running.tensors is not None:
+            args, kwargs = tree_map(Running.tensors.standing_for, (args, kwargs))
         for part in tree_leaves((args, kwargs)):
             if isinstance(part, _Watched):
                 for watch in part.__dict__.get(_WATCHES, ()):

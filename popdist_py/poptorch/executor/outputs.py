@@ -42,6 +42,8 @@ class Outputs:
         num_kept_steps = 1 if mode is OutputMode.Sum else num_steps // self._period
         self._num_kept = num_kept_steps * num_replicas
         self._num_seen = 0
+        self._is_one = num_steps * num_replicas == 1
+        self._result: Any = None
         self._joined: list[_Joined] = []
         self._structure: Structure | None = None
 
@@ -53,6 +55,10 @@ class Outputs:
         Raises:
             Error: If it has another structure, shape or dtype than an earlier one, or cannot be joined.
         """
+        if self._is_one:
+            self._result = _result_of_one(value)
+            if self._result is not None:
+                return
         step, replica = divmod(self._num_seen, self._num_replicas)
         self._num_seen += 1
         number, remainder = divmod(step + 1, self._period)
@@ -62,6 +68,9 @@ class Outputs:
         structure = taken_apart(value, tensors)
         if self._structure is None:
             self._joined = [_Joined(tensor, self._num_kept) for tensor in tensors]
+            if self._num_kept == 1:
+                self._structure = structure
+                return
         elif len(tensors) != len(self._joined) or structure.kind is not self._structure.kind:
             raise Error(
                 f"a micro batch gave a result of {len(tensors)} tensors, and an earlier one of "
@@ -80,7 +89,7 @@ class Outputs:
         number of results, unless that is 1. What is no tensor is the last micro batch's.
         """
         if self._structure is None:
-            return None
+            return self._result
         return put_together(self._structure, iter([joined.values.cpu() for joined in self._joined]))
 
 
@@ -89,6 +98,9 @@ class _Joined:
 
     def __init__(self, first: Tensor, num_kept: int) -> None:
         self._shape = first.shape
+        if num_kept == 1:
+            self._num_rows, self.values = first.shape[0] if first.shape else 1, _kept(first)
+            return
         self._num_rows = first.shape[0] if first.dim() else 1
         shape = (num_kept * self._num_rows, *first.shape[1:]) if first.dim() or num_kept > 1 else ()
         self.values = torch.empty(shape, dtype=first.dtype, device=first.device)
@@ -115,3 +127,21 @@ class _Joined:
             )
         else:
             rows.add_(tensor.detach())
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A tensor that the model will not change: a copy, unless an operation has just made it."""
+    detached = tensor.detach()
+    is_written = tensor._version > 0 or tensor._is_view()  # noqa: SLF001 - torch's only names for it
+    is_new = tensor.grad_fn is not None and not is_written
+    return detached if is_new else detached.clone()
+
+
+def _result_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
+    """The result of a call's only micro batch: fast, for tensors, tuples and lists; None for others."""
+    if type(value) is Tensor:
+        return _kept(value).cpu()
+    if type(value) is not tuple and type(value) is not list:
+        return None
+    parts = [_result_of_one(part) for part in value]
+    return None if any(part is None for part in parts) else type(value)(parts)

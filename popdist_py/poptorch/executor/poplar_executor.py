@@ -98,13 +98,11 @@ class PoplarExecutor:
         elif HostWatch.num_changes != self._num_changes:
             self._refresh()
         compiled = self._compiled_model()
-        if not self._is_training:
-            result = compiled.run(args, kwargs)
-        else:
-            compiled.check(args, kwargs)
-            try:
-                result = compiled.run(args, kwargs)
-            finally:
+        micro_batches = compiled.micro_batches(args, kwargs)
+        try:
+            result = compiled.run(micro_batches)
+        finally:
+            if self._is_training:
                 self._watch.mark_stale()
         self._has_run = True
         return result

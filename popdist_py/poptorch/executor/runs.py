@@ -41,24 +41,20 @@ class Runs(ABC):
     def __init__(self, forward: TracedForward, tensors: DeviceTensors, options: Options) -> None:
         self._forward = forward
         self._tensors = tensors
-        self._batch = CombinedBatch.of(options)
-        self._options = options
+        self._batch = batch = CombinedBatch.of(options)
+        self._output_form = (
+            *(options.output_mode, options.output_return_period),
+            *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
+        )
         self.moments: list[tuple[float, float]] = []
         self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
         """The results of a call's micro batches, put together; the device's tensors are in place."""
-        options, batch = self._options, self._batch
-        outputs = Outputs(
-            options.output_mode,
-            options.output_return_period,
-            batch.num_iterations,
-            batch.num_accumulations,
-            batch.num_replicas,
-        )
+        outputs = Outputs(*self._output_form)
         self.moments = []
         self.anchors.begin()
-        num_in_step = len(micro_batches) // batch.num_iterations
+        num_in_step = len(micro_batches) // self._batch.num_iterations
         for first in range(0, len(micro_batches), num_in_step):
             self._step(micro_batches[first : first + num_in_step], outputs)
         return outputs.result()

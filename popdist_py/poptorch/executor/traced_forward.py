@@ -3,8 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from poptorch.blocks import MovedArguments
 from poptorch.custom_types import put_together, taken_apart
 from poptorch.executor.arguments import MicroBatch
+from poptorch.executor.host_tensors import Running
 from poptorch.losses import LossPlace, LossSearch
 
 _CONVOLUTIONS: Final = (
@@ -26,25 +26,9 @@ _WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
 """Operations whose weights get the dtype of their input."""
 
 
-class _Run:
-    """Whether a model runs."""
-
-    is_going_on: ClassVar[bool] = False
-
-
 def isRunningOnIpu() -> bool:
     """Whether this is called by the forward of a model that poptorch runs."""
-    return _Run.is_going_on
-
-
-@contextmanager
-def running() -> Iterator[None]:
-    """Within it a model runs."""
-    outer, _Run.is_going_on = _Run.is_going_on, True
-    try:
-        yield
-    finally:
-        _Run.is_going_on = outer
+    return Running.tensors is not None
 
 
 class WeightCasts(TorchFunctionMode):
@@ -94,7 +78,7 @@ class TracedForward:
         self, module: nn.Module, first: MicroBatch, *, is_training: bool, device: torch.device | None = None
     ) -> None:
         self._module = module
-        self._meeting = nullcontext if device is None else partial(MovedArguments, device)
+        self._device = device
         self._place: LossPlace | None = None
         args, kwargs = _copied(first[0]), _copied(first[1])
         casts, search = WeightCasts(), LossSearch()
@@ -136,12 +120,13 @@ class TracedForward:
                 result = self._called(args, kwargs)
             loss = search.final()
         if loss.requires_grad:
-            seed = None if loss_scaling == 1 and not loss.dim() else torch.full_like(loss, loss_scaling)
-            torch.autograd.backward(loss, seed)
+            loss.backward(None if loss_scaling == 1 and not loss.dim() else torch.full_like(loss, loss_scaling))
         return result
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
-        with self._meeting():
+        if self._device is None:
+            return self._module(*args, **kwargs)
+        with MovedArguments(self._device):
             return self._module(*args, **kwargs)
 
 
