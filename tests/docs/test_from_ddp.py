@@ -93,8 +93,8 @@ def test_the_changed_script_runs_as_the_page_says(forked_world: ForkedWorlds, fo
 def test_the_other_scripts_run_under_poprun(poprun: Poprun, folder: Path) -> None:
     """As they are, in two processes, and they see as many samples as the page says.
 
-    Horovod and PopTorch are stand-ins, because neither can be installed here: of those two the test shows that the
-    scripts are programs, and not what Horovod and PopTorch make of them.
+    Horovod is a stand-in, because it cannot be installed here: the test shows that its script is a program, not
+    what Horovod makes of it.
     """
     with ExitStack() as held:
         words = []
