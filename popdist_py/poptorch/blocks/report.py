@@ -6,9 +6,6 @@ from io import StringIO
 from typing import Final
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from poptorch.blocks.first_forward import FirstForward
@@ -66,6 +63,10 @@ class ModelReport:
         return tuple(one.ipu for one in self.ipus if one.is_exceeded)
 
     def __str__(self) -> str:
+        from rich.box import SIMPLE_HEAD  # noqa: PLC0415 - rich is expensive
+        from rich.console import Console  # noqa: PLC0415 - as above
+        from rich.table import Table  # noqa: PLC0415 - as above
+
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         for heading in _HEADINGS:
             table.add_column(heading, justify="right")
