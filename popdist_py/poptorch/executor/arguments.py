@@ -168,7 +168,7 @@ class CallArguments:
 
         Returns:
             The arguments of each micro batch, in order of iteration, step of accumulation and replica. The tensors
-            are views of dim 0, or copies of those that would begin elsewhere in memory than torch's own tensors do.
+            are views of dim 0, or copies where one would begin elsewhere in memory than torch's tensors do.
             One without dims is passed whole. Lists are tuples, where no annotation says list.
 
         Raises:
@@ -245,7 +245,7 @@ class CallArguments:
 
 
 def _aligned(piece: Tensor) -> Tensor:
-    """``piece``, beginning where torch's own tensors do: the bits of products depend on it, and it on the split."""
+    """``piece``, which begins where torch's tensors do: products depend on it, and it on the split."""
     return piece if piece.data_ptr() % _ALIGNMENT_BYTES == 0 else piece.clone()
 
 
