@@ -90,6 +90,19 @@ TORCH_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Arguments of torch's class, and further ones of poptorch's."""
 
 
+def test_a_schedule_knows_that_the_device_has_stepped(recwarn: pytest.WarningsRecorder) -> None:
+    """Torch's schedulers warn of an optimizer that was never stepped."""
+    pair = Pair(partial(optim.SGD, lr=0.1))
+    schedule = torch.optim.lr_scheduler.StepLR(pair.optimizer, 1)
+    pair.run()
+    schedule.step()
+    schedule.step()
+    pair.stepper.update(pair.optimizer)
+
+    assert not recwarn.list
+    assert pair.optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
 @pytest.mark.parametrize("name", TORCH_PAIRS)
 @pytest.mark.parametrize("scaling", [None, 128.0])
 def test_a_device_steps_as_torch_does(name: str, scaling: float | None) -> None:

@@ -118,6 +118,7 @@ class DeviceOptimizer:
         With automatic loss scaling, a step whose gradients are not finite is left out.
         """
         self.has_news = True
+        vars(self._optimizer)["_opt_called"] = True  # without it torch's schedulers warn of a missing step()
         if self._is_automatic:
             gradients = self._gradients()
             is_left_out = not are_finite(gradients)
