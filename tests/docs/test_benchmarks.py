@@ -209,6 +209,16 @@ def test_optimizers_can_be_measured_again(forked_world: ForkedWorlds) -> None:
     assert printed.count("0.500 (≤ 0.52)") == 2
 
 
+def test_optimizers_of_poptorch_can_be_measured_again(forked_world: ForkedWorlds) -> None:
+    """Two rounds of ``benchmarks/poptorch_optimizers.py``, with few tensors, show each optimizer and its limit."""
+    printed = printed_by(
+        forked_world, BENCHMARKS / "poptorch_optimizers.py", "--rounds", "2", "--num-tensors", "2"
+    )
+
+    for word in ("SGD, momentum", "AdamW, max_grad_norm", "RMSprop, use_tf_variant", "LAMB, half", "≤ 1.1"):
+        assert word in printed
+
+
 def test_float16_rounded_by_chance_trains_as_float32(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     """A short run of ``examples/low_precision.py`` ends within 1 %; rounded to the nearest it stays behind."""
     picture = tmp_path / "curves.png"

@@ -1,7 +1,7 @@
 """LAMB for half precision: it scales an update by norms of the whole parameter, so it takes whole parameters."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,6 +11,9 @@ from torch.nn import Parameter
 import popdist
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
+
+_ELEMENTS_AT_ONCE: Final = 1 << 19
+"""So many elements are in float32 at once, or one parameter."""
 
 
 class WidenedLAMB(torch.optim.Optimizer):
@@ -55,9 +58,8 @@ class WidenedLAMB(torch.optim.Optimizer):
         """Update the parameters that have a gradient."""
         del closure
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(group, parameter, parameter.grad)
+            for parameters in _together([it for it in group["params"] if it.grad is not None]):
+                self._step(group, parameters)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,15 +72,24 @@ class WidenedLAMB(torch.optim.Optimizer):
                 mine[parameters[index]][name].copy_(value)
         self.state = mine
 
-    def _step(self, group: Mapping[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        wide = Parameter(parameter.detach().float())
-        wide.grad = gradient.float() if self.grad_scale is None else gradient.float() / self.grad_scale
-        state = self.state[parameter]
-        widened = {name: value.float() for name, value in state.items()}  # float32 is changed in place
-        self._inside.param_groups[0].update({**group, "params": [wide]})
-        self._inside.state = defaultdict(dict, {wide: widened})
-        self._inside.step()
-        self._hold({parameter: wide.detach(), **{state[name]: value for name, value in widened.items()}})
+    def _step(self, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+        inside = self._inside
+        inside.state = defaultdict(dict)
+        values: dict[Tensor, Tensor] = {}
+        for parameter in parameters:
+            wide = Parameter(parameter.detach().float())
+            wide.grad = parameter.grad.float() if parameter.grad is not None else None
+            state = self.state[parameter]
+            inside.state[wide] = {
+                name: value.float() for name, value in state.items()
+            }  # float32 is changed in place
+            values |= {parameter: wide} | {state[name]: value for name, value in inside.state[wide].items()}
+        wides: list[Any] = list(inside.state)
+        inside.param_groups[0].update({**group, "params": wides})
+        if self.grad_scale is not None:
+            torch._foreach_div_([wide.grad for wide in wides], self.grad_scale)
+        inside.step()
+        self._hold(values)
 
     def _hold(self, values: Mapping[Tensor, Tensor]) -> None:
         """Round each value to where it is held."""
@@ -90,9 +101,21 @@ class WidenedLAMB(torch.optim.Optimizer):
             else:  # a step of SGD from 0, with a learning rate of 1, along the value
                 held.zero_()
                 twin.grad_dtype = torch.float32
-                twin.grad = -value
+                twin.grad = value.detach().neg()
                 rounded.append(twin)
         if rounded:
             self._rounder.step()
         for twin in rounded:
             twin.grad = None
+
+
+def _together(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters that are widened at once."""
+    some: list[Tensor] = []
+    for parameter in parameters:
+        if some and sum(it.numel() for it in some) + parameter.numel() > _ELEMENTS_AT_ONCE:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some

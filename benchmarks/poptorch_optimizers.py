@@ -1,0 +1,134 @@
+"""How long a step of poptorch's optimizers takes on a model's device, beside torch's.
+
+    python benchmarks/poptorch_optimizers.py --rounds 9 --document docs/poptorch.md
+
+25 million parameters in 300 tensors. Every round times a step of ours and one of torch's, in turn; what counts is
+the median over the rounds of the ratio within a round. torch has no LAMB; AdamW by torch's foreach functions
+stands for it. In half precision ours are compared with torch's in float32.
+"""
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring.documents import put, table
+from measuring.medians import median, ratio
+from torch import nn
+
+from poptorch import Options, optim
+from poptorch.optim.device_optimizer import DeviceOptimizer
+
+LIMIT = 1.1
+HALF: dict[str, Any] = {"first_order_momentum_accum_type": torch.half}
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Clipped(torch.optim.AdamW):
+    """Its gradients are limited before each step, as a program does."""
+
+    def step(self, closure: Any = None) -> Any:  # noqa: ANN401 - as torch's
+        """Limit, and step."""
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+COMPARISONS: dict[str, tuple[torch.dtype, Make, str, Make, float]] = {
+    "SGD": (torch.float32, partial(optim.SGD, lr=1e-3), "SGD", torch.optim.SGD, LIMIT),
+    "SGD, momentum": (
+        *(torch.float32, partial(optim.SGD, lr=1e-3, momentum=0.9)),
+        *("SGD, momentum", partial(torch.optim.SGD, momentum=0.9), LIMIT),
+    ),
+    "Adam": (torch.float32, optim.Adam, "Adam", torch.optim.Adam, LIMIT),
+    "AdamW": (torch.float32, optim.AdamW, "AdamW", torch.optim.AdamW, LIMIT),
+    "AdamW, bias_correction=False": (
+        *(torch.float32, partial(optim.AdamW, bias_correction=False)),
+        *("AdamW", torch.optim.AdamW, LIMIT),
+    ),
+    "AdamW, max_grad_norm": (
+        *(torch.float32, partial(optim.AdamW, max_grad_norm=1.0, loss_scaling=8.0)),
+        *("AdamW, clip_grad_norm_", Clipped, LIMIT),
+    ),
+    "RMSprop": (torch.float32, optim.RMSprop, "RMSprop", torch.optim.RMSprop, LIMIT),
+    "RMSprop, use_tf_variant": (
+        *(torch.float32, partial(optim.RMSprop, use_tf_variant=True)),
+        *("RMSprop", torch.optim.RMSprop, LIMIT),
+    ),
+    "LAMB": (torch.float32, optim.LAMB, "AdamW(foreach=True)", partial(torch.optim.AdamW, foreach=True), LIMIT),
+    "AdamW, half weights and moments": (torch.half, partial(optim.AdamW, **HALF), "AdamW", torch.optim.AdamW, 1.5),
+    "LAMB, half weights and moments": (
+        *(torch.half, partial(optim.LAMB, **HALF), "AdamW(foreach=True)"),
+        *(partial(torch.optim.AdamW, foreach=True), 2.0),
+    ),
+}
+"""What is ours → the dtype of its weights, ours, what it is compared with in float32, and the most it may take."""
+
+
+def parameters_of(dtype: torch.dtype, shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
+    """Random ones with gradients."""
+    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(dtype)
+    return parameters
+
+
+def on_device(make: Make, parameters: list[nn.Parameter]) -> DeviceOptimizer:
+    """An optimizer on the device, as a model that trains has it."""
+    options = Options()
+    options.Precision.enableStochasticRounding(enabled=True)
+    names = {parameter: str(number) for number, parameter in enumerate(parameters)}
+    return DeviceOptimizer(make(parameters), {it: it for it in parameters}, names, options)
+
+
+def seconds(step: Callable[[], Any]) -> float:
+    """Of one step."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def compare(name: str, rounds: int, shapes: list[tuple[int, int]]) -> list[str]:
+    """A row of the table."""
+    dtype, ours, their_name, theirs, most = COMPARISONS[name]
+    stepper = on_device(ours, parameters_of(dtype, shapes))
+    other = theirs(parameters_of(torch.float32, shapes))
+    times: list[list[float]] = [[], []]
+    for number in range(-2, rounds):
+        for i, it in ((0, other), (1, stepper)) if number % 2 else ((1, stepper), (0, other)):
+            times[i].append(seconds(it.step))
+    found = ratio(times[1][2:], times[0][2:])
+    return [
+        name,
+        f"{median(times[1][2:]).value * 1e3:.0f} ms",
+        f"{median(times[0][2:]).value * 1e3:.0f} ms, {their_name}",
+        f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})",
+        f"≤ {most}",
+        "yes" if found.value <= most else "no",
+    ]
+
+
+def main() -> None:
+    """Compare, print a table, and write it into a document if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="how often each step is timed (9)")
+    parser.add_argument("--num-tensors", type=int, default=300, help="of 83,333 parameters each (300)")
+    parser.add_argument("--document", type=Path, help="a document for the table")
+    options = parser.parse_args()
+    shapes = [(271, 307)] * options.num_tensors
+    rows = [compare(name, options.rounds, shapes) for name in COMPARISONS]
+    text = table(["poptorch.optim", "a step", "torch's, in float32", "ratio (95 %)", "limit", "holds"], rows)
+    command = shlex.join(["python", *sys.argv])
+    text += f"\n\n{torch.get_num_threads()} threads: `{command}`"
+    print(text)
+    if options.document:
+        put(options.document, "poptorch optimizers", text)
+
+
+if __name__ == "__main__":
+    main()
