@@ -1,6 +1,7 @@
 """Runs one suite of a torch backend's tests."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 from torch import distributed
@@ -8,10 +9,18 @@ from torch import distributed
 from tests.contract.forked_ranks import Rank, run_ranks
 
 
+def prepare() -> None:
+    """Import the suites, in the process that forks the worlds.
+
+    What some of them import is out of date, and would be an error in the tests' own process.
+    """
+    for name in ("calls", "hosts", "laws", "losses", "neighbours", "random", "turns", "watched"):
+        import_module(f"tests.contract.backend_{name}")
+
+
 def run_suite(suite: str, backend: str, num_ranks: int, hosts: str, seeds: Sequence[int]) -> None:
     """Fork ``num_ranks`` ranks for it, on ``hosts`` if that says where each is; what is random has ``seeds``."""
-    # What some of them import is out of date, and would be an error in the tests' own process.
-    from tests.contract import (  # noqa: PLC0415 - as above
+    from tests.contract import (  # noqa: PLC0415 - see prepare()
         backend_calls,
         backend_hosts,
         backend_laws,

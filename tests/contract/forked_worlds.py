@@ -13,6 +13,7 @@ import pickle
 import random
 import signal
 import socket
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -20,6 +21,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,14 +40,23 @@ def main() -> None:
     become_subreaper()
     groups.CAUSE_FIRST_SECONDS = 0.0  # type: ignore[misc] # nobody reports
     torch.optim.SGD([torch.zeros(1)])  # has torch import the rest of itself once, and not in each instance
-    gc.freeze()  # a collection of an instance's garbage would write to every page that it shares with us
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer
     with suppress(EOFError):
         while True:
-            pickle.dump(_answer(pickle.load(calls)), answers)  # noqa: S301 - from the tests
+            call: Call = pickle.load(calls)  # noqa: S301 - from the tests
+            _prepare(call.fn.__module__)
+            pickle.dump(_answer(call), answers)
             answers.flush()
     os._exit(0)  # Python would take torch apart, object by object
+
+
+def _prepare(name: str) -> None:
+    """Import what the module of a call says that all its calls need, by a function ``prepare``."""
+    module: Any = sys.modules[name]
+    if hasattr(module, "prepare"):
+        module.prepare()
+    gc.freeze()  # a collection of an instance's garbage would write to every page that it shares with us
 
 
 def _answer(call: Call) -> Answer:

@@ -7,6 +7,7 @@ skipped; the exit code is 1 if there was one of the first kind. ``--backend gloo
 """
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -77,6 +78,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a rank would write to every page that it shares with us
     codes = []
     for num_ranks in options.world_size:
         child = os.fork()
