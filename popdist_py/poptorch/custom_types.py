@@ -4,6 +4,7 @@ Arguments and results of models and the batches of a loader are such values.
 """
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -35,6 +36,19 @@ def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
     if not isinstance(parser, ICustomArgParser):
         raise Error(f"{parser!r} is no poptorch.ICustomArgParser")
     PARSERS[arg_type] = parser
+
+
+def picklable_parsers() -> dict[type, ICustomArgParser]:
+    """Those registered that another process can be given; classes within functions cannot."""
+    return {kind: parser for kind, parser in PARSERS.items() if _can_be_pickled((kind, parser))}
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 class Structure(NamedTuple):

@@ -4,6 +4,7 @@ Holds poptorch.data.combined_batches and poptorch.data.read_ahead.
 """
 
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Iterator
@@ -438,6 +439,23 @@ def test_batches_of_a_program_s_own_types(mode: DataLoaderMode) -> None:
         PARSERS.pop(Named)
 
     assert found == [([[0.0], [1.0]], "n", [0, 1]), ([[2.0], [3.0]], "n", [2, 3])]
+
+
+def test_types_go_to_other_processes() -> None:
+    """With what makes batches; those that cannot be pickled stay behind, and are in nobody's way."""
+
+    class Local(NamedParser):
+        pass
+
+    poptorch.registerCustomArgParser(Named, NamedParser())
+    poptorch.registerCustomArgParser(Local, Local())
+    try:
+        copied = pickle.dumps(poptorch.DataLoader(options(), Numbers(2)))
+        PARSERS.clear()
+        pickle.loads(copied)  # noqa: S301 - our own
+        assert list(PARSERS) == [Named]
+    finally:
+        PARSERS.clear()
 
 
 def test_a_loader_has_the_length_of_its_data() -> None:

@@ -21,6 +21,7 @@ def test_there_is_no_hardware() -> None:
     with pytest.raises(AssertionError, match="No IPU"):
         poptorch.ipuHardwareVersion()
     assert not _impl.isDispatchTracing()
+    assert _impl._restoreWrapperIfNecessary(_impl) is _impl
     assert not poptorch_core.isCompilingWithDispatcher()
 
 

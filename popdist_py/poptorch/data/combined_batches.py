@@ -7,7 +7,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from poptorch.custom_types import PARSERS, ICustomArgParser
+from poptorch.custom_types import PARSERS, ICustomArgParser, picklable_parsers
 from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
@@ -80,8 +80,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             "persistent_workers": num_workers > 0 if persistent_workers is None else persistent_workers,
             **kwargs,
         }
-        if PARSERS and (batch_size is not None or batch_sampler is not None):
-            arguments.setdefault("collate_fn", partial(_collated, parsers=dict(PARSERS)))
+        if batch_size is not None or batch_sampler is not None:
+            arguments.setdefault("collate_fn", _Collate())
         if batch_sampler is not None:
             _check_batch_sampler(batch_size, shuffle=shuffle, is_divided=is_divided)
             arguments["batch_sampler"] = JoinedBatchSampler(batch_sampler, self._factor, drop_last=drop_last)
@@ -193,10 +193,20 @@ def _size_of(batch_sampler: Sampler[list[int]], factor: int) -> int | None:
     return size * factor if isinstance(size, int) else None
 
 
-def _collated(samples: list[Any], *, parsers: dict[type, ICustomArgParser]) -> Any:  # noqa: ANN401 - of every kind
-    """One batch of samples, as torch makes it, with objects of registered types."""
-    own: dict[Any, Any] = {kind: partial(_stacked, parser=parser) for kind, parser in parsers.items()}
-    return collate(samples, collate_fn_map={**own, **default_collate_fn_map})
+class _Collate:
+    """One batch of samples, as torch makes it, with objects of registered types; a copy takes these along."""
+
+    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 - of every kind
+        own: dict[Any, Any] = {kind: partial(_stacked, parser=parser) for kind, parser in PARSERS.items()}
+        return collate(samples, collate_fn_map={**own, **default_collate_fn_map})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _collate_with, (picklable_parsers(),)
+
+
+def _collate_with(parsers: dict[type, ICustomArgParser]) -> _Collate:
+    PARSERS.update(parsers)
+    return _Collate()
 
 
 def _stacked(samples: list[Any], *, parser: ICustomArgParser, collate_fn_map: object) -> Any:  # noqa: ANN401 - as above

@@ -22,7 +22,7 @@ import torch.multiprocessing  # has pipes send tensors in shared memory
 from torch import Tensor
 
 from poptorch._logging import logger
-from poptorch.custom_types import PARSERS, Structure, put_together, taken_apart
+from poptorch.custom_types import PARSERS, Structure, picklable_parsers, put_together, taken_apart
 from poptorch.data.shared_slots import SlotReader, SlotWriter
 from poptorch.enums import SharingStrategy
 from poptorch.errors import Error
@@ -156,7 +156,7 @@ class AsynchronousDataAccessor:
             "load_indefinitely": load_indefinitely,
             "rebatched_size": rebatched_size,
             "drop_last": drop_last,
-            "parsers": dict(PARSERS),
+            "parsers": picklable_parsers(),
         }
         self._worker = _Reader(dataset, buffer_size, buffer_size - self._late_credits, options)
         if self._worker.receive().kind == "failed":

@@ -126,7 +126,7 @@ class Options(OptionValues):
         return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
-        """A bar while a model is compiled. No effect: nothing is compiled."""
+        """Whether ``compilationTime()`` tells; PopTorch also draws a bar."""
         return self.set(show_compilation_progress_bar=show)
 
     def relaxOptimizerAttributesChecks(self, relax: bool = True) -> Self:
@@ -260,7 +260,7 @@ class Options(OptionValues):
         return self.set(log_cycle_count=log_cycle_count)
 
     def enableProfiling(self, profile_dir: str | None = None) -> Self:
-        """Have Poplar write a profile. No effect: there is no Poplar."""
+        """Write ``profile.pop`` when a model is compiled: its tensors as JSON; PopTorch has Poplar's profile."""
         self._Popart.setEngineOptions({"autoReport.all": "true"})
         if profile_dir is not None:
             self._Popart.setEngineOptions({"autoReport.directory": profile_dir})

@@ -77,7 +77,7 @@ class _PrecisionOptions(OptionValues):
         return self.set(floating_point_exceptions=enabled)
 
     def halfFloatCasting(self, half_float_casting: HalfFloatCastingBehavior) -> Self:
-        """The dtype of operations on half and float. No effect: torch's promotion decides."""
+        """The dtype of operations on half and float. No effect: weights follow the input, else torch's rules."""
         return self.set(
             half_float_casting=one_of("halfFloatCasting", half_float_casting, HalfFloatCastingBehavior)
         )
