@@ -39,6 +39,17 @@ class Squares(Dataset[torch.Tensor]):
         return torch.tensor(index**2)
 
 
+class Loss(torch.nn.Linear):
+    """A line, and the mean of its results for a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean."""
+        return poptorch.identity_loss(super().forward(x), reduction="mean")
+
+
 def pose(patch: pytest.MonkeyPatch, instance: int, num_instances: int, num_replicas: int, ipus: int = 1) -> None:
     """Have the environment of an instance under poprun."""
     contract = Contract(
@@ -99,6 +110,17 @@ def test_any_launcher_s_processes_divide_the_data(monkeypatch: pytest.MonkeyPatc
     local = poptorch.Options()
     local.Distributed.disable()
     assert read(poptorch.DataLoader(local, Squares(8))) == list(range(8))
+
+
+def test_replicas_that_are_not_those_of_the_job_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With both numbers and what to do; an inference has as many as it says."""
+    pose(monkeypatch, 0, 1, 2)
+    model, samples = torch.nn.Linear(1, 1), torch.ones(3, 1)
+    with pytest.raises(
+        poptorch.Error, match=r"replicationFactor\(3\).*instance 2 replicas.*Options\(\).*replicas 3"
+    ):
+        poptorch.trainingModel(Loss(), poptorch.Options().replicationFactor(3))(samples)
+    assert poptorch.inferenceModel(model, poptorch.Options().replicationFactor(3))(samples).shape == (3, 1)
 
 
 def test_poprun_comes_before_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:

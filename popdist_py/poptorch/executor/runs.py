@@ -189,7 +189,7 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
     """How gradients of micro batches and replicas become one.
 
     Raises:
-        Error: If they do not, or the options are of another number of processes than the job has.
+        Error: If they do not, or the options are of another number of processes or replicas than the job has.
     """
     kind = options.Training.accumulation_and_replication_reduction_type
     if kind not in _REDUCTIONS:
@@ -202,6 +202,12 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
             f"the options are those of process {options.Distributed.processId} of "
             f"{options.Distributed.numProcesses}, and this job has {popdist.num_instances()} instances, which "
             "train together: make them as popdist.poptorch.Options(), and leave Distributed as it is"
+        )
+    if popdist.isPopdistEnvSet() and options.replication_factor != popdist.num_local_replicas():
+        raise Error(
+            f"options.replicationFactor({options.replication_factor}), and poprun gave this instance "
+            f"{popdist.num_local_replicas()} replicas: make the options as popdist.poptorch.Options(), or start "
+            f"the program with --num-replicas {popdist.num_instances() * options.replication_factor}"
         )
     return _REDUCTIONS[kind]
 
