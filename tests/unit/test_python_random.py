@@ -1,4 +1,4 @@
-"""Python's random state as bytes, and torch's marks: what is put in place goes on exactly as what was taken."""
+"""Random states of Python and torch as bytes: what is put in place goes on exactly as what was taken."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -103,24 +103,35 @@ TORCH_DRAWS: tuple[Callable[[], object], ...] = (
 )
 
 
-def test_torch_has_marks() -> None:
-    """The version that is pinned keeps its words where they are looked for."""
-    assert process_generators.torch_mark() is not None
+def test_torch_has_a_row() -> None:
+    """The version that is pinned keeps its state where it is looked for."""
+    assert process_generators._torch_row is not None
 
 
-@given(st.lists(st.sampled_from(TORCH_DRAWS), max_size=6), st.sampled_from([None, *TORCH_DRAWS]))
-def test_a_mark_tells_whether_torch_has_drawn(
-    before: list[Callable[[], object]], draw: Callable[[], object]
+@given(
+    before=st.lists(st.sampled_from(TORCH_DRAWS), max_size=6),
+    meanwhile=st.lists(st.sampled_from(TORCH_DRAWS), max_size=3),
+    has_row=st.booleans(),
+)
+def test_a_state_of_torch_goes_on_where_it_was_taken(
+    before: list[Callable[[], object]], meanwhile: list[Callable[[], object]], *, has_row: bool
 ) -> None:
-    """It is another one wherever the state is, also when only the second of a pair was taken."""
-    with torch.random.fork_rng(devices=[]):
+    """Whatever was drawn before and meanwhile; the tensor of a checkpoint says the same as the bytes."""
+    with torch.random.fork_rng(devices=[]), pytest.MonkeyPatch.context() as patch:
+        if not has_row:
+            patch.setattr(process_generators, "_torch_row", None)
         torch.manual_seed(3)
-        for earlier in before:
-            earlier()
-        mark, state = process_generators.torch_mark(), torch.get_rng_state()
-        if draw is not None:
+        for draw in before:
             draw()
+        expected = torch.get_rng_state()
+        state = process_generators.torch_state()
+        process_generators.set_torch_state(process_generators.seeded_torch_state(5))
+        seeded = torch.get_rng_state()
+        for draw in meanwhile:
+            draw()
+        tensor = process_generators.as_torch_tensor(state)
+        process_generators.set_torch_state(process_generators.from_torch_tensor(tensor))
 
-        has_drawn = not torch.equal(torch.get_rng_state(), state)
-        assert (process_generators.torch_mark() != mark) >= has_drawn
-        assert (process_generators.torch_mark() == mark) >= (draw is None)
+        assert torch.equal(seeded, torch.Generator().manual_seed(5).get_state())
+        assert torch.equal(process_generators.as_torch_tensor(state), expected)
+        assert torch.equal(torch.get_rng_state(), expected)

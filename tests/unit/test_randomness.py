@@ -55,8 +55,8 @@ def drawn(program: list[Work], replica: list[Work]) -> tuple[list[object], list[
     return found
 
 
-@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4), has_marks=st.booleans())
-def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], *, has_marks: bool) -> None:
+@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4), has_rows=st.booleans())
+def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], *, has_rows: bool) -> None:
     """Whatever each of them draws, also where it seeds, takes the second of a pair, or draws nothing."""
     program, replica, silent = (
         [turn[0] for turn in turns],
@@ -65,8 +65,8 @@ def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], *,
     )
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the subject
     with pytest.MonkeyPatch.context() as patch:
-        if not has_marks:
-            patch.setattr(process_generators, "_torch_ends", None)
+        if not has_rows:
+            patch.setattr(process_generators, "_torch_row", None)
         both, alone = drawn(program, replica), (drawn(program, silent)[0], drawn(silent, replica)[1])
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002 - as above

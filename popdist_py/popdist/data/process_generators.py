@@ -8,10 +8,9 @@ layer of a network, and a step needs both more than once. CPython keeps these nu
 generator, so here they are copied as bytes. That is nowhere promised, so it is tried with two generators when this
 module is loaded; where it fails, ``getstate`` and ``setstate`` do the work.
 
-torch's ``get_state`` makes a tensor of 5 KiB. torch, too, keeps its words in a row, of which some bytes are read
-here, and none written, as a mark of the state: what moves with each number that is drawn (the place in the row,
-and the second of a pair of normal numbers), and the first words, which are others whenever the row is made anew or
-another seed is set. That is tried as well; where it fails, there are no marks.
+torch's ``get_state`` makes a tensor of 5 KiB, and ``set_state`` reads one. torch, too, keeps its words in a row,
+with the place in it before and the second of a pair of normal numbers behind. So it is copied in the same way, and
+tried in the same way. Its lock is not taken: what another thread draws at that moment may come from either state.
 """
 
 import ctypes
@@ -24,7 +23,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
-from numpy.random import mtrand
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
+from torch import Tensor
 
 PythonState: TypeAlias = tuple[bytes, float | None]
 """A state of Python's generator: the row, and the second of a pair of normal numbers if that is still to come. Two
@@ -50,17 +50,6 @@ def set_python_state(state: PythonState) -> None:
         _generator.setstate(_unpacked(state))
     else:
         _row[:], _generator.gauss_next = state
-
-
-def exchange_python_state(state: PythonState) -> PythonState:
-    """Let the generator behind the functions of ``random`` go on from ``state``; what it was in before."""
-    if _row is None:
-        before = python_state()
-        set_python_state(state)
-    else:
-        before = bytes(_row), _generator.gauss_next
-        _row[:], _generator.gauss_next = state
-    return before
 
 
 def seeded_python_state(seed: int) -> PythonState:
@@ -117,16 +106,54 @@ def _are_rows_in_place() -> bool:
 _row: Final = _row_of(_generator) if _are_rows_in_place() else None
 
 
-def torch_mark() -> bytes | None:
-    """A mark of torch's generator for the CPU; None where there are no marks.
+TorchState: TypeAlias = bytes | Tensor
+"""A state of torch's generator for the CPU: the row, or what ``get_state`` gives where there is none."""
 
-    Between two equal ones no number was drawn, and no state was set but the one that was there.
+
+def torch_state() -> TorchState:
+    """The state of torch's generator for the CPU."""
+    return _torch_state_of(torch.default_generator)
+
+
+def set_torch_state(state: TorchState) -> None:
+    """Let torch's generator for the CPU go on from ``state``."""
+    if isinstance(state, bytes):
+        _torch_row_of(torch.default_generator)[:] = state
+    else:
+        torch.default_generator.set_state(state)
+
+
+def seeded_torch_state(seed: int) -> TorchState:
+    """The state that ``torch.manual_seed(seed)`` would give."""
+    return _torch_state_of(torch.Generator().manual_seed(seed))
+
+
+def as_torch_tensor(state: TorchState) -> Tensor:
+    """``state`` as ``torch.get_rng_state`` has it; a new tensor."""
+    if not isinstance(state, bytes):
+        return state.clone()
+    generator = torch.Generator()
+    _torch_row_of(generator)[:] = state
+    return generator.get_state()
+
+
+def from_torch_tensor(tensor: Tensor) -> TorchState:
+    """The inverse of :func:`as_torch_tensor`.
+
+    Raises:
+        TypeError, RuntimeError: If it is no state.
     """
-    return None if _torch_ends is None else b"".join(_torch_ends)
+    generator = torch.Generator()
+    generator.set_state(tensor)
+    return _torch_state_of(generator)
 
 
-_MARK_BYTES: Final = 84
-"""Of the beginning of a row: the place in it, and its first 16 words."""
+def _torch_state_of(generator: torch.Generator) -> TorchState:
+    return generator.get_state() if _torch_row is None else bytes(_torch_row_of(generator))
+
+
+_NUM_WORDS: Final = 624
+_SEED: Final = (1 << 40) + 7
 
 _TORCH_HEAD_BYTES: Final = 20
 """In front of torch's 624 words are: the seed, how many words are left, whether there is a seed, the place."""
@@ -137,47 +164,68 @@ _TORCH_TAIL_BYTES: Final = 24
 _MOST_BEFORE_BYTES: Final = 256
 """So far at most from the beginning of the object the words begin."""
 
-_Ends: TypeAlias = tuple[memoryview, memoryview]
 
-
-def _ends_of_torch(generator: torch.Generator) -> _Ends | None:
-    """Where in memory torch keeps the beginning and the end of a generator's row; None if it is not found."""
+def _find_torch_row() -> int | None:
+    """How far behind the beginning of a generator of torch's its row is; None if it is not found."""
+    generator = torch.Generator().manual_seed(_SEED)
     address = getattr(generator, "_cdata", None)
     if not isinstance(address, int):
         return None
-    words = generator.get_state().numpy()[24 : 24 + 8 * 8].view(np.uint64).astype(np.uint32).tobytes()
-    start = ctypes.string_at(address, _MOST_BEFORE_BYTES).find(words)
-    if start < _TORCH_HEAD_BYTES:
+    numbers = generator.get_state().numpy()[24 : 24 + 8 * _NUM_WORDS].view(np.uint64)
+    words = numbers.astype(np.uint32).tobytes()
+    start = ctypes.string_at(address, _MOST_BEFORE_BYTES).find(words[:32])
+    if start < _TORCH_HEAD_BYTES or ctypes.string_at(address + start, len(words)) != words:
         return None
-    head = (ctypes.c_char * _MARK_BYTES).from_address(address + start - _TORCH_HEAD_BYTES)
-    tail = (ctypes.c_char * _TORCH_TAIL_BYTES).from_address(address + start + _NUM_WORDS * 4)
-    return memoryview(head).toreadonly(), memoryview(tail).toreadonly()
+    return start - _TORCH_HEAD_BYTES
 
 
-def _find_torch_ends() -> _Ends | None:
-    """Where the ends are of the generator that torch draws from, if marks are right for one that is tried."""
-    tried = torch.Generator().manual_seed(_TRIED_SEED)
-    ends = _ends_of_torch(tried)
-    if ends is None:
-        return None
-    draws: tuple[Callable[[], object], ...] = (
-        lambda: torch.rand(1, generator=tried),
-        lambda: torch.rand(_NUM_WORDS, generator=tried),
-        *[lambda: torch.randn(1, generator=tried)] * 2,
-        *[lambda: torch.randn(1, generator=tried, dtype=torch.float64)] * 2,
-        lambda: tried.manual_seed(_TRIED_SEED),
+def _torch_row_of(generator: torch.Generator) -> memoryview:
+    num_bytes = _TORCH_HEAD_BYTES + 4 * _NUM_WORDS + _TORCH_TAIL_BYTES
+    address: Any = getattr(generator, "_cdata")  # noqa: B009 - torch's stubs leave it out
+    return memoryview((ctypes.c_char * num_bytes).from_address(address + _torch_start)).cast("B")
+
+
+def _are_torch_rows_whole() -> bool:
+    """Whether a row that is copied from one generator to another takes its whole state along."""
+    if _torch_start is None:
+        return False
+    draws: tuple[Callable[[torch.Generator], Tensor], ...] = (
+        lambda it: torch.rand(_NUM_WORDS + 1, generator=it),
+        lambda it: torch.randn(1, generator=it),
+        lambda it: torch.randn(1, generator=it, dtype=torch.float64),
     )
-    for draw in draws:
-        mark, state = b"".join(ends), tried.get_state()
-        draw()
-        if b"".join(ends) == mark and not torch.equal(tried.get_state(), state):
-            return None
-    return _ends_of_torch(torch.default_generator)
+    left, right = torch.Generator().manual_seed(_SEED), torch.Generator().manual_seed(1)
+    for draw in (*draws, *reversed(draws)):
+        draw(left)
+        if torch.equal(left.get_state(), right.get_state()):
+            return False
+        _torch_row_of(right)[:] = bytes(_torch_row_of(left))
+        if not torch.equal(left.get_state(), right.get_state()):
+            return False
+        if any(not torch.equal(again(left), again(right)) for again in draws):
+            return False
+    return True
 
 
-_NUM_WORDS: Final = 624
-_TRIED_SEED: Final = (1 << 40) + 7
-_torch_ends: Final = _find_torch_ends()
+_torch_start: Final = _find_torch_row()
+_torch_row: Final = _torch_row_of(torch.default_generator) if _are_torch_rows_whole() else None
+
+States: TypeAlias = tuple[PythonState, Any, TorchState]
+"""Of Python's generator, of numpy's and of torch's. numpy's is the generator itself: it is what draws."""
+
+
+def exchange_states(states: States) -> States:
+    """Let all generators go on from ``states``; what they were in before. Every micro batch does so twice."""
+    if _row is None or _torch_row is None:
+        before: States = python_state(), get_bit_generator(), torch_state()
+        set_python_state(states[0])
+        set_torch_state(states[2])
+    else:
+        before = (bytes(_row), _generator.gauss_next), get_bit_generator(), bytes(_torch_row)
+        (_row[:], _generator.gauss_next), _, _torch_row[:] = states  # type: ignore[assignment] # with rows they are bytes
+    set_bit_generator(states[1])  # a reference: copying this state takes ten times longer
+    return before
+
 
 _NUMPY_SEEDS: Final = 2**32
 _MT19937_BYTES: Final = 625 * 4
@@ -206,13 +254,13 @@ class Generator:
 
 def _look_at_numpy() -> bytes:
     """The bytes of the state where numpy shows them to compiled code: a copy takes a hundred times longer."""
-    generator = mtrand.get_bit_generator()
+    generator = get_bit_generator()
     is_watched = isinstance(generator, np.random.MT19937)
     return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES) if is_watched else b""
 
 
 def _undo_numpy(seen: bytes) -> None:
-    ctypes.memmove(mtrand.get_bit_generator().ctypes.state_address, seen, len(seen))
+    ctypes.memmove(get_bit_generator().ctypes.state_address, seen, len(seen))
 
 
 def _look_at_torch() -> bytes:

@@ -29,6 +29,10 @@ class BatchMark(NamedTuple):
     stop: int = 0
 
 
+NO_MARK: Final = BatchMark()
+"""Of a batch of which nothing is told."""
+
+
 def refuse_other_steps(group: Group, marks: Sequence[BatchMark]) -> None:
     """Refuse batches that loaders have dealt in different steps.
 

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
-from popdist.gradients.model_buffers import modules_of
 from popdist.gradients.notes import is_used, take_gradients
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows, sum_of
 from popdist.groups import Group
@@ -318,7 +317,7 @@ class ModelGradients:
         Returns:
             :meth:`unused` of before, and whether there were others.
         """
-        parameters = self.parameters()
+        parameters = _parameters_of(self._module())
         if parameters:
             self.device = parameters[0].device
         return take_gradients(parameters)
@@ -345,9 +344,18 @@ class ModelGradients:
 
 
 def _parameters_of(module: nn.Module | None) -> list[Parameter]:
-    """The parameters of ``module`` in a fixed order, none of None; a tied parameter may come twice."""
-    found: list[Parameter | None] = []
-    for current in () if module is None else modules_of(module):
-        if parameters := current._parameters:  # noqa: SLF001 - what parameters() reads
-            found += parameters.values()
-    return [parameter for parameter in found if parameter is not None]
+    """The parameters of ``module`` in a fixed order; a tied parameter, or one of a tied module, may come twice.
+
+    Several times faster than ``module.parameters()``, because every step asks for them.
+    """
+    found: list[Parameter] = []
+    waiting, seen = [module], set()
+    for current in waiting:
+        if current is not None:
+            for parameter in current._parameters.values():  # noqa: SLF001 - what parameters() reads
+                if parameter is not None:
+                    found.append(parameter)  # noqa: PERF401 - a comprehension would be one more call
+            if (children := current._modules) and current not in seen:  # noqa: SLF001 - as above
+                seen.add(current)
+                waiting += children.values()
+    return found

@@ -26,7 +26,8 @@ def note_step(optimizer: Optimizer) -> None:
     key = id(optimizer)
     if key not in _optimizers:
         _optimizers[key] = weakref.ref(optimizer, lambda _: _optimizers.pop(key, None))
-    note_used(parameters_of(optimizer))
+    for group in optimizer.param_groups:
+        note_used(group["params"])
 
 
 def note_used(parameters: Iterable[Tensor]) -> None:

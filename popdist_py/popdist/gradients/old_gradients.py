@@ -51,14 +51,17 @@ class OldGradients:
     Args:
         module: The model.
         gradients: Of its parameters. Every ``.grad`` is None afterwards.
+
+    Attributes:
+        kept: Those that matter.
     """
 
-    __slots__ = ("_gradients", "_is_settled", "_kept", "_module")
+    __slots__ = ("_gradients", "_is_settled", "_module", "kept")
 
     def __init__(self, module: nn.Module, gradients: ModelGradients) -> None:
         self._module = module
         self._gradients = gradients
-        self._kept: Sequence[_Kept] = ()
+        self.kept: Sequence[_Kept] = ()
         self._is_settled = False
         if not gradients.has_begun:
             gradients.has_begun = True
@@ -84,7 +87,7 @@ class OldGradients:
                 is_reduced=is_reduced(gradient),
             )
             found.append(kept)
-        self._kept = found
+        self.kept = found
 
     def number(self, *, add: bool) -> int:
         """What this instance says of them; 0 if there are none.
@@ -93,17 +96,17 @@ class OldGradients:
             add: Whether the step adds to them: then it is a digest of which there are, else the place of the first
                 of them from 1, negative where one of the job's models has one that is not finite.
         """
-        if not self._kept or self._is_settled:
+        if not self.kept or self._is_settled:
             return 0
         if add:
-            text = repr([kept.position for kept in self._kept]).encode()
+            text = repr([kept.position for kept in self.kept]).encode()
             return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-        place = next((kept.position + 1 for kept in self._kept if not _is_zero(kept.gradient)), 0)
+        place = next((kept.position + 1 for kept in self.kept if not _is_zero(kept.gradient)), 0)
         return place if self._are_all_finite() else -place
 
     def _are_all_finite(self) -> bool:
         others = (unused for model in _models for unused in model.unused().values())
-        return all(map(_is_finite, [kept.gradient for kept in self._kept])) and all(map(_is_finite, others))
+        return all(map(_is_finite, [kept.gradient for kept in self.kept])) and all(map(_is_finite, others))
 
     def settle(self, numbers: Mapping[int, int], *, add: bool) -> None:
         """Drop them, if the step does not add to them, when all instances have said their :meth:`number`.
@@ -123,7 +126,7 @@ class OldGradients:
             )
         if add or not any(numbers.values()):
             return
-        self._kept = ()
+        self.kept = ()
         if min(numbers.values()) < 0:
             for model in _models:
                 if model is not self._gradients:
@@ -142,7 +145,7 @@ class OldGradients:
     @torch.no_grad()
     def add_to_new(self) -> None:
         """Make each ``.grad`` the sum of what was kept and of what the step has made, if it has made any."""
-        for kept in self._kept:
+        for kept in self.kept:
             parameter, new = kept.parameter, kept.parameter.grad
             if new is None:
                 parameter.grad = kept.gradient

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from itertools import islice
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,8 +29,6 @@ _MOST_TENSORS: Final = 4
 _MOST_NUMBERS: Final = 4096
 """Of a batch: enough to tell it from others."""
 
-_IS_CPU: Final = attrgetter("is_cpu")
-
 _NO_DIM: Final = -1
 """Stands for the size of a tensor without dim 0."""
 
@@ -42,14 +39,23 @@ def count_samples(batch: Nest) -> int:
     Raises:
         BatchError: If there is no tensor, one has no dim 0, or two differ in it; the message names the places.
     """
-    if _is_row_of_tensors(batch) and all(map(Tensor.dim, batch)):
-        sizes: set[int] = {tensor.size(0) for tensor in batch}
-    else:
-        sizes = set()
-        _add_sizes(batch, sizes)
+    if type(batch) in (tuple, list) and (size := _size_of_row(batch)) is not None:
+        return size
+    sizes: set[int] = set()
+    _add_sizes(batch, sizes)
     if len(sizes) != 1 or _NO_DIM in sizes:
         raise _no_size(batch)
     return sizes.pop()
+
+
+def _size_of_row(tensors: Sequence[Any]) -> int | None:
+    """Size of dim 0 of each of ``tensors``, as most loaders give them; None if it is anything else."""
+    found = None
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not (shape := tensor.shape) or found not in (None, shape[0]):
+            return None
+        found = shape[0]
+    return found
 
 
 def digest_of(batch: Nest) -> int:
@@ -93,21 +99,17 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
     """
     if isinstance(nest, torch.Tensor):
         return nest if nest.device == device else nest.to(device, non_blocking=True)
-    if device.type == "cpu" and _is_row_of_tensors(nest) and all(map(_IS_CPU, nest)):
-        return nest
     if type(nest) in (tuple, list):
+        if device.type == "cpu":
+            for child in nest:
+                if type(child) is not Tensor or not child.is_cpu:
+                    break
+            else:
+                return nest
         return type(nest)([to_device(child, device) for child in nest])
     if device.type != "cpu" and callable(to := getattr(nest, "to", None)):
         return to(device)
     return _map(nest, lambda child: to_device(child, device))
-
-
-_ONLY_TENSORS: Final = {Tensor}
-
-
-def _is_row_of_tensors(nest: Nest) -> bool:
-    """Whether ``nest`` is what most loaders give: what is done for it alone is several times faster."""
-    return type(nest) in (tuple, list) and set(map(type, nest)) == _ONLY_TENSORS
 
 
 def _is_row_of_strings(nest: Nest) -> bool:
@@ -283,7 +285,7 @@ def _apply(split: Split, batch: Nest) -> list[Nest]:
 def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest], list[int]]:
     """The parts of a nest of tensors, and how many samples each has."""
     num_samples = count_samples(batch)
-    if num_replicas * accumulation == 1:
+    if num_replicas == accumulation == 1:
         return [batch], [num_samples]
     rows = micro_batch_rows(num_samples, num_replicas, accumulation)
     return [take(batch, row) for row in rows], [len(row) for row in rows]

@@ -4,7 +4,7 @@ import contextvars
 import gc
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Final, TypeVar
@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from popdist import context
 from popdist.data.batch import Batch
 from popdist.errors import BatchError, MicroBatchError, PopdistWarning
-from popdist.gradients.batch_marks import BatchMark
+from popdist.gradients.batch_marks import NO_MARK, BatchMark
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.old_gradients import OldGradients
@@ -153,7 +153,8 @@ class ModelSteps:
             self._checked_steps,
             checks_finite=self._checks_finite,
         )
-        if self.layout.num_replicas > self.layout.num_local_replicas == 1:
+        self._is_alone_among_others = self.layout.num_replicas > self.layout.num_local_replicas == 1
+        if self._is_alone_among_others:
             self.buffers.begin_pass()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,13 +216,16 @@ class ModelSteps:
             raise self._norm_error("micro_batches()")
         num_entered = MicroBatchScope.num_entered
         step, contents, counts = self._open(batch, accumulation, reduction, weights, split, add)
-        beside = BuffersBeside() if self._looks_beside(step) else None
-        for index, (content, weight) in enumerate(zip(contents, counts, strict=True)):
+        beside = BuffersBeside() if step.is_checked and self._looks_beside() else None
+        for index, content in enumerate(contents):
             if content is not None:
-                turn = nullcontext() if self._norm_groups is None else self._norm_groups.turn(index)
-                with MicroBatchScope(self, step, index, weight), turn:
-                    yield to_device(content, self.gradients.device)
-        self.finish(reduction, add=add)
+                with MicroBatchScope(self, step, index, counts[index]):
+                    if self._norm_groups is None:
+                        yield to_device(content, self.gradients.device)
+                    else:
+                        with self._norm_groups.turn(index):
+                            yield to_device(content, self.gradients.device)
+        self._finish(reduction, add=add)
         if beside is not None:
             beside.warn()
         MicroBatchScope.mark_beside(num_entered)
@@ -286,7 +290,7 @@ class ModelSteps:
             with closing(micro_batches):  # which a traceback would keep open
                 return [contextvars.copy_context().run(call_body, body, content) for content in micro_batches]
         step, contents, counts = self._open(batch, accumulation, reduction, weights, split, add)
-        beside = BuffersBeside() if self._looks_beside(step) else None
+        beside = BuffersBeside() if step.is_checked and self._looks_beside() else None
         try:
             self.automatic.begin_computing()
             turns: ReplicaTurns[R] = ReplicaTurns(step, self.randomness, self.buffers, self.gradients)
@@ -296,7 +300,7 @@ class ModelSteps:
         except BaseException:
             self.abandon()
             raise
-        self.finish(reduction, add=add)
+        self._finish(reduction, add=add)
         if beside is not None:
             beside.warn()
         return results
@@ -308,9 +312,9 @@ class ModelSteps:
             "of the loop as a function of one replica's micro batch, and call model.run_micro_batches(batch, body)"
         )
 
-    def _looks_beside(self, step: Step | PlainStep) -> bool:
+    def _looks_beside(self) -> bool:
         """Whether to look for modules that nothing wraps: in a model's first step, once for a few models."""
-        if context.instance_index() or self.layout.num_replicas == 1 or not step.is_checked:
+        if context.instance_index() or self.layout.num_replicas == 1:
             return False
         if self._checked_steps.number > 1 or ModelSteps.num_looks_beside == MOST_LOOKS:
             return False
@@ -321,7 +325,7 @@ class ModelSteps:
         """What tells ``batch`` from those of the other instances."""
         if isinstance(batch, Batch):
             return BatchMark(epoch=batch.epoch, stop=batch.stop)
-        return BatchMark(digest=self._look_at(batch) if is_checked else 0)
+        return BatchMark(digest=self._look_at(batch)) if is_checked else NO_MARK
 
     def _look_at(self, batch: Nest) -> int:
         """A digest of a batch that popdist has not dealt; once, a warning if each instance reads all data."""
@@ -354,6 +358,9 @@ class ModelSteps:
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
         check_reduction(reduction)
+        self._finish(reduction, add=add)
+
+    def _finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         if self.step is None and self._left_at is not None:
             error, self._left_at = self._left_error(), None
             raise error
@@ -399,7 +406,7 @@ class ModelSteps:
         self.step = self.automatic.step = None
         self.automatic.end_computing()
         self._mark.end()
-        if self.layout.num_replicas > self.layout.num_local_replicas == 1:
+        if self._is_alone_among_others:
             self.buffers.begin_pass()  # the next pass may be one outside the loop, which nothing announces
 
 

@@ -121,12 +121,14 @@ def _check_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Check a step that begins; one with a closure, which makes the gradients, whenever that has been called."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if context.num_replicas() > 1 and _wrapped:
-        _check_all_are_wrapped(optimizer)
     if _shared or _in_step or _lost:
         _refuse_step(optimizer, makes_gradients=callable(closure))
+    if context.num_replicas() > 1:
+        if _wrapped:
+            _check_all_are_wrapped(optimizer)
+        if not callable(closure):
+            _compare_gradients(optimizer)
     if not callable(closure):
-        _compare_gradients(optimizer)
         return None
 
     @wraps(closure)

@@ -12,39 +12,26 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 from torch import Tensor
 
 from popdist.data import process_generators
+from popdist.data.process_generators import exchange_states
 from popdist.errors import WeightsError
 
 
 class _States:
     """A state of all generators: that of a replica while it does not draw, or that of the program meanwhile.
 
-    torch's state is copied out of its generator only if that has drawn since the state was put in place.
-
     Args:
-        python: Of the generator behind the functions of ``random``.
-        numpy: numpy's own generator, not a copy: it is what draws.
-        torch: Of torch's CPU generator.
+        cpu: Of the generators of the process.
         cuda: Of the generator of a CUDA device; None as long as there is none.
     """
 
-    __slots__ = ("_torch_mark", "cuda", "numpy", "python", "torch")
+    __slots__ = ("cpu", "cuda")
 
-    def __init__(
-        self,
-        python: process_generators.PythonState,
-        numpy: Any,  # noqa: ANN401 - numpy has no common class for it
-        torch: Tensor,
-        cuda: Tensor | None = None,
-    ) -> None:
-        self.python = python
-        self.numpy = numpy
-        self.torch = torch
+    def __init__(self, cpu: process_generators.States, cuda: Tensor | None = None) -> None:
+        self.cpu = cpu
         self.cuda = cuda
-        self._torch_mark: bytes | None = None
 
     def go_on_from(self, other: "_States", ordinal: int | None) -> None:
         """Become the state of the generators that draw now, and let them go on from ``other``.
@@ -53,13 +40,7 @@ class _States:
             other: Another state.
             ordinal: Which CUDA device's generator belongs to them; None for no device.
         """
-        self.python = process_generators.exchange_python_state(other.python)
-        self.numpy = mtrand.get_bit_generator()
-        mtrand.set_bit_generator(other.numpy)  # a reference: copying this state takes ten times longer
-        generator, mark = torch.default_generator, process_generators.torch_mark()
-        if mark is None or mark != self._torch_mark:
-            self.torch, self._torch_mark = generator.get_state(), mark
-        generator.set_state(other.torch)
+        self.cpu = exchange_states(other.cpu)
         if ordinal is not None:
             self.cuda = torch.cuda.default_generators[ordinal].get_state()
             if other.cuda is not None:
@@ -78,13 +59,14 @@ class ReplicaRandomness:
     def __init__(self, seed: int | None, replicas: range) -> None:
         self.seed = seed
         self._states = {} if seed is None else {replica: _seeded(seed, replica) for replica in replicas}
+        self._scopes = {replica: RandomScope(self._states, replica, None) for replica in self._states}
 
     def of(self, replica: int, device: torch.device) -> "RandomScope":
         """What to enter for a micro batch of ``replica`` on a model whose parameters lie on ``device``."""
         if self.seed is None:
             return _ProgramScope(self._states, replica, None)
         if device.type != "cuda":
-            return RandomScope(self._states, replica, None)
+            return self._scopes[replica]
         if self._states[replica].cuda is None:
             state = torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda")).get_state()
             self._states[replica].cuda = state
@@ -138,13 +120,13 @@ class RandomScope:
         if self._entered:
             self._entered[-1].take_back()
         self._entered.append(self)
-        self.put_in_place()
+        _programs.go_on_from(self._states[self._replica], self._ordinal)
 
     def __exit__(self, *_error: object) -> None:
         was_last = self._entered[-1] is self
         self._entered.remove(self)
         if was_last:
-            self.take_back()
+            self._states[self._replica].go_on_from(_programs, self._ordinal)
             if self._entered:
                 self._entered[-1].put_in_place()
 
@@ -176,25 +158,24 @@ def _number(seed: int, replica: int, generator: str) -> int:
 
 
 def _seeded(seed: int, replica: int) -> _States:
-    return _States(
-        python=process_generators.seeded_python_state(_number(seed, replica, "python")),
-        numpy=np.random.MT19937(_number(seed, replica, "numpy")),
-        torch=torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
-    )
+    python = process_generators.seeded_python_state(_number(seed, replica, "python"))
+    numpy = np.random.MT19937(_number(seed, replica, "numpy"))
+    return _States((python, numpy, process_generators.seeded_torch_state(_number(seed, replica, "torch"))))
 
 
-_programs: Final = _States(process_generators.python_state(), mtrand.get_bit_generator(), torch.empty(0))
+_programs: Final = _States((process_generators.python_state(), None, process_generators.torch_state()))
 """The program's own, while a replica draws."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
-    numbers, gauss = process_generators.as_numbers(states.python)
-    numpy_state = states.numpy.state["state"]
+    python, numpy, cpu = states.cpu
+    numbers, gauss = process_generators.as_numbers(python)
+    numpy_state = numpy.state["state"]
     return {
         "python": torch.tensor(numbers, dtype=torch.int64),
         "python_gauss": gauss,
         "numpy": torch.tensor([numpy_state["pos"], *numpy_state["key"].tolist()], dtype=torch.int64),
-        "torch": states.torch.clone(),
+        "torch": process_generators.as_torch_tensor(cpu),
         "cuda": None if states.cuda is None else states.cuda.clone(),
     }
 
@@ -206,10 +187,8 @@ def _from_values(values: Mapping[str, Any]) -> _States:
         "bit_generator": "MT19937",
         "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
     }
-    torch.Generator().set_state(values["torch"])
+    python = process_generators.from_numbers(values["python"].tolist(), values["python_gauss"])
     return _States(
-        python=process_generators.from_numbers(values["python"].tolist(), values["python_gauss"]),
-        numpy=generator,
-        torch=values["torch"].clone(),
+        (python, generator, process_generators.from_torch_tensor(values["torch"])),
         cuda=None if values["cuda"] is None else values["cuda"].clone(),
     )

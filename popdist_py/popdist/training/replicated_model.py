@@ -149,10 +149,11 @@ class ReplicatedModel(nn.Module):
         """The module's own forward pass."""
         steps: ModelSteps = self._model_steps
         module: Any = self._modules["module"]  # self.module takes ten times longer
-        if steps.automatic.is_watchful and torch.is_grad_enabled():
-            steps.automatic.watch()
-        if steps.layout.num_replicas > 1:
-            return steps.forward(partial(module, *args, **kwargs))
+        if steps.automatic.is_watchful:
+            if torch.is_grad_enabled():
+                steps.automatic.watch()
+            if steps.layout.num_replicas > 1:
+                return steps.forward(partial(module, *args, **kwargs))
         return module(*args, **kwargs)
 
     def micro_batches(

@@ -197,6 +197,8 @@ class PlainStep:
         checks_finite: Whether to look for NaN and infinity in the gradient.
     """
 
+    __slots__ = ("_checks_finite", "_gradients", "_old", "_weight", "is_checked")
+
     accumulation = 1
 
     def __init__(
@@ -210,7 +212,8 @@ class PlainStep:
 
     def announce(self, heaviest: float, _reduction: MeanOrSum, _batch: BatchMark, *, add: bool) -> None:
         """Check that the micro batch weighs something, and what becomes of the gradients of before."""
-        self._settle_old(add=add)
+        if self._old.kept:
+            self._settle_old(add=add)
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
 
@@ -223,8 +226,8 @@ class PlainStep:
 
     def begin(self, index: int, _weight: float) -> int:
         """Get ready for micro batch ``index``, which is 0; the number of its replica."""
-        position = 0 if self._weight is None else 1
-        if index or position:
+        if index or self._weight is not None:
+            position = 0 if self._weight is None else 1
             raise _out_of_order(index, position, num_local_replicas=1, accumulation=1)
         return 0
 
@@ -237,7 +240,8 @@ class PlainStep:
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Leave each ``.grad`` as it is; for a sum, times the weight."""
-        self._settle_old(add=add)
+        if self._old.kept:
+            self._settle_old(add=add)
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
         if self._checks_finite and self._weight:
