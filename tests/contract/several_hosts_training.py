@@ -3,10 +3,11 @@
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import popdist
 from popdist.context import current_group
+from tests.contract import batch_norm_laws, training_laws
 
 TIMEOUT_SECONDS = 300.0
 
@@ -15,9 +16,40 @@ def train() -> tuple[int, str]:
     """Train two models; how many instances share this one's memory, and a digest of the weights."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     weights = b"".join(_trained(gradient_dtype) for gradient_dtype in (None, torch.bfloat16))
+    weights += _trained_in_groups()
     neighbours = current_group().backend.neighbours
     num_neighbours = 0 if neighbours is None else neighbours.group.size
     return num_neighbours, hashlib.sha256(weights).hexdigest()
+
+
+def keep_laws_of_batch_norm() -> int:
+    """Every law of batch_norm_laws.py, on every instance; how many there were."""
+    popdist.init(timeout_seconds=TIMEOUT_SECONDS)
+    laws = training_laws.laws_of(batch_norm_laws)
+    for law in laws:
+        popdist.barrier()
+        law()
+    return len(laws)
+
+
+def _trained_in_groups() -> bytes:
+    """The weights and statistics after two steps in which BatchNorm layers have those of all replicas."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Linear(17, 5), nn.BatchNorm1d(5))
+    model = popdist.ReplicatedModel(net, batch_norm_group_size=popdist.num_replicas())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def body(x: Tensor) -> None:
+        (model(x) + x[:, :5]).square().mean().backward()
+
+    data = torch.randn(2, 48, 64, generator=torch.Generator().manual_seed(1))
+    replicas = popdist.local_replicas()
+    for step in range(2):
+        mine = data[step].chunk(popdist.num_replicas())[replicas.start : replicas.stop]
+        model.run_micro_batches(torch.cat(mine), body)
+        optimizer.step()
+        optimizer.zero_grad()
+    return b"".join(it.numpy().tobytes() for it in net.state_dict().values())
 
 
 def _trained(gradient_dtype: torch.dtype | None) -> bytes:

@@ -31,6 +31,21 @@ def test_hosts_have_the_bits_of_one_process(
     assert train(num_hosts, num_local) == [(num_neighbours, alone)] * (num_hosts * num_local)
 
 
+@pytest.mark.parametrize(("num_instances", "num_replicas"), [(2, 4), (4, 4)])
+def test_batch_norm_groups_span_hosts(forked_world: ForkedWorlds, num_instances: int, num_replicas: int) -> None:
+    """One batch, clear errors and no hang, where the replicas of a group are on two hosts."""
+    counts = forked_world(
+        several_hosts_training.keep_laws_of_batch_norm,
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        num_hosts=2,
+        timeout_seconds=DEADLINE_SECONDS,
+    )
+
+    assert counts[0] > 0
+    assert counts == [counts[0]] * num_instances
+
+
 def test_headers_of_who_is_interrupted_or_has_left(forked_world: ForkedWorlds) -> None:
     """A wait goes on after Ctrl-C, and nothing is sent after the end."""
     told = forked_world(header_losses.run, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
