@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from measuring.documents import put, table
 from measuring.medians import median
@@ -25,7 +26,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.training.norm_meetings import Meeting
+from popdist.training.norm_meetings import Meeting, Row, Rows
 
 ONE, TWO, SYNC = "ReplicatedModel, k = 1", "ReplicatedModel, k = 2", "SyncBatchNorm's arithmetic, gloo"
 WITHOUT = {TWO: "ReplicatedModel, k = 2, no exchange", SYNC: "SyncBatchNorm's arithmetic, no exchange"}
@@ -99,8 +100,8 @@ def replicated_step(net: nn.Module, x: Tensor, size: int) -> Step:
 def without_exchange(step: Step) -> Step:
     """``step`` with meetings to which nobody else comes."""
 
-    def alone(_meeting: Meeting, _stops: object, rows: list[Tensor]) -> list[Tensor]:
-        return [*rows, *rows]
+    def alone(_meeting: Meeting, _stops: object, rows: list[Row]) -> Rows:
+        return np.array([*rows, *rows])
 
     def changed() -> None:
         with mock.patch.object(Meeting, "_meet", alone):
@@ -122,10 +123,10 @@ def ddp_step(net: nn.Module, x: Tensor) -> Step:
     return step
 
 
-def loops(options: Any) -> dict[str, Step]:  # noqa: ANN401 - argparse's
-    """One step of each."""
+def loops(options: Any, size: int) -> dict[str, Step]:  # noqa: ANN401 - argparse's
+    """One step of each, with images of ``size`` x ``size`` pixels."""
     generator = torch.Generator().manual_seed(popdist.instance_index())
-    x = torch.randn(options.batch_size, 3, options.size, options.size, generator=generator)
+    x = torch.randn(options.batch_size, 3, size, size, generator=generator)
     shape = (options.blocks, options.width)
     return {
         ONE: replicated_step(resnet(*shape), x, 1),
@@ -136,8 +137,8 @@ def loops(options: Any) -> dict[str, Step]:  # noqa: ANN401 - argparse's
     }
 
 
-def described(times: Mapping[str, Sequence[float]], command: str) -> str:
-    """Everything in words and a table."""
+def described(times: Mapping[str, Sequence[float]], size: int) -> str:
+    """What was found with images of ``size`` x ``size`` pixels, as tables."""
     costs = {
         name: [with_it - without for with_it, without in zip(times[name], times[other], strict=True)]
         for name, other in WITHOUT.items()
@@ -154,9 +155,8 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
         [what, interval(ratio, 1, ""), f"≤ {most:.3g}", "yes" if ratio.value <= most else "NO"]
         for what, most, ratio in limits
     ]
-    text = f"{len(costs[TWO])} rounds, {popdist.num_instances()} instances: `{command}`"
-    head = table(["loop", "a step", "its communication"], rows)
-    return f"{text}\n\n{head}\n\n{table(['ratio', 'found', 'limit', 'holds'], held)}"
+    head = table([f"images of {size} x {size} pixels", "a step", "its communication"], rows)
+    return f"{head}\n\n{table(['ratio', 'found', 'limit', 'holds'], held)}"
 
 
 def main() -> None:
@@ -166,14 +166,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps in a round (2)")
     parser.add_argument("--blocks", type=int, default=9, help="of two convolutions each (9)")
     parser.add_argument("--width", type=int, default=32, help="channels (32)")
-    parser.add_argument("--size", type=int, default=32, help="height and width of an image (32)")
+    parser.add_argument("--size", type=int, nargs="+", default=[32], help="height and width of images (32)")
     parser.add_argument("--batch-size", type=int, default=16, help="samples of an instance in a step (16)")
     parser.add_argument("--document", type=Path, help="a Markdown file whose part `batch norm` gets the tables")
     options = parser.parse_args()
     with group():
-        times = measure(loops(options), options.rounds, options.steps)
+        found = {size: measure(loops(options, size), options.rounds, options.steps) for size in options.size}
         if popdist.is_main():
-            text = described(times, shlex.join(["poprun", "--num-instances", "2", "python", *sys.argv]))
+            command = shlex.join(["poprun", "--num-instances", "2", "python", *sys.argv])
+            tables = "\n\n".join(described(times, size) for size, times in found.items())
+            text = f"{options.rounds} rounds, {popdist.num_instances()} instances: `{command}`\n\n{tables}"
             print(text)
             if options.document:
                 put(options.document, "batch norm", text)

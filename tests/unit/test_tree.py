@@ -5,10 +5,12 @@ import math
 import operator
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from popdist.training.norm_meetings import tree_sum_of_rows
 from popdist.tree import Node, TreeSum, aligned_nodes, finish, height, span, tree_sum
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=70)
@@ -38,6 +40,13 @@ def splits(draw: st.DrawFn) -> tuple[list[float], list[int]]:
 def test_tree_sum_adds_level_by_level(items: list[float]) -> None:
     """tree_sum gives the bits of the definition."""
     assert bits(tree_sum(items, operator.add)) == bits(level_by_level(items))
+
+
+@given(FLOATS)
+def test_rows_are_added_in_the_same_tree(items: list[float]) -> None:
+    """Those that batch norm groups exchange."""
+    found = tree_sum_of_rows(np.array(items)[:, None])
+    assert bits(found[0]) == bits(level_by_level(items))
 
 
 @given(splits())

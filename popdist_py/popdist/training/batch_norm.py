@@ -9,10 +9,11 @@ away is divided by what it counts, because the step multiplies its gradient with
 :func:`update_bn` makes new statistics for finished weights, such as an average of them, from all replicas.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -27,9 +28,8 @@ from popdist.gradients.reduction import check_whole_job
 from popdist.groups import let_the_cause_come_first
 from popdist.headers import name_instances
 from popdist.training.micro_batches import Nest, split_batch, to_device
-from popdist.training.norm_meetings import NormTurn, Stop, layer_number
+from popdist.training.norm_meetings import NormTurn, Row, Rows, Stop, layer_number, tree_sum_of_rows
 from popdist.training.randomness import ReplicaRandomness
-from popdist.tree import tree_sum
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
@@ -73,31 +73,39 @@ class GroupedNorm:
         return y
 
     @torch.no_grad()
-    def track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+    def track(self, mean: Row, variance: Row, count: float) -> None:
         """Update the running statistics of the layer as those of one batch."""
-        buffers, momentum = dict(self.layer.named_buffers(recurse=False)), self.layer.momentum
-        buffers["num_batches_tracked"].add_(1)
-        rate = 1.0 / float(buffers["num_batches_tracked"]) if momentum is None else momentum
+        buffers: Any = self.layer
+        buffers.num_batches_tracked.add_(1)
+        momentum = self.layer.momentum
+        rate = 1.0 / float(buffers.num_batches_tracked) if momentum is None else momentum
         unbiased = variance * (count / (count - 1))
-        for running, new in ((buffers["running_mean"], mean), (buffers["running_var"], unbiased)):
-            running.copy_(running.double() * (1 - rate) + new.to(running.device) * rate)
+        for running, new in ((buffers.running_mean, mean), (buffers.running_var, unbiased)):
+            before = running.cpu().numpy().astype(np.float64)
+            running.copy_(torch.from_numpy(before * (1 - rate) + new * rate))
 
 
 def _by_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _pooled(rows: list[Tensor]) -> tuple[Tensor, Tensor, float]:
+def _row(tensors: Sequence[Tensor], *numbers: float) -> Row:
+    """One row with all of these."""
+    return np.concatenate([*(it.cpu().numpy() for it in tensors), numbers], dtype=np.float64)
+
+
+def _pooled(rows: Rows) -> tuple[Row, Row, float]:
     """Mean and variance by channel, and the count, of all values together.
 
     Args:
         rows: For each participant the means, the variances, and how many values each is of (Chan, Golub and
             LeVeque 1979).
     """
-    parts = [(row[:-1].view(2, -1), float(row[-1])) for row in rows]
-    count = tree_sum((n for _, n in parts), lambda left, right: left + right)
-    mean = tree_sum((it[0] * n for it, n in parts), torch.add) / count
-    squares = tree_sum(((it[1] + (it[0] - mean).square()) * n for it, n in parts), torch.add)
+    num_channels, counts = rows.shape[1] // 2, rows[:, -1:]
+    means, variances = rows[:, :num_channels], rows[:, num_channels:-1]
+    count = float(tree_sum_of_rows(counts)[0])
+    mean = tree_sum_of_rows(means * counts) / count
+    squares = tree_sum_of_rows((variances + np.square(means - mean)) * counts)
     return mean, squares / count, count
 
 
@@ -116,17 +124,17 @@ class _Normalise(torch.autograd.Function):
         """Normalise with mean and variance of the group."""
         num_channels = x.shape[1]
         own = torch.batch_norm_update_stats(x.float() if x.dtype in _HALVES else x, None, None, 0.0)
-        row = torch.cat([*own, own[0].new_tensor([x.numel() / num_channels])]).double().cpu()
+        row = _row(own, x.numel() / num_channels)
         rows = turn.meet(Stop("forward", norm.number, len(row)), row)
-        mean, variance, count = _pooled(rows)
+        means, variances, count = _pooled(rows)
         if count < 2:  # noqa: PLR2004 - as torch
             raise BatchError(
                 f"{norm.name} has {count:g} values in each channel over all replicas of its group, and a "
                 "variance needs two"
             )
-        norm.track(mean, variance, count)
+        norm.track(means, variances, count)
         wide = own[0].dtype
-        mean, variance = mean.to(x.device, wide), variance.to(x.device, wide)
+        mean, variance = (torch.from_numpy(it).to(x.device, wide) for it in (means, variances))
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.norm, ctx.turn, ctx.count = norm, turn, count
         scale, shift = (None if it is None else it.to(wide) for it in (weight, bias))
@@ -155,11 +163,13 @@ class _Normalise(torch.autograd.Function):
         )
         of_x = None
         if ctx.needs_input_grad[0]:
-            row = torch.cat([of_weight, of_bias]).double().cpu() * turn.share
+            row = _row((of_weight, of_bias)) * turn.share
             rows = turn.meet(Stop("backward", norm.number, len(row)), row)
-            means = (tree_sum(rows, torch.add) / (turn.share * ctx.count)).to(x.device, wide).view(2, -1)
+            sums = tree_sum_of_rows(rows) / (turn.share * ctx.count)
+            means = torch.from_numpy(sums).to(x.device, wide).view(2, -1)
             scale = scale * (variance + eps).rsqrt()
-            of_x = batch_norm(x, mean, variance, -scale * means[0], -scale * means[1], training=False, eps=eps)
+            slopes = means * -scale
+            of_x = batch_norm(x, mean, variance, slopes[0], slopes[1], training=False, eps=eps)
             of_x = of_x.addcmul_(slope, _by_channel(scale, x)).to(dtype)
         if weight is None:
             return of_x, None, None, None, None

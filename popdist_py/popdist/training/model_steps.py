@@ -306,10 +306,12 @@ class ModelSteps:
         return results
 
     def _norm_error(self, call: str) -> BatchError:
+        number = self.layout.num_local_replicas
+        owned = f"{number} replica{'s' * (number > 1)}"
         return BatchError(
-            f"{call} with batch_norm_group_size={self._norm_size} and {self.layout.num_local_replicas} replicas "
-            "in each instance: replicas of a group wait for each other at each batch norm layer. Write the inside "
-            "of the loop as a function of one replica's micro batch, and call model.run_micro_batches(batch, body)"
+            f"{call} with batch_norm_group_size={self._norm_size} and {owned} in each instance: replicas of "
+            "a group wait for each other at each batch norm layer. Write the inside of the loop as a function of "
+            "one replica's micro batch, and call model.run_micro_batches(batch, body)"
         )
 
     def _looks_beside(self) -> bool:

@@ -15,10 +15,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from popdist.errors import BatchError, MicroBatchError, PopdistError, whole_number
 from popdist.groups import Group, let_the_cause_come_first
@@ -26,6 +27,12 @@ from popdist.layout import ReplicaLayout
 from popdist.weights import gather_bytes
 
 Kind = Literal["forward", "backward", "end", "left"]
+
+Row: TypeAlias = NDArray[np.float64]
+"""What a replica brings to a meeting."""
+
+Rows: TypeAlias = NDArray[np.float64]
+"""Those of all participants, one below the other."""
 
 _KINDS: Final[tuple[Kind, ...]] = ("forward", "backward", "end", "left")
 
@@ -99,12 +106,12 @@ class Meeting:
         self._group = group
         self._owners = owners
         self._stops: dict[int, Stop] = {}
-        self._rows: dict[int, Tensor] = {}
-        self._found: list[Tensor] = []
+        self._rows: dict[int, Row] = {}
+        self._found: Rows = np.empty((0, 0))
         self._trouble: PopdistError | None = None
         self._is_broken_off = False
 
-    def come(self, replica: int, stop: Stop, row: Tensor | None = None) -> None:
+    def come(self, replica: int, stop: Stop, row: Row | None = None) -> None:
         """A local participant comes to ``stop`` with its row; the last of them meets the other instances."""
         if self.is_over:
             return
@@ -124,7 +131,7 @@ class Meeting:
         if stop.kind in ("end", "left"):
             self.is_over = True
 
-    def rows(self) -> list[Tensor]:
+    def rows(self) -> Rows:
         """The rows of all participants, in the order of the replicas, when all local ones have come.
 
         Raises:
@@ -155,23 +162,34 @@ class Meeting:
         """Whether ``error`` is the one that has ended the meetings, of which a replica may know the cause."""
         return self._trouble is not None and error.args == self._trouble.args
 
-    def _meet(self, stops: Mapping[int, Stop], rows: Sequence[Tensor]) -> list[Tensor]:
+    def _meet(self, stops: Mapping[int, Stop], rows: Sequence[Row]) -> Rows:
         if self._group is None:
             _check(stops)
-            return list(rows)
+            return np.array(rows)
         witnesses = _witnesses(stops)
         numbers = [
             n for it in witnesses for n in (it, _KINDS.index(stops[it].kind), stops[it].layer, stops[it].width)
         ]
         told = self._group.start(_TEXT, numbers).wait()
-        _check(_stops_in(told), own=stops)
+        is_quick = len(witnesses) == 1 and LEFT not in stops.values()
+        if not is_quick or any(words[1:] != numbers[1:] for words in told):
+            _check(_stops_in(told), own=stops)
         if not rows:
-            return []
-        most = max(map(len, self._owners))
-        mine = rows[0].new_zeros(most, len(rows[0]))
-        torch.stack(list(rows), out=mine[: len(rows)])
-        gathered = self._group.backend.all_gather(mine)
-        return [row for owned, its in zip(self._owners, gathered, strict=True) for row in its[: len(owned)]]
+            return self._found
+        mine = np.zeros((max(map(len, self._owners)), len(rows[0])))
+        mine[: len(rows)] = rows
+        gathered = self._group.backend.all_gather(torch.from_numpy(mine)).numpy()
+        return np.concatenate([its[: len(owned)] for owned, its in zip(self._owners, gathered, strict=True)])
+
+
+def tree_sum_of_rows(rows: Rows) -> Row:
+    """The sum of at least one row, in the tree of `popdist.tree` over their numbers."""
+    while len(rows) > 1:
+        rest = rows[len(rows) // 2 * 2 :]
+        pairs = rows[0 : len(rows) - len(rest) : 2] + rows[1::2]
+        rows = np.concatenate([pairs, rest]) if len(rest) else pairs
+    total: Row = rows[0]
+    return total
 
 
 def _witnesses(stops: Mapping[int, Stop]) -> list[int]:
@@ -239,12 +257,12 @@ class NormTurn:
         """What the replica counts in the step's loss, over the heaviest participant of its group."""
         return self.meeting.shares[self.replica]
 
-    def meet(self, stop: Stop, row: Tensor) -> list[Tensor]:
+    def meet(self, stop: Stop, row: Row) -> Rows:
         """The rows of all participants of the group, in their order, when all of them have come to ``stop``.
 
         Args:
             stop: A layer, forward or backward.
-            row: What the replica brings: float64 on the CPU, as long as ``stop`` says.
+            row: What the replica brings, as long as ``stop`` says.
 
         Raises:
             MicroBatchError: If one of them comes to another layer, ends its micro batch or leaves it.
@@ -252,7 +270,11 @@ class NormTurn:
         """
         self.meeting.check()
         if self.meeting.is_over:
-            raise MicroBatchError(f"a replica that {stop} outside of its micro batch meets nobody")
+            raise MicroBatchError(
+                f"replica {self.replica} {stop} after its micro batch has ended, where it cannot meet the others "
+                "of its batch norm group: call backward() within the loop, or in the function that "
+                "run_micro_batches() calls, and not on what comes out of it"
+            )
         self.meeting.come(self.replica, stop, row)
         if not self.meeting.is_over:
             self.pass_on()
