@@ -70,6 +70,8 @@ class _Reader:
         self, batches: Iterable[Any], buffer_size: int, first_credits: int, options: dict[str, Any]
     ) -> None:
         context = multiprocessing.get_context(_START_METHODS[options["sharing_strategy"]])
+        if options["sharing_strategy"] is SharingStrategy.ForkServer:
+            context.set_forkserver_preload(["__main__", __name__])  # which is read once for all loaders
         self._data_buffers = _DataBuffers(torch.zeros(buffer_size, dtype=torch.int32).share_memory_())
         self._pipe, theirs = context.Pipe()
         self._num_received = 0
