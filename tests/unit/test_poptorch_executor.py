@@ -667,3 +667,122 @@ def test_options_of_another_number_of_processes_are_refused() -> None:
     options.Distributed.configureProcessId(0, 2)
     with pytest.raises(poptorch.Error, match="process 0 of 2, and this job has 1 instances"):
         poptorch.trainingModel(Affine(), options)(*_batch(2))
+
+
+def test_set_optimizer_changes_the_next_call() -> None:
+    """What the program changes in its optimizer has no effect before."""
+    model = Affine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    training = poptorch.trainingModel(model, optimizer=optimizer)
+    before = model.fc.weight.detach().clone()
+    training(*_batch(2))
+    optimizer.param_groups[0]["lr"] = 0.1
+    training(*_batch(2))
+    assert torch.equal(model.fc.weight, before)
+    training.setOptimizer(optimizer)
+    training(*_batch(2))
+    assert not torch.equal(model.fc.weight, before)
+
+
+def test_the_loss_scaling_can_follow_the_gradients() -> None:
+    """An anchor tells what it was in a step, and the weights move."""
+    model = Affine()
+    options = poptorch.Options().anchorTensor("scale", "finalLossScale")
+    options.Training.setAutomaticLossScaling(enabled=True)
+    optimizer = poptorch.optim.SGD(model.parameters(), lr=0.1, loss_scaling=4.0)
+    training = poptorch.trainingModel(model, options, optimizer)
+    before = model.fc.weight.detach().clone()
+    scales = []
+    for _ in range(3):
+        training(*_batch(2))
+        scales.append(training.getAnchoredTensor("scale").item())
+
+    assert scales[0] == 4
+    assert scales[1:] == [8, 16]
+    assert not torch.equal(model.fc.weight, before)
+
+
+def test_the_stages_of_a_pipeline_are_counted() -> None:
+    """At the first call; a model that was refused can be called again, and one that is sharded has no limit."""
+    for make, words in (
+        (poptorch.trainingModel, "must be greater than or equal to the number of pipeline stages"),
+        (poptorch.inferenceModel, "deviceIterations must be greater"),
+    ):
+        model = Affine()
+        poptorch.BeginBlock(model.fc, ipu_id=1)
+        executor: Any = make(model)
+        with pytest.raises(poptorch.Error, match=words):
+            executor(*_batch(2))
+        assert not executor.isCompiled()
+    options = poptorch.Options().setExecutionStrategy(poptorch.ShardedExecution())
+    sharded = Affine()
+    poptorch.BeginBlock(sharded.fc, ipu_id=1)
+    assert poptorch.trainingModel(sharded, options)(*_batch(2))[0].shape == (2, 1)
+
+
+def test_training_needs_no_gradients_of_the_programs() -> None:
+    """A call under no_grad trains; a program's own backward pass on the host stays its own."""
+    model = Affine()
+    training = poptorch.trainingModel(model)
+    before = model.fc.weight.detach().clone()
+    with torch.no_grad():
+        training(*_batch(2))
+    assert not torch.equal(model.fc.weight, before)
+    model(*_batch(2))[1].backward()
+    gradient = model.fc.weight.grad
+    training(*_batch(2))
+    assert gradient is not None
+    assert model.fc.weight.grad is gradient
+
+
+def test_results_do_not_change_with_the_model() -> None:
+    """A parameter, a buffer and an input that forward returns are copied."""
+    model = Forward(lambda m, x: (poptorch.identity_loss(m.weight * x, "sum"), m.weight, m.y, x))
+    x = torch.ones(2)
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+    _, weight, _, same = training(x)
+    training(x)
+    x.zero_()
+
+    assert weight.tolist() == [1, 1]
+    assert same.tolist() == [1, 1]
+
+
+def test_frozen_parameters_stay() -> None:
+    """And those that the optimizer does not hold."""
+    model = Net()
+    model.first.requires_grad_(requires_grad=False)
+    before = copy.deepcopy(model)
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.last.parameters(), lr=0.1))
+    for _ in range(2):
+        training(torch.randn(8, 4), torch.randint(0, 3, (8,)))
+
+    assert torch.equal(model.first.weight, before.first.weight)
+    assert torch.equal(model.norm.weight, before.norm.weight)
+    assert not torch.equal(model.last.weight, before.last.weight)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    """One copy on the device for both places."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.two.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return poptorch.identity_loss(self.two(self.one(x)), "mean")
+
+    model = Tied()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(torch.ones(2, 2)).backward()
+        optimizer.step()
+        training(torch.ones(2, 2))
+
+    assert model.two.weight is model.one.weight
+    assert _states_are_equal(model, plain)

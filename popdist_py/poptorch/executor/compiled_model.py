@@ -56,14 +56,13 @@ class CompiledModel:
     ) -> None:
         is_training = optimizer is not None
         self._module = module
-        self._modes = modes
         self._arguments = CallArguments.of(module.forward, arguments, named_arguments, options)
         self._is_shared = popdist.num_instances() * options.replication_factor > 1 and options.broadcast_buffers
         num_own = 1 if options.broadcast_buffers else options.replication_factor
         adopt = watch.watch if is_training else _leave_alone
         self._devices = popdist.devices()
         places = devices_of_tensors(module, self._devices, options)
-        self.tensors = DeviceTensors(module, places, num_own, adopt)
+        self.tensors = DeviceTensors(module, places, modes, num_own, adopt)
         self._updatable = _updatable_buffers(options, self.tensors)
         self.blocks = check_stages(module, options, is_training=is_training)
         first = self.micro_batches(arguments, named_arguments)[0]
@@ -83,9 +82,8 @@ class CompiledModel:
             Error: If it changes a buffer that all replicas share.
         """
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
-        with self._modes.in_place(), self.tensors.in_place():
-            device = self._devices[0] if len({*self._devices}) > 1 else None
-            forward = TracedForward(module, first, is_training=is_training, device=device)
+        device = self._devices[0] if len({*self._devices}) > 1 else None
+        forward = self.tensors.call(TracedForward, module, first, is_training=is_training, device=device)
         for name, buffer in self.tensors.buffers.items():
             if self._is_shared and not _has_same_bits(buffer, before[name]):
                 raise Error(
@@ -113,9 +111,7 @@ class CompiledModel:
         Raises:
             Error: If a micro batch fails.
         """
-        with self._modes.in_place(), self.tensors.in_place():
-            result = self.runs.run(micro_batches)
-        return refuse_backward_of(result)
+        return refuse_backward_of(self.tensors.call(self.runs.run, micro_batches))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare arguments with those of the first call.

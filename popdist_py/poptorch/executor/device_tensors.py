@@ -2,14 +2,17 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from poptorch.errors import Error
-from poptorch.executor.host_tensors import Running, as_they_are
+from poptorch.executor.host_tensors import Running, StandIns, as_they_are
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,17 +40,18 @@ class Modes:
     def __init__(self, module: nn.Module) -> None:
         self._modes = [(part.__dict__, part.training) for part in module.modules()]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within it the module has them."""
+    def enter(self) -> list[tuple[dict[str, Any], bool]]:
+        """From now on the module has them; those that it did not have, for `leave`."""
         changed = [(values, mode) for values, mode in self._modes if values["training"] is not mode]
         for values, mode in changed:
             values["training"] = mode
-        try:
-            yield
-        finally:
-            for values, mode in changed:
-                values["training"] = not mode
+        return changed
+
+    @staticmethod
+    def leave(changed: list[tuple[dict[str, Any], bool]]) -> None:
+        """It has those of before."""
+        for values, mode in changed:
+            values["training"] = not mode
 
 
 class DeviceTensors:
@@ -56,6 +60,7 @@ class DeviceTensors:
     Args:
         module: Its own tensors stay the host's.
         devices: Where the copy of each tensor lies, by its name.
+        modes: The module's while it runs.
         num_replicas: Replicas of this process that have buffers of their own; 1 where all have the same.
         adopt: Called with a host tensor that the program has put into the place of another one.
     """
@@ -64,10 +69,12 @@ class DeviceTensors:
         self,
         module: nn.Module,
         devices: Mapping[str, torch.device],
+        modes: Modes,
         num_replicas: int,
         adopt: Callable[[Tensor], None],
     ) -> None:
         self._adopt = adopt
+        self._modes = modes
         found = list(_places(module))
         hosts = list({id(host): host for *_, host in found}.values())
         values = copy.deepcopy([host.data for host in hosts])  # together, so that views of one memory stay that
@@ -117,33 +124,43 @@ class DeviceTensors:
         """Name → device buffer."""
         return {place.name: place.device for place in self._buffers}
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within it the module has these tensors.
+    def call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call ``function`` while the module has these tensors, and the modes that it runs in.
 
         Raises:
             Error: If one was assigned or deleted meanwhile.
         """
+        outer, changed = self._enter()
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            self._leave(outer, changed)
+            raise
+        fault = self._leave(outer, changed)
+        if fault is not None:
+            raise Error(fault)
+        return result
+
+    def _enter(self) -> tuple[StandIns | None, list[tuple[dict[str, Any], bool]]]:
         for place in self._places:
             now = place.owner.get(place.key)
             if now is not place.host and now is not None:
                 self._adopt(now)
                 place.host = now
             place.owner[place.key] = place.device
-        outer = Running.tensors
-        Running.tensors = self
+        outer, Running.tensors = Running.tensors, self
+        return outer, self._modes.enter()
+
+    def _leave(self, outer: StandIns | None, changed: list[tuple[dict[str, Any], bool]]) -> str | None:
+        Running.tensors = outer
+        self._modes.leave(changed)
         fault = None
-        try:
-            yield
-        finally:
-            Running.tensors = outer
-            for place in self._places:
-                if place.owner.get(place.key) is not place.device:
-                    fault = fault or _fault_of(place)
-                place.owner[place.key] = place.host
-            self._take_buffers(0)
-        if fault is not None:
-            raise Error(fault)
+        for place in self._places:
+            if place.owner.get(place.key) is not place.device:
+                fault = fault or _fault_of(place)
+            place.owner[place.key] = place.host
+        self._take_buffers(0)
+        return fault
 
     def standing_for(self, host: object) -> object:
         """The device's tensor of a host tensor; anything else as it is."""

@@ -131,16 +131,15 @@ class _Joined:
 
 def _kept(tensor: Tensor) -> Tensor:
     """A tensor that the model will not change: a copy, unless an operation has just made it."""
-    detached = tensor.detach()
-    is_written = tensor._version > 0 or tensor._is_view()  # noqa: SLF001 - torch's only names for it
-    is_new = tensor.grad_fn is not None and not is_written
-    return detached if is_new else detached.clone()
+    if tensor.is_leaf or tensor._is_view() or tensor._version:  # noqa: SLF001 - torch's only names for it
+        return tensor.detach().clone()
+    return tensor.detach()
 
 
 def _result_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
     """The result of a call's only micro batch: fast, for tensors, tuples and lists; None for others."""
     if type(value) is Tensor:
-        return _kept(value).cpu()
+        return _kept(value) if value.is_cpu else value.detach().cpu()
     if type(value) is not tuple and type(value) is not list:
         return None
     parts = [_result_of_one(part) for part in value]

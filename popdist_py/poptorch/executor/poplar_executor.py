@@ -50,6 +50,8 @@ class PoplarExecutor:
         if self._options.defaultOutputMode():
             self._options.outputMode(OutputMode.Final if self._is_training else OutputMode.All)
         self._options._freeze()  # noqa: SLF001 - as a loader does
+        is_offline = self._options.connection_type is ConnectionType.Never
+        self._has_no_device = is_offline or self._options.log_cycle_count
         self._module = copy.copy(model)
         self._modes = Modes(self._module)
         self._watch = HostWatch(self._update_host, self.destroy)
@@ -86,16 +88,13 @@ class PoplarExecutor:
             AssertionError: If the first call's samples are no whole number of micro batches, or the device is
                 offline.
         """
-        self._check_device()
-        if self._options.log_cycle_count:
-            raise Error(
-                "logCycleCount(True) is only supported on actual IPU hardware, and models run on CPU or GPU"
-            )
+        if self._has_no_device:
+            self._check_device()
         if self._compiled is None:
             self._compile(args, kwargs)
         elif not self._is_attached:
             self.attachToDevice()
-        elif HostWatch.num_changes != self._num_changes:
+        elif HostWatch.num_changes != self._num_changes and not self._is_training:
             self._refresh()
         compiled = self._compiled_model()
         micro_batches = compiled.micro_batches(args, kwargs)
@@ -214,8 +213,6 @@ class PoplarExecutor:
     def _refresh(self) -> None:
         """Take the weights that models have trained since they were uploaded here."""
         self._num_changes = HostWatch.num_changes
-        if self._is_training:
-            return
         watches = watches_of(self._compiled_model().tensors.hosts)
         if any(watch.version != self._versions.get(watch, 0) for watch in watches):
             for watch in watches:
@@ -454,6 +451,10 @@ class PoplarExecutor:
             raise AssertionError(
                 "Trying to run a model on an offline device: leave out useOfflineIpuTarget() and "
                 "ConnectionType.Never, with which a model can be compiled only"
+            )
+        if self._options.log_cycle_count:
+            raise Error(
+                "logCycleCount(True) is only supported on actual IPU hardware, and models run on CPU or GPU"
             )
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has

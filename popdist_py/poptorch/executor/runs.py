@@ -129,7 +129,13 @@ class TrainingRuns(Runs):
         """The host's weights were uploaded: all instances take those of instance 0 when they run next."""
         self._must_agree = True
 
-    @torch.enable_grad()
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - as above
+        """As told; the gradients are computed even where the program computes none."""
+        if torch.is_grad_enabled():
+            return super().run(micro_batches)
+        with torch.enable_grad():
+            return super().run(micro_batches)
+
     def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
         if self._must_agree:
             self._must_agree = False
@@ -142,7 +148,8 @@ class TrainingRuns(Runs):
             replica, step = divmod(index, num_accumulations)
             position = step * num_replicas + replica
             args, kwargs = micro_batches[position]
-            self._tensors.become(replica)
+            if num_replicas > 1:
+                self._tensors.become(replica)
             with self._model.micro_batch(index, accumulation=num_accumulations):
                 begin = perf_counter()
                 result = self._forward.train(args, kwargs, scaling)

@@ -113,7 +113,7 @@ class TracedForward:
     def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
         place = self._place
         if place is not None and place.is_found:
-            result = self._called(args, kwargs)
+            result = self._module(*args, **kwargs) if self._device is None else self._called(args, kwargs)
             loss = place.loss(result)
         else:
             with LossSearch() as search:

@@ -99,6 +99,7 @@ class DeviceOptimizer:
         ]
         self._is_automatic = bool(options.Training.auto_loss_scaling)
         self._factor = 1.0
+        self._was_scaled = False
         self.has_news = True
         for line in self._values.lines():
             logger.debug(line)
@@ -111,7 +112,6 @@ class DeviceOptimizer:
         """What to multiply the loss by in the next step."""
         return self._values.graph["lossScaling"].number * self._factor
 
-    @torch.no_grad()
     def step(self) -> None:
         """Update the parameters, with the gradients of the scaled loss that are there.
 
@@ -119,22 +119,29 @@ class DeviceOptimizer:
         """
         self.has_news = True
         vars(self._optimizer)["_opt_called"] = True  # without it torch's schedulers warn of a missing step()
-        if self._is_automatic:
-            gradients = self._gradients()
-            is_left_out = not are_finite(gradients)
-            scaling = self.loss_scaling
-            self._factor = next_factor(self._factor, self._values.graph["lossScaling"].number, gradients)
-            if is_left_out:
-                return
-            self._unscale(scaling)
-        else:
-            self._unscale(self.loss_scaling)
+        if not self._prepare_gradients():
+            return
         for part in self._parts:
             part.stepper.step()
+
+    def _prepare_gradients(self) -> bool:
+        """Unscale and limit the gradients; whether the step is made."""
+        scaling = self.loss_scaling
+        if not self._is_automatic:
+            if scaling != 1 or self._was_scaled or math.isfinite(self._values.graph["maxGradNorm"].number):
+                self._unscale(scaling)
+            return True
+        gradients = self._gradients()
+        is_made = are_finite(gradients)
+        self._factor = next_factor(self._factor, self._values.graph["lossScaling"].number, gradients)
+        if is_made:
+            self._unscale(scaling)
+        return is_made
 
     def _gradients(self) -> list[Tensor]:
         return [it.grad for it in self._parameters if it.grad is not None]
 
+    @torch.no_grad()
     def _unscale(self, scaling: float) -> None:
         """Divide the gradients by the loss scaling, and limit the norm over all parameters."""
         limit = self._values.graph["maxGradNorm"].number
@@ -143,6 +150,7 @@ class DeviceOptimizer:
             norms = [torch.linalg.vector_norm(it, dtype=torch.float32) for it in gradients]
             total = torch.linalg.vector_norm(torch.stack(norms)) / scaling
             factor = torch.clamp(limit / (total + _EPSILON), max=1.0) / scaling
+        self._was_scaled = factor is not None
         for part in self._parts:
             part.scale_gradients(factor)
 
