@@ -23,11 +23,16 @@ def job(folder: Path, num_instances: int, *words: object) -> list[str]:
     return [*counts, sys.executable, str(PROGRAM), str(folder), *map(str, words)]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture
+def whole(forked_world: ForkedWorlds, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The last line of a job that nobody disturbed."""
-    finished = Poprun()("--launcher=local", *job(tmp_path_factory.mktemp("whole"), 1))
-    return finished.succeeded().lines[-1]
+    return alone(forked_world, tmp_path_factory.mktemp("whole"))
+
+
+def alone(forked_world: ForkedWorlds, folder: Path) -> str:
+    """The last line of a job that goes on with one instance."""
+    ((*_, last),) = forked_world.script(PROGRAM, str(folder), num_instances=1, num_replicas=4)
+    return last
 
 
 def test_a_job_that_is_killed_starts_again_until_it_is_done(poprun: Poprun, tmp_path: Path, whole: str) -> None:
@@ -47,7 +52,9 @@ def test_a_job_that_is_killed_starts_again_until_it_is_done(poprun: Poprun, tmp_
     assert "restart 3" not in finished.err
 
 
-def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(poprun: Poprun, tmp_path: Path, whole: str) -> None:
+def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(
+    poprun: Poprun, forked_world: ForkedWorlds, tmp_path: Path, whole: str
+) -> None:
     """SIGTERM with two instances, then SIGUSR1 with one, which was to leave with 0: the bits are the same."""
     draw = random.Random(SEED)  # noqa: S311 - when
     first, second = draw.randrange(25), draw.randrange(30, 55)
@@ -64,7 +71,7 @@ def test_a_job_that_is_asked_to_leave_saves_and_goes_on_later(poprun: Poprun, tm
         assert out.splitlines() == [f"left after {step + 1} steps"] * num_instances
         assert f"step-{step + 1:012d}" in os.listdir(tmp_path)  # noqa: PTH208 - the name alone
         assert "restart" not in err
-    assert poprun("--launcher=local", *job(tmp_path, 1)).succeeded().lines == [whole]
+    assert alone(forked_world, tmp_path) == whole
 
 
 def test_laws(forked_world: ForkedWorlds, tmp_path: Path) -> None:
