@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
+from weakref import WeakMethod
 
 from popdist.context import current_job, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError
@@ -60,10 +61,37 @@ def execute_on_instances(
             f"execute_on_instances({{{asked}}}, ...): expected one or several of {name_instances(members)}"
         )
     listed, contract = tuple(sorted(set(given))), job.environment.contract
+    if len(members) == contract.num_instances:
+        _prepare()
     if contract.instance_index not in listed:
         return None
     with limited_to(Group(job.group.backend.subgroup(listed), contract.num_instances)):
         return fn(*args, **kwargs)
+
+
+_preparations: Final[list[WeakMethod[Callable[[], None]]]] = []
+"""What ``before_execute_on_instances`` was given, in this order."""
+
+
+def before_execute_on_instances(method: Callable[[], None]) -> None:
+    """Have all instances call ``method`` first, whenever the program calls ``execute_on_instances``.
+
+    For what some instances will ask for that only all of them can give, such as the whole of a state that is cut
+    into shards. It is called on every instance, listed or not, outside the limits, and may call collectives. All
+    instances register alike, in the same order. Nothing is called where some instances have gone on already.
+
+    Args:
+        method: Of an object, without arguments; forgotten together with the object.
+    """
+    _preparations.append(WeakMethod(method))
+
+
+def _prepare() -> None:
+    _preparations[:] = [reference for reference in _preparations if reference() is not None]
+    for reference in tuple(_preparations):
+        method = reference()
+        if method is not None:
+            method()
 
 
 @contextmanager

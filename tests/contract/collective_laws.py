@@ -367,6 +367,31 @@ def law_only_instances_that_are_there_can_be_listed() -> None:
             popdist.execute_on_instances({0}, operator.truediv, 1, 0)
 
 
+class Preparing:
+    """Counts the instances whenever all are about to part."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def count(self) -> None:
+        """A collective of all."""
+        self.counts.append(int(popdist.all_reduce(torch.ones(1))))
+
+
+def law_all_prepare_before_some_go_on_alone() -> None:
+    """On every instance, listed or not, but not once they have parted; and an object is forgotten."""
+    preparing = Preparing()
+    popdist.before_execute_on_instances(preparing.count)
+    popdist.execute_on_instances({0}, popdist.execute_on_instances, {0}, popdist.barrier)
+    popdist.execute_on_instances({0}, popdist.barrier)
+    assert preparing.counts == [popdist.num_instances()] * (3 if popdist.num_instances() == 1 else 2)
+    found = preparing.counts
+    num_calls = len(found)
+    del preparing
+    popdist.execute_on_instances({0}, popdist.barrier)
+    assert len(found) == num_calls
+
+
 def law_nothing_listens_off_loopback() -> None:
     """In a one-host job every listening socket of this process is on loopback."""
     connections = psutil.Process().net_connections(kind="inet")

@@ -51,6 +51,7 @@ def main() -> None:
         options = poptorch.Options().replicationFactor(args.replicas)
     options.randomSeed(42).outputMode(poptorch.OutputMode.All)
     options.Training.gradientAccumulation(1)
+    options.TensorLocations.setOptimizerLocation(poptorch.TensorLocationSettings().useReplicatedTensorSharding())
 
     torch.manual_seed(popdist.getInstanceIndex())
     model = NetWithLoss()
@@ -72,9 +73,15 @@ def main() -> None:
             losses.append(float(hvd.allreduce(mean, average=True) if popdist.isPopdistEnvSet() else mean))
         optimizer.param_groups[0]["lr"] = 0.1 / (epoch + 2)
         training.setOptimizer(optimizer)
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    def save() -> None:
+        assert not args.checkpoint.exists()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.checkpoint)
+
     if popdist.isPopdistEnvSet():
-        popdist.execute_on_instances({0}, torch.save, saved, args.checkpoint)
+        popdist.execute_on_instances({0}, save)
+    else:
+        save()
     training.destroy()
 
     local = poptorch.Options()

@@ -20,16 +20,16 @@ from tests.running import Poprun
 def test_the_usual_start_up(
     poprun: Poprun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Four instances join their losses, save once, and have the bits of four replicas in one process."""
+    """Four instances join their losses, save their sharded state once, and have the bits of one."""
     program = str(poptorch_program.__file__)
-    words = ["--replicas", "4", "--checkpoint", str(tmp_path / "model.pt")]
-    monkeypatch.setattr(sys, "argv", [program, *words])
+    words = ["--replicas", "4", "--checkpoint"]
+    monkeypatch.setattr(sys, "argv", [program, *words, str(tmp_path / "alone.pt")])
     with torch.random.fork_rng():
         runpy.run_path(program, run_name="__main__")
     popdist.finalize()
     alone = json.loads(capsys.readouterr().out)
-    assert not (tmp_path / "model.pt").exists()
 
+    words.append(str(tmp_path / "joint.pt"))
     finished = poprun("-n", "4", "--tag-output=no", sys.executable, program, *words).succeeded()
     found = sorted(map(json.loads, finished.out.splitlines()), key=lambda it: int(it["instance"]))
 
@@ -38,6 +38,9 @@ def test_the_usual_start_up(
     assert all(it["outputs"] == alone["outputs"] for it in found)
     assert [it["losses"] for it in found] == [pytest.approx(alone["losses"])] * 4
     assert alone["losses"][-1] < alone["losses"][0] / 2
-    saved = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert popdist.checksum(saved["model"]) == alone["weights"]
+    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("alone.pt", "joint.pt"))
+    assert popdist.checksum(one["model"]) == popdist.checksum(other["model"]) == alone["weights"]
+    states = [saved["optimizer"]["ipu_state"] for saved in (one, other)]
+    assert popdist.checksum(states[0]) == popdist.checksum(states[1])
+    assert any(name.startswith("Accl1___") for name in states[1])
     assert "overridden" not in finished.err

@@ -104,6 +104,8 @@ class DeviceOptimizer:
         for line in self._values.lines():
             logger.debug(line)
         self._is_offline = options.connection_type is ConnectionType.Never
+        if placement.model is not None:
+            popdist.before_execute_on_instances(self._have_state_read)
         self._hold(optimizer)
         self.take_state()
 
@@ -200,6 +202,11 @@ class DeviceOptimizer:
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.read_device()
             self._optimizer.hold(None)
+
+    def _have_state_read(self) -> None:
+        """Read the whole state while all instances do, which one alone cannot: a program may save it on one."""
+        if isinstance(self._optimizer, Optimizer):
+            self._optimizer.read_device()
 
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
