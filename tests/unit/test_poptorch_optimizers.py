@@ -7,6 +7,7 @@ poptorch.optim.whole_parameters.
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -154,6 +155,33 @@ def test_lamb_is_popdists() -> None:
     make = lambda it: popdist.optim.LAMB(it, lr=0.01, weight_decay=0.1, eps=1e-8, max_weight_norm=1.0)  # noqa: E731
 
     assert same(pair, plain(make, 10))
+
+
+def test_lamb_without_a_norm_is_adamw() -> None:
+    """With 0 as the largest norm of the weights, in float32 and in half precision, its updates are not scaled."""
+    for module in (None, nn.Linear(5, 4).bfloat16()):
+        moments = {} if module is None else HALF
+        lamb = Pair(partial(optim.LAMB, max_weight_norm=0.0, weight_decay=0.1, **moments), module=module)
+        adamw = Pair(partial(optim.AdamW, weight_decay=0.1, **moments), module=copy.deepcopy(lamb.host))
+        lamb.run(20)
+        adamw.run(20)
+        for ours, other in zip(lamb.device.parameters(), adamw.device.parameters(), strict=True):
+            assert torch.allclose(ours.float(), other.float(), atol=1e-6 if module is None else 0.02)
+
+
+def test_schedulers_work_on_the_device(recwarn: pytest.WarningsRecorder) -> None:
+    """They see that steps were made, and copies and pickles of an optimizer have its settings and its state."""
+    pair = Pair(partial(optim.Adam, lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(pair.optimizer, 1, gamma=0.5)
+    pair.run()
+    scheduler.step()
+    pair.stepper.update(pair.optimizer)
+    pair.optimizer.state_dict()
+    for copied in (copy.deepcopy(pair.optimizer), pickle.loads(pickle.dumps(pair.optimizer))):  # noqa: S301
+        assert copied.param_groups[0]["lr"] == 0.5
+        assert copied.state_dict()["ipu_state"]["Step___0.weight"] == 1
+
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_max_grad_norm_is_torchs_clipping() -> None:

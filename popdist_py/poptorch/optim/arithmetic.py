@@ -31,8 +31,12 @@ def arithmetic_of(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.op
         found = TensorFlowRMSprop
     else:
         found = getattr(torch.optim, kind)
-    taken = _arguments_of(found.__init__)
-    return found, {name: value for name, value in settings.items() if name in taken}
+    known = _arguments_of(found.__init__)
+    taken = {name: value for name, value in settings.items() if name in known}
+    if kind == "LAMB":
+        limit = settings["max_weight_norm"]
+        taken |= {"max_weight_norm": limit or None, "trust_ratio": limit != 0}
+    return found, taken
 
 
 @functools.cache

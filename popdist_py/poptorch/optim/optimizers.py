@@ -385,7 +385,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
 
     Args:
         bias_correction: Whether both means are divided by 1 - beta**step.
-        max_weight_norm: The largest norm that a parameter counts with.
+        max_weight_norm: The largest norm that a parameter counts with; 0 for updates that are not scaled by norms.
         first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
         second_order_momentum_accum_type: What the mean of their squares is held in.
     """
