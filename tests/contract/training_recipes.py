@@ -107,6 +107,19 @@ def train(model: popdist.ReplicatedModel, loss: Callable[[Tensor, Tensor], Tenso
     return model.module
 
 
+def recipe_rows_that_begin_anywhere() -> nn.Module:
+    """Micro batches that begin within the memory of a batch, where products have other bits than at its start."""
+    sizes = [(19, 10, 9), (7, 26, 5), (9, 25, 10), (29, 29, 10)]
+    models = [popdist.ReplicatedModel(nn.Linear(width, out)) for _, width, out in sizes]
+    optimizer = torch.optim.SGD([weight for model in models for weight in model.parameters()], lr=0.1)
+    for (num_rows, width, _), model in zip(sizes, models, strict=True):
+        samples_of_all = torch.randn(num_rows * popdist.num_replicas(), width)
+        for rows in model.micro_batches(share((samples_of_all, samples_of_all))[0].clone()):
+            model(rows).exp().mean().backward()
+    optimizer.step()
+    return nn.ModuleList(models)
+
+
 def recipe_autocast_and_a_scaler_that_skips() -> nn.Module:
     """Half precision inside; one replica's infinity makes all skip the step, and the scales stay equal."""
     model = popdist.ReplicatedModel(layers())

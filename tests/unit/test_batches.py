@@ -12,7 +12,7 @@ from torch import Tensor
 
 from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
-from popdist.training.micro_batches import count_samples, split_batch, take
+from popdist.training.micro_batches import count_samples, split_batch, take, to_device
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the untyped kind is what programs have
 
@@ -72,6 +72,26 @@ def test_micro_batches_are_views() -> None:
     cut = take((X, Y), range(2, 5))
 
     assert cut[0].untyped_storage().data_ptr() == X.untyped_storage().data_ptr()
+
+
+def test_what_begins_at_an_odd_place_is_copied_with_its_strides() -> None:
+    """Rows of a slice, of an expanded tensor and of overlapping windows keep values and strides, in nests too."""
+    whole = torch.arange(63.0).view(9, 7)
+    parts = [
+        whole[1:4],
+        whole[2:, 1:4],
+        whole[:, 3:4].expand(9, 5),
+        whole.view(-1)[1:].unfold(0, 5, 2),
+        whole.T[1:],
+    ]
+
+    for nest in (parts, {"x": parts}, tuple(parts)):
+        moved = to_device(nest, torch.device("cpu"))
+        for part, expected in zip(moved["x"] if isinstance(moved, dict) else moved, parts, strict=True):
+            assert part.data_ptr() % 64 == 0
+            assert torch.equal(part, expected)
+            assert part.stride() == expected.stride()
+    assert to_device(whole[0:3], torch.device("cpu")).data_ptr() == whole.data_ptr()
 
 
 def test_the_batch_itself_is_not_changed() -> None:

@@ -29,6 +29,9 @@ _MOST_TENSORS: Final = 4
 _MOST_NUMBERS: Final = 4096
 """Of a batch: enough to tell it from others."""
 
+_ALIGNMENT_BYTES: Final = 64
+"""Where torch's allocator for the CPU has tensors begin; those for GPUs take multiples of it."""
+
 _NO_DIM: Final = -1
 """Stands for the size of a tensor without dim 0."""
 
@@ -95,14 +98,16 @@ def take(batch: Nest, rows: range) -> Nest:
 def to_device(nest: Nest, device: torch.device) -> Nest:
     """``nest`` with its tensors, and whatever else has a method ``to``, on ``device``.
 
-    Tensors in pinned memory are copied while the program goes on.
+    Tensors in pinned memory are copied while the program goes on. A tensor that begins elsewhere in memory than
+    torch's own ones do is copied: the bits of products depend on where their operands begin, and where a part of a
+    batch begins depends on the split.
     """
     if isinstance(nest, torch.Tensor):
-        return nest if nest.device == device else nest.to(device, non_blocking=True)
+        return _aligned(nest if nest.device == device else nest.to(device, non_blocking=True))
     if type(nest) in (tuple, list):
         if device.type == "cpu":
             for child in nest:
-                if type(child) is not Tensor or not child.is_cpu:
+                if type(child) is not Tensor or not child.is_cpu or not _is_aligned(child):
                     break
             else:
                 return nest
@@ -110,6 +115,21 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
     if device.type != "cpu" and callable(to := getattr(nest, "to", None)):
         return to(device)
     return _map(nest, lambda child: to_device(child, device))
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    """Whether ``tensor`` begins where torch's allocators have tensors begin; those of other kinds count, too."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return True
+    return tensor.data_ptr() % _ALIGNMENT_BYTES == 0
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a copy of it with the same strides that begins at an even place."""
+    if _is_aligned(tensor):
+        return tensor
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _is_row_of_strings(nest: Nest) -> bool:

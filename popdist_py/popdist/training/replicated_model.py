@@ -200,7 +200,8 @@ class ReplicatedModel(nn.Module):
                 replica, None for one without samples. ``split=list`` takes a list of them.
 
         Returns:
-            Micro batches on the model's device; those of a nest are views of its tensors if these are there.
+            Micro batches on the model's device; those of a nest are views of its tensors if these are there, or
+            copies of those that begin elsewhere in memory than torch's own tensors do.
 
         Raises:
             BatchError: If the batch cannot be split, a weight is negative, or the whole job has no sample in this
