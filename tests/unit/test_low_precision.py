@@ -210,6 +210,7 @@ def test_closures_give_the_loss() -> None:
         ({"optimizer_class": optim.Adafactor}, "LowPrecision cannot hold Adafactor: it keeps means over the rows"),
         ({"optimizer_class": LAMB}, "LowPrecision cannot hold LAMB: it scales each update by the norms"),
         ({"optimizer_class": "AdamW"}, "optimizer_class='AdamW' must be a class of optimizers"),
+        ({"optimizer_class": optim.SGD(parameters())}, "optimizer_class=SGD..... must be a class of optimizers"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], said: str) -> None:
@@ -279,6 +280,27 @@ def test_states_of_another_precision_are_refused() -> None:
         other: Any = LowPrecision(parameters(dtype), optim.AdamW, **settings)  # type: ignore[arg-type] # as they are
         with pytest.raises(popdist.OptimizerError, match="state is of another precision"):
             optimizer.load_state_dict(other.state_dict())
+
+
+def test_states_of_another_optimizer_are_refused() -> None:
+    """And nothing is lost; settings that keep more come with the state, as in torch's optimizers."""
+    some = parameters()
+    optimizers = [LowPrecision(some, optim.AdamW, lr=0.01, amsgrad=amsgrad) for amsgrad in (False, True)]
+    other = LowPrecision(some, optim.SGD, momentum=0.9)
+    for _ in steps(some):
+        for optimizer in (*optimizers, other):
+            optimizer.step()
+    before = tensors_of(other)
+    with pytest.raises(
+        popdist.OptimizerError, match="the state has exp_avg and exp_avg_sq, which SGD does not keep"
+    ):
+        other.load_state_dict(optimizers[0].state_dict())
+    check_equal(tensors_of(other), before)
+    with pytest.raises(popdist.OptimizerError, match="the state has momentum_buffer, which AdamW does not keep"):
+        optimizers[0].load_state_dict(other.state_dict())
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    assert optimizers[0].state[some[0]]["max_exp_avg_sq"].dtype == torch.bfloat16
+    optimizers[0].step()
 
 
 def test_one_that_changes_its_ways_is_found_in_a_checked_step() -> None:

@@ -160,13 +160,13 @@ class LowPrecision(PieceOptimizer):
             group["num_steps"] += 1
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state of a LowPrecision of the same precision.
+        """Go on from a state of a LowPrecision of the same precision and of the same optimizer.
 
         Raises:
-            OptimizerError: If the state is of another precision.
+            OptimizerError: If the state is of another precision, or of another optimizer.
             ValueError: If it has other groups.
         """
-        self.check_precision(state_dict)
+        self.check_state(state_dict)
         states = load_uncast(self, state_dict)
         for parameter, state in states.items():
             self.state[parameter] = {
@@ -178,8 +178,8 @@ class LowPrecision(PieceOptimizer):
                 for name, value in state.items()
             }
 
-    def check_precision(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that a state is of this precision.
+    def check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state is of this precision and of the optimizer inside.
 
         Raises:
             OptimizerError: If it is not.
@@ -196,6 +196,25 @@ class LowPrecision(PieceOptimizer):
                     f"the state is of another precision: moments={then[0]}, weights={then[1]} there, and "
                     f"moments={now[0]}, weights={now[1]} here; make LowPrecision as the one that was saved"
                 )
+        self._know_names(state_dict)
+
+    def _know_names(self, state_dict: Mapping[str, Any]) -> None:
+        """Learn which names of a state have a number for each element: its settings may be others, as amsgrad."""
+        states = state_dict["state"].values()
+        names = {
+            name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
+        }
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            if not names <= self._names:
+                device = next((it.device for it in group["params"]), torch.device("cpu"))
+                self._names |= check_elementwise(
+                    self._optimizer_class, self._given, _inner_settings(saved), device, asked_by="LowPrecision"
+                )
+        if unknown := sorted(names - self._names):
+            raise OptimizerError(
+                f"the state has {' and '.join(unknown)}, which {self._optimizer_class.__name__} does not keep: "
+                "load it into LowPrecision with the optimizer that it was saved from"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has, beside what torch's optimizers have."""
@@ -416,8 +435,10 @@ def _empty(parameter: Tensor, dtype: str) -> Tensor:
 
 def _check_class(optimizer_class: object) -> type[Optimizer]:
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        is_made = isinstance(optimizer_class, Optimizer)
+        given = f"{type(optimizer_class).__name__}(...)" if is_made else repr(optimizer_class)
         raise OptimizerError(
-            f"optimizer_class={optimizer_class!r} must be a class of optimizers, which LowPrecision steps with, "
+            f"optimizer_class={given} must be a class of optimizers, which LowPrecision steps with, "
             "such as torch.optim.AdamW"
         )
     return optimizer_class

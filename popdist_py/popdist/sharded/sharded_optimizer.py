@@ -271,12 +271,12 @@ class ShardedOptimizer(Optimizer):
         """Take this instance's part of a state, which may be that of ``optimizer_class`` itself; waits for nobody.
 
         Raises:
-            OptimizerError: If it is of another precision.
+            OptimizerError: If it is of another precision, or of another optimizer inside LowPrecision.
             ValueError: If it has other groups.
         """
         assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
         if isinstance(self._inside, LowPrecision):
-            self._inside.check_precision(state_dict)
+            self._inside.check_state(state_dict)
             states = load_uncast(self, state_dict)
             self.state.update(states)
         else:
