@@ -29,6 +29,14 @@ def test_no_name_occurs_twice(package: str) -> None:
     assert {name for name, count in classes.items() if count > 1} == set()
 
 
+def test_no_file_of_two_packages_has_one_name() -> None:
+    """Who looks for a file by its name finds one; each package has its errors."""
+    packages = [{module.path.stem for module in modules(it)} for it in ("popdist", "poprun", "poptorch")]
+    files = Counter(name for names in packages for name in names)
+
+    assert {name for name, count in files.items() if count > 1} - FOREIGN == {"errors"}
+
+
 def _glossary() -> list[tuple[str, set[str]]]:
     """Each word of the glossary, with the words that are not to be used for it."""
     rows = [
