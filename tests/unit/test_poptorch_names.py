@@ -138,6 +138,9 @@ def test_a_loaded_model_goes_on(tmp_path: Path, make: Any) -> None:  # noqa: ANN
         model.save(tmp_path / "early")
     model(inputs)
     model.save(tmp_path)
+    found, _, optimizer = unpickled(read(tmp_path), tmp_path)
+    assert optimizer.param_groups[0]["params"][0] is next(found.parameters())
+    assert next(found.parameters()).requires_grad
     other = Scaled()
     own = poptorch.trainingModel(other, optimizer=make(other.parameters(), lr=0.1))
     own.loadExecutable(tmp_path)
@@ -152,6 +155,16 @@ def test_a_loaded_model_goes_on(tmp_path: Path, make: Any) -> None:  # noqa: ANN
         one.destroy()
     assert loaded.options.model_name == "loaded"
     model.destroy()
+
+
+def test_weights_lie_in_a_file_once(tmp_path: Path) -> None:
+    """Those of the module and those of the model are the same."""
+    large = torch.nn.Linear(500, 500)
+    model = poptorch.inferenceModel(large)
+    model(torch.ones(1, 500))
+    model.save(tmp_path / "net")
+
+    assert (tmp_path / "net").stat().st_size < 1.2 * 4 * 500 * 501
 
 
 def test_an_offline_model_is_exported(tmp_path: Path) -> None:

@@ -14,13 +14,15 @@ from typing import Any, Final
 from zipfile import is_zipfile
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from poptorch.custom_types import Structure, put_together, taken_apart
 from poptorch.errors import Error
+from poptorch.executor.host_tensors import WatchedBuffer, WatchedParameter
 
 _FORMAT: Final = "poptorch model 1"
 _SUFFIX: Final = ".poptorch"
+_TENSORS: Final = frozenset({Tensor, nn.Parameter, WatchedParameter, WatchedBuffer})
 _PLAIN: Final = frozenset({Tensor, tuple, list, dict, type(None), bool, int, float, str})
 
 
@@ -35,8 +37,7 @@ class SavedModel:
         random_state: Of the replicas of this process, as bytes; None where it was not asked for.
         example: Arguments of a call, by position and by name, with zeros for tensors; None where they hold types
             that only pickle can read, or the model is not compiled.
-        objects: Pickled: the module, the options, the optimizer; None where they were not asked for. Read with
-            `unpickled`.
+        objects: Of `pickled`: the module, the options, the optimizer; None where they were not asked for.
     """
 
     is_training: bool
@@ -44,7 +45,7 @@ class SavedModel:
     optimizer_state: dict[str, Tensor] = field(default_factory=dict)
     random_state: Tensor | None = None
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    objects: bytes | None = None
+    objects: tuple[Tensor, ...] | None = None
 
 
 def example_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -64,18 +65,19 @@ def _is_plain(structure: Structure) -> bool:
     return kind in _PLAIN and all(map(_is_plain, structure.parts))
 
 
-def pickled(*objects: object) -> bytes:
-    """Objects for a file.
+def pickled(*objects: object) -> tuple[Tensor, ...]:
+    """Objects for a file: their pickle as bytes, and the tensors that it names, which lie in the file once.
 
     Raises:
         Error: If one cannot be pickled, as one of a class within a function.
     """
     stream = io.BytesIO()
+    pickler = _ModelPickler(stream)
     try:
-        torch.save(objects, stream)
+        pickler.dump(objects)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise Error(f"the model cannot be pickled: {error}. Say export_model=False to leave it out") from error
-    return stream.getvalue()
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8), *pickler.tensors
 
 
 def unpickled(saved: SavedModel, path: str | os.PathLike[str]) -> tuple[Any, ...]:
@@ -86,8 +88,42 @@ def unpickled(saved: SavedModel, path: str | os.PathLike[str]) -> tuple[Any, ...
     """
     if saved.objects is None:
         raise Error(f"{path} holds no module: it was written with export_model=False. Use loadExecutable()")
-    objects: tuple[Any, ...] = torch.load(io.BytesIO(saved.objects), weights_only=False)
+    data, *tensors = saved.objects
+    objects: tuple[Any, ...] = _ModelUnpickler(io.BytesIO(data.numpy().tobytes()), tensors).load()
     return objects
+
+
+class _ModelPickler(pickle.Pickler):
+    """Names tensors and parameters by their number, and whether they are parameters and have gradients."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._known: dict[int, tuple[Tensor, int]] = {}
+
+    def persistent_id(self, value: Any) -> tuple[int, bool, bool] | None:  # noqa: ANN401 - of every kind
+        if type(value) not in _TENSORS:
+            return None
+        if id(value) not in self._known:
+            self._known[id(value)] = (value, len(self.tensors))
+            self.tensors.append(value.detach())
+        return self._known[id(value)][1], isinstance(value, nn.Parameter), value.requires_grad
+
+
+class _ModelUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(stream)
+        self._tensors = tensors
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, name: tuple[int, bool, bool]) -> Tensor:
+        number, is_parameter, has_gradient = name
+        if number not in self._made:
+            tensor = self._tensors[number]
+            self._made[number] = (
+                nn.Parameter(tensor, has_gradient) if is_parameter else tensor.requires_grad_(has_gradient)
+            )
+        return self._made[number]
 
 
 def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") -> Path:
@@ -106,8 +142,6 @@ def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") 
         target /= f"{name}{_SUFFIX}"
     target.parent.mkdir(parents=True, exist_ok=True)
     content: dict[str, Any] = {part.name: getattr(saved, part.name) for part in fields(saved)}
-    if saved.objects is not None:
-        content["objects"] = torch.frombuffer(bytearray(saved.objects), dtype=torch.uint8)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         torch.save({"format": _FORMAT, **content}, unfinished)
@@ -138,6 +172,4 @@ def read(path: str | os.PathLike[str], name: str = "model") -> SavedModel:
         raise Error(f"{source} is no model that poptorch saved, or is damaged") from error
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise Error(f"{source} is no model that this poptorch saved: {_FORMAT!r} is expected")
-    if content["objects"] is not None:
-        content["objects"] = content["objects"].numpy().tobytes()
     return SavedModel(**content)
