@@ -99,8 +99,10 @@ class Slots:
         return self.of_parity(self._group.flags.next_number() & 1, dtype)
 
 
-QuickSum = Callable[[list[torch.Tensor]], bool]
+QuickSum = Callable[[list[torch.Tensor]], bool | None]
 """Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened.
+
+None where it is a plain tensor of numbers in a row which may lie where all ranks can map it.
 
 Raises as all collectives do.
 """

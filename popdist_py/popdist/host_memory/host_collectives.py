@@ -46,7 +46,7 @@ class HostCollectives:
         rank: This process among them.
         size: How many they are.
         quick_sum: Whether the one tensor of a list has become the sum over the ranks, as by :meth:`all_reduce`;
-            where it answers no, nothing has happened.
+            where it answers no, nothing has happened, and where None, the tensor is ready for :meth:`all_reduce`.
     """
 
     def __init__(self, group: HostGroup) -> None:

@@ -10,7 +10,6 @@ it lies in none, and the others map that. They let go of it when its file says t
 """
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -67,8 +66,8 @@ class Offers:
     def __init__(self, group: HostGroup) -> None:
         self._group = group
         self._flags = group.flags
-        self._numbers: weakref.WeakKeyDictionary[MappedFile, int] = weakref.WeakKeyDictionary()
-        """Of this rank's files that all ranks know."""
+        self._numbers: dict[int, int] = {}
+        """Of this rank's files that all ranks know, by what names their storages."""
         self._files: list[dict[int, MappedFile]] = [{} for _ in range(group.size)]
         """Of each rank, by the number that it has in this group."""
         self._num_introduced = [0] * group.size
@@ -151,7 +150,7 @@ class Offers:
             is_new = may_move is not None and is_whole and self._comes_again(storage) and may_move(tensor)
             return _OFFER | _NEW if is_new else 0
         place = (tensor.data_ptr() - shared.address) << _NUMBER_BITS
-        number = self._numbers.get(shared.file)
+        number = self._numbers.get(shared.file.number)
         if number is not None:
             return _OFFER | place | number
         return _OFFER | _NEW | place if self._may_introduce() else 0
@@ -159,10 +158,12 @@ class Offers:
     def _agreed(self, tensor: Tensor) -> Places | None:
         """The places that all ranks have offered at the last meeting; None if one has offered none."""
         offers = self._flags.said()
-        if not all(offers):
+        if 0 in offers:
             self._let_go()
             return None
-        if any(offer & _NEW for offer in offers) and not self._introduce(tensor, offers):
+        if max(offers) < _OFFER | _NEW:  # none is new
+            return tuple(offers)
+        if not self._introduce(tensor, offers):
             return None
         return tuple(
             offer & ~_NEW | self._num_introduced[rank] if offer & _NEW else offer
@@ -221,7 +222,7 @@ class Offers:
             self._num_introduced[other] += 1
             self._files[other][self._num_introduced[other]] = file
         if mine is not None:
-            self._numbers[mine] = self._num_introduced[rank]
+            self._numbers[mine.number] = self._num_introduced[rank]
         return True
 
     def _file_of(self, tensor: Tensor) -> MappedFile | None:
@@ -250,7 +251,9 @@ class Offers:
     def _let_go(self) -> None:
         """Let go of storages that are gone."""
         shared_storages.forget_gone()
-        for files in self._files:
+        for rank, files in enumerate(self._files):
             for number in [number for number, file in files.items() if not file.is_in_use]:
-                del files[number]
+                gone = files.pop(number)
+                if rank == self._group.rank:
+                    del self._numbers[gone.number]
                 self._prepared.clear()

@@ -35,7 +35,7 @@ static int is_negated(PyObject *tensor) {
     return !is_plain;
 }
 
-/* Whether `list` holds one tensor that can be added here, and where its numbers are. */
+/* Whether `list` holds one tensor of numbers in a row that can be added, and where they are. */
 static int take(Quick *self, PyObject *list, Run *run) {
     if (!PyList_CheckExact(list) || PyList_Size(list) != 1) return 0;
     PyObject *object = PyList_GetItem(list, 0);
@@ -53,7 +53,7 @@ static int take(Quick *self, PyObject *list, Run *run) {
         run->length *= tensor.shape[i];
     }
     run->num_bytes = run->length * (tensor.dtype.bits / 8);
-    if (run->length < 1 || run->num_bytes > self->most_bytes) return 0;
+    if (run->length < 1) return 0;
     if (run->length == 1 && is_negated(object)) return 0;
     run->data = (char *)tensor.data + tensor.byte_offset;
     return (uintptr_t)run->data % (tensor.dtype.bits / 8) == 0;
@@ -196,7 +196,9 @@ static int meet(Quick *self, PyObject *list, Run *run, uint64_t *meeting) {
 
 PyObject *reduce(Quick *self, PyObject *list) {
     Run run;
-    if (!takes_part(self) || !take(self, list, &run) || is_left(self, &run)) Py_RETURN_FALSE;
+    if (!takes_part(self) || !take(self, list, &run)) Py_RETURN_FALSE;
+    if (is_left(self, &run)) Py_RETURN_NONE;
+    if (run.num_bytes > self->most_bytes) Py_RETURN_FALSE;
     uint64_t number;
     if (!meet(self, list, &run, &number)) return NULL;
     if (run.num_bytes >= self->offered_bytes && is_offered(self, number) && !meet(self, list, &run, &number))

@@ -66,7 +66,8 @@ typedef struct {
     uint64_t purposes[NUM_DTYPES];
 } Quick;
 
-/* Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened. */
+/* Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened. None: it may lie
+ * where all ranks can map it, so Python adds it. */
 PyObject *reduce(Quick *self, PyObject *list);
 
 /* Add flat rows into all of them: their addresses, how many numbers, whether these are doubles, the divisor. */

@@ -34,7 +34,7 @@ from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.shared_storages import StoragePool
-from popdist.process_group.call_arguments import SUM, as_list, check_peer, options
+from popdist.process_group.call_arguments import SUM, as_list, bare, check_peer, options
 from popdist.process_group.dispatched_calls import (
     Showing,
     are_plain,
@@ -109,7 +109,9 @@ class PopdistProcessGroup(TorchGroups):
             if share_tensors:
                 host.leave_large()
         self._queue = WorkQueue(host.break_off)
-        self._quick_sum = self._queue.now_or_never(host.quick_sum)
+        self._quick_sum = self._queue.now_or_never(
+            host.quick_sum, None if share_tensors else lambda tensors: host.all_reduce(bare(tensors)[0])
+        )
         self.calls = GroupCalls(host, self._gloo, self._queue)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

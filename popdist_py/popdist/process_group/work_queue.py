@@ -165,15 +165,24 @@ class WorkQueue:
             work.wait()
         return work
 
-    def now_or_never(self, do: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        """A function that calls ``do``, which says whether it did anything; False while others are to be done."""
+    def now_or_never(
+        self, do: Callable[[Any], bool | None], otherwise: Callable[[Any], None] | None
+    ) -> Callable[[Any], bool]:
+        """A function that calls ``do``, which says whether it did anything; False while others are to be done.
+
+        Where ``do`` answers None, ``otherwise`` does it, if there is one.
+        """
         turn = self._turn
 
         def call(argument: object) -> bool:
             if self._num_issued != self._num_done:
                 return False
             with turn:
-                return do(argument)
+                is_done = do(argument)
+                if is_done is None and otherwise is not None:
+                    _do(otherwise, [argument])
+                    return True
+                return bool(is_done)
 
         return call
 
