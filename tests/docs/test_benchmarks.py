@@ -30,6 +30,14 @@ def test_the_overhead_can_be_measured_again(forked_world: ForkedWorlds) -> None:
         assert word in printed
 
 
+def test_the_overhead_of_poptorch_can_be_measured_again(forked_world: ForkedWorlds) -> None:
+    """One round of ``benchmarks/poptorch_overhead.py`` shows the models, the limit and the command."""
+    printed = printed_by(forked_world, BENCHMARKS / "poptorch_overhead.py", "--rounds", "1", "--steps", "1")
+
+    for word in ("digits CNN", "MLP, 25 M parameters", "trainingModel", "≤ 1.05", "--rounds 1"):
+        assert word in printed
+
+
 def test_the_launchers_can_be_measured_again(tmp_path: Path) -> None:
     """One round of ``benchmarks/launch.py`` shows every launcher, the limits and the command, and draws curves."""
     document, plot = tmp_path / "page.md", tmp_path / "launch.svg"

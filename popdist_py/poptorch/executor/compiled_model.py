@@ -61,6 +61,7 @@ class CompiledModel:
         num_own = 1 if options.broadcast_buffers else options.replication_factor
         adopt = watch.watch if is_training else _leave_alone
         self._devices = popdist.devices()
+        self._is_on_cpu = self._devices[0].type == "cpu"
         places = devices_of_tensors(module, self._devices, options)
         self.tensors = DeviceTensors(module, places, modes, num_own, adopt)
         self._updatable = _updatable_buffers(options, self.tensors)
@@ -100,9 +101,8 @@ class CompiledModel:
         Raises:
             Error: If its arguments are not like those of the first one.
         """
-        device = self._devices[0]
-        if device.type != "cpu":
-            args, kwargs = _moved((args, kwargs), device)
+        if not self._is_on_cpu:
+            args, kwargs = _moved((args, kwargs), self._devices[0])
         return self._arguments.micro_batches(args, kwargs)
 
     def run(self, micro_batches: list[MicroBatch]) -> Any:  # noqa: ANN401 - whatever forward gives

@@ -41,8 +41,12 @@ class Outputs:
         self._period = {OutputMode.EveryN: period, OutputMode.Final: num_steps}.get(mode, 1)
         num_kept_steps = 1 if mode is OutputMode.Sum else num_steps // self._period
         self._num_kept = num_kept_steps * num_replicas
-        self._num_seen = 0
         self._is_one = num_steps * num_replicas == 1
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins: nothing was kept yet."""
+        self._num_seen = 0
         self._result: Any = None
         self._joined: list[_Joined] = []
         self._structure: Structure | None = None

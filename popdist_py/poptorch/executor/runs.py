@@ -42,7 +42,7 @@ class Runs(ABC):
         self._forward = forward
         self._tensors = tensors
         self._batch = batch = CombinedBatch.of(options)
-        self._output_form = (
+        self._outputs = Outputs(
             *(options.output_mode, options.output_return_period),
             *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
         )
@@ -51,13 +51,16 @@ class Runs(ABC):
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
         """The results of a call's micro batches, put together; the device's tensors are in place."""
-        outputs = Outputs(*self._output_form)
+        outputs = self._outputs
+        outputs.begin()
         self.moments = []
         self.anchors.begin()
         num_in_step = len(micro_batches) // self._batch.num_iterations
         for first in range(0, len(micro_batches), num_in_step):
             self._step(micro_batches[first : first + num_in_step], outputs)
-        return outputs.result()
+        result = outputs.result()
+        outputs.begin()  # and keep no result
+        return result
 
     @abstractmethod
     def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
