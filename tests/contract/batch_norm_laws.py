@@ -148,6 +148,19 @@ def law_layers_of_all_dimensions_take_part() -> None:
         check_one_batch(first, batch, size)
 
 
+def law_a_model_in_half_precision_takes_part() -> None:
+    """Its running statistics are in half precision, too; they are those of all samples."""
+    number = popdist.num_replicas()
+    model = popdist.ReplicatedModel(nn.BatchNorm1d(4, momentum=1.0).bfloat16(), batch_norm_group_size=number)
+    whole = torch.arange(8.0 * number).view(-1, 4)
+    replicas = popdist.local_replicas()
+    mine = whole[2 * replicas.start : 2 * replicas.stop]
+    model.run_micro_batches(mine.bfloat16(), lambda x: model(x).float().square().sum().backward())
+    found = dict(model.named_buffers())["running_mean"]
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), whole.mean(0), rtol=0.01), (found, whole.mean(0))
+
+
 def net_of(model: popdist.ReplicatedModel) -> nn.Sequential:
     """The module inside."""
     assert isinstance(model.module, nn.Sequential)

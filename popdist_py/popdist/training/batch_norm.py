@@ -81,7 +81,7 @@ class GroupedNorm:
         rate = 1.0 / float(buffers.num_batches_tracked) if momentum is None else momentum
         unbiased = variance * (count / (count - 1))
         for running, new in ((buffers.running_mean, mean), (buffers.running_var, unbiased)):
-            before = running.cpu().numpy().astype(np.float64)
+            before = running.double().cpu().numpy()
             running.copy_(torch.from_numpy(before * (1 - rate) + new * rate))
 
 
