@@ -58,15 +58,27 @@ def _validateOptions(options: dict[str, Any]) -> None:
     Raises:
         Error: If there is no option of a name, or its value has a type that none has.
     """
+    if faults := log_options(options):
+        raise Error(faults[0])
+
+
+def log_options(options: dict[str, Any]) -> list[str]:
+    """Log each option.
+
+    Returns:
+        What is wrong with those that nobody knows, in words.
+    """
     known = {*_LATE, *_POPART_OPTIONS, *Options().toDict(), "numIOTiles"}
     known |= {f"location_{what}" for what in ("activation", "weight", "optimizer", "accumulator")}
+    faults = []
     for name, value in options.items():
         if value is not None and not isinstance(value, bool | int | float | str | list | dict | torch.dtype):
-            raise Error(f"Unknown value type {type(value).__name__} for option {name}")
-        if name not in known and not name.startswith(_SETTINGS):
-            raise Error(f"Unknown {type(value).__name__} option {name}")
+            faults.append(f"Unknown value type {type(value).__name__} for option {name}")
+        elif name not in known and not name.startswith(_SETTINGS):
+            faults.append(f"Unknown {type(value).__name__} option {name}")
         for line in _lines(name, value):
             logger.debug("poptorch.Options %s", line)
+    return faults
 
 
 def _lines(name: str, value: Any) -> list[str]:  # noqa: ANN401 - options are of every kind

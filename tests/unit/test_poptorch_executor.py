@@ -100,6 +100,16 @@ def _states_are_equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(left, right) for left, right in states)
 
 
+def test_an_unknown_option_of_popart_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that is compiled runs on: no such option has an effect."""
+    options = poptorch.Options()
+    options._Popart.set("noSuchOption", 3)
+
+    poptorch.trainingModel(Affine(), options).compile(*_batch(2))
+
+    assert "[warning] Unknown int option noSuchOption" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     "make",

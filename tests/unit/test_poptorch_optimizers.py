@@ -360,6 +360,7 @@ def test_attributes_added_later_are_warned_of_once(caplog: pytest.LogCaptureFixt
     pair = Pair(lambda it: _with_attribute(optim.SGD(it, lr=0.1), "early"), options)
     pair.stepper.update(pair.optimizer)
     _with_attribute(pair.optimizer, "late")
+    pair.optimizer.__dict__["step"] = pair.optimizer.step  # as torch's schedulers do
     pair.stepper.update(pair.optimizer)
     pair.stepper.update(pair.optimizer)
     found = [record.message for record in caplog.records if record.levelname == "WARNING"]

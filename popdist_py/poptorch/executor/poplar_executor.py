@@ -120,7 +120,8 @@ class PoplarExecutor:
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = perf_counter()
-        poptorch_core._validateOptions(self._options.toDict())  # noqa: SLF001 - PopTorch's name of it
+        for fault in poptorch_core.log_options(self._options.toDict()):
+            logger.warning("%s: it has no effect, as no option of PopART has here", fault)
         self._wrap()
         self._compiled = CompiledModel(
             self._module,

@@ -277,8 +277,9 @@ def _specific(kind: str, group: Mapping[str, Any], name: str, scaling: float) ->
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, set[str]]:
-    """The public attributes of an optimizer and of each of its groups."""
-    found = {"optimizer": {name for name in vars(optimizer) if not name.startswith("_")}}
+    """The public attributes of an optimizer, but for methods that a scheduler puts there, and of each group."""
+    settings = {name for name, value in vars(optimizer).items() if not (name.startswith("_") or callable(value))}
+    found = {"optimizer": settings}
     return found | {f"group {i}": set(group) for i, group in enumerate(optimizer.param_groups)}
 
 
