@@ -1,29 +1,37 @@
 """What data loading costs: against torch's DataLoader with the same workers, and at the start of an epoch.
 
-    python benchmarks/loader.py --rounds 9
+    python benchmarks/loader.py --document docs/performance.md
 
 Every round reads one epoch with each loader in turn, and the order is turned round from round to round, so that a
-slow moment of the machine meets both. Times differ from machine to machine; the ratios of one run are what can be
-compared. The last line is all of it in JSON.
+slow moment of the machine meets both. Times differ from machine to machine; the ratios of one run are what can
+be compared. Without workers, each round also reads and collates the samples in a plain loop, in the order of the
+dataset: the machine's own limit for whatever reads them one by one.
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from measuring.documents import put, table
+from measuring.limits import duration_name
+from measuring.medians import Median, median, ratio
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
 import popdist
 
 MICRO_BATCH_SIZE = 64
 HUGE = 10**9
+
+TORCH, OURS, ALONE = "torch", "popdist", "reading alone"
+LEAST_THROUGHPUT = 0.97
+"""So much of torch's throughput popdist's loader is to have at least."""
 
 
 class Lookup(Dataset[tuple[Tensor, int]]):
@@ -67,37 +75,61 @@ def datasets(size: int) -> dict[str, Dataset[Any]]:
     }
 
 
-def seconds_of(read: Callable[[], Iterable[object]]) -> float:
+class Alone:
+    """The samples of an epoch, read and collated in a plain loop: what no loader does without."""
+
+    def __init__(self, dataset: Any) -> None:  # noqa: ANN401 - anything with a length and items
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[object]:
+        for first in range(0, len(self.dataset), MICRO_BATCH_SIZE):
+            stop = min(first + MICRO_BATCH_SIZE, len(self.dataset))
+            yield default_collate([self.dataset[index] for index in range(first, stop)])
+
+
+def seconds_of(loader: Iterable[object]) -> float:
     """How long an epoch takes, from its start to its end."""
     start = time.perf_counter()
-    for _ in read():
+    for _ in loader:
         pass
     return time.perf_counter() - start
 
 
-def compare(dataset: Dataset[Any], num_workers: int, rounds: int) -> dict[str, float]:
-    """Medians over the rounds of torch's loader and ours, and median and quartiles of the ratio in each round."""
+def measure(dataset: Dataset[Any], num_workers: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of an epoch with each loader in each round."""
     options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
-    loaders: list[Iterable[object]] = [
-        DataLoader(dataset, MICRO_BATCH_SIZE, shuffle=True, **options),
-        popdist.data_loader(dataset, MICRO_BATCH_SIZE, shuffle=True, **options),
-    ]
-    for loader in loaders:
-        seconds_of(lambda loader=loader: loader)  # type: ignore[misc] # a lambda's default has no annotation
-    times: list[list[float]] = [[], []]
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
-            loader = loaders[which]
-            times[which].append(seconds_of(lambda loader=loader: loader))  # type: ignore[misc] # as above
-    ratios = [theirs / ours for theirs, ours in zip(*times, strict=True)]
-    lower, median, upper = statistics.quantiles(ratios * 2 if rounds == 1 else ratios, n=4, method="inclusive")
-    return {
-        "torch_seconds": statistics.median(times[0]),
-        "popdist_seconds": statistics.median(times[1]),
-        "throughput_ratio": median,
-        "throughput_ratio_lower_quartile": lower,
-        "throughput_ratio_upper_quartile": upper,
+    loaders: dict[str, Iterable[object]] = {
+        TORCH: DataLoader(dataset, MICRO_BATCH_SIZE, shuffle=True, **options),
+        OURS: popdist.data_loader(dataset, MICRO_BATCH_SIZE, shuffle=True, **options),
     }
+    if num_workers == 0:
+        loaders[ALONE] = Alone(dataset)
+    for loader in loaders.values():
+        seconds_of(loader)
+    times: dict[str, list[float]] = {name: [] for name in loaders}
+    for number in range(rounds):
+        for name in reversed(list(loaders)) if number % 2 else loaders:
+            times[name].append(seconds_of(loaders[name]))
+    return times
+
+
+def row_of(name: str, num_workers: int, times: Mapping[str, Sequence[float]]) -> list[str]:
+    """What the table says of one dataset."""
+    throughput = ratio(times[TORCH], times[OURS])
+    return [
+        name,
+        f"{num_workers}",
+        *(duration_name(median(times[loader]).value) for loader in (TORCH, OURS)),
+        interval(throughput),
+        f"≥ {LEAST_THROUGHPUT:g}",
+        "yes" if throughput.value >= LEAST_THROUGHPUT else "NO",
+        interval(ratio(times[OURS], times[ALONE])) if ALONE in times else "",
+    ]
+
+
+def interval(found: Median) -> str:
+    """A median and between what it lies."""
+    return f"{found.value:.3g} ({found.lower:.3g} to {found.upper:.3g})"
 
 
 def start_seconds(length: int, rounds: int) -> float:
@@ -120,33 +152,39 @@ def distributed_start_seconds(length: int) -> float:
 
 
 def main() -> None:
-    """Measure, then print a table, the command that made it, and everything in JSON."""
+    """Measure, then print a table with the command that made it, or put it into a document, too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="how often each loader reads an epoch (9)")
     parser.add_argument("--size", type=int, default=4096, help="images in an epoch (4096)")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2], help="numbers of workers (0 2)")
     parser.add_argument("--list-length", type=int, default=10**7, help="for DistributedSampler (10000000)")
-    arguments = parser.parse_args()
+    parser.add_argument("--document", type=Path, help="a Markdown file whose part `loader` gets the table")
+    options = parser.parse_args()
 
-    found: dict[str, Any] = {"loaders": []}
-    print(f"{'an epoch':20} {'workers':>7} {'torch':>9} {'popdist':>9}   throughput against torch's (quartiles)")
-    for name, dataset in datasets(arguments.size).items():
-        for num_workers in arguments.workers:
-            row = compare(dataset, num_workers, arguments.rounds)
-            found["loaders"].append({"dataset": name, "num_workers": num_workers, **row})
-            both = f"{row['torch_seconds']:7.3f} s {row['popdist_seconds']:7.3f} s"
-            lower, upper = row["throughput_ratio_lower_quartile"], row["throughput_ratio_upper_quartile"]
-            print(f"{name:20} {num_workers:7} {both}   {row['throughput_ratio']:.3f} ({lower:.3f} to {upper:.3f})")
-    ours, theirs = start_seconds(HUGE, arguments.rounds), distributed_start_seconds(arguments.list_length)
-    found["epoch_start_seconds"] = {
-        "popdist": {HUGE: ours},
-        "DistributedSampler": {arguments.list_length: theirs},
-    }
-    print(
-        f"\nan epoch of {HUGE:,} samples starts in {ours * 1000:,.2f} ms; DistributedSampler takes "
-        f"{theirs * 1000:,.2f} ms for {arguments.list_length:,}, {theirs / ours:,.0f} times as long"
+    rows = [
+        row_of(name, num_workers, measure(dataset, num_workers, options.rounds))
+        for name, dataset in datasets(options.size).items()
+        for num_workers in options.workers
+    ]
+    head = [
+        "an epoch",
+        "workers",
+        TORCH,
+        OURS,
+        "of torch's throughput",
+        "limit",
+        "holds",
+        "times of reading alone",
+    ]
+    ours, theirs = start_seconds(HUGE, options.rounds), distributed_start_seconds(options.list_length)
+    text = (
+        f"{options.rounds} rounds, medians: `{shlex.join(['python', *sys.argv])}`\n\n{table(head, rows)}\n\n"
+        f"An epoch of {HUGE:,} samples starts in {duration_name(ours)}; DistributedSampler takes "
+        f"{duration_name(theirs)} for {options.list_length:,}, {theirs / ours:,.0f} times as long."
     )
-    print(f"{arguments.rounds} rounds; again: {shlex.join(['python', *sys.argv])}\n{json.dumps(found)}")
+    print(text)
+    if options.document:
+        put(options.document, "loader", text)
 
 
 if __name__ == "__main__":

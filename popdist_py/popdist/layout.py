@@ -10,6 +10,7 @@ torch.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,8 @@ def parts(row: range, indices: range, num_parts: int) -> range:
     return row[_start(len(row), indices.start, num_parts) : _start(len(row), indices.stop, num_parts)]
 
 
-def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> list[range]:
+@lru_cache(maxsize=64)
+def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> tuple[range, ...]:
     """Which samples of a batch belong to each micro batch, replica by replica.
 
     The batch is dealt to the replicas, and each replica's part to its ``accumulation`` micro batches. With fewer
@@ -72,7 +74,7 @@ def micro_batch_rows(num_samples: int, num_replicas: int, accumulation: int) -> 
     """
     samples = range(num_samples)
     shares = [part(samples, replica, num_replicas) for replica in range(num_replicas)]
-    return [part(share, index, accumulation) for share in shares for index in range(accumulation)]
+    return tuple(part(share, index, accumulation) for share in shares for index in range(accumulation))
 
 
 def _start(size: int, index: int, num_parts: int) -> int:

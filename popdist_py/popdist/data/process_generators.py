@@ -112,13 +112,13 @@ TorchState: TypeAlias = bytes | Tensor
 
 def torch_state() -> TorchState:
     """The state of torch's generator for the CPU."""
-    return _torch_state_of(torch.default_generator)
+    return _torch_state_of(torch.default_generator) if _torch_row is None else bytes(_torch_row)
 
 
 def set_torch_state(state: TorchState) -> None:
     """Let torch's generator for the CPU go on from ``state``."""
     if isinstance(state, bytes):
-        _torch_row_of(torch.default_generator)[:] = state
+        (_torch_row_of(torch.default_generator) if _torch_row is None else _torch_row)[:] = state
     else:
         torch.default_generator.set_state(state)
 
@@ -264,11 +264,13 @@ def _undo_numpy(seen: bytes) -> None:
 
 
 def _look_at_torch() -> bytes:
-    return torch.default_generator.get_state().numpy().tobytes()
+    state = torch_state()
+    return state if isinstance(state, bytes) else state.numpy().tobytes()
 
 
 def _undo_torch(seen: bytes) -> None:
-    torch.default_generator.set_state(torch.frombuffer(bytearray(seen), dtype=torch.uint8))
+    has_row = _torch_row is not None
+    set_torch_state(seen if has_row else torch.frombuffer(bytearray(seen), dtype=torch.uint8))
 
 
 GENERATORS: Final = (
