@@ -103,6 +103,8 @@ class InferenceRuns(Runs):
 class TrainingRuns(Runs):
     """Calls that train: one step of the optimizer for each device iteration, over all replicas of the job.
 
+    Where a step is one micro batch, of the one replica of the job, there is nothing to add up.
+
     Args:
         forward: Of the model.
         tensors: Its copy on the device.
@@ -122,9 +124,13 @@ class TrainingRuns(Runs):
         is_alone = popdist.num_instances() * options.replication_factor == 1
         seed = None if is_alone else int(options.random_seed) if options.exists("random_seed") else 0
         self._parameters = list(tensors.parameters.values())
-        self._model = popdist.ReplicatedModel(
-            _DeviceParameters(tensors.parameters), seed, num_local_replicas=options.replication_factor
-        )
+        self._model = None
+        if not is_alone or self._batch.num_accumulations > 1:
+            self._model = popdist.ReplicatedModel(
+                _DeviceParameters(tensors.parameters), seed, num_local_replicas=options.replication_factor
+            )
+        elif not popdist.is_initialized():
+            popdist.init()
         self.optimizer = DeviceOptimizer(optimizer, tensors.device_of, tensors.names, options, self._model)
         self._must_agree = False
 
@@ -140,23 +146,39 @@ class TrainingRuns(Runs):
             return super().run(micro_batches)
 
     def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        scaling = self.optimizer.loss_scaling
+        try:
+            if self._model is None:
+                outputs.add(self._train(micro_batches[0], scaling))
+            else:
+                self._train_replicas(self._model, micro_batches, outputs, scaling)
+            self.optimizer.step()
+            self.anchors.note(scaling)
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _train_replicas(
+        self,
+        model: popdist.ReplicatedModel,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Outputs,
+        scaling: float,
+    ) -> None:
+        """Have the gradients of all replicas of the job."""
         if self._must_agree:
             self._must_agree = False
-            popdist.broadcast_weights(self._model)
+            popdist.broadcast_weights(model)
         num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
         is_in_order = num_replicas == 1 or num_accumulations == 1
         results: dict[int, Any] = {}
-        scaling = self.optimizer.loss_scaling
         for index in range(len(micro_batches)):
             replica, step = divmod(index, num_accumulations)
             position = step * num_replicas + replica
-            args, kwargs = micro_batches[position]
             if num_replicas > 1:
                 self._tensors.become(replica)
-            with self._model.micro_batch(index, accumulation=num_accumulations):
-                begin = perf_counter()
-                result = self._forward.train(args, kwargs, scaling)
-                self.moments.append((begin, perf_counter()))
+            with model.micro_batch(index, accumulation=num_accumulations):
+                result = self._train(micro_batches[position], scaling)
             if is_in_order:
                 outputs.add(result)
             else:
@@ -164,25 +186,29 @@ class TrainingRuns(Runs):
             del result
         for position in range(len(results)):
             outputs.add(results[position])
-        self._model.reduce_gradients(self._reduction)
-        self.optimizer.step()
-        self.anchors.note(scaling)
-        for parameter in self._parameters:
-            parameter.grad = None
+        model.reduce_gradients(self._reduction)
+
+    def _train(self, micro_batch: MicroBatch, scaling: float) -> Any:  # noqa: ANN401 - whatever the model gives
+        """The result of a micro batch, whose gradients are there then."""
+        begin = perf_counter()
+        result = self._forward.train(*micro_batch, scaling)
+        self.moments.append((begin, perf_counter()))
+        return result
 
     @property
     def rng_state(self) -> list[int]:
         """Those of the replicas of this process; that of the program where the job has one replica."""
-        states = self._model.randomness.state_dict().values()
-        found = [state["torch"] for state in states if isinstance(state["torch"], Tensor)]
+        states = {} if self._model is None else self._model.randomness.state_dict()
+        found = [state["torch"] for state in states.values() if isinstance(state["torch"], Tensor)]
         return [number for one in found or [torch.get_rng_state()] for number in _numbers(one)]
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        states = self._model.randomness.state_dict()
+        states = {} if self._model is None else self._model.randomness.state_dict()
         parts = torch.tensor(state, dtype=torch.uint8).split(len(state) // (len(states) or 1))
-        if not states:
+        if self._model is None or not states:
             torch.set_rng_state(parts[0])
+            return
         for number, part in zip(states, parts, strict=False):
             self._model.randomness.load_state_dict({number: {**states[number], "torch": part.clone()}})
 
