@@ -67,13 +67,20 @@ def times_table(samples: Samples, names: Sequence[str]) -> str:
 
 
 def ratios_table(samples: Samples, ours: str) -> str:
-    """How many times as long as ``ours`` the others take, with the interval."""
+    """How many times as long as ``ours`` the others take, with the interval; the memory's own limits come last.
+
+    A plain tensor has to be copied as well, so there the limit is both.
+    """
     others = [name for name in compared(samples) if not name.startswith("popdist")]
-    rows = [
-        [size_name(size), *(_with_interval(ratio(times[theirs], times[ours])) for theirs in others)]
-        for size, times in samples.items()
-    ]
-    return table([f"over {ours}", *others], rows)
+    is_copied = ours == "popdist"
+    rows = []
+    for size, times in samples.items():
+        found = [ratio(times[theirs], times[ours]) for theirs in others]
+        if is_copied:
+            both = [copying + adding for copying, adding in zip(times["copy_"], times["add_"], strict=True)]
+            found.append(ratio(both, times[ours]))
+        rows.append([size_name(size), *map(_with_interval, found)])
+    return table([f"over {ours}", *others, *(["copy_ + add_"] if is_copied else [])], rows)
 
 
 def limits_table(found: Mapping[int, Samples]) -> str:

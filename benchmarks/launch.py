@@ -77,17 +77,18 @@ def measure(rounds: int, numbers: Sequence[int]) -> Seconds:
 
 
 def curve_table(seconds: Seconds, numbers: Sequence[int]) -> str:
-    """The medians, and how many times as long torchrun takes as poprun without MPI."""
+    """The medians, and ratios: of torchrun to poprun without MPI, and of that to a bare start of Python."""
     names = [LOCAL, TORCHRUN, MPI, MPIEXEC]
     rows = [
         [
             f"{number}",
             *(f"{median(seconds[name, number]).value * 1000:.3g} ms" for name in names),
             times(ratio(seconds[TORCHRUN, number], seconds[LOCAL, number])),
+            times(ratio(seconds[LOCAL, number], seconds[PYTHON, 0])),
         ]
         for number in numbers
     ]
-    return table(["processes", *names, "torchrun / local"], rows)
+    return table(["processes", *names, "torchrun / local", "local / start of Python"], rows)
 
 
 def limits_table(seconds: Seconds, numbers: Sequence[int]) -> str:
@@ -105,10 +106,8 @@ def limits_table(seconds: Seconds, numbers: Sequence[int]) -> str:
     mpi = slope(less(MPI, MPIEXEC, most), less(MPI, MPIEXEC, fewest))
     imported = median([a - b for a, b in zip(seconds[IMPORT, 0], seconds[PYTHON, 0], strict=True)])
     faster = ratio(seconds[TORCHRUN, first], seconds[LOCAL, first])
-    starts = ratio(seconds[LOCAL, first], seconds[PYTHON, 0])
     rows = [
         [f"{first} x true without MPI, torchrun takes", times(faster), "≥ 20", holds(faster.value >= 20)],  # noqa: PLR2004
-        ["the same, starts of Python", times(starts), "", ""],
         bounded("each further instance without MPI", local, 0.003),
         bounded(f"{first} x true under MPI, over mpiexec", median(less(MPI, MPIEXEC, first)), 0.12),
         bounded("each further instance under MPI, over mpiexec", mpi, 0.008),

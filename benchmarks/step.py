@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from unittest import mock
@@ -33,12 +34,15 @@ import popdist
 from popdist.host_memory.row_reduction import Reduction
 from popdist.training.checks import CheckedSteps
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 WITHOUT = {"DDP, gloo": "DDP, none", "DDP, popdist": "DDP, none", "ReplicatedModel": "ReplicatedModel, none"}
 """Each loop, and the same without a reduction."""
 
 GLOO, POPDIST, OURS = WITHOUT
+ADDITION = "add_"
+"""The memory's own limit for a reduction."""
+
 MOST = {2: {POPDIST: 0.25, OURS: 1 / 8}, 4: {POPDIST: 0.4}}
 """For each number of instances on two cores: what share of gloo's communication theirs may be."""
 
@@ -90,7 +94,14 @@ def loops(shape: Shape) -> dict[str, Step]:
             without()
 
     made["ReplicatedModel, none"] = quiet
+    made[ADDITION] = addition(shape)
     return made
+
+
+def addition(shape: Shape) -> Step:
+    """As many numbers as there are gradients, added to as many others, by each instance alone."""
+    ours = torch.zeros(sum(parameter.numel() for parameter in shape.net().parameters()))
+    return partial(ours.add_, torch.zeros_like(ours))
 
 
 def drifting() -> AbstractContextManager[object]:
@@ -181,12 +192,15 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
         most = MOST.get(distributed.get_world_size(), {}).get(name)
         limit = ["", ""] if most is None else [f"≤ {most:g}", "yes" if part.value <= most else "NO"]
         cells = [interval(median(times[name]), 1e3, "ms"), interval(median(costs), 1e3, "ms")]
-        rows.append([name, *cells, interval(part, 1, ""), *limit])
-    without = sorted(set(WITHOUT.values()))
-    rows += [[name, interval(median(times[name]), 1e3, "ms"), "", "", "", ""] for name in without]
-    head = ["loop", "a step", "its communication", "of gloo's", "limit", "holds"]
+        added = interval(share(costs, times[ADDITION]), 1, "")
+        rows.append([name, *cells, interval(part, 1, ""), *limit, added])
+    without = [*sorted(set(WITHOUT.values())), ADDITION]
+    rows += [[name, interval(median(times[name]), 1e3, "ms"), *[""] * 5] for name in without]
+    head = ["loop", "a step", "its communication", "of gloo's", "limit", "holds", "of add_'s"]
     rounds = len(gloo)
-    return f"{rounds} rounds, {distributed.get_world_size()} instances: `{command}`\n\n{table(head, rows)}"
+    note = "`add_` adds as many numbers as there are gradients, in each instance alone: the memory's own limit."
+    count = distributed.get_world_size()
+    return f"{rounds} rounds, {count} instances: `{command}`\n\n{table(head, rows)}\n\n{note}"
 
 
 def compared(times: Mapping[str, Sequence[float]], command: str) -> str:

@@ -45,7 +45,15 @@ def test_the_launchers_can_be_measured_again(tmp_path: Path) -> None:
     words = ["--rounds", "1", "--processes", "1", "2", "--document", str(document), "--plot", str(plot)]
     finished = run([sys.executable, str(BENCHMARKS / "launch.py"), *words]).succeeded()
 
-    for word in ("poprun (MPI)", "poprun (local)", "torchrun", "mpiexec", "popdist.init()", "--rounds 1"):
+    for word in (
+        "poprun (MPI)",
+        "poprun (local)",
+        "torchrun",
+        "mpiexec",
+        "popdist.init()",
+        "start of Python",
+        "--rounds 1",
+    ):
         assert word in finished.out
         assert word in document.read_text(encoding="utf-8")
     assert len(ET.fromstring(plot.read_text(encoding="utf-8")).findall("{*}polyline")) == 4  # noqa: S314 - our own text
@@ -123,6 +131,7 @@ def test_the_all_reduce_can_be_measured_again(tmp_path: Path) -> None:
     page = document.read_text(encoding="utf-8")
     assert page.startswith("before\n<!-- allreduce begins -->\n1 rounds on ")
     assert finished.out.strip() in page
+    assert "| copy_ + add_ |" in re.sub(" +", " ", page)
     drawn = ET.fromstring(plot.read_text(encoding="utf-8"))  # noqa: S314 - the script drew it
     assert contenders <= {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
 
@@ -132,7 +141,7 @@ def test_a_step_can_be_measured_again(forked_world: ForkedWorlds) -> None:
     words = ["--rounds", "2", "--steps", "1", "--layers", "2", "--width", "64"]
     printed = printed_by(forked_world, BENCHMARKS / "step.py", *words, num_instances=2)
 
-    for word in ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "ReplicatedModel, none", "--width 64"):
+    for word in ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "| add_ ", "of add_'s", "--width 64"):
         assert word in printed
 
 
