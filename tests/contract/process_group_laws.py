@@ -325,6 +325,16 @@ def law_gloo_and_python_do_not_lock_each_other_out() -> None:
         assert flags.item() == 2**size - 1
 
 
+def law_sums_of_sparse_tensors_end() -> None:
+    """Whoever calls gloo holds no lock of Python's: gloo's threads want it when they let go of a tensor."""
+    size = dist.get_world_size()
+    places = torch.arange(2)[None]
+    for _ in range(300):
+        rows = torch.sparse_coo_tensor(places, torch.ones(2), (3,), check_invariants=True, is_coalesced=True)
+        dist.all_reduce(rows)
+    assert rows.to_dense().tolist() == [size, size, 0]
+
+
 def law_a_ddp_step_takes_no_gloo() -> None:
     """Nothing of it is sent, and every rank has the mean of the gradients."""
     torch.manual_seed(dist.get_rank())

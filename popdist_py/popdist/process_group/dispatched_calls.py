@@ -91,9 +91,21 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
     Those on other devices, sparse ones, fake ones, and those within a transformation such as ``vmap`` are not.
     """
+    return _have_keys(tensors, _PLAIN)
+
+
+_SPARSE: Final = frozenset({_keys_of(torch.zeros(1).to_sparse()).raw_repr()})
+
+
+def are_sparse(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are tensors, and all are sparse ones in this computer's memory, and nothing more than that."""
+    return _have_keys(tensors, _SPARSE)
+
+
+def _have_keys(tensors: Sequence[Tensor], keys: frozenset[int]) -> bool:
     try:
         for tensor in tensors:
-            if _keys_of(tensor).raw_repr() not in _PLAIN:
+            if _keys_of(tensor).raw_repr() not in keys:
                 return False
         return len(tensors) > 0
     except TypeError:  # something is no tensor; torch says so in its own words

@@ -38,6 +38,7 @@ from popdist.process_group.call_arguments import SUM, as_list, bare, check_peer,
 from popdist.process_group.dispatched_calls import (
     Showing,
     are_plain,
+    are_sparse,
     flat,
     install_kernels,
     is_watched,
@@ -146,6 +147,9 @@ class PopdistProcessGroup(TorchGroups):
             return DONE
         tensors = as_list(tensors if tensor is None else tensor)
         if _shown(tensors):
+            if are_sparse(tensors) and not is_watched():
+                # torch's own method would keep Python's lock while gloo waits for a thread that wants it
+                return self._gloo.allreduce(tensors, opts)
             with Showing() as taken:
                 return taken(super().allreduce(tensors, opts))
         return self.calls.allreduce(tensors, opts, self._movable.of_this_call(is_async=opts.asyncOp))
