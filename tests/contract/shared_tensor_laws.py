@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import popdist
 from popdist.contract import SHARE_TENSORS
-from popdist.host_memory import host_group, shared_storages
+from popdist.host_memory import addition, host_group, shared_storages
 from popdist.host_memory.offers import Offers
 from popdist.host_memory.row_reduction import Reduction
 
@@ -61,9 +61,16 @@ def counted() -> Iterator[list[int]]:
 
 def is_added_in_place(tensor: Tensor, made: ProcessGroup, op: dist.ReduceOp.RedOpType = SUM) -> bool:
     """All-reduce over the group; whether that was done in place."""
+    before = num_in_c(made)
     with counted() as lengths:
         dist.all_reduce(tensor, op, group=made)
-    return bool(lengths)
+    return bool(lengths) or num_in_c(made) > before
+
+
+def num_in_c(made: ProcessGroup) -> int:
+    """How many sums in place the extension has made by itself."""
+    host: Any = made._host  # type: ignore[attr-defined]
+    return 0 if is_one() or host._all_reduce.quick._quick is None else host._all_reduce.quick._quick.num_shared
 
 
 def brought(rank: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -108,11 +115,34 @@ def law_who_has_no_such_tensor_has_all_go_the_other_way() -> None:
             total = brought(0, length) * 0
             dist.all_reduce(total.copy_(brought(rank, length)))
             shared = popdist.shared_empty([length])
-            for without in (*range(size), None):
+            for without in (None, None, *range(size), None):
                 tensor = torch.empty(length) if rank == without else shared
                 is_in_place = is_added_in_place(tensor.copy_(brought(rank, length)), made)
                 assert is_in_place is (without is None and not is_one())
                 assert torch.equal(tensor, total)
+
+
+def law_a_shared_tensor_that_comes_again_is_added_without_python() -> None:
+    """In C where there is the extension: the same tensor, not another one in its place; also in inference mode."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    is_in_c = size in (2, 4) and addition.extension() is not None
+    with group(None) as made:
+        for dtype in (torch.float32, torch.float64):
+            mine = brought(rank, LARGER, dtype)
+            dist.all_reduce(total := mine.clone())
+            for _ in range(3):  # the next one lies where this one lay
+                shared = popdist.shared_empty(LARGER, dtype=dtype)
+                for time in range(3):
+                    before = num_in_c(made)
+                    with torch.inference_mode(mode=time == 1):
+                        assert is_added_in_place(shared.copy_(mine), made) is not is_one()
+                    assert num_in_c(made) - before == (is_in_c and time > 0)
+                    assert torch.equal(shared, total)
+                with torch.inference_mode():
+                    tensor = shared if rank else mine.clone()
+                    assert not is_added_in_place(tensor.copy_(mine), made)
+                    assert torch.equal(tensor, total)
+                del shared, tensor
 
 
 def law_tensors_may_come_in_another_order() -> None:

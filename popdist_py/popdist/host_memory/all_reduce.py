@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final, NamedTuple
+from weakref import WeakMethod
 
 import numpy as np
 import torch
 from torch import Size, Tensor
+from torch.utils.dlpack import from_dlpack
 
 from popdist.host_memory import addition, shared_storages
 from popdist.host_memory.addition import (
@@ -34,7 +36,9 @@ from popdist.host_memory.addition import (
 )
 from popdist.host_memory.flags import operation, purpose
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.offers import LEAST_BYTES, MayMove, Offers
+from popdist.host_memory.offers import LEAST_BYTES, MayMove, Offers, Places
+from popdist.host_memory.row_reduction import Reduction
+from popdist.host_memory.shared_storages import key_of
 
 FIRST_BYTES: Final = 1 << 16
 """Size of a slot until something larger is sent."""
@@ -124,14 +128,18 @@ def alone(_tensors: Any) -> bool:  # noqa: ANN401 - as above
 class QuickSums:
     """The sums in C of a group of at least two ranks.
 
+    Args:
+        settle: Sums a tensor after a meeting at which this rank has offered where it lies, and another one has not
+            offered what it did before; held weakly.
+
     Attributes:
         add: The quick sum; :func:`never` where there is none in C.
     """
 
-    def __init__(self, group: HostGroup, slots: Slots) -> None:
+    def __init__(self, group: HostGroup, slots: Slots, settle: Callable[[Tensor], None]) -> None:
         self.add: QuickSum = never
         self._is_large_left = False
-        self._quick = _make_quick(group)
+        self._quick = _make_quick(group, WeakMethod(settle))
         if self._quick is not None:
             self.add = self._quick.reduce
             slots.tell(self._lay)
@@ -141,6 +149,23 @@ class QuickSums:
         """Leave large tensors to Python that begin in these places, for which it has an offer to make."""
         if self._quick is not None and not self._is_large_left:
             self._quick.leave(as_numbers(chain.from_iterable(places)))
+
+    def know(self, tensor: Tensor, places: Places, reduction: Reduction) -> None:
+        """Have C do what was done with a tensor when it comes again, and all ranks offer these places again."""
+        shared = shared_storages.find(tensor.untyped_storage())
+        if self._quick is None or reduction.in_one_pass is None or shared is None:
+            return
+        rows, length = reduction.in_one_pass
+        lies = (key_of(tensor.untyped_storage()), shared.address, shared.num_bytes, tensor.data_ptr())
+        what = (tensor.numel(), SLOT_DTYPES.index(tensor.dtype), length)
+        self._quick.know(
+            as_numbers((*lies, *what)), as_numbers(places), as_numbers(rows), (reduction, shared.reference)
+        )
+
+    def forget(self) -> None:
+        """Leave to Python what C knows."""
+        if self._quick is not None:
+            self._quick.forget()
 
     def leave_large(self) -> None:
         """Leave all large tensors to Python, which may move them."""
@@ -154,7 +179,7 @@ class QuickSums:
 _LAST_ADDRESS: Final = (1 << 64) - 1
 
 
-def _make_quick(group: HostGroup) -> Any:  # noqa: ANN401 - a class of the extension, or None
+def _make_quick(group: HostGroup, settle: WeakMethod[Any]) -> Any:  # noqa: ANN401 - a class of the extension, or None
     if {path_of("slot", "sum", dtype, group.size) for dtype in SLOT_DTYPES} != {"C"}:
         return None
     found: Any = addition.extension()
@@ -164,7 +189,7 @@ def _make_quick(group: HostGroup) -> Any:  # noqa: ANN401 - a class of the exten
     num_looks = 1 if flags.is_crowded else _NUM_LOOKS
     numbers = map(as_numbers, (flags.addresses, pairs, purposes))
     try:
-        return found.Quick(torch.Tensor, flags, group.rank, group.size, num_looks, LEAST_BYTES, *numbers)
+        return found.Quick(torch.Tensor, flags, settle, group.rank, group.size, num_looks, LEAST_BYTES, *numbers)
     except (AttributeError, ValueError):  # a torch whose tensors speak another DLPack
         return None
 
@@ -197,8 +222,8 @@ class AllReduce:
         self._prepared: dict[tuple[Op, torch.dtype, Size], _PreparedSum] = {}
         self._num_bytes = slots.num_bytes
         """Size of the slots that the prepared sums are of."""
-        self.offers = Offers(group)
-        self.quick = QuickSums(group, slots)
+        self.quick = QuickSums(group, slots, self._settle)
+        self.offers = Offers(group, self.quick.forget)
 
     def __call__(self, tensor: Tensor, op: Op, may_move: MayMove | None) -> None:
         """Combine in place; see `HostCollectives.all_reduce`."""
@@ -208,12 +233,22 @@ class AllReduce:
         combiner(op, tensor.dtype)
         self._slots.fit(tensor.nbytes)
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=tensor.numel())
-        self.offers.run(
-            tensor,
-            reason,
-            lambda places: self.offers.reduction(places, tensor, op).finish(reason),
-            partial(self._add, tensor, op, is_movable=may_move is not None),
-            may_move,
+        in_place = partial(self._add_in_place, tensor, op, reason)
+        otherwise = partial(self._add, tensor, op, is_movable=may_move is not None)
+        self.offers.run(tensor, reason, in_place, otherwise, may_move)
+
+    def _add_in_place(self, tensor: Tensor, op: Op, reason: int, places: Places) -> None:
+        reduction = self.offers.reduction(places, tensor, op)
+        reduction.finish(reason)
+        self.quick.know(tensor, places, reduction)
+
+    @torch.inference_mode(mode=False)
+    def _settle(self, tensor: Tensor) -> None:
+        """Go on for :attr:`quick`."""
+        plain = from_dlpack(tensor.detach())  # may be written into outside of inference mode
+        reason = purpose(_ALL_REDUCE["sum"], kind=KINDS[tensor.dtype], count=tensor.numel())
+        self.offers.settle(
+            plain, partial(self._add_in_place, tensor, "sum", reason), partial(self._add, plain, "sum")
         )
 
     def _add(self, tensor: Tensor, op: Op, *, is_movable: bool = False) -> None:

@@ -61,10 +61,12 @@ class Offers:
 
     Args:
         group: At least two ranks.
+        forget: Called when what was agreed on before holds no more.
     """
 
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: HostGroup, forget: Callable[[], None]) -> None:
         self._group = group
+        self._forget = forget
         self._flags = group.flags
         self._numbers: dict[int, int] = {}
         """Of this rank's files that all ranks know, by what names their storages."""
@@ -98,18 +100,24 @@ class Offers:
         if tensor is not None and offer:
             self._flags.say(offer)
             self._flags.meet(reason)
-            if (places := self._agreed(tensor)) is not None:
-                in_place(places)
-                return
-        else:
-            self._let_go()
-            self._looks = True
+            self.settle(tensor, in_place, otherwise)
+            return
+        self._let_go()
+        self._looks = True
         try:
             otherwise()
         except _OffersMadeError:
             otherwise()
         finally:
             self._looks = False
+
+    def settle(self, tensor: Tensor, in_place: Callable[[Places], None], otherwise: Callable[[], None]) -> None:
+        """The rest of :meth:`run`, for a rank that has met and offered a place."""
+        places = self._agreed(tensor)
+        if places is None:
+            otherwise()
+        else:
+            in_place(places)
 
     def meet(self, reason: int) -> None:
         """Meet; at the first meeting of a collective for which this rank offers nothing, see what others do."""
@@ -135,7 +143,7 @@ class Offers:
         key = (places, op, tensor.dtype, tensor.numel())
         if key not in self._prepared:
             if len(self._prepared) >= _MOST_PREPARED:
-                self._prepared.clear()
+                self._forget_prepared()
             self._prepared[key] = self._group.reduction(self.rows(places, tensor.nbytes, tensor.dtype), op)
         return self._prepared[key]
 
@@ -172,7 +180,7 @@ class Offers:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._prepared.clear()
+        self._forget_prepared()
         for files in self._files:
             files.clear()
 
@@ -256,4 +264,8 @@ class Offers:
                 gone = files.pop(number)
                 if rank == self._group.rank:
                     del self._numbers[gone.number]
-                self._prepared.clear()
+                self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
+        self._prepared.clear()
+        self._forget()

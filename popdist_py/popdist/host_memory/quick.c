@@ -11,12 +11,6 @@
 
 #include "quick.h"
 
-typedef struct {
-    void *data;
-    int64_t length, num_bytes;
-    int dtype;
-} Run;
-
 static int dtype_of(const Tensor *tensor) {
     if (tensor->dtype.lanes != 1) return -1;
     int is_wide = tensor->dtype.bits == 64;
@@ -26,8 +20,12 @@ static int dtype_of(const Tensor *tensor) {
     return -1;
 }
 
+uint64_t purpose_of(const Quick *self, const Run *run) {
+    return self->purposes[run->dtype] | (uint64_t)run->length << 28;
+}
+
 /* A single number may be one that torch negates when it is read; of more, such a tensor has strides. */
-static int is_negated(PyObject *tensor) {
+int is_negated(PyObject *tensor) {
     PyObject *answer = PyObject_CallMethod(tensor, "is_neg", NULL);
     if (answer == NULL) PyErr_Clear();
     int is_plain = answer == Py_False;
@@ -55,17 +53,9 @@ static int take(Quick *self, PyObject *list, Run *run) {
     run->num_bytes = run->length * (tensor.dtype.bits / 8);
     if (run->length < 1) return 0;
     if (run->length == 1 && is_negated(object)) return 0;
+    run->object = object;
     run->data = (char *)tensor.data + tensor.byte_offset;
     return (uintptr_t)run->data % (tensor.dtype.bits / 8) == 0;
-}
-
-/* Whether Python may have an offer to make for the tensor. An address proves nothing, and Python looks again. */
-static int is_left(const Quick *self, const Run *run) {
-    uintptr_t start = (uintptr_t)run->data;
-    if (run->num_bytes < self->offered_bytes) return 0;
-    for (int i = 0; i < self->num_left; i++)
-        if (start >= self->left[2 * i] && start < self->left[2 * i + 1]) return 1;
-    return 0;
 }
 
 /* ---- Adding -------------------------------------------------------------------------------------------------- */
@@ -104,104 +94,48 @@ DEFINE_ADD(u64)
 
 static void add(const Quick *self, const Run *run, uint64_t parity) {
     switch (run->dtype) {
-    case FLOAT32: add_f32(self, run->data, parity, run->length); break;
-    case FLOAT64: add_f64(self, run->data, parity, run->length); break;
-    case INT32: add_u32(self, run->data, parity, run->length); break;
-    default: add_u64(self, run->data, parity, run->length);
+    case FLOAT32: add_f32(self, (f32 *)run->data, parity, run->length); break;
+    case FLOAT64: add_f64(self, (f64 *)run->data, parity, run->length); break;
+    case INT32: add_u32(self, (u32 *)run->data, parity, run->length); break;
+    default: add_u64(self, (u64 *)run->data, parity, run->length);
     }
 }
 
-/* ---- Meeting ------------------------------------------------------------------------------------------------- */
-
-static uint64_t load(_Atomic uint64_t *word) { return atomic_load_explicit(word, memory_order_acquire); }
-
-static void store(_Atomic uint64_t *word, uint64_t value) {
-    atomic_store_explicit(word, value, memory_order_release);
-}
-
-static void pause_processor(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
-
-/* Whether all have come within the looks of one rank. */
-static int have_come(const Quick *self, uint64_t number) {
-    int looks = self->num_looks;
-    for (int rank = 0; rank < self->size; rank++)
-        while (load(&self->pages[rank][COUNTER]) < number) {
-            if (looks-- <= 0) return 0;
-            if (looks & 3) pause_processor();
-        }
-    return 1;
-}
-
-static int has_sleeper(const Quick *self) {
-    for (int rank = 0; rank < self->size; rank++)
-        if (rank != self->rank && load(&self->pages[rank][SLEEPS])) return 1;
-    return 0;
-}
-
-static int agree(const Quick *self, uint64_t number, uint64_t purpose) {
-    for (int rank = 0; rank < self->size; rank++)
-        if (load(&self->pages[rank][PURPOSES + (number & 1)]) != purpose) return 0;
-    return 1;
-}
-
-/* Whether this rank still meets the others; where it does not, Python says why. */
-static int takes_part(const Quick *self) {
-    PyObject *failure = PyObject_GetAttr(self->flags, self->failure);
-    if (failure == NULL) PyErr_Clear();
-    Py_XDECREF(failure);
-    return failure == Py_None;
-}
-
-/* Have Python wait for those who are late; -1 where one is lost or came for something else. */
-static int wait_for_all(Quick *self, uint64_t purpose) {
-    PyObject *number = PyLong_FromUnsignedLongLong(purpose);
-    PyObject *done = number == NULL ? NULL : PyObject_CallMethodObjArgs(self->flags, self->go_on, number, NULL);
-    Py_XDECREF(number);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-/* Whether a rank has offered its memory for a tensor at the last meeting. */
-static int is_offered(const Quick *self, uint64_t number) {
-    for (int rank = 0; rank < self->size; rank++)
-        if (load(&self->pages[rank][NUMBERS + (number & 1)])) return 1;
-    return 0;
-}
-
 /* Lay the tensor down and meet the others, offering nothing; 0 where that is an error. */
-static int meet(Quick *self, PyObject *list, Run *run, uint64_t *meeting) {
-    _Atomic uint64_t *mine = self->pages[self->rank];
-    uint64_t number = load(&mine[COUNTER]) + 1, purpose = self->purposes[run->dtype] | (uint64_t)run->length << 28;
-    memcpy(self->slots[self->rank] + (number & 1) * self->slot_bytes, run->data, run->num_bytes);
-    store(&mine[PURPOSES + (number & 1)], purpose);
-    store(&mine[NUMBERS + (number & 1)], 0);
-    store(&mine[COUNTER], number);
-    if (has_sleeper(self) || !have_come(self, number) || !agree(self, number, purpose)) {
-        if (wait_for_all(self, purpose) != 0) return 0;
+static int lay_and_meet(Quick *self, PyObject *list, Run *run, uint64_t *number) {
+    *number = next_number(self);
+    memcpy(self->slots[self->rank] + (*number & 1) * self->slot_bytes, run->data, run->num_bytes);
+    int how = meet(self, purpose_of(self, run), 0, self->num_looks);
+    if (how == WAITED) {
         Run before = *run;
         if (!take(self, list, run) || run->length != before.length || run->dtype != before.dtype) {
             PyErr_SetString(PyExc_RuntimeError, "the tensor was changed while the other ranks were waited for");
             return 0;
         }
     }
-    *meeting = number;
-    return 1;
+    return how != FAILED;
+}
+
+/* Whether a rank has offered its memory for a tensor at the last meeting. */
+static int is_offered(const Quick *self) {
+    for (int rank = 0; rank < self->size; rank++)
+        if (told_by(self, rank)) return 1;
+    return 0;
 }
 
 PyObject *reduce(Quick *self, PyObject *list) {
     Run run;
     if (!takes_part(self) || !take(self, list, &run)) Py_RETURN_FALSE;
-    if (is_left(self, &run)) Py_RETURN_NONE;
+    if (is_left(self, &run)) {
+        Known known;
+        if (!find_known(self, &run, &known)) Py_RETURN_NONE;
+        if (!add_known(self, &known, &run)) return NULL;
+        Py_RETURN_TRUE;
+    }
     if (run.num_bytes > self->most_bytes) Py_RETURN_FALSE;
     uint64_t number;
-    if (!meet(self, list, &run, &number)) return NULL;
-    if (run.num_bytes >= self->offered_bytes && is_offered(self, number) && !meet(self, list, &run, &number))
+    if (!lay_and_meet(self, list, &run, &number)) return NULL;
+    if (run.num_bytes >= self->offered_bytes && is_offered(self) && !lay_and_meet(self, list, &run, &number))
         return NULL; /* those who offer have laid nothing down before the second meeting */
     add(self, &run, number & 1);
     Py_RETURN_TRUE;

@@ -2,6 +2,9 @@
 
 #include "quick.h"
 
+#include <stddef.h>
+#include <structmember.h>
+
 static const Exchange *exchange_of(PyObject *tensor_type) {
     PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
     if (capsule == NULL) return NULL;
@@ -36,12 +39,12 @@ static int fill(Quick *self, Numbers pages, Numbers pairs, Numbers purposes) {
 }
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
-    PyObject *tensor_type, *flags;
+    PyObject *tensor_type, *flags, *settle;
     Numbers pages, pairs, purposes;
     int rank, size, num_looks;
     long long offered_bytes;
     (void)named;
-    if (!PyArg_ParseTuple(args, "OOiiiLy#y#y#", &tensor_type, &flags, &rank, &size, &num_looks, &offered_bytes,
+    if (!PyArg_ParseTuple(args, "OOOiiiLy#y#y#", &tensor_type, &flags, &settle, &rank, &size, &num_looks, &offered_bytes,
                           &pages.bytes, &pages.length, &pairs.bytes, &pairs.length, &purposes.bytes, &purposes.length))
         return NULL;
     const Exchange *exchange = exchange_of(tensor_type);
@@ -50,6 +53,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
     if (self == NULL) return NULL;
     self->tensor_type = Py_NewRef(tensor_type);
     self->flags = Py_NewRef(flags);
+    self->settle = Py_NewRef(settle);
     self->exchange = exchange;
     self->rank = rank, self->size = size, self->num_looks = num_looks, self->offered_bytes = offered_bytes;
     if (fill(self, pages, pairs, purposes) != 0) {
@@ -76,20 +80,6 @@ static PyObject *lay(Quick *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* From now on, large tensors that begin in these places are left to Python. */
-static PyObject *leave(Quick *self, PyObject *args) {
-    Numbers ends;
-    if (!PyArg_ParseTuple(args, "y#", &ends.bytes, &ends.length)) return NULL;
-    int count = (int)(ends.length / (Py_ssize_t)sizeof(uint64_t));
-    uintptr_t *left = PyMem_Malloc(ends.length + 1);
-    if (left == NULL) return PyErr_NoMemory();
-    for (int i = 0; i < count; i++) left[i] = (uintptr_t)number_at(ends, i);
-    PyMem_Free(self->left);
-    self->left = left;
-    self->num_left = count / 2;
-    Py_RETURN_NONE;
-}
-
 static void destroy(Quick *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     Py_XDECREF(self->tensor_type);
@@ -99,6 +89,8 @@ static void destroy(Quick *self) {
     Py_XDECREF(self->go_on);
     PyMem_Free(self->sums);
     PyMem_Free(self->left);
+    Py_XDECREF(self->settle);
+    Py_XDECREF(forget(self, NULL));
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
@@ -107,11 +99,17 @@ static PyMethodDef methods[] = {
     {"reduce", (PyCFunction)reduce, METH_O, NULL},
     {"lay", (PyCFunction)lay, METH_VARARGS, NULL},
     {"leave", (PyCFunction)leave, METH_VARARGS, NULL},
+    {"know", (PyCFunction)know, METH_VARARGS, NULL},
+    {"forget", (PyCFunction)forget, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef members[] = {
+    {"num_shared", T_ULONGLONG, offsetof(Quick, num_shared), READONLY, NULL}, {NULL, 0, 0, 0, NULL}};
+
 static PyType_Slot type_slots[] = {
-    {Py_tp_new, make}, {Py_tp_dealloc, destroy}, {Py_tp_methods, methods}, {0, NULL}};
+    {Py_tp_new, make}, {Py_tp_dealloc, destroy}, {Py_tp_methods, methods},
+    {Py_tp_members, members}, {0, NULL}};
 
 static PyType_Spec spec = {"popdist.host_memory._quick.Quick", sizeof(Quick), 0, Py_TPFLAGS_DEFAULT, type_slots};
 

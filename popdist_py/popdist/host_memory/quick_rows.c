@@ -42,6 +42,11 @@ typedef double f64;
 DEFINE_ROWS(f32, frexpf, 100)
 DEFINE_ROWS(f64, frexp, 100)
 
+void add_into_all(char *const *rows, int num_rows, int64_t length, int is_double, double over) {
+    if (is_double) add_f64(rows, num_rows, length, over);
+    else add_f32(rows, num_rows, length, (float)over);
+}
+
 PyObject *add_rows(PyObject *module, PyObject *args) {
     Numbers addresses;
     Py_ssize_t length;
@@ -57,8 +62,7 @@ PyObject *add_rows(PyObject *module, PyObject *args) {
     }
     for (int i = 0; i < num_rows; i++) rows[i] = (char *)(uintptr_t)number_at(addresses, i);
     Py_BEGIN_ALLOW_THREADS
-    if (is_double) add_f64(rows, num_rows, length, over);
-    else add_f32(rows, num_rows, length, (float)over);
+    add_into_all(rows, num_rows, length, is_double, over);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

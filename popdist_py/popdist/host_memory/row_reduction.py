@@ -37,7 +37,12 @@ _MODERATE: Final = 2.0**100
 
 
 class Reduction:
-    """A reduction in place that can be run again and again; made by `HostGroup.reduction`."""
+    """A reduction in place that can be run again and again; made by `HostGroup.reduction`.
+
+    Attributes:
+        in_one_pass: Where the extension sums this rank's share, which is not divided: where that begins in each
+            row, and how many numbers it has; None where something else is done.
+    """
 
     def __init__(
         self,
@@ -61,8 +66,11 @@ class Reduction:
         self._purpose = purpose(_REDUCE[op], kind=KINDS[dtype], count=num_elements)
         self._divisor = len(rows) if op == "mean" else None
         self._combine_share: Callable[[float], None]
+        self.in_one_pass: tuple[list[int], int] | None = None
         if path == "C":
-            self._combine_share = _sum_in_one_pass(rows, elements)
+            starts = [row.data_ptr() + elements.start * dtype.itemsize for row in rows]
+            self._combine_share = _sum_in_one_pass(starts, len(elements), dtype)
+            self.in_one_pass = (starts, len(elements)) if op == "sum" else None
         else:
             self._combine_share = _BlockByBlock(path, op, rows, outputs, order, elements)
 
@@ -90,12 +98,10 @@ def _place_of(rows: Sequence[Tensor], outputs: Sequence[Tensor], order: Sequence
     return "rows" if is_into_rows and order == additions(len(rows)) else "outputs"
 
 
-def _sum_in_one_pass(rows: Sequence[Tensor], elements: range) -> Callable[[float], None]:
+def _sum_in_one_pass(starts: Sequence[int], length: int, dtype: torch.dtype) -> Callable[[float], None]:
     """The extension's sum into all rows, divided by what it is given; the rows must outlive it."""
     found: Any = addition.extension()
-    dtype = rows[0].dtype
-    starts = as_numbers(row.data_ptr() + elements.start * dtype.itemsize for row in rows)
-    return partial(found.add_rows, starts, len(elements), dtype is torch.float64)
+    return partial(found.add_rows, as_numbers(starts), length, dtype is torch.float64)
 
 
 class _Block(NamedTuple):

@@ -1,0 +1,71 @@
+/* The meetings of a group, as popdist.host_memory.flags has them; waiting for a rank that is late is Python's. */
+
+#include "quick.h"
+
+static uint64_t load(_Atomic uint64_t *word) { return atomic_load_explicit(word, memory_order_acquire); }
+
+static void store(_Atomic uint64_t *word, uint64_t value) {
+    atomic_store_explicit(word, value, memory_order_release);
+}
+
+static void pause_processor(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* Whether all have come within the looks of one rank. */
+static int have_come(const Quick *self, uint64_t number, int looks) {
+    for (int rank = 0; rank < self->size; rank++)
+        while (load(&self->pages[rank][COUNTER]) < number) {
+            if (looks-- <= 0) return 0;
+            if (looks & 3) pause_processor();
+        }
+    return 1;
+}
+
+static int has_sleeper(const Quick *self) {
+    for (int rank = 0; rank < self->size; rank++)
+        if (rank != self->rank && load(&self->pages[rank][SLEEPS])) return 1;
+    return 0;
+}
+
+static int agree(const Quick *self, uint64_t number, uint64_t purpose) {
+    for (int rank = 0; rank < self->size; rank++)
+        if (load(&self->pages[rank][PURPOSES + (number & 1)]) != purpose) return 0;
+    return 1;
+}
+
+/* Have Python wait for those who are late; FAILED where one is lost or came for something else. */
+static int wait_for_all(Quick *self, uint64_t purpose) {
+    PyObject *number = PyLong_FromUnsignedLongLong(purpose);
+    PyObject *done = number == NULL ? NULL : PyObject_CallMethodObjArgs(self->flags, self->go_on, number, NULL);
+    Py_XDECREF(number);
+    Py_XDECREF(done);
+    return done == NULL ? FAILED : WAITED;
+}
+
+int takes_part(const Quick *self) {
+    PyObject *failure = PyObject_GetAttr(self->flags, self->failure);
+    if (failure == NULL) PyErr_Clear();
+    Py_XDECREF(failure);
+    return failure == Py_None;
+}
+
+uint64_t next_number(const Quick *self) { return load(&self->pages[self->rank][COUNTER]) + 1; }
+
+int meet(Quick *self, uint64_t purpose, uint64_t told, int num_looks) {
+    _Atomic uint64_t *mine = self->pages[self->rank];
+    uint64_t number = load(&mine[COUNTER]) + 1;
+    store(&mine[PURPOSES + (number & 1)], purpose);
+    store(&mine[NUMBERS + (number & 1)], told);
+    store(&mine[COUNTER], number);
+    if (!has_sleeper(self) && have_come(self, number, num_looks) && agree(self, number, purpose)) return CAME;
+    return wait_for_all(self, purpose);
+}
+
+uint64_t told_by(const Quick *self, int rank) {
+    return load(&self->pages[rank][NUMBERS + (load(&self->pages[self->rank][COUNTER]) & 1)]);
+}
