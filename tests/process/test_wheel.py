@@ -17,7 +17,11 @@ ROOT = Path(__file__).parent.parent.parent
 NEEDED_BY_THE_LAUNCHER = ("click", "pyyaml", "psutil", "rich", "markdown-it-py", "mdurl", "pygments")
 """What `poprun` needs, and what that needs in turn; no torch, no numpy, no MPI."""
 
-EXTENSIONS = {"_quick": "popdist/host_memory/_quick.abi3.so", "_arithmetic": "popdist/optim/_arithmetic.abi3.so"}
+EXTENSIONS = {
+    "_quick": "popdist/host_memory/_quick.abi3.so",
+    "_arithmetic": "popdist/optim/_arithmetic.abi3.so",
+    "_generators": "popdist/data/_generators.abi3.so",
+}
 
 LOAD = """
 import sys
@@ -95,6 +99,7 @@ def test_the_wheel_holds_the_extension_for_every_later_python(built: Path) -> No
     ]
     assert "'Quick'" in shown[0]
     assert "'square_sum'" in shown[1]
+    assert "'exchange'" in shown[2]
 
 
 def test_without_a_compiler_the_wheel_is_for_every_machine(tmp_path: Path) -> None:

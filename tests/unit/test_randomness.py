@@ -1,7 +1,9 @@
 """Each replica's generators go on where they were, also where several loops take turns in one program."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from popdist.data import process_generators
+from popdist.training import randomness
 from popdist.training.randomness import ReplicaRandomness
 
 CPU = torch.device("cpu")
+
+BITS = get_bit_generator()
 
 
 def draw() -> tuple[float, float, float]:
@@ -31,6 +37,10 @@ DRAWS: tuple[Callable[[], object], ...] = (
     draw,
     lambda: random.gauss(0, 1),
     lambda: np.random.rand(624).tolist(),  # noqa: NPY002 - the subject
+    np.random.normal,
+    lambda: set_bit_generator(BITS),
+    lambda: set_bit_generator(np.random.MT19937(4)),
+    lambda: set_bit_generator(np.random.SFC64(4)),
     lambda: torch.rand(624).tolist(),
     lambda: torch.randn(()).tolist(),
     lambda: torch.randn((), dtype=torch.float64).tolist(),
@@ -45,32 +55,57 @@ WORK = st.lists(st.sampled_from(DRAWS), max_size=3)
 def drawn(program: list[Work], replica: list[Work]) -> tuple[list[object], list[object]]:
     """What a program draws and what a replica draws, in turn, from known states."""
     random.seed(5)
+    set_bit_generator(BITS)
     np.random.seed(5)  # noqa: NPY002 - the subject
     torch.manual_seed(5)
-    randomness, found = ReplicaRandomness(1, range(1)), (list[object](), list[object]())
+    states, found = ReplicaRandomness(1, range(1)), (list[object](), list[object]())
     for outside, inside in zip(program, replica, strict=True):
         found[0].extend(work() for work in outside)
-        with randomness.of(0, CPU):
+        with states.of(0, CPU):
             found[1].extend(work() for work in inside)
     return found
 
 
-@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4), has_rows=st.booleans())
-def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], *, has_rows: bool) -> None:
+WAYS = ("in one call", "in turn", "in turn, by get_state")
+
+
+@contextmanager
+def exchanged(way: str) -> Iterator[None]:
+    """Within it, states are exchanged in this way."""
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "in one call":
+            patch.setattr(randomness, "exchange", process_generators.exchange_in_turn)
+            patch.setattr(randomness, "_programs", randomness._seeded(0, 0))
+        if way == "in turn, by get_state":
+            patch.setattr(process_generators, "_row", None)
+            patch.setattr(process_generators, "_torch_row", None)
+        yield
+
+
+def test_states_are_exchanged_in_one_call() -> None:
+    """Where there is the extension; the versions that are pinned keep their states where they are looked for."""
+    if find_spec("popdist.data._generators") is None:
+        pytest.skip("there was no C compiler that could make the extension")
+
+    assert process_generators.exchange is not process_generators.exchange_in_turn
+
+
+@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4), way=st.sampled_from(WAYS))
+def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], way: str) -> None:
     """Whatever each of them draws, also where it seeds, takes the second of a pair, or draws nothing."""
     program, replica, silent = (
         [turn[0] for turn in turns],
         [turn[1] for turn in turns],
         [list[Any]() for _ in turns],
     )
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - the subject
-    with pytest.MonkeyPatch.context() as patch:
-        if not has_rows:
-            patch.setattr(process_generators, "_torch_row", None)
-        both, alone = drawn(program, replica), (drawn(program, silent)[0], drawn(silent, replica)[1])
-    random.setstate(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002 - as above
-    torch.set_rng_state(states[2])
+    states = random.getstate(), torch.get_rng_state()
+    try:
+        with exchanged(way):
+            both, alone = drawn(program, replica), (drawn(program, silent)[0], drawn(silent, replica)[1])
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        set_bit_generator(BITS)
 
     assert both == alone
 

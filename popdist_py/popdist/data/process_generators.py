@@ -11,14 +11,20 @@ module is loaded; where it fails, ``getstate`` and ``setstate`` do the work.
 torch's ``get_state`` makes a tensor of 5 KiB, and ``set_state`` reads one. torch, too, keeps its words in a row,
 with the place in it before and the second of a pair of normal numbers behind. So it is copied in the same way, and
 tried in the same way. Its lock is not taken: what another thread draws at that moment may come from either state.
+
+numpy tells where the words of a bit generator are. The second of a pair of normal numbers is elsewhere. It belongs
+to no state: whenever states are exchanged it is dropped. That is tried as well, and where it is not found
+``set_bit_generator`` drops it.
 """
 
 import ctypes
 import random
 import struct
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -85,9 +91,17 @@ def _unpacked(state: PythonState) -> tuple[int, tuple[int, ...], float | None]:
     return _VERSION, (*words, index), state[1]
 
 
-def _row_of(generator: random.Random) -> memoryview:
+def _address_of(generator: random.Random) -> int:
     """Where in memory CPython keeps the row: behind what every object begins with."""
-    return memoryview((ctypes.c_char * _ROW.size).from_address(id(generator) + object.__basicsize__)).cast("B")
+    return id(generator) + object.__basicsize__
+
+
+def _row_of(generator: random.Random) -> memoryview:
+    return _memory(_address_of(generator), _ROW.size)
+
+
+def _memory(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def _are_rows_in_place() -> bool:
@@ -106,7 +120,7 @@ def _are_rows_in_place() -> bool:
 _row: Final = _row_of(_generator) if _are_rows_in_place() else None
 
 
-TorchState: TypeAlias = bytes | Tensor
+TorchState: TypeAlias = bytes
 """A state of torch's generator for the CPU: the row, or what ``get_state`` gives where there is none."""
 
 
@@ -117,10 +131,10 @@ def torch_state() -> TorchState:
 
 def set_torch_state(state: TorchState) -> None:
     """Let torch's generator for the CPU go on from ``state``."""
-    if isinstance(state, bytes):
-        (_torch_row_of(torch.default_generator) if _torch_row is None else _torch_row)[:] = state
+    if _torch_row is None:
+        torch.default_generator.set_state(as_torch_tensor(state))
     else:
-        torch.default_generator.set_state(state)
+        _torch_row[:] = state
 
 
 def seeded_torch_state(seed: int) -> TorchState:
@@ -130,8 +144,8 @@ def seeded_torch_state(seed: int) -> TorchState:
 
 def as_torch_tensor(state: TorchState) -> Tensor:
     """``state`` as ``torch.get_rng_state`` has it; a new tensor."""
-    if not isinstance(state, bytes):
-        return state.clone()
+    if _torch_row is None:
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
     generator = torch.Generator()
     _torch_row_of(generator)[:] = state
     return generator.get_state()
@@ -149,7 +163,7 @@ def from_torch_tensor(tensor: Tensor) -> TorchState:
 
 
 def _torch_state_of(generator: torch.Generator) -> TorchState:
-    return generator.get_state() if _torch_row is None else bytes(_torch_row_of(generator))
+    return generator.get_state().numpy().tobytes() if _torch_row is None else bytes(_torch_row_of(generator))
 
 
 _NUM_WORDS: Final = 624
@@ -160,6 +174,8 @@ _TORCH_HEAD_BYTES: Final = 20
 
 _TORCH_TAIL_BYTES: Final = 24
 """And behind them: the second of a pair of normal numbers, of both dtypes, and whether they are there."""
+
+_TORCH_BYTES: Final = _TORCH_HEAD_BYTES + 4 * _NUM_WORDS + _TORCH_TAIL_BYTES
 
 _MOST_BEFORE_BYTES: Final = 256
 """So far at most from the beginning of the object the words begin."""
@@ -179,10 +195,12 @@ def _find_torch_row() -> int | None:
     return start - _TORCH_HEAD_BYTES
 
 
+def _torch_address_of(generator: Any) -> int:  # noqa: ANN401 - torch's stubs leave out what is asked for
+    return int(generator._cdata) + (_torch_start or 0)  # noqa: SLF001 - torch's own name for where it is
+
+
 def _torch_row_of(generator: torch.Generator) -> memoryview:
-    num_bytes = _TORCH_HEAD_BYTES + 4 * _NUM_WORDS + _TORCH_TAIL_BYTES
-    address: Any = getattr(generator, "_cdata")  # noqa: B009 - torch's stubs leave it out
-    return memoryview((ctypes.c_char * num_bytes).from_address(address + _torch_start)).cast("B")
+    return _memory(_torch_address_of(generator), _TORCH_BYTES)
 
 
 def _are_torch_rows_whole() -> bool:
@@ -210,25 +228,119 @@ def _are_torch_rows_whole() -> bool:
 _torch_start: Final = _find_torch_row()
 _torch_row: Final = _torch_row_of(torch.default_generator) if _are_torch_rows_whole() else None
 
-States: TypeAlias = tuple[PythonState, Any, TorchState]
-"""Of Python's generator, of numpy's and of torch's. numpy's is the generator itself: it is what draws."""
+
+NUMPY_ROW: Final = struct.Struct("=624Ii")
+"""The 624 words of numpy's Mersenne Twister, and which one is next."""
+
+_PAIR: Final = struct.Struct("=i4xd")
+"""Whether numpy has the second of a pair of normal numbers, and that number."""
+
+_NO_PAIR: Final = _PAIR.pack(0, 0.0)
+
+_random_state: Final[Any] = np.random.rand.__self__  # type: ignore[attr-defined] # behind the functions of numpy.random
+
+_found_bits: Final[Any] = get_bit_generator()
+_numpy_bits: Final[Any] = _found_bits if type(_found_bits) is np.random.MT19937 else np.random.MT19937()
+"""What numpy's functions draw from, unless the program has given them something else."""
 
 
-def exchange_states(states: States) -> States:
-    """Let all generators go on from ``states``; what they were in before. Every micro batch does so twice."""
-    if _row is None or _torch_row is None:
-        before: States = python_state(), get_bit_generator(), torch_state()
-        set_python_state(states[0])
-        set_torch_state(states[2])
-    else:
-        before = (bytes(_row), _generator.gauss_next), get_bit_generator(), bytes(_torch_row)
-        (_row[:], _generator.gauss_next), _, _torch_row[:] = states  # type: ignore[assignment] # with rows they are bytes
-    set_bit_generator(states[1])  # a reference: copying this state takes ten times longer
-    return before
+def numpy_row(bits: Any) -> bytes:  # noqa: ANN401 - numpy's stubs leave out what is asked for
+    """The state of a Mersenne Twister of numpy's."""
+    return ctypes.string_at(bits.ctypes.state_address, NUMPY_ROW.size)
+
+
+def _find_pair() -> int | None:
+    """How far behind the beginning of a RandomState its pair is; None if it is not found."""
+    left, right = np.random.RandomState(1), np.random.RandomState(1)
+    left.normal()
+    right.normal(size=2)
+    pair = _PAIR.pack(1, left.get_state(legacy=False)["gauss"])
+    start = ctypes.string_at(id(left), type(left).__basicsize__).find(pair)
+    if sys.implementation.name != "cpython" or type(_random_state) is not np.random.RandomState or start < 0:
+        return None
+    place = _memory(id(left) + start, _PAIR.size)
+    place[:] = _NO_PAIR
+    is_dropped = left.get_state(legacy=False)["has_gauss"] == 0 and left.normal() == right.normal()
+    return start if is_dropped else None
+
+
+_pair_start: Final = _find_pair()
+
+
+class States:
+    """A state of Python's generator, of numpy's and of torch's for the CPU.
+
+    Args:
+        python: Of Python's.
+        numpy: Of numpy's, as :func:`numpy_row` gives it.
+        torch: Of torch's.
+
+    Attributes:
+        rows: All of them as bytes, end to end; behind them the second of a pair of Python's generator.
+        other_bits: What numpy's functions draw from, where the program has given them something else; or None.
+    """
+
+    __slots__ = ("other_bits", "rows")
+
+    def __init__(self, python: PythonState, numpy: bytes, torch: TorchState) -> None:
+        row, second = python
+        self.rows = bytearray().join((row, numpy, torch, _NO_PAIR if second is None else _PAIR.pack(1, second)))
+        self.other_bits: Any = None
+
+    @property
+    def python(self) -> PythonState:
+        """That of Python's."""
+        has_second, second = _PAIR.unpack(self.rows[-_PAIR.size :])
+        return bytes(self.rows[: _ROW.size]), second if has_second else None
+
+    @property
+    def numpy(self) -> bytes:
+        """That of numpy's."""
+        return bytes(self.rows[_ROW.size :][: NUMPY_ROW.size])
+
+    @property
+    def torch(self) -> TorchState:
+        """That of torch's."""
+        return bytes(self.rows[_ROW.size + NUMPY_ROW.size : -_PAIR.size])
+
+
+def exchange_in_turn(out: States, into: States) -> None:
+    """Have ``out`` become the state of the generators now, and let these go on from ``into``: see `exchange`."""
+    bits = get_bit_generator()
+    set_bit_generator(_numpy_bits)  # also drops the second of a pair
+    out.rows = States(python_state(), numpy_row(_numpy_bits), torch_state()).rows
+    out.other_bits = None if bits is _numpy_bits else bits
+    set_python_state(into.python)
+    _undo_numpy(into.numpy)
+    set_torch_state(into.torch)
+    if into.other_bits is not None:
+        set_bit_generator(into.other_bits)
+
+
+def _find_exchange() -> Callable[[States, States], None]:
+    """C's way, where there is the extension and all places are known."""
+    try:
+        extension = import_module("popdist.data._generators")
+    except ImportError:
+        return exchange_in_turn
+    if _row is None or _torch_row is None or _pair_start is None:
+        return exchange_in_turn
+    places = [_address_of(_generator), _ROW.size, _numpy_bits.ctypes.state_address, NUMPY_ROW.size]
+    places += [_torch_address_of(torch.default_generator), _TORCH_BYTES]
+    pair = id(_random_state) + _pair_start
+    extension.prepare(array("Q", places).tobytes(), pair, _generator, _random_state, _numpy_bits, exchange_in_turn)
+    return extension.exchange  # type: ignore[no-any-return] # mypy knows no extension
+
+
+exchange: Final = _find_exchange()
+"""Has a first state become that of the generators now, and lets them go on from a second one.
+
+Where numpy's functions draw from something that the program has given them, that is part of the state. Every micro
+batch calls this twice.
+"""
 
 
 _NUMPY_SEEDS: Final = 2**32
-_MT19937_BYTES: Final = 625 * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,23 +366,12 @@ class Generator:
 
 def _look_at_numpy() -> bytes:
     """The bytes of the state where numpy shows them to compiled code: a copy takes a hundred times longer."""
-    generator = get_bit_generator()
-    is_watched = isinstance(generator, np.random.MT19937)
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES) if is_watched else b""
+    bits = get_bit_generator()
+    return numpy_row(bits) if isinstance(bits, np.random.MT19937) else b""
 
 
 def _undo_numpy(seen: bytes) -> None:
     ctypes.memmove(get_bit_generator().ctypes.state_address, seen, len(seen))
-
-
-def _look_at_torch() -> bytes:
-    state = torch_state()
-    return state if isinstance(state, bytes) else state.numpy().tobytes()
-
-
-def _undo_torch(seen: bytes) -> None:
-    has_row = _torch_row is not None
-    set_torch_state(seen if has_row else torch.frombuffer(bytearray(seen), dtype=torch.uint8))
 
 
 GENERATORS: Final = (
@@ -295,7 +396,7 @@ GENERATORS: Final = (
         seed=torch.default_generator.manual_seed,
         get=torch.default_generator.get_state,
         set=torch.default_generator.set_state,
-        look=_look_at_torch,
-        undo=_undo_torch,
+        look=torch_state,
+        undo=set_torch_state,
     ),
 )

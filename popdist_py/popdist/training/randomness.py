@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 
 from popdist.data import process_generators
-from popdist.data.process_generators import exchange_states
+from popdist.data.process_generators import PythonState, States, TorchState, exchange
 from popdist.errors import WeightsError
 
 
-class _States:
+class _States(States):
     """A state of all generators: that of a replica while it does not draw, or that of the program meanwhile.
 
-    Args:
-        cpu: Of the generators of the process.
+    Attributes:
         cuda: Of the generator of a CUDA device; None as long as there is none.
     """
 
-    __slots__ = ("cpu", "cuda")
+    __slots__ = ("cuda",)
 
-    def __init__(self, cpu: process_generators.States, cuda: Tensor | None = None) -> None:
-        self.cpu = cpu
+    def __init__(self, python: PythonState, numpy: bytes, torch: TorchState, cuda: Tensor | None = None) -> None:
+        super().__init__(python, numpy, torch)
         self.cuda = cuda
 
     def go_on_from(self, other: "_States", ordinal: int | None) -> None:
@@ -40,7 +39,7 @@ class _States:
             other: Another state.
             ordinal: Which CUDA device's generator belongs to them; None for no device.
         """
-        self.cpu = exchange_states(other.cpu)
+        exchange(self, other)
         if ordinal is not None:
             self.cuda = torch.cuda.default_generators[ordinal].get_state()
             if other.cuda is not None:
@@ -158,24 +157,25 @@ def _number(seed: int, replica: int, generator: str) -> int:
 
 
 def _seeded(seed: int, replica: int) -> _States:
-    python = process_generators.seeded_python_state(_number(seed, replica, "python"))
-    numpy = np.random.MT19937(_number(seed, replica, "numpy"))
-    return _States((python, numpy, process_generators.seeded_torch_state(_number(seed, replica, "torch"))))
+    return _States(
+        process_generators.seeded_python_state(_number(seed, replica, "python")),
+        process_generators.numpy_row(np.random.MT19937(_number(seed, replica, "numpy"))),
+        process_generators.seeded_torch_state(_number(seed, replica, "torch")),
+    )
 
 
-_programs: Final = _States((process_generators.python_state(), None, process_generators.torch_state()))
+_programs: Final = _seeded(0, 0)
 """The program's own, while a replica draws."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
-    python, numpy, cpu = states.cpu
-    numbers, gauss = process_generators.as_numbers(python)
-    numpy_state = numpy.state["state"]
+    numbers, gauss = process_generators.as_numbers(states.python)
+    *words, position = process_generators.NUMPY_ROW.unpack(states.numpy)
     return {
         "python": torch.tensor(numbers, dtype=torch.int64),
         "python_gauss": gauss,
-        "numpy": torch.tensor([numpy_state["pos"], *numpy_state["key"].tolist()], dtype=torch.int64),
-        "torch": process_generators.as_torch_tensor(cpu),
+        "numpy": torch.tensor([position, *words], dtype=torch.int64),
+        "torch": process_generators.as_torch_tensor(states.torch),
         "cuda": None if states.cuda is None else states.cuda.clone(),
     }
 
@@ -187,8 +187,9 @@ def _from_values(values: Mapping[str, Any]) -> _States:
         "bit_generator": "MT19937",
         "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
     }
-    python = process_generators.from_numbers(values["python"].tolist(), values["python_gauss"])
     return _States(
-        (python, generator, process_generators.from_torch_tensor(values["torch"])),
+        process_generators.from_numbers(values["python"].tolist(), values["python_gauss"]),
+        process_generators.numpy_row(generator),
+        process_generators.from_torch_tensor(values["torch"]),
         cuda=None if values["cuda"] is None else values["cuda"].clone(),
     )
