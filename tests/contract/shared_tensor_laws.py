@@ -157,6 +157,35 @@ def law_tensors_may_come_in_another_order() -> None:
                 assert (tensor == sum(range(1, dist.get_world_size() + 1))).all()
 
 
+def law_one_rank_may_move_a_tensor_where_the_others_may_not() -> None:
+    """A call whose memory is in use meanwhile and others that may move theirs: the same sum in any size."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with group("1") as made:
+        for length, busy in product((LARGE, LARGER, 2 * LARGER), range(size)):
+            tensors = [torch.full((length,), rank + 1.0 + time) for time in range(3)]
+            for time, tensor in enumerate(tensors):
+                work = dist.all_reduce(tensor, group=made, async_op=rank == busy)
+                if work is not None:
+                    work.wait()
+                assert (tensor == size * (size + 1) / 2 + size * time).all()
+
+
+def law_ddp_joins_ranks_that_have_less_to_do() -> None:
+    """Ranks that are done bring zeros of their own where the others' buckets have moved."""
+    rank, trained = dist.get_rank(), {}
+    for setting in (None, "0"):
+        with group(setting) as made:
+            torch.manual_seed(0)
+            net = nn.Sequential(*(nn.Linear(400, 400) for _ in range(3)))
+            model = DistributedDataParallel(net, process_group=made, bucket_cap_mb=1)
+            with model.join():
+                for _ in range(4 + rank):
+                    model(torch.full((2, 400), rank + 1.0)).square().mean().backward()
+            gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+            trained[setting] = nn.utils.parameters_to_vector(gradients)
+    assert torch.equal(trained[None], trained["0"])
+
+
 def law_no_room_or_no_way_is_no_error() -> None:
     """A rank that cannot map, or cannot reserve, has all go the other way from then on."""
     rank, size = dist.get_rank(), dist.get_world_size()

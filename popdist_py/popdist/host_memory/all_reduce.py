@@ -293,12 +293,11 @@ class AllReduce:
         flat = tensor.contiguous().view(-1)
         combine = Combiner(op, tensor.dtype, self._size)
         reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=len(flat))
-        if (
-            path_of("pieces", op, tensor.dtype, self._size) == "numpy" and not is_movable
-        ):  # numpy's storages cannot move
-            self._add_arrays(flat, reason)
+        is_numpys = path_of("pieces", op, tensor.dtype, self._size) == "numpy"
+        width = (ARRAY_BYTES if is_numpys else self._num_bytes) // tensor.element_size()
+        if is_numpys and not is_movable:  # numpy's storages cannot move
+            self._add_arrays(flat, width, reason)
         else:
-            width = self._num_bytes // tensor.element_size()
             memory = combine.memory((width,))
             reduce_piece = self._reduce_whole if self._size == _PAIR else self._reduce_shares
             for piece in flat.split(width):
@@ -306,9 +305,9 @@ class AllReduce:
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.view(tensor.shape))
 
-    def _add_arrays(self, flat: Tensor, reason: int) -> None:
-        """Each of two ranks adds all, in numpy's terms."""
-        array, width = flat.numpy(), ARRAY_BYTES // flat.element_size()
+    def _add_arrays(self, flat: Tensor, width: int, reason: int) -> None:
+        """Each of two ranks adds all, in numpy's terms; in the pieces in which the other may do it in torch's."""
+        array = flat.numpy()
         with np.errstate(all="ignore"):  # infinity and NaN are for those who look at the sum
             for start in range(0, len(array), width):
                 piece = array[start : start + width]
