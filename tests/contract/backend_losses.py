@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.contract.forked_ranks import Rank, run_ranks
 
@@ -76,6 +77,12 @@ def asynchronously(rank: Rank) -> None:
     _lost(rank, 2, wait, _die)
 
 
+def in_ddp(rank: Rank) -> None:
+    """DistributedDataParallel's reducer, which is C++, is told, and backward() raises."""
+    model = DistributedDataParallel(torch.nn.Linear(100, 100))
+    _lost(rank, 1, lambda: model(torch.ones(100)).sum().backward(), _die)
+
+
 def never(rank: Rank) -> None:
     """It lives and does not come; the others give up when the time is over, and it hears of that and dies."""
     store = distributed_c10d._get_default_store()
@@ -96,6 +103,7 @@ def run_all(backend: str, num_ranks: int, hosts: str) -> None:
         (with_calls_begun, 0, TIMEOUT),
         (anywhere, 2, TIMEOUT),
         (asynchronously, 2, TIMEOUT),
+        (in_ddp, 1, TIMEOUT),
         (never, 1, SHORT_TIMEOUT),
     ):
         run_ranks(way, backend, num_ranks, timeout=timeout, victims=(victim,), hosts=hosts)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
-from typing import Any, Final
+from typing import Any, Final, NoReturn, SupportsIndex
 
 import torch
 from torch import distributed as dist
@@ -79,7 +79,27 @@ class PendingWork(dist.Work):
         if error is None:
             self._future.set_result(self.result())
         else:
-            self._future.set_exception(error)
+            self._future._set_unwrap_func(_Failure.reveal)  # noqa: SLF001 - as torch's set_exception does
+            self._future.set_result(_Failure(error))
+
+
+class _Failure:
+    """The value of a future whose collective failed; who asks it for tensors gets the error.
+
+    torch's C++ pickles a value to find its tensors. DistributedDataParallel's reducer takes the first one, so that
+    an exception as the value, which is what torch's ``set_exception`` sets, would end the process there.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def reveal(self) -> NoReturn:
+        """Raise the error: the answer of the future's ``wait`` and ``value``."""
+        raise self._error
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Raise the error."""
+        raise self._error
 
 
 class DoneWork(dist.Work):
