@@ -66,6 +66,9 @@ _LOSSES: Final = {
 }
 """What makes a loss."""
 
+_OF_COMPILED: Final = "CompiledFunctionBackward"
+"""What makes each result of a function that torch.compile has compiled."""
+
 
 class LossSearch(TorchFunctionMode):
     """Within it a forward is watched: each loss that it makes is kept, and ``backward()`` is refused."""
@@ -102,7 +105,8 @@ class LossSearch(TorchFunctionMode):
         if not found:
             raise Error(
                 "Couldn't find a loss: forward of a model that is trained computes one, by a loss function of "
-                "torch's or as poptorch.identity_loss(x, reduction)"
+                "torch's or as poptorch.identity_loss(x, reduction). What torch.jit has compiled hides it: "
+                "compute it in a module around that"
             )
         earlier = set[Node]()
         for loss in found:
@@ -162,7 +166,9 @@ class LossPlace:
             found = result
             for key in self._path:
                 found = found[key]
-        if not isinstance(found, Tensor) or type(found.grad_fn) is not self._made_by:
+        if not isinstance(found, Tensor) or (
+            type(found.grad_fn) is not self._made_by and type(found.grad_fn).__name__ != _OF_COMPILED
+        ):
             raise Error(
                 "the loss is no longer where the first forward had it: forward must return the same structure, "
                 "with the loss in the same place, each time"

@@ -3,19 +3,19 @@
 Everything else about blocks follows from it. Later forwards are not looked at, and cost nothing.
 """
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
 from poptorch.custom_types import taken_apart
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,9 @@ class EnteredBlock:
 class FirstForward:
     """What one forward of a model did, in the order of its blocks. Block 0 is what runs before the first one.
 
+    Args:
+        module: The model.
+
     Attributes:
         blocks: Those that were entered; block ``k`` of the others is ``blocks[k - 1]``.
         block_of: For each module that ran, the block in which it ran first.
@@ -43,16 +46,15 @@ class FirstForward:
         ipus: For each block, its virtual IPU, once the blocks have been dealt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.blocks: list[EnteredBlock] = []
         self.block_of: dict[nn.Module, int] = {}
         self.saved_bytes: dict[int, int] = {}
         self.ipus: tuple[int, ...] = (0,)
         self.current = 0
         self.num_automatic: int | None = None
-        self.earlier_error: BaseException | None = None
         self._changes = [(0, 0)]
-        self._seen: set[int] = set()
+        self._seen = {*map(_place_of, module.parameters())}
 
     def enter(self, block: EnteredBlock) -> None:
         """From here on what runs belongs to ``block``."""
@@ -61,16 +63,13 @@ class FirstForward:
             self.num_automatic += 1
         self.blocks.append(block)
         self.leave(len(self.blocks))
+        if block.module is not None:
+            self.block_of.setdefault(block.module, self.current)
 
     def leave(self, current: int) -> None:
         """From here on what runs belongs to block ``current``."""
         self.current = current
         self._changes.append((_next_number(), current))
-
-    def begin(self, module: nn.Module, earlier_error: BaseException | None) -> None:
-        """``module`` is called; ``earlier_error`` is what is being handled while that is so."""
-        self.earlier_error = earlier_error
-        self._seen.update(map(_place_of, module.parameters()))
 
     def note_module(self, module: nn.Module, _arguments: object) -> None:
         """A hook: ``module`` runs in the current block."""
@@ -97,31 +96,26 @@ seen_forward: Final[ContextVar[FirstForward | None]] = ContextVar("seen_forward"
 """The forward that is being looked at in this thread; None otherwise."""
 
 
-def watch_first_forward(module: nn.Module, then: Callable[[FirstForward], None]) -> FirstForward:
-    """Look at the next forward of ``module``, and call ``then`` when it has ended well.
+def look_at_forward(module: nn.Module, call: Callable[[], T]) -> tuple[T, FirstForward]:
+    """Have ``call`` run the forward of ``module``, and look at it.
+
+    What torch.jit compiled is one piece: nothing is seen of what runs within it.
 
     Returns:
-        What is seen; empty until then.
+        What ``call`` gives, and what was seen.
     """
-    seen = FirstForward()
-    scope = ExitStack()
-    handles = [part.register_forward_pre_hook(seen.note_module) for part in module.modules()]
-
-    def begin(_module: nn.Module, _arguments: object) -> None:
-        seen.begin(module, sys.exception())
-        scope.callback(seen_forward.reset, seen_forward.set(seen))
-
-    def end(_module: nn.Module, _arguments: object, output: object) -> None:
-        scope.close()
-        for handle in handles:
-            handle.remove()
-        if sys.exception() is seen.earlier_error:
-            seen.note_saved(output)
-            then(seen)
-
-    handles.append(module.register_forward_pre_hook(begin, prepend=True))
-    handles.append(module.register_forward_hook(end, always_call=True))
-    return seen
+    seen = FirstForward(module)
+    parts = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    hooks = [part.register_forward_pre_hook(seen.note_module) for part in parts]
+    outer = seen_forward.set(seen)
+    try:
+        result = call()
+    finally:
+        seen_forward.reset(outer)
+        for hook in hooks:
+            hook.remove()
+    seen.note_saved(result)
+    return result, seen
 
 
 def _next_number() -> int:

@@ -3,10 +3,8 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from poptorch._logging import logger
-from poptorch.blocks.first_forward import EnteredBlock, FirstForward, watch_first_forward
+from poptorch.blocks.first_forward import EnteredBlock, FirstForward
 from poptorch.enums import AutoStage
 from poptorch.errors import Error
 from poptorch.options import Options
@@ -83,24 +81,18 @@ def check_num_stages(num_stages: int, options: Options, *, is_training: bool) ->
         )
 
 
-def check_stages(module: nn.Module, options: Options, *, is_training: bool) -> FirstForward:
-    """Have the first forward of ``module`` find its blocks, and check them when it ends.
+def check_stages(seen: FirstForward, options: Options, *, is_training: bool) -> None:
+    """Deal the blocks of a forward to virtual IPUs, which ``seen`` has then.
 
-    The forward raises Error if a block is in none of the strategy's stages, or if a call has too few micro batches
-    for the stages: in training 2 x stages - 1, in inference as many as stages.
-
-    Returns:
-        What the first forward did, for `poptorch.blocks.report`; empty until then.
+    Raises:
+        Error: If a block is in none of the strategy's stages, or a call has too few micro batches for the stages:
+            in training 2 x stages - 1 are needed, in inference as many as stages.
     """
-
-    def check(seen: FirstForward) -> None:
-        strategy = strategy_of(options)
-        seen.ipus = (dealt := deal_blocks(strategy, seen.blocks)).ipus
-        is_pipelined = _is_pipeline(strategy) and dealt.num_stages > 1
-        logger.debug("poptorch.Options enablePipelining set to value %d", is_pipelined)
-        check_num_stages(dealt.num_stages, options, is_training=is_training)
-
-    return watch_first_forward(module, check)
+    strategy = strategy_of(options)
+    seen.ipus = (dealt := deal_blocks(strategy, seen.blocks)).ipus
+    is_pipelined = _is_pipeline(strategy) and dealt.num_stages > 1
+    logger.debug("poptorch.Options enablePipelining set to value %d", is_pipelined)
+    check_num_stages(dealt.num_stages, options, is_training=is_training)
 
 
 def strategy_of(options: Options) -> ExecutionStrategy:

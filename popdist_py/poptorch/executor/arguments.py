@@ -55,7 +55,7 @@ class _Parameters:
     @classmethod
     def of(cls, forward: Callable[..., Any]) -> Self:
         """What the signature of ``forward`` says."""
-        found = [*inspect.signature(forward).parameters.values()]
+        found = _parameters_of(forward)
         empty = inspect.Parameter.empty
         return cls(
             positional=tuple(one.name for one in found if one.kind in _POSITIONAL),
@@ -99,6 +99,19 @@ class _Parameters:
         known = {*self.positional, *self.mandatory, *self.defaults}
         if not self.takes_any_name and (unknown := [name for name in bound if name not in known]):
             raise Error(f"Unexpected arguments: {', '.join(unknown)}. forward has no such parameters")
+
+
+def _parameters_of(forward: Any) -> list[inspect.Parameter]:  # noqa: ANN401 - whatever can be called
+    if not isinstance(forward, torch.ScriptMethod):
+        return [*inspect.signature(forward).parameters.values()]
+    return [
+        inspect.Parameter(
+            *(one.name, inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            default=one.default_value if one.has_default_value() else inspect.Parameter.empty,
+            annotation=str(one.type),
+        )
+        for one in forward.schema.arguments[1:]  # without self
+    ]
 
 
 def _is_list(annotation: object) -> bool:

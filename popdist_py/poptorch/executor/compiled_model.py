@@ -36,7 +36,6 @@ class CompiledModel:
     Attributes:
         tensors: The device's copy.
         runs: Its calls.
-        blocks: What the first forward showed of its blocks.
 
     Raises:
         AssertionError: If the first call's samples are no whole number of micro batches.
@@ -65,9 +64,10 @@ class CompiledModel:
         places = devices_of_tensors(module, self._devices, options)
         self.tensors = DeviceTensors(module, places, modes, num_own, adopt)
         self._updatable = _updatable_buffers(options, self.tensors)
-        self.blocks = check_stages(module, options, is_training=is_training)
         first = self.micro_batches(arguments, named_arguments)[0]
         forward = self._trace(module, first, is_training=is_training)
+        self._seen = forward.seen
+        check_stages(self._seen, options, is_training=is_training)
         self._num_inputs = len(_tensors_of(first))
         self._num_outputs = len(_tensors_of(forward.result))
         self.runs: Runs
@@ -136,7 +136,7 @@ class CompiledModel:
         if memory_bytes is None:
             memory_bytes = min(memory_of(device) for device in self._devices)
         states = self.runs.optimizer.state_bytes() if isinstance(self.runs, TrainingRuns) else {}
-        return report_of(self._module, self.blocks, optimizer_bytes=states, memory_bytes=memory_bytes)
+        return report_of(self._module, self._seen, optimizer_bytes=states, memory_bytes=memory_bytes)
 
     def perf_counters(self) -> PerfCounters:
         """Of the last call."""

@@ -7,12 +7,41 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from poptorch.errors import Error
 from poptorch.executor.host_tensors import Running, StandIns, as_they_are
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class _ScriptedAttributes:
+    """The attributes of a module of torch.jit, which is none of Python, as the dictionary that a plain one has."""
+
+    def __init__(self, part: torch.jit.ScriptModule) -> None:
+        self._inside: Any = part._c  # noqa: SLF001 - torch has no public way to exchange them
+
+    def get(self, name: str) -> Any:  # noqa: ANN401 - of every kind
+        return self._inside.getattr(name)
+
+    def containers(self) -> dict[str, Any]:
+        """The lists, tuples and dicts that it keeps, by name."""
+        kind: Any = torch._C.ConcreteModuleType.from_jit_type(self._inside._type())  # noqa: SLF001 - as above
+        found = {name: self[name] for name in kind.get_attributes()}
+        return {name: held for name, held in found.items() if isinstance(held, list | tuple | dict)}
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._inside.hasattr(name))
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - as above
+        return self._inside.getattr(name)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._inside.setattr(name, value)
+
+
+Owner = dict[str, Any] | _ScriptedAttributes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,19 +57,24 @@ class _Place:
     """
 
     name: str
-    owner: dict[str, Tensor | None]
+    owner: Owner
     key: str
     host: Tensor
     device: Tensor
+
+
+def _attributes_of(part: nn.Module) -> Owner:
+    return _ScriptedAttributes(part) if isinstance(part, torch.jit.ScriptModule) else part.__dict__
 
 
 class Modes:
     """Whether each part of a module was in training mode when it was wrapped: so it runs, whatever it is later."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modes = [(part.__dict__, part.training) for part in module.modules()]
+        owners: list[Owner] = [_attributes_of(part) for part in module.modules()]
+        self._modes = [(owner, owner["training"]) for owner in owners if "training" in owner]
 
-    def enter(self) -> list[tuple[dict[str, Any], bool]]:
+    def enter(self) -> list[tuple[Owner, bool]]:
         """From now on the module has them; those that it did not have, for `leave`."""
         changed = [(values, mode) for values, mode in self._modes if values["training"] is not mode]
         for values, mode in changed:
@@ -48,7 +82,7 @@ class Modes:
         return changed
 
     @staticmethod
-    def leave(changed: list[tuple[dict[str, Any], bool]]) -> None:
+    def leave(changed: list[tuple[Owner, bool]]) -> None:
         """It has those of before."""
         for values, mode in changed:
             values["training"] = not mode
@@ -86,6 +120,13 @@ class DeviceTensors:
         self._places = [
             _Place(name=name, owner=owner, key=key, host=host, device=copies[id(host)])
             for name, owner, key, host in found
+        ]
+        self._containers = [
+            (owner, name, held, tree_map(lambda it: copies.get(id(it), it), held))
+            for owner in map(_attributes_of, module.modules())
+            if isinstance(owner, _ScriptedAttributes)
+            for name, held in owner.containers().items()
+            if any(id(it) in copies for it in tree_leaves(held))
         ]
         self._buffers = [place for place in self._places if not isinstance(place.host, nn.Parameter)]
         buffers = [place.device for place in self._buffers]
@@ -141,17 +182,19 @@ class DeviceTensors:
             raise Error(fault)
         return result
 
-    def _enter(self) -> tuple[StandIns | None, list[tuple[dict[str, Any], bool]]]:
+    def _enter(self) -> tuple[StandIns | None, list[tuple[Owner, bool]]]:
         for place in self._places:
             now = place.owner.get(place.key)
             if now is not place.host and now is not None:
                 self._adopt(now)
                 place.host = now
             place.owner[place.key] = place.device
+        for owner, name, _, devices in self._containers:
+            owner[name] = devices
         outer, Running.tensors = Running.tensors, self
         return outer, self._modes.enter()
 
-    def _leave(self, outer: StandIns | None, changed: list[tuple[dict[str, Any], bool]]) -> str | None:
+    def _leave(self, outer: StandIns | None, changed: list[tuple[Owner, bool]]) -> str | None:
         Running.tensors = outer
         self._modes.leave(changed)
         fault = None
@@ -159,6 +202,8 @@ class DeviceTensors:
             if place.owner.get(place.key) is not place.device:
                 fault = fault or _fault_of(place)
             place.owner[place.key] = place.host
+        for owner, name, hosts, _ in self._containers:
+            owner[name] = hosts
         self._take_buffers(0)
         return fault
 
@@ -210,14 +255,14 @@ class DeviceTensors:
                 place.host.copy_(place.device)
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Tensor | None], str, Tensor]]:
+def _places(module: nn.Module) -> Iterator[tuple[str, Owner, str, Tensor]]:
     """Name, owner, key and tensor of each parameter and buffer."""
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
         for owner in (part._parameters, part._buffers):  # noqa: SLF001 - torch has no public way to exchange them
             for key, tensor in owner.items():
                 if tensor is not None:
-                    yield prefix + key, owner, key, tensor
+                    yield prefix + key, owner if isinstance(owner, dict) else _attributes_of(part), key, tensor
 
 
 def _like(host: Tensor, value: Tensor) -> Tensor:

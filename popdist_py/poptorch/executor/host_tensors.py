@@ -17,7 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 _WATCHES: Final = "_poptorch_watches"
 """The attribute of a watched tensor that says who watches it."""
 
-_LOOKS: Final = frozenset({"forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict"})
+_LOOKS: Final = frozenset(
+    ["forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "save", "__deepcopy__"]
+)
 """What shows the module's tensors."""
 
 as_they_are = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - what torch's own subclasses of tensors use
@@ -48,11 +50,12 @@ class HostWatch:
 
     def begin(self, module: nn.Module, tensors: Iterable[Tensor]) -> None:
         """Watch ``module`` and its ``tensors`` from now on, as far as they are not watched."""
-        if not isinstance(module, WrappedModule):
-            kind = type(module)
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-            made = type(kind.__name__, (WrappedModule, kind), {**names, "_poptorch_watch": self})
-            module.__class__ = cast("type[nn.Module]", made)
+        for part in _looked_at(module):
+            if not isinstance(part, WrappedModule):
+                kind = type(part)
+                names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+                made = type(kind.__name__, (WrappedModule, kind), {**names, "_poptorch_watch": self})
+                object.__setattr__(part, "__class__", made)
         for tensor in tensors:
             self.watch(tensor)
 
@@ -67,8 +70,9 @@ class HostWatch:
 
     def end(self, module: nn.Module) -> None:
         """Leave ``module`` and its tensors alone."""
-        if isinstance(module, WrappedModule) and module.watch is self:
-            module.__class__ = module.plain_class  # type: ignore[assignment] # the class that it had
+        for part in _looked_at(module):
+            if isinstance(part, WrappedModule) and part.watch is self:
+                object.__setattr__(part, "__class__", part.plain_class)
         for tensor in self._watched:
             rest = tuple(watch for watch in tensor.__dict__.get(_WATCHES, ()) if watch is not self)
             if rest:
@@ -89,6 +93,11 @@ class HostWatch:
         self.is_stale = True
         self.version += 1
         HostWatch.num_changes += 1
+
+
+def _looked_at(module: nn.Module) -> list[nn.Module]:
+    """``module``, and parts of it that torch.jit compiled: what these do with a watched tensor, nobody is told."""
+    return [part for part in module.modules() if part is module or isinstance(part, torch.jit.ScriptModule)]
 
 
 def watches_of(tensors: Iterable[Tensor]) -> list[HostWatch]:

@@ -1,6 +1,7 @@
 """The forward of a model, as its first call finds it: where the loss is, and what has to be cast."""
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from poptorch.blocks import MovedArguments
+from poptorch.blocks import MovedArguments, look_at_forward
 from poptorch.custom_types import put_together, taken_apart
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.host_tensors import Running
@@ -69,6 +70,7 @@ class TracedForward:
 
     Attributes:
         result: Of the first forward, detached.
+        seen: What it showed of its blocks.
 
     Raises:
         Error: If there is no loss, or there are several; and whatever forward raises.
@@ -86,7 +88,9 @@ class TracedForward:
             modes.enter_context(casts)
             if is_training:
                 modes.enter_context(search)
-            result = self._called(args, kwargs)
+            if "torch._dynamo" in sys.modules:  # nothing can be seen of what torch.compile has compiled
+                modes.enter_context(torch.compiler.set_stance("force_eager"))
+            result, self.seen = look_at_forward(module, lambda: self._called(args, kwargs))
         if is_training:
             self._place = LossPlace(result, search.final())
         self._has_casts = casts.has_cast
