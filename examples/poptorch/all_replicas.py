@@ -50,7 +50,7 @@ def main(words: Sequence[str] | None = None) -> None:
     inference_model = poptorch.inferenceModel(model, test_options)
     accuracy = mean_of_all([inference_model(images).argmax(1) == labels for images, labels in test_loader])
     if popdist.is_main():
-        print(f"{popdist.num_replicas()} replicas: test accuracy {accuracy:.2%}")
+        print(f"test accuracy {accuracy:.2%}, replicas: {popdist.num_replicas()}")
     if chosen.checkpoint:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         popdist.execute_on_instances({0}, torch.save, state, chosen.checkpoint)

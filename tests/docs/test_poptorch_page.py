@@ -48,7 +48,7 @@ def test_the_programs_run(forked_world: ForkedWorlds, tmp_path: Path) -> None:
     (scaled,) = forked_world.script(programs[3], "--epochs", "1", "--plot", str(tmp_path / "curves.png"))
 
     assert [line.split()[0] for line in alone] == ["epoch", "test"]
-    assert (len(first), first[-1].split(":")[0], others) == (2, "4 replicas", [[]])
+    assert (len(first), first[-1].split(", ")[1], others) == (2, "replicas: 4", [[]])
     assert torch.load(checkpoint).keys() == {"model", "optimizer"}
     assert [line.split(" weights ")[1] for line in scaled[:2]] == [scaled[0].split(" weights ")[1]] * 2
     assert (tmp_path / "curves.png").stat().st_size > 0
