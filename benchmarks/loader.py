@@ -12,8 +12,8 @@ import argparse
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from measuring.documents import put, table
 from measuring.limits import duration_name
 from measuring.medians import Median, median, ratio
+from measuring.turns import by_turns, seconds
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
@@ -87,12 +88,10 @@ class Alone:
             yield default_collate([self.dataset[index] for index in range(first, stop)])
 
 
-def seconds_of(loader: Iterable[object]) -> float:
-    """How long an epoch takes, from its start to its end."""
-    start = time.perf_counter()
+def read(loader: Iterable[object]) -> None:
+    """An epoch, from its start to its end."""
     for _ in loader:
         pass
-    return time.perf_counter() - start
 
 
 def measure(dataset: Dataset[Any], num_workers: int, rounds: int) -> dict[str, list[float]]:
@@ -104,13 +103,10 @@ def measure(dataset: Dataset[Any], num_workers: int, rounds: int) -> dict[str, l
     }
     if num_workers == 0:
         loaders[ALONE] = Alone(dataset)
-    for loader in loaders.values():
-        seconds_of(loader)
-    times: dict[str, list[float]] = {name: [] for name in loaders}
-    for number in range(rounds):
-        for name in reversed(list(loaders)) if number % 2 else loaders:
-            times[name].append(seconds_of(loaders[name]))
-    return times
+    epochs = {name: partial(seconds, partial(read, loader)) for name, loader in loaders.items()}
+    for epoch in epochs.values():
+        epoch()
+    return by_turns(epochs, rounds)
 
 
 def row_of(name: str, num_workers: int, times: Mapping[str, Sequence[float]]) -> list[str]:
@@ -135,20 +131,14 @@ def interval(found: Median) -> str:
 def start_seconds(length: int, rounds: int) -> float:
     """From the start of a shuffled epoch to its first indices."""
     sampler = popdist.ReplicaSampler(length, MICRO_BATCH_SIZE, shuffle=True)
-    times = []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        next(iter(sampler))
-        times.append(time.perf_counter() - start)
+    times = [seconds(lambda: next(iter(sampler))) for _ in range(rounds + 1)]
     return statistics.median(times[1:])
 
 
 def distributed_start_seconds(length: int) -> float:
     """The same of torch's DistributedSampler, once: it makes a list of all indices."""
     sampler: DistributedSampler[int] = DistributedSampler(range(length), num_replicas=1, rank=0)  # type: ignore[arg-type] # all it asks for is a length
-    start = time.perf_counter()
-    next(iter(sampler))
-    return time.perf_counter() - start
+    return seconds(lambda: next(iter(sampler)))
 
 
 def main() -> None:

@@ -9,14 +9,14 @@ the median over the rounds of the ratio within a round. Memory is the bytes of w
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from measuring.documents import put, table
-from measuring.medians import median, ratio
+from measuring.medians import Median, median, ratio
+from measuring.turns import by_turns, seconds
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
@@ -49,13 +49,6 @@ def made(make: Make, dtype: torch.dtype, shapes: list[tuple[int, int]]) -> Optim
     return optimizer
 
 
-def seconds(optimizer: Optimizer) -> float:
-    """Of one step."""
-    start = time.perf_counter()
-    optimizer.step()
-    return time.perf_counter() - start
-
-
 def num_bytes(optimizer: Optimizer) -> int:
     """Of weights and state."""
     parameters = [it for group in optimizer.param_groups for it in group["params"]]
@@ -63,26 +56,25 @@ def num_bytes(optimizer: Optimizer) -> int:
     return sum(it.nbytes for it in (*parameters, *states))
 
 
+def timed(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> tuple[Median, list[str]]:
+    """The ratio of the seconds of two steps; what a table says of both, and the ratio with its interval."""
+    times = by_turns({"ours": partial(seconds, ours), "theirs": partial(seconds, theirs)}, rounds)
+    found = ratio(times["ours"], times["theirs"])
+    cells = [f"{median(times[name]).value * 1e3:.0f} ms" for name in ("ours", "theirs")]
+    return found, [*cells, f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})"]
+
+
 def compare(name: str, rounds: int, shapes: list[tuple[int, int]]) -> list[str]:
     """A row of the table."""
-    dtype, ours, their_name, theirs, most = COMPARISONS[name]
-    optimizers = made(theirs, torch.float32, shapes), made(ours, dtype, shapes)
-    times: list[list[float]] = [[], []]
-    for number in range(rounds):
-        for i in (0, 1) if number % 2 else (1, 0):
-            times[i].append(seconds(optimizers[i]))
-    found = ratio(times[1], times[0])
-    memory = num_bytes(optimizers[1]) / num_bytes(optimizers[0])
+    dtype, make, their_name, make_theirs, most = COMPARISONS[name]
+    theirs, ours = made(make_theirs, torch.float32, shapes), made(make, dtype, shapes)
+    found, (mine, its, shown) = timed(ours.step, theirs.step, rounds)
+    memory = num_bytes(ours) / num_bytes(theirs)
     most_memory = f" (≤ {MOST_MEMORY})" if dtype != torch.float32 else ""
     holds = found.value <= most and (dtype == torch.float32 or memory <= MOST_MEMORY)
     return [
-        name,
-        f"{median(times[1]).value * 1e3:.0f} ms",
-        f"{median(times[0]).value * 1e3:.0f} ms, {their_name}",
-        f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})",
-        f"≤ {most}",
-        f"{memory:.3f}{most_memory}",
-        "yes" if holds else "no",
+        *(name, mine, f"{its}, {their_name}", shown),
+        *(f"≤ {most}", f"{memory:.3f}{most_memory}", "yes" if holds else "no"),
     ]
 
 

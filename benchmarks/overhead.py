@@ -11,7 +11,6 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from measuring.documents import put, table
 from measuring.medians import Median, median, ratio
+from measuring.turns import by_turns, seconds
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -119,10 +119,7 @@ def measure(make: Callable[[], Task], rounds: int, steps: int) -> Figures:
         task = make()
         loops[name] = loop(task, torch.arange(len(task.x)) % 10)
         seconds(loops[name], steps)
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(rounds):
-        for name in sorted(loops, reverse=bool(number % 2)):
-            times[name].append(seconds(loops[name], steps))
+    times = by_turns({name: partial(seconds, step, steps) for name, step in loops.items()}, rounds)
     bare, replicated = times["bare"], times["replicated"]
     return Figures(
         num_rounds=rounds,
@@ -131,14 +128,6 @@ def measure(make: Callable[[], Task], rounds: int, steps: int) -> Figures:
         added_seconds=median([more - less for less, more in zip(bare, replicated, strict=True)]),
         ratio=ratio(replicated, bare),
     )
-
-
-def seconds(step: Step, steps: int) -> float:
-    """Of one of ``steps`` steps."""
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
 
 
 def described(found: Mapping[str, Figures], command: str) -> str:

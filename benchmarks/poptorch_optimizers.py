@@ -10,7 +10,6 @@ stands for it. In half precision ours are compared with torch's in float32.
 import argparse
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from measuring.documents import put, table
-from measuring.medians import median, ratio
+from optimizers import timed
 from torch import nn
 
 from poptorch import Options, optim
@@ -86,31 +85,14 @@ def on_device(make: Make, parameters: list[nn.Parameter]) -> DeviceOptimizer:
     return DeviceOptimizer(make(parameters), {it: it for it in parameters}, names, options)
 
 
-def seconds(step: Callable[[], Any]) -> float:
-    """Of one step."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
 def compare(name: str, rounds: int, shapes: list[tuple[int, int]]) -> list[str]:
     """A row of the table."""
-    dtype, ours, their_name, theirs, most = COMPARISONS[name]
-    stepper = on_device(ours, parameters_of(dtype, shapes))
-    other = theirs(parameters_of(torch.float32, shapes))
-    times: list[list[float]] = [[], []]
-    for number in range(-2, rounds):
-        for i, it in ((0, other), (1, stepper)) if number % 2 else ((1, stepper), (0, other)):
-            times[i].append(seconds(it.step))
-    found = ratio(times[1][2:], times[0][2:])
-    return [
-        name,
-        f"{median(times[1][2:]).value * 1e3:.0f} ms",
-        f"{median(times[0][2:]).value * 1e3:.0f} ms, {their_name}",
-        f"{found.value:.2f} ({found.lower:.2f} to {found.upper:.2f})",
-        f"≤ {most}",
-        "yes" if found.value <= most else "no",
-    ]
+    dtype, make, their_name, make_theirs, most = COMPARISONS[name]
+    ours = on_device(make, parameters_of(dtype, shapes))
+    theirs = make_theirs(parameters_of(torch.float32, shapes))
+    timed(ours.step, theirs.step, 2)
+    found, (mine, its, shown) = timed(ours.step, theirs.step, rounds)
+    return [name, mine, f"{its}, {their_name}", shown, f"≤ {most}", "yes" if found.value <= most else "no"]
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from measuring.documents import put, table
 from measuring.medians import Median, median, ratio
-from overhead import Step, Task, digits, interval, seconds, wide
+from measuring.turns import by_turns, seconds
+from overhead import Step, Task, digits, interval, wide
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -75,10 +76,7 @@ def measure(make: Callable[[], Task], rounds: int, steps: int) -> tuple[Median, 
         task = make()
         loops[name] = loop(task, torch.arange(len(task.x)) % 10)
         seconds(loops[name], steps)
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(rounds):
-        for name in sorted(loops, reverse=bool(number % 2)):
-            times[name].append(seconds(loops[name], steps))
+    times = by_turns({name: partial(seconds, step, steps) for name, step in loops.items()}, rounds)
     return median(times["plain"]), median(times["poptorch"]), ratio(times["poptorch"], times["plain"])
 
 

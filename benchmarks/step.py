@@ -14,7 +14,6 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from random import Random
 from unittest import mock
 
 import torch
+from measuring import turns
 from measuring.documents import put, table
 from measuring.medians import CONFIDENCE, Median, median, ratio
 from torch import Tensor, distributed, nn
@@ -145,10 +145,7 @@ def measure(steps: Mapping[str, Step], rounds: int, num_steps: int) -> dict[str,
     """Seconds of a step of each loop in each round, on the slowest instance."""
     for step in steps.values():
         seconds(step, 2)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds):
-        for name in reversed(list(steps)) if number % 2 else steps:
-            times[name].append(seconds(steps[name], num_steps))
+    times = turns.by_turns({name: partial(seconds, step, num_steps) for name, step in steps.items()}, rounds)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     return dict(zip(times, slowest.tolist(), strict=True))
@@ -157,10 +154,7 @@ def measure(steps: Mapping[str, Step], rounds: int, num_steps: int) -> dict[str,
 def seconds(step: Step, num_steps: int) -> float:
     """Of one of ``num_steps`` steps, from when all instances are there."""
     distributed.barrier()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        step()
-    return (time.perf_counter() - start) / num_steps
+    return turns.seconds(step, num_steps)
 
 
 def communication(times: Mapping[str, Sequence[float]], name: str) -> list[float]:
