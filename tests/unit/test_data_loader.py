@@ -367,3 +367,14 @@ def test_what_cannot_be_loaded_is_refused(make: Callable[[], object], error: str
     """The error says what was asked and what to do."""
     with pytest.raises(getattr(popdist, error), match=message):
         make()
+
+
+@pytest.mark.parametrize("sample", [(1, torch.ones(2)), ("a", {"b": 2.0}), ((1, 2), [3.0])])
+def test_tuples_are_collated_as_torch_does(sample: tuple[object, ...]) -> None:
+    """Types included; samples of different sizes are torch's own error."""
+    samples: Any = [sample] * 3
+    (batch,), (theirs,) = data_loader(samples, 3), DataLoader(samples, 3)
+
+    assert repr(list(batch)) == repr([theirs])
+    with pytest.raises(RuntimeError, match="of equal size"):
+        list(data_loader([sample, sample[:1]], 2))

@@ -89,12 +89,10 @@ class Batch:
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
         """The batch of the samples of ``share``, with the content of each micro batch."""
         rows = micro_batch_rows(len(share.indices), len(replicas), accumulation)
-        owners = [(replica, step) for replica in replicas for step in range(accumulation)]
+        owners = [replica for replica in replicas for _ in range(accumulation)]
+        steps = [*range(accumulation)] * len(replicas)
         return cls(
-            micro_batches=tuple(
-                MicroBatch(replica, step, len(row), content)
-                for (replica, step), row, content in zip(owners, rows, contents, strict=True)
-            ),
+            micro_batches=tuple(map(MicroBatch, owners, steps, map(len, rows), contents)),
             epoch=share.epoch,
             step=share.step,
             indices=tuple(share.indices),

@@ -242,9 +242,10 @@ def _deal(
     while ahead := list(islice(steps, size)):
         shares = [plan.positions_of(replicas, step) for step in ahead]
         positions = np.concatenate([np.arange(share.start, share.stop, dtype=np.int64) for share in shares])
-        indices = iter((positions if order is None else order.indices(positions)).tolist())
+        indices, stop = (positions if order is None else order.indices(positions)).tolist(), 0
         for step, share in zip(ahead, shares, strict=True):
-            yield step, list(islice(indices, len(share)))
+            start, stop = stop, stop + len(share)
+            yield step, indices[start:stop]
         size = min(_GROWTH * size, largest)
 
 

@@ -340,6 +340,8 @@ batch calls this twice.
 """
 
 
+_numpy_place: Final = _memory(_numpy_bits.ctypes.state_address, NUMPY_ROW.size)
+
 _NUMPY_SEEDS: Final = 2**32
 
 
@@ -367,6 +369,8 @@ class Generator:
 def _look_at_numpy() -> bytes:
     """The bytes of the state where numpy shows them to compiled code: a copy takes a hundred times longer."""
     bits = get_bit_generator()
+    if bits is _numpy_bits:
+        return bytes(_numpy_place)
     return numpy_row(bits) if isinstance(bits, np.random.MT19937) else b""
 
 
@@ -394,8 +398,8 @@ GENERATORS: Final = (
     Generator(
         name="torch",
         seed=torch.default_generator.manual_seed,
-        get=torch.default_generator.get_state,
-        set=torch.default_generator.set_state,
+        get=torch_state,
+        set=set_torch_state,
         look=torch_state,
         undo=set_torch_state,
     ),

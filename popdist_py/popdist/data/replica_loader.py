@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from popdist import context
 from popdist.data.batch import Batch, Share
-from popdist.data.fetching import Fetched
+from popdist.data.fetching import Fetched, MapFetcher
 from popdist.data.lone_reading import warn_if_alone
 from popdist.data.position import EpochPosition, EpochReader
 from popdist.training_loop import training_loop
@@ -47,7 +47,16 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         warn_if_alone(sys._getframe(1))  # noqa: SLF001 - there is no other way to the caller
         number = self._position.start()
         self._begin()
-        return self._received(super().__iter__(), number)
+        return self._received(self._fetched(), number)
+
+    def _fetched(self) -> Iterator[Fetched]:
+        """What torch's iterator would give. Without workers that one takes longer than some samples do.
+
+        It is made all the same: it checks options, and draws from the generator of those who give one.
+        """
+        iterator: Iterator[Any] = super().__iter__()
+        is_direct = self.num_workers == 0 and not self.pin_memory and isinstance(self.dataset, MapFetcher)
+        return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch calls what it gives batches
 
     def _begin(self) -> None:
         """Prepare for a start, before anything is read."""

@@ -43,15 +43,16 @@ class Randomness:
         if self.used is None:
             return isolated(lambda reseed: self._learn(work, reseed))
         while True:
-            watched = [generator for generator in GENERATORS if generator.name not in self.used]
-            before = [generator.look() for generator in watched]
+            looks, was_drawn = _looks_at_others(self.used), False
+            before = [look() for look in looks]
             try:
                 result = self._seeded(work)
             finally:
-                after = [generator.look() for generator in watched]
+                after = [look() for look in looks]
                 if after != before:
-                    self._undo(watched, before, after)
-            if after == before:
+                    was_drawn = True
+                    self._undo(self.used, before, after)
+            if not was_drawn:
                 return result
 
     def _seeded(self, work: Callable[[Reseed | None], T]) -> T:
@@ -60,12 +61,13 @@ class Randomness:
             return work(None)
         return isolated(work, [generator for generator in GENERATORS if generator.name in self.used])
 
-    def _undo(self, watched: list[Generator], before: list[object], after: list[object]) -> None:
+    def _undo(self, used: frozenset[str], before: list[object], after: list[object]) -> None:
         """Let generators that were drawn from go on as before, and count them as used."""
-        for generator, seen, found in zip(watched, before, after, strict=True):
+        for generator, seen, found in zip(_others(used), before, after, strict=True):
             if found != seen:
                 generator.undo(seen)
-                self.used = (self.used or frozenset()) | {generator.name}
+                used |= {generator.name}
+        self.used = used
 
     def _learn(self, work: Callable[[Reseed | None], T], reseed_all: Reseed) -> T:
         """Set all generators, and see which of them each sample draws from."""
@@ -85,6 +87,17 @@ class Randomness:
         find()
         self.used = frozenset(used)
         return result
+
+
+def _others(used: frozenset[str]) -> list[Generator]:
+    """The generators that are watched, not set."""
+    return [generator for generator in GENERATORS if generator.name not in used]
+
+
+@lru_cache(maxsize=8)
+def _looks_at_others(used: frozenset[str]) -> list[Callable[[], object]]:
+    """What tells whether those were drawn from; it is asked twice for each step."""
+    return [generator.look for generator in _others(used)]
 
 
 def isolated(work: Callable[[Reseed], T], generators: Sequence[Generator] = GENERATORS) -> T:
