@@ -21,6 +21,7 @@ EXTENSIONS = {
     "_quick": "popdist/host_memory/_quick.abi3.so",
     "_arithmetic": "popdist/optim/_arithmetic.abi3.so",
     "_generators": "popdist/data/_generators.abi3.so",
+    "_notes": "popdist/gradients/_notes.abi3.so",
 }
 
 LOAD = """
@@ -100,6 +101,7 @@ def test_the_wheel_holds_the_extension_for_every_later_python(built: Path) -> No
     assert "'Quick'" in shown[0]
     assert "'square_sum'" in shown[1]
     assert "'exchange'" in shown[2]
+    assert "'take_gradients'" in shown[3]
 
 
 def test_without_a_compiler_the_wheel_is_for_every_machine(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Holds popdist.training.ddp_answers.
 import copy
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore
 
 import popdist
+from popdist.gradients import notes
 
 
 @pytest.fixture(autouse=True)
@@ -366,3 +367,63 @@ def test_a_checksum_takes_any_dtype_and_ties() -> None:
     assert popdist.checksum({"x": torch.zeros(())}) != popdist.checksum({"x": torch.zeros(0)})
     tied = Named()
     assert popdist.checksum(tied) == popdist.checksum(dict([*tied.named_parameters(), *tied.named_buffers()]))
+
+
+class Given(nn.Module):
+    """A module whose parameters are no attribute of its own, as those of scripted modules."""
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter | None]:
+        return given
+
+    @_parameters.setter
+    def _parameters(self, found: object) -> None:
+        """What nn.Module sets."""
+
+
+given: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(torch.ones(1))}
+
+
+def test_parameters_are_found_alike_with_and_without_the_extension() -> None:
+    """Those of a tied module once, and those that a class of modules gives itself."""
+    tied = Named()
+    lists = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))])
+    whole = nn.ModuleDict(
+        {"a": tied, "b": nn.Linear(2, 2, bias=False), "c": nn.Sequential(tied, lists, nn.ReLU())}
+    )
+    whole.register_parameter("own", nn.Parameter(torch.ones(3)))
+    whole.register_module("none", None)
+
+    for module, count in ((whole, 10), (Given(), 1), (nn.Linear(2, 2, bias=False), 1), (None, 0)):
+        found, expected = notes.module_parameters(module), notes._module_parameters(module)
+        assert list(map(id, found)) == list(map(id, expected))
+        assert len(found) == count
+
+
+WAYS = ((notes.note_used, notes.take_gradients), (notes._note_used, notes._take_gradients))
+
+
+@pytest.mark.parametrize(("note", "take"), WAYS)
+def test_gradients_are_noted_and_taken(note: Callable[[Any], None], take: Callable[[Any], notes.Taken]) -> None:
+    """With and without the extension: one that was written since its note is waited for again."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    for parameter in parameters[1:]:
+        parameter.grad = torch.ones(2)
+    written, used, unnoted = (parameter.grad for parameter in parameters[1:])
+    note(iter(parameters[:3]))
+    assert written is not None
+    written += 1
+
+    waited_for, are_some_used = take(parameters)
+
+    assert waited_for == {id(parameters[1]): written, id(parameters[3]): unnoted}
+    assert waited_for[id(parameters[1])] is written
+    assert are_some_used is True
+    assert used is not None
+    assert notes.is_used(used)
+    assert [parameter.grad for parameter in parameters] == [None] * 4
+    assert take(parameters) == ({}, False)
+    with pytest.raises(AttributeError):
+        take([1])
+    with pytest.raises(TypeError):
+        note(1)

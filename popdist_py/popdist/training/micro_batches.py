@@ -107,7 +107,9 @@ def to_device(nest: Nest, device: torch.device) -> Nest:
     if type(nest) in (tuple, list):
         if device.type == "cpu":
             for child in nest:
-                if type(child) is not Tensor or not child.is_cpu or not _is_aligned(child):
+                if type(child) is not Tensor or not child.is_cpu or child.layout is not torch.strided:
+                    break
+                if child.data_ptr() % _ALIGNMENT_BYTES:
                     break
             else:
                 return nest

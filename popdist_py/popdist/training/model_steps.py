@@ -228,7 +228,8 @@ class ModelSteps:
         self._finish(reduction, add=add)
         if beside is not None:
             beside.warn()
-        MicroBatchScope.mark_beside(num_entered)
+        if MicroBatchScope.are_open:
+            MicroBatchScope.mark_beside(num_entered)
 
     def _open(
         self,
@@ -406,7 +407,8 @@ class ModelSteps:
 
     def _end(self) -> None:
         self.step = self.automatic.step = None
-        self.automatic.end_computing()
+        if self.automatic.is_computing:
+            self.automatic.end_computing()
         self._mark.end()
         if self._is_alone_among_others:
             self.buffers.begin_pass()  # the next pass may be one outside the loop, which nothing announces
@@ -419,6 +421,7 @@ class MicroBatchScope:
 
     Attributes:
         num_entered: How many were entered so far in this process.
+        are_open: Those that are entered and not left.
         number: Which of them this one is, from 1.
         leaving: Why the step is lost if this one is left by an exception.
     """
@@ -426,7 +429,7 @@ class MicroBatchScope:
     __slots__ = ("_index", "_randomness", "_step", "_steps", "_weight", "leaving", "number")
 
     num_entered: ClassVar[int] = 0
-    _open: ClassVar[list["MicroBatchScope"]] = []
+    are_open: ClassVar[list["MicroBatchScope"]] = []
 
     def __init__(
         self, steps: ModelSteps, step: Step | PlainStep, index: int, weight: float, *, is_alone: bool = False
@@ -442,7 +445,7 @@ class MicroBatchScope:
     @classmethod
     def mark_beside(cls, num_entered: int) -> None:
         """A loop has ended that began after ``num_entered`` scopes: those entered since are of loops beside it."""
-        for scope in cls._open:
+        for scope in cls.are_open:
             if scope.number > num_entered:
                 scope.leaving = BESIDE
 
@@ -451,10 +454,10 @@ class MicroBatchScope:
         self._steps.automatic.begin_computing()
         MicroBatchScope.num_entered += 1
         self.number = MicroBatchScope.num_entered
-        self._open.append(self)
+        self.are_open.append(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._open.remove(self)
+        self.are_open.remove(self)
         self._randomness.__exit__()
         if error is not None and self._steps.step is not self._step:
             return  # a loop that a traceback kept open: its step has been abandoned, and another may have begun

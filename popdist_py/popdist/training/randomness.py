@@ -32,18 +32,11 @@ class _States(States):
         super().__init__(python, numpy, torch)
         self.cuda = cuda
 
-    def go_on_from(self, other: "_States", ordinal: int | None) -> None:
-        """Become the state of the generators that draw now, and let them go on from ``other``.
-
-        Args:
-            other: Another state.
-            ordinal: Which CUDA device's generator belongs to them; None for no device.
-        """
-        exchange(self, other)
-        if ordinal is not None:
-            self.cuda = torch.cuda.default_generators[ordinal].get_state()
-            if other.cuda is not None:
-                torch.cuda.default_generators[ordinal].set_state(other.cuda)
+    def go_on_from(self, other: "_States", ordinal: int) -> None:
+        """Become the state of a CUDA device's generator now, and let it go on from ``other``, if that has one."""
+        self.cuda = torch.cuda.default_generators[ordinal].get_state()
+        if other.cuda is not None:
+            torch.cuda.default_generators[ordinal].set_state(other.cuda)
 
 
 class ReplicaRandomness:
@@ -119,23 +112,29 @@ class RandomScope:
         if self._entered:
             self._entered[-1].take_back()
         self._entered.append(self)
-        _programs.go_on_from(self._states[self._replica], self._ordinal)
+        self.put_in_place()
 
     def __exit__(self, *_error: object) -> None:
         was_last = self._entered[-1] is self
         self._entered.remove(self)
         if was_last:
-            self._states[self._replica].go_on_from(_programs, self._ordinal)
+            self.take_back()
             if self._entered:
                 self._entered[-1].put_in_place()
 
     def put_in_place(self) -> None:
         """Let the generators go on from the replica's states."""
-        _programs.go_on_from(self._states[self._replica], self._ordinal)
+        states = self._states[self._replica]
+        exchange(_programs, states)
+        if self._ordinal is not None:
+            _programs.go_on_from(states, self._ordinal)
 
     def take_back(self) -> None:
         """Let them go on where they were, and keep what the replica's states have come to."""
-        self._states[self._replica].go_on_from(_programs, self._ordinal)
+        states = self._states[self._replica]
+        exchange(states, _programs)
+        if self._ordinal is not None:
+            states.go_on_from(_programs, self._ordinal)
 
 
 class _ProgramScope(RandomScope):
