@@ -1,12 +1,13 @@
-"""What the all-reduce of gradients costs a training step: DDP over gloo, DDP over popdist, and ReplicatedModel.
+"""What communication costs a training step: DDP and FSDP2 over gloo and over popdist, and ReplicatedModel.
 
     poprun --num-instances 2 python benchmarks/step.py --rounds 50    # and 4
     poprun --num-instances 2 python benchmarks/step.py --tiny
 
 Each round times every loop for some steps, one right after the other, and the next round the other way round. A
 loop's communication is the difference, within a round, to the same loop with the gradients in the same place and
-the reduction replaced by nothing. Of a tiny model, where the gradients are no load, the steps a second are
-compared in place of that. Every instance has one thread.
+the reduction replaced by nothing; of FSDP2, whose weights have to come from somewhere, to one over torch's
+backend `fake`, which copies as much from the rank's own memory. Of a tiny model, where the gradients are no load,
+the steps a second of DDP and ReplicatedModel are compared in place of that. Every instance has one thread.
 """
 
 import argparse
@@ -28,7 +29,10 @@ from measuring.documents import put, table
 from measuring.medians import CONFIDENCE, Median, median, ratio
 from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import popdist
 from popdist.host_memory.row_reduction import Reduction
@@ -36,10 +40,18 @@ from popdist.training.checks import CheckedSteps
 
 Step = Callable[[], object]
 
-WITHOUT = {"DDP, gloo": "DDP, none", "DDP, popdist": "DDP, none", "ReplicatedModel": "ReplicatedModel, none"}
-"""Each loop, and the same without a reduction."""
+WITHOUT = {
+    "DDP, gloo": "DDP, none",
+    "DDP, popdist": "DDP, none",
+    "ReplicatedModel": "ReplicatedModel, none",
+    "FSDP2, gloo": "FSDP2, none",
+    "FSDP2, popdist": "FSDP2, none",
+    "FSDP2, popdist's memory": "FSDP2, none",
+}
+"""Each loop, and the same without communication."""
 
-GLOO, POPDIST, OURS = WITHOUT
+GLOO, POPDIST, OURS, SHARDED_GLOO, SHARDED, SHARDED_POOL = WITHOUT
+OF_TINY = (GLOO, POPDIST, OURS)
 ADDITION = "add_"
 """The memory's own limit for a reduction."""
 
@@ -94,6 +106,10 @@ def loops(shape: Shape) -> dict[str, Step]:
             without()
 
     made["ReplicatedModel, none"] = quiet
+    sharded = {SHARDED_GLOO: groups["gloo"], SHARDED: groups["popdist"], SHARDED_POOL: groups["popdist"]}
+    sharded["FSDP2, none"] = distributed.new_group(backend="fake")
+    for name, group in sharded.items():
+        made[name] = fully_sharded_step(shape, group, is_pooled=name == SHARDED_POOL)
     made[ADDITION] = addition(shape)
     return made
 
@@ -126,6 +142,15 @@ def ddp_step(shape: Shape, model: nn.Module) -> Step:
         optimizer.step()
 
     return step
+
+
+def fully_sharded_step(shape: Shape, group: distributed.ProcessGroup, *, is_pooled: bool) -> Step:
+    """The same with each layer's weights in shards; its buffers from the group's own memory if ``is_pooled``."""
+    model, mesh = shape.net(), DeviceMesh.from_group(group, "cpu")
+    for module in [*model.children(), model]:
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_allocate_memory_from_process_group_for_comm(is_pooled)
+    return ddp_step(shape, model)
 
 
 def replicated_step(shape: Shape, gradient_dtype: torch.dtype | None = None) -> Step:
@@ -177,12 +202,17 @@ def share(ours: Sequence[float], theirs: Sequence[float]) -> Median:
     return Median(value=value, lower=drawn[tail], upper=drawn[-1 - tail])
 
 
+def of_gloo(times: Mapping[str, Sequence[float]], name: str) -> Median:
+    """A loop's communication over that of the same library over gloo; ReplicatedModel's over DDP's."""
+    theirs = SHARDED_GLOO if WITHOUT[name] == WITHOUT[SHARDED_GLOO] else GLOO
+    return share(communication(times, name), communication(times, theirs))
+
+
 def described(times: Mapping[str, Sequence[float]], command: str) -> str:
     """Everything in words and a table."""
-    gloo = communication(times, GLOO)
     rows = []
     for name in WITHOUT:
-        costs, part = communication(times, name), share(communication(times, name), gloo)
+        costs, part = communication(times, name), of_gloo(times, name)
         most = MOST.get(distributed.get_world_size(), {}).get(name)
         limit = ["", ""] if most is None else [f"≤ {most:g}", "yes" if part.value <= most else "NO"]
         cells = [interval(median(times[name]), 1e3, "ms"), interval(median(costs), 1e3, "ms")]
@@ -191,7 +221,7 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
     without = [*sorted(set(WITHOUT.values())), ADDITION]
     rows += [[name, interval(median(times[name]), 1e3, "ms"), *[""] * 5] for name in without]
     head = ["loop", "a step", "its communication", "of gloo's", "limit", "holds", "of add_'s"]
-    rounds = len(gloo)
+    rounds = len(times[GLOO])
     note = "`add_` adds as many numbers as there are gradients, in each instance alone: the memory's own limit."
     count = distributed.get_world_size()
     return f"{rounds} rounds, {count} instances: `{command}`\n\n{table(head, rows)}\n\n{note}"
@@ -200,7 +230,7 @@ def described(times: Mapping[str, Sequence[float]], command: str) -> str:
 def compared(times: Mapping[str, Sequence[float]], command: str) -> str:
     """The steps of a tiny model in words and a table."""
     rows = []
-    for name in WITHOUT:
+    for name in OF_TINY:
         cells = [interval(median(times[name]), 1e6, "µs"), f"{1 / median(times[name]).value:,.0f}"]
         longer = ratio(times[name], times[OURS])
         least = LEAST.get(name)
@@ -245,7 +275,7 @@ def main() -> None:
         shape = Shape(layers=options.layers, width=options.width, batch_size=options.batch_size)
         made = loops(TINY if options.tiny else shape)
         if options.tiny:
-            made = {name: made[name] for name in WITHOUT}
+            made = {name: made[name] for name in OF_TINY}
         times = measure(made, options.rounds, options.steps or (100 if options.tiny else 3))
         if not popdist.is_main():
             return
@@ -254,8 +284,7 @@ def main() -> None:
         text = compared(times, command) if options.tiny else described(times, command)
         print(text)
         if options.json and not options.tiny:
-            gloo = communication(times, GLOO)
-            parts = {name: asdict(share(communication(times, name), gloo)) for name in WITHOUT}
+            parts = {name: asdict(of_gloo(times, name)) for name in WITHOUT}
             found = {"command": command, "seconds": times, "share_of_gloo": parts}
             options.json.write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
         if options.document:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
@@ -296,6 +298,34 @@ def law_what_the_group_makes_is_scattered_and_gathered_where_it_lies() -> None:
         assert again.data_ptr() in addresses
 
 
+def law_fully_sharded_weights_keep_their_bits_in_the_groups_memory() -> None:
+    """And after the first steps the group makes no more of it."""
+    trained = []
+    for is_pooled in (False, True):
+        with group(None) as made, in_places() as count:
+            trained.append(trained_in_shards(made, is_pooled=is_pooled))
+            assert bool(count) is (is_pooled and not is_one())
+    assert torch.equal(*trained)
+
+
+def trained_in_shards(made: ProcessGroup, *, is_pooled: bool) -> Tensor:
+    """This rank's weights after some steps of `fully_shard`, with its buffers in the group's memory or not."""
+    torch.manual_seed(0)
+    model, mesh = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3))), DeviceMesh.from_group(made, "cpu")
+    for module in [*model, model]:
+        fully_shard(module, mesh=mesh).set_allocate_memory_from_process_group_for_comm(is_pooled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    draw, files = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(12):
+        model(torch.randn(2, 300, generator=draw)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        files.append(mapped())
+    assert files[1] == files[-1]
+    weights: list[Any] = list(model.parameters())
+    return nn.utils.parameters_to_vector([it.to_local() for it in weights]).detach()
+
+
 @contextmanager
 def in_places() -> Iterator[list[object]]:
     """The places in which something was done in the block."""
@@ -313,19 +343,22 @@ def in_places() -> Iterator[list[object]]:
 
 def law_a_forked_child_writes_elsewhere() -> None:
     """It sees the numbers, and changes its own."""
-    tensor = popdist.shared_empty(LARGE).fill_(1)
-    child = os.fork()
-    if child == 0:
-        is_right = bool((tensor == 1).all())
-        tensor.fill_(2)
-        is_right &= bool((tensor == 2).all())
-        del tensor
-        gc.collect()
-        os._exit(0 if is_right else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert (tensor == 1).all()
+    gc.collect()  # a child that collects a gloo group waits for threads that it has not, and crashes
     with group(None) as made:
-        assert is_added_in_place(tensor, made) is not is_one()
+        made_by: Any = made._get_backend(torch.device("cpu"))
+        of_group = made_by.allocate_tensor(LARGE, dtype=torch.float32, device=torch.device("cpu"))
+        tensors = [popdist.shared_empty(LARGE).fill_(1), of_group.fill_(1)]
+        child = os.fork()
+        if child == 0:
+            is_right = all((tensor == 1).all() for tensor in tensors)
+            is_right &= all((tensor.fill_(2) == 2).all() for tensor in tensors)
+            tensors.clear()
+            gc.collect()
+            os._exit(0 if is_right else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        for tensor in tensors:
+            assert (tensor == 1).all()
+            assert is_added_in_place(tensor, made) is not is_one()
 
 
 def law_what_is_gone_is_let_go() -> None:
@@ -333,6 +366,7 @@ def law_what_is_gone_is_let_go() -> None:
     with group("1") as made:
         dist.all_reduce(torch.ones(LARGE), group=made)
         gc.collect()
+        shared_storages.forget_gone()
         before = mapped()
         for _ in range(3):
             tensor = torch.ones(LARGE)
@@ -347,6 +381,7 @@ def law_what_is_gone_is_let_go() -> None:
         dist.all_reduce(torch.ones(LARGE), group=made)
         dist.barrier(made)
         dist.all_reduce(torch.ones(LARGE), group=made)
+        assert shared_storages.find(elsewhere.untyped_storage()) is None
         assert mapped() == before
         assert not any(shared.reference.expired() for shared in shared_storages._shared.values())
 

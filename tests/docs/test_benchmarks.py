@@ -141,7 +141,8 @@ def test_a_step_can_be_measured_again(forked_world: ForkedWorlds) -> None:
     words = ["--rounds", "2", "--steps", "1", "--layers", "2", "--width", "64"]
     printed = printed_by(forked_world, BENCHMARKS / "step.py", *words, num_instances=2)
 
-    for word in ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "| add_ ", "of add_'s", "--width 64"):
+    loops = ("DDP, gloo", "DDP, popdist", "| ReplicatedModel ", "| FSDP2, gloo ", "| FSDP2, popdist's memory ")
+    for word in (*loops, "| add_ ", "of add_'s", "--width 64"):
         assert word in printed
 
 
