@@ -4,7 +4,7 @@ import logging
 import sys
 from typing import Final, TextIO
 
-from poptorch.environment import log_level
+from poptorch.environment import setting
 
 TRACE: Final = 5
 OFF: Final = 100
@@ -49,7 +49,7 @@ def _make_logger() -> logging.Logger:
     made = logging.getLogger("poptorch::python")
     if not made.handlers:
         made.addHandler(_StderrHandler())
-    made.setLevel(_LEVELS.get(log_level().upper(), logging.WARNING))
+    made.setLevel(_LEVELS.get(setting("LOG_LEVEL").upper(), logging.WARNING))
     return made
 
 

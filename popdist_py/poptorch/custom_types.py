@@ -140,6 +140,20 @@ def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: C
     return make(parts)
 
 
+def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - as above
+    """All tensors in ``value``."""
+    tensors: list[Tensor] = []
+    taken_apart(value, tensors)
+    return tensors
+
+
+def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as above
+    """A value of the same structure, with what ``changed`` makes of each tensor."""
+    tensors: list[Tensor] = []
+    structure = taken_apart(value, tensors)
+    return put_together(structure, map(changed, tensors))
+
+
 def _parser_of(kind: type) -> ICustomArgParser | None:
     if not PARSERS:
         return None

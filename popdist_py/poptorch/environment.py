@@ -9,24 +9,9 @@ PROCESS_ID: Final = "OMPI_COMM_WORLD_RANK"
 NUM_PROCESSES: Final = "OMPI_COMM_WORLD_SIZE"
 
 
-def log_level() -> str:
-    """What ``POPTORCH_LOG_LEVEL`` says; empty when it is not set."""
-    return os.environ.get("POPTORCH_LOG_LEVEL", "")
-
-
-def cache_folder() -> str:
-    """The folder in ``POPTORCH_CACHE_DIR``; empty when it is not set."""
-    return os.environ.get("POPTORCH_CACHE_DIR", "")
-
-
-def default_options() -> str:
-    """The JSON in ``POPTORCH_DEFAULT_OPTIONS``; empty when it is not set."""
-    return os.environ.get("POPTORCH_DEFAULT_OPTIONS", "")
-
-
-def exported_file() -> str:
-    """The path in ``POPTORCH_EXPORT_PROTO_FILE``; empty when it is not set."""
-    return os.environ.get("POPTORCH_EXPORT_PROTO_FILE", "")
+def setting(name: str) -> str:
+    """What the variable ``POPTORCH_<name>`` says; empty when it is not set."""
+    return os.environ.get(f"POPTORCH_{name}", "")
 
 
 def process_of_job() -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
-from poptorch.custom_types import taken_apart
+from poptorch.custom_types import tensors_of
 from poptorch.errors import Error
 
 Reduction = Literal["mean", "sum", "none", 0, 1, 2]
@@ -144,11 +144,8 @@ class LossPlace:
     """
 
     def __init__(self, result: Any, loss: Tensor) -> None:  # noqa: ANN401 - whatever a model gives
-        path = _path_to(result, loss)
-        tensors: list[Tensor] = []
-        taken_apart(result, tensors)
-        self._index = next((index for index, tensor in enumerate(tensors) if tensor is loss), None)
-        self._path = path
+        self._index = next((index for index, tensor in enumerate(tensors_of(result)) if tensor is loss), None)
+        self._path = _path_to(result, loss)
         self._made_by = type(loss.grad_fn)
         self.is_found = self._index is not None
 
@@ -159,8 +156,7 @@ class LossPlace:
             Error: If something else is in its place.
         """
         if self._path is None:
-            tensors: list[Tensor] = []
-            taken_apart(result, tensors)
+            tensors = tensors_of(result)
             found = tensors[self._index or 0] if len(tensors) > (self._index or 0) else None
         else:
             found = result
@@ -224,8 +220,6 @@ def refuse_backward_of(value: Any) -> Any:  # noqa: ANN401 - as above
         for part in value:
             refuse_backward_of(part)
         return value
-    tensors: list[Tensor] = []
-    taken_apart(value, tensors)
-    for tensor in tensors:
+    for tensor in tensors_of(value):
         tensor.backward = _REFUSED  # type: ignore[method-assign] # on this one alone
     return value

@@ -1,7 +1,6 @@
 """Blocks of poptorch: what an annotation leaves alone, how blocks are dealt to stages, and what a model needs.
 
-Holds poptorch.blocks.annotations, poptorch.blocks.placing, poptorch.blocks.stages and
-poptorch.options.execution_strategies.
+Holds poptorch.blocks.annotations, poptorch.blocks.placing and poptorch.options.execution_strategies.
 """
 
 import copy
@@ -23,6 +22,7 @@ import poptorch
 from poptorch._logging import logger
 from poptorch.blocks import (
     FirstForward,
+    ModelReport,
     MovedArguments,
     check_stages,
     devices_of_tensors,
@@ -31,7 +31,7 @@ from poptorch.blocks import (
 )
 from poptorch.blocks.first_forward import seen_forward
 from poptorch.blocks.placing import ipus_of_parameters
-from poptorch.blocks.report import IPU_MEMORY_BYTES, make_report
+from poptorch.blocks.report import IPU_MEMORY_BYTES, IpuMemory
 
 AUTO = poptorch.AutoStage
 
@@ -382,9 +382,9 @@ def test_a_report_counts_what_each_ipu_holds() -> None:
 
 def test_a_report_of_nothing_has_one_ipu() -> None:
     """Sizes are those of a person, and what does not fit is said."""
-    report = partial(make_report, activation_bytes={}, optimizer_bytes={}, memory_bytes=IPU_MEMORY_BYTES)
-    empty = report(parameter_bytes={}, ipu_of={})
-    big = report(parameter_bytes={"a": 10**9, "b": 3 * 10**12}, ipu_of={"b": 1})
+    empty = report_of(nn.Module(), FirstForward(nn.Module()), optimizer_bytes={}, memory_bytes=IPU_MEMORY_BYTES)
+    sizes = {"activation_bytes": 0, "optimizer_bytes": 0, "memory_bytes": IPU_MEMORY_BYTES}
+    big = ModelReport(tuple(IpuMemory(ipu=0, parameter_bytes=size, **sizes) for size in (10**9, 3 * 10**12)))
 
     assert [(one.total_bytes, one.memory_bytes) for one in empty.ipus] == [(0, IPU_MEMORY_BYTES)]
     assert "111.1% of 900 MB" in str(big)

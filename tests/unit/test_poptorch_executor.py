@@ -2,7 +2,7 @@
 
 Holds poptorch.executor.poplar_executor, poptorch.executor.wrapping, poptorch.executor.compiled_model,
 poptorch.executor.runs, poptorch.executor.device_tensors, poptorch.executor.host_tensors,
-poptorch.executor.traced_forward, poptorch.executor.anchors, poptorch.executor.model_files and poptorch.losses.
+poptorch.executor.traced_forward, poptorch.executor.saved_models and poptorch.losses.
 """
 
 import copy

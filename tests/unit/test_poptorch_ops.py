@@ -1,7 +1,6 @@
 """Operations of poptorch: what each gives, that gradients pass through it, and what it refuses.
 
-Holds poptorch.ops.control_flow, poptorch.ops.slices, poptorch.ops.hints, poptorch.ops.custom_operations,
-poptorch.ops.printing, poptorch.ops.point_clouds and poptorch.ops.beam_search.
+Holds poptorch.ops.program_functions, poptorch.ops.selection, poptorch.ops.hints and poptorch.ops.beam_search.
 """
 
 import re

@@ -1,8 +1,7 @@
 """poptorch.optim: what the optimizers are, and that a device's steps are those of torch.
 
-Holds poptorch.optim.optimizers, poptorch.optim.variable_attributes, poptorch.optim.optimizer_values,
-poptorch.optim.device_parts, poptorch.optim.device_steppers, poptorch.optim.loss_scale and
-poptorch.optim.whole_parameters.
+Holds poptorch.optim.optimizers, poptorch.optim.optimizer_values, poptorch.optim.device_parts,
+poptorch.optim.device_optimizer and poptorch.optim.arithmetic.
 """
 
 import copy

@@ -20,7 +20,7 @@ import poptorch
 from poptorch import poptorch_core
 from poptorch._logging import logger, setPopartLogLevel
 from poptorch.environment import process_in
-from poptorch.options.options_file import apply_file, apply_json
+from poptorch.options.model_options import apply_file, apply_json
 
 OPTIONS = poptorch.Options
 

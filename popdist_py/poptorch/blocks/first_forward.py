@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from poptorch.custom_types import taken_apart
+from poptorch.custom_types import tensors_of
 
 T = TypeVar("T")
 
@@ -81,9 +81,7 @@ class FirstForward:
 
         What hooks keep in place of tensors, as those of torch.utils.checkpoint, is not counted.
         """
-        found: list[torch.Tensor] = []
-        taken_apart(output, found)
-        for node in sorted(_nodes_of(found), key=_number_of):
+        for node in sorted(_nodes_of(tensors_of(output)), key=_number_of):
             block = self._changes[bisect_right(self._changes, (_number_of(node), len(self.blocks))) - 1][1]
             for tensor in _kept_by(node):
                 place = _place_of(tensor)

@@ -1,5 +1,6 @@
 """What a model needs of each virtual IPU's memory, as one value that prints as a table."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
@@ -79,45 +80,6 @@ class ModelReport:
         return "\n".join(line.rstrip() for line in lines.getvalue().splitlines() if line.strip())
 
 
-def make_report(
-    *,
-    parameter_bytes: Mapping[str, int],
-    ipu_of: Mapping[str, int],
-    activation_bytes: Mapping[int, int],
-    optimizer_bytes: Mapping[str, int],
-    memory_bytes: int,
-) -> ModelReport:
-    """The report of a model.
-
-    Args:
-        parameter_bytes: Of each parameter, by name.
-        ipu_of: The virtual IPU of each parameter; 0 where it says nothing.
-        activation_bytes: Of one micro batch, by virtual IPU.
-        optimizer_bytes: Of the optimizer's state for each parameter, by name.
-        memory_bytes: What each virtual IPU has.
-
-    Returns:
-        An entry for each virtual IPU up to the last one that holds anything, and for at least one.
-    """
-    num_ipus = max([0, *ipu_of.values(), *activation_bytes]) + 1
-
-    def on(ipu: int, sizes: Mapping[str, int]) -> int:
-        return sum(size for name, size in sizes.items() if ipu_of.get(name, 0) == ipu)
-
-    return ModelReport(
-        tuple(
-            IpuMemory(
-                ipu=ipu,
-                parameter_bytes=on(ipu, parameter_bytes),
-                activation_bytes=activation_bytes.get(ipu, 0),
-                optimizer_bytes=on(ipu, optimizer_bytes),
-                memory_bytes=memory_bytes,
-            )
-            for ipu in range(num_ipus)
-        )
-    )
-
-
 def memory_of(device: torch.device) -> int:
     """Bytes that a virtual IPU has on ``device``: those of a CUDA device, else of an IPU."""
     if device.type != "cuda":
@@ -126,22 +88,38 @@ def memory_of(device: torch.device) -> int:
 
 
 def report_of(
-    module: nn.Module,
-    seen: FirstForward,
-    *,
-    optimizer_bytes: Mapping[str, int],
-    memory_bytes: int,
+    module: nn.Module, seen: FirstForward, *, optimizer_bytes: Mapping[str, int], memory_bytes: int
 ) -> ModelReport:
-    """The report of ``module``, whose first forward was ``seen``; other arguments as those of `make_report`."""
-    activations: dict[int, int] = {}
+    """The report of a model.
+
+    Args:
+        module: The model.
+        seen: Its first forward.
+        optimizer_bytes: Of the optimizer's state for each parameter, by name.
+        memory_bytes: What each virtual IPU has.
+
+    Returns:
+        An entry for each virtual IPU up to the last one that holds anything, and for at least one.
+    """
+    ipu_of = ipus_of_parameters(module, seen)
+    parameters, activations, states = Counter[int](), Counter[int](), Counter[int]()
+    for name, parameter in module.named_parameters():
+        parameters[ipu_of[name]] += parameter.nbytes
     for block, size in seen.saved_bytes.items():
-        activations[seen.ipus[block]] = activations.get(seen.ipus[block], 0) + size
-    return make_report(
-        parameter_bytes={name: one.nbytes for name, one in module.named_parameters()},
-        ipu_of=ipus_of_parameters(module, seen),
-        activation_bytes=activations,
-        optimizer_bytes=optimizer_bytes,
-        memory_bytes=memory_bytes,
+        activations[seen.ipus[block]] += size
+    for name, size in optimizer_bytes.items():
+        states[ipu_of.get(name, 0)] += size
+    return ModelReport(
+        tuple(
+            IpuMemory(
+                ipu=ipu,
+                parameter_bytes=parameters[ipu],
+                activation_bytes=activations[ipu],
+                optimizer_bytes=states[ipu],
+                memory_bytes=memory_bytes,
+            )
+            for ipu in range(max([0, *ipu_of.values(), *activations]) + 1)
+        )
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import popdist
 from poptorch.blocks import ModelReport, check_stages, devices_of_tensors, memory_of, report_of
-from poptorch.custom_types import put_together, taken_apart
+from poptorch.custom_types import tensors_of, with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
 from poptorch.executor.device_tensors import DeviceTensors, Modes
@@ -68,8 +68,8 @@ class CompiledModel:
         forward = self._trace(module, first, is_training=is_training)
         self._seen = forward.seen
         check_stages(self._seen, options, is_training=is_training)
-        self._num_inputs = len(_tensors_of(first))
-        self._num_outputs = len(_tensors_of(forward.result))
+        self._num_inputs = len(tensors_of(first))
+        self._num_outputs = len(tensors_of(forward.result))
         self.runs: Runs
         if optimizer is None:
             self.runs = InferenceRuns(forward, self.tensors, options)
@@ -102,7 +102,7 @@ class CompiledModel:
             Error: If its arguments are not like those of the first one.
         """
         if not self._is_on_cpu:
-            args, kwargs = _moved((args, kwargs), self._devices[0])
+            args, kwargs = with_tensors((args, kwargs), lambda it: it.to(self._devices[0], non_blocking=True))
         return self._arguments.micro_batches(args, kwargs)
 
     def run(self, micro_batches: list[MicroBatch]) -> Any:  # noqa: ANN401 - whatever forward gives
@@ -141,8 +141,8 @@ class CompiledModel:
     def perf_counters(self) -> PerfCounters:
         """Of the last call."""
         begins, ends = [begin for begin, _ in self.runs.moments], [end for _, end in self.runs.moments]
-        inputs, outputs = range(self._num_inputs), range(self._num_outputs)
-        return ([begins] * len(inputs), [begins] * len(inputs), [ends] * len(outputs), [ends] * len(outputs))
+        inputs, outputs = [begins] * self._num_inputs, [ends] * self._num_outputs
+        return inputs, inputs, outputs, outputs
 
 
 def _leave_alone(_tensor: Tensor) -> None:
@@ -162,18 +162,6 @@ def _updatable_buffers(options: Options, tensors: DeviceTensors) -> list[str]:
             f"{', '.join(tensors.buffers) or 'none'}"
         )
     return names
-
-
-def _tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - of every kind
-    tensors: list[Tensor] = []
-    taken_apart(value, tensors)
-    return tensors
-
-
-def _moved(value: Any, device: torch.device) -> Any:  # noqa: ANN401 - of every kind
-    tensors: list[Tensor] = []
-    structure = taken_apart(value, tensors)
-    return put_together(structure, iter([tensor.to(device, non_blocking=True) for tensor in tensors]))
 
 
 def _has_same_bits(left: Tensor, right: Tensor) -> bool:

@@ -19,9 +19,8 @@ from poptorch.errors import Error
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters
 from poptorch.executor.device_tensors import Modes
 from poptorch.executor.host_tensors import HostWatch, watches_of
-from poptorch.executor.model_files import write_files
 from poptorch.executor.runs import TrainingRuns
-from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, write
+from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, write, write_files
 from poptorch.optim.device_optimizer import accept_optimizer
 from poptorch.options import Options
 

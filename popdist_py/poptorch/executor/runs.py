@@ -1,4 +1,4 @@
-"""Runs of a model on its device: one call's micro batches, one after the other, and the steps that they make."""
+"""Runs of a model on its device: the micro batches of a call, their steps, and tensors that are kept of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from poptorch.enums import ReductionType
+from poptorch.custom_types import with_tensors
+from poptorch.enums import OutputMode, ReductionType
 from poptorch.errors import Error
-from poptorch.executor.anchors import AnchoredTensors
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.device_tensors import DeviceTensors
 from poptorch.executor.outputs import Outputs
-from poptorch.executor.traced_forward import TracedForward, detached
+from poptorch.executor.traced_forward import TracedForward
 from poptorch.optim.device_optimizer import DeviceOptimizer
 from poptorch.options import Options
 from poptorch.options.combined_batch import CombinedBatch
@@ -46,6 +46,7 @@ class Runs(ABC):
             *(options.output_mode, options.output_return_period),
             *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
         )
+        self._model: popdist.ReplicatedModel | None = None
         self.moments: list[tuple[float, float]] = []
         self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
 
@@ -67,14 +68,22 @@ class Runs(ABC):
         """Run those of one device iteration."""
 
     @property
-    @abstractmethod
     def rng_state(self) -> list[int]:
-        """The states of the generators that the replicas draw from, laid end to end."""
+        """The states of the generators that the replicas draw from, laid end to end; one is the program's own."""
+        states = {} if self._model is None else self._model.randomness.state_dict()
+        found = [state["torch"] for state in states.values() if isinstance(state["torch"], Tensor)]
+        return torch.cat(found or [torch.get_rng_state()]).tolist()
 
     @rng_state.setter
-    @abstractmethod
     def rng_state(self, state: Sequence[int]) -> None:
         """Let them go on from there."""
+        states = {} if self._model is None else self._model.randomness.state_dict()
+        parts = torch.tensor(state, dtype=torch.uint8).split(len(state) // (len(states) or 1))
+        if self._model is None or not states:
+            torch.set_rng_state(parts[0])
+            return
+        for number, part in zip(states, parts, strict=False):
+            self._model.randomness.load_state_dict({number: {**states[number], "torch": part.clone()}})
 
 
 class InferenceRuns(Runs):
@@ -89,15 +98,6 @@ class InferenceRuns(Runs):
             self.moments.append((begin, perf_counter()))
             outputs.add(result)
         self.anchors.note(1.0)
-
-    @property
-    def rng_state(self) -> list[int]:
-        """That of the program, which inference draws from."""
-        return _numbers(torch.get_rng_state())
-
-    @rng_state.setter
-    def rng_state(self, state: Sequence[int]) -> None:
-        torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
 
 
 class TrainingRuns(Runs):
@@ -124,7 +124,6 @@ class TrainingRuns(Runs):
         is_alone = popdist.num_instances() * options.replication_factor == 1
         seed = None if is_alone else int(options.random_seed) if options.exists("random_seed") else 0
         self._parameters = list(tensors.parameters.values())
-        self._model = None
         if not is_alone or self._batch.num_accumulations > 1:
             self._model = popdist.ReplicatedModel(
                 _DeviceParameters(tensors.parameters), seed, num_local_replicas=options.replication_factor
@@ -182,7 +181,7 @@ class TrainingRuns(Runs):
             if is_in_order:
                 outputs.add(result)
             else:
-                results[position] = detached(result)
+                results[position] = with_tensors(result, Tensor.detach)
             del result
         for position in range(len(results)):
             outputs.add(results[position])
@@ -194,23 +193,6 @@ class TrainingRuns(Runs):
         result = self._forward.train(*micro_batch, scaling)
         self.moments.append((begin, perf_counter()))
         return result
-
-    @property
-    def rng_state(self) -> list[int]:
-        """Those of the replicas of this process; that of the program where the job has one replica."""
-        states = {} if self._model is None else self._model.randomness.state_dict()
-        found = [state["torch"] for state in states.values() if isinstance(state["torch"], Tensor)]
-        return [number for one in found or [torch.get_rng_state()] for number in _numbers(one)]
-
-    @rng_state.setter
-    def rng_state(self, state: Sequence[int]) -> None:
-        states = {} if self._model is None else self._model.randomness.state_dict()
-        parts = torch.tensor(state, dtype=torch.uint8).split(len(state) // (len(states) or 1))
-        if self._model is None or not states:
-            torch.set_rng_state(parts[0])
-            return
-        for number, part in zip(states, parts, strict=False):
-            self._model.randomness.load_state_dict({number: {**states[number], "torch": part.clone()}})
 
 
 class _DeviceParameters(nn.Module):
@@ -248,5 +230,75 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
     return _REDUCTIONS[kind]
 
 
-def _numbers(state: Tensor) -> list[int]:
-    return [int(number) for number in state.tolist()]
+_GRADIENT: Final = "Gradient___"
+_UPDATED: Final = "UpdatedVar___"
+_LOSS_SCALE: Final = "finalLossScale"
+
+
+class AnchoredTensors:
+    """What the options anchor: a parameter by its name, its gradient, or the loss scaling, after each step.
+
+    Args:
+        anchored: Short name → long name, mode, period.
+        parameters: Name → device parameter.
+
+    Raises:
+        Error: If there is no tensor of that name.
+    """
+
+    def __init__(self, anchored: Mapping[str, list[Any]], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._anchored = dict(anchored)
+        self._parameters = dict(parameters)
+        self._seen: dict[str, list[Tensor]] = {}
+        for short, (long, *_) in anchored.items():
+            if long != _LOSS_SCALE and _parameter_name(long) not in parameters:
+                raise Error(
+                    f"anchorTensor({short!r}, {long!r}): there is no tensor {long}. {_LOSS_SCALE} can be "
+                    f"anchored, and for each parameter NAME its value NAME or {_UPDATED}NAME, and its gradient "
+                    f"{_GRADIENT}NAME. The parameters are {', '.join(parameters)}"
+                )
+
+    def begin(self) -> None:
+        """A run begins."""
+        self._seen = {}
+
+    def note(self, loss_scaling: float) -> None:
+        """A step has ended, and the gradients are still there.
+
+        Args:
+            loss_scaling: That of the step.
+        """
+        for short, (long, *_) in self._anchored.items():
+            if long == _LOSS_SCALE:
+                value = torch.tensor(loss_scaling)
+            else:
+                parameter = self._parameters[_parameter_name(long)]
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                value = (gradient if long.startswith(_GRADIENT) else parameter).detach().clone().cpu()
+            self._seen.setdefault(short, []).append(value)
+
+    def get(self, short: str) -> Tensor:
+        """What was anchored under that name in the last run: one value for each step that its mode keeps.
+
+        Raises:
+            Error: If nothing was.
+        """
+        if short not in self._anchored:
+            raise Error(
+                f"{short!r} is not the name of an anchored tensor: {', '.join(self._anchored) or 'none is'}"
+            )
+        if short not in self._seen:
+            raise Error(f"there is no value of {short!r} yet: run the model at least once")
+        values, (_, mode, period) = self._seen[short], self._anchored[short]
+        if mode is OutputMode.Sum:
+            return torch.stack(values).sum(0)
+        if mode is OutputMode.EveryN:
+            values = values[period - 1 :: period]
+        elif mode is OutputMode.Final:
+            values = values[-1:]
+        return values[0] if len(values) == 1 else torch.stack(values)
+
+
+def _parameter_name(long: str) -> str:
+    """The parameter's own name, as the module has it."""
+    return long.removeprefix(_GRADIENT).removeprefix(_UPDATED).removeprefix("model.")

@@ -6,8 +6,10 @@ file says, so read it from files that you trust.
 """
 
 import io
+import json
 import os
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -17,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from poptorch.custom_types import Structure, put_together, taken_apart
+from poptorch.environment import setting
 from poptorch.errors import Error
 from poptorch.executor.host_tensors import WatchedBuffer, WatchedParameter
+from poptorch.options import Options
 
 _FORMAT: Final = "poptorch model 1"
 _SUFFIX: Final = ".poptorch"
@@ -173,3 +177,33 @@ def read(path: str | os.PathLike[str], name: str = "model") -> SavedModel:
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise Error(f"{source} is no model that this poptorch saved: {_FORMAT!r} is expected")
     return SavedModel(**content)
+
+
+def write_files(options: Options, kind: str, tensors: Mapping[str, Tensor], compilation_seconds: float) -> None:
+    """Write what is asked for: ``profile.pop`` for ``enableProfiling``, and ``POPTORCH_EXPORT_PROTO_FILE``.
+
+    Both are JSON: there is no Poplar whose formats they could have.
+
+    Args:
+        options: Of the model.
+        kind: ``"training"`` or ``"inference"``: the folder of the profile, unless the model has a name.
+        tensors: Its parameters and buffers.
+        compilation_seconds: How long its compilation took.
+    """
+    description: dict[str, Any] = {
+        "kind": kind,
+        "compilation_seconds": compilation_seconds,
+        "tensors": {name: {"shape": list(it.shape), "dtype": str(it.dtype)} for name, it in tensors.items()},
+    }
+    text = json.dumps(description, indent=1)
+    engine_options = options._Popart.options.get("engineOptions", {})  # noqa: SLF001 - where enableProfiling puts it
+    if engine_options.get("autoReport.all") == "true":
+        folder = Path(engine_options.get("autoReport.directory", "."))
+        _write(folder / (options.model_name if options.exists("model_name") else kind) / "profile.pop", text)
+    if path := setting("EXPORT_PROTO_FILE"):
+        _write(Path(path), text)
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

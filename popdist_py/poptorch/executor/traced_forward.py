@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from poptorch.blocks import MovedArguments, look_at_forward
-from poptorch.custom_types import put_together, taken_apart
+from poptorch.custom_types import with_tensors
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.host_tensors import Running
 from poptorch.losses import LossPlace, LossSearch
@@ -82,7 +82,7 @@ class TracedForward:
         self._module = module
         self._device = device
         self._place: LossPlace | None = None
-        args, kwargs = _copied(first[0]), _copied(first[1])
+        args, kwargs = with_tensors(first, Tensor.clone)
         casts, search = WeightCasts(), LossSearch()
         with _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
             modes.enter_context(casts)
@@ -94,7 +94,7 @@ class TracedForward:
         if is_training:
             self._place = LossPlace(result, search.final())
         self._has_casts = casts.has_cast
-        self.result = detached(result)
+        self.result = with_tensors(result, Tensor.detach)
 
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The result for a micro batch."""
@@ -132,19 +132,6 @@ class TracedForward:
             return self._module(*args, **kwargs)
         with MovedArguments(self._device):
             return self._module(*args, **kwargs)
-
-
-def _copied(value: Any) -> Any:  # noqa: ANN401 - of every kind
-    tensors: list[Tensor] = []
-    structure = taken_apart(value, tensors)
-    return put_together(structure, iter([tensor.clone() for tensor in tensors]))
-
-
-def detached(value: Any) -> Any:  # noqa: ANN401 - of every kind
-    """``value`` with tensors that know nothing of how they were computed."""
-    tensors: list[Tensor] = []
-    structure = taken_apart(value, tensors)
-    return put_together(structure, iter([tensor.detach() for tensor in tensors]))
 
 
 @contextmanager

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from poptorch.blocks import is_pipeline
 from poptorch.errors import Error
 from poptorch.executor.host_tensors import WrappedModule
 from poptorch.executor.poplar_executor import PoplarExecutor
 from poptorch.executor.saved_models import read, unpickled
 from poptorch.options import Options
-from poptorch.options.execution_strategies import PipelinedExecution, ShardedExecution
 
 _DEFAULT_RATE = 0.01
 
@@ -61,8 +61,7 @@ def inferenceModel(
         raise AssertionError("an optimizer is for poptorch.trainingModel, and inferenceModel has none")
     options = options or Options()
     if options.Training.gradient_accumulation != 1:
-        strategy = options._execution_strategy  # noqa: SLF001 - programs reach for it so, too
-        is_pipelined = isinstance(strategy, PipelinedExecution) and not isinstance(strategy, ShardedExecution)
+        is_pipelined = is_pipeline(options._execution_strategy)  # noqa: SLF001 - programs reach for it so, too
         instead = "; a pipeline is filled by options.deviceIterations(n)" if is_pipelined else ""
         raise Error(
             f"options.Training.gradientAccumulation({options.Training.gradient_accumulation}) is for training: "

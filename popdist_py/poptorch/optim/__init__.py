@@ -6,4 +6,4 @@ from poptorch.optim.optimizers import Adam as Adam
 from poptorch.optim.optimizers import AdamW as AdamW
 from poptorch.optim.optimizers import Optimizer as Optimizer
 from poptorch.optim.optimizers import RMSprop as RMSprop
-from poptorch.optim.variable_attributes import VariableAttributes as VariableAttributes
+from poptorch.optim.optimizers import VariableAttributes as VariableAttributes

@@ -1,7 +1,7 @@
 """The arithmetic of the program's optimizer on the device's parameters, with the values that it was told."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -12,9 +12,7 @@ import popdist
 from poptorch._logging import logger
 from poptorch.enums import ConnectionType
 from poptorch.errors import Error
-from poptorch.optim.device_parts import make_part
-from poptorch.optim.device_steppers import Placement
-from poptorch.optim.loss_scale import are_finite, next_factor
+from poptorch.optim.device_parts import Placement, make_part
 from poptorch.optim.optimizer_values import (
     OptimizerValues,
     is_subclass,
@@ -294,3 +292,35 @@ def _check_constants(before: OptimizerValues, after: OptimizerValues) -> None:
                     "give it to the optimizer's constructor, or call optimizer.variable_attrs.markAsVariable "
                     "before the model is compiled"
                 )
+
+
+_LARGE: Final = 65504.0 / 8
+"""From here on a gradient is near the largest number of half precision."""
+
+_TOLERATED_SHARE: Final = 1e-7
+_LARGEST_SCALING: Final = 2.0**15
+_SMALLEST_SCALING: Final = 2.0**-24
+
+
+def next_factor(factor: float, scaling: float, gradients: Iterable[Tensor]) -> float:
+    """What the loss scaling is multiplied by in the next step.
+
+    It is halved if of all gradients more than one in ten million is above 8188 or no number, and else doubled,
+    within 2**-24 to 2**15.
+
+    Args:
+        factor: In this step.
+        scaling: The program's loss scaling.
+        gradients: Of the scaled loss, in this step.
+    """
+    found = [(it.numel(), torch.count_nonzero(it.abs() <= _LARGE)) for it in gradients]
+    num_elements = sum(number for number, _ in found)
+    num_large = num_elements - sum(int(number) for _, number in found)
+    if num_large > num_elements * _TOLERATED_SHARE:
+        return factor / 2 if scaling * factor / 2 >= _SMALLEST_SCALING else factor
+    return factor * 2 if scaling * factor * 2 <= _LARGEST_SCALING else factor
+
+
+def are_finite(gradients: Iterable[Tensor]) -> bool:
+    """Whether no gradient is infinite or no number."""
+    return all(math.isfinite(float(torch.linalg.vector_norm(it, math.inf))) for it in gradients if it.numel())

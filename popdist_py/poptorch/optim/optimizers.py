@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from poptorch._logging import logger
+from poptorch.errors import Error
 from poptorch.optim.arithmetic import step_by_others
-from poptorch.optim.variable_attributes import VariableAttributes
 
 Parameters: TypeAlias = Iterable[Any]
 """Parameters or groups of them, as torch's optimizers take them."""
@@ -39,8 +39,57 @@ class StateHolder(Protocol):
         """Go on from the state that was loaded into the optimizer."""
 
 
+class VariableAttributes:
+    """The variable attributes of one optimizer, by name, for all its groups.
+
+    Args:
+        variable_attributes: Those that are variable at first.
+        allowed_attributes: All that can be variable.
+    """
+
+    def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
+        self._allowed_attributes = list(allowed_attributes)
+        self._variable_attributes = [name for name in variable_attributes if name in self._allowed_attributes]
+
+    def isConstant(self, attr: str) -> bool:
+        """Whether ``attr`` keeps its value while a model runs."""
+        return attr not in self._variable_attributes
+
+    def markAsConstant(self, attr: str) -> None:
+        """Keep the value of ``attr``.
+
+        Raises:
+            AssertionError: If it is no attribute that can be variable.
+        """
+        self._check(attr)
+        self._variable_attributes = [name for name in self._variable_attributes if name != attr]
+
+    def markAsVariable(self, attr: str) -> None:
+        """Let ``setOptimizer`` change ``attr``.
+
+        Raises:
+            AssertionError: If it is no attribute that can be variable.
+        """
+        self._check(attr)
+        if self.isConstant(attr):
+            self._variable_attributes.append(attr)
+
+    def __copy__(self) -> "VariableAttributes":
+        return VariableAttributes(self._variable_attributes, self._allowed_attributes)
+
+    def _check(self, attr: str) -> None:
+        if attr not in self._allowed_attributes:
+            allowed = ", ".join(self._allowed_attributes)
+            raise AssertionError(f"{attr!r} is no attribute that can be variable: choose from {allowed}")
+
+
 class Optimizer(torch.optim.Optimizer):
     """What poptorch's optimizers have beside torch's.
+
+    Args:
+        arguments: Of the constructor of a class, by name: torch's settings, of which None stands for torch's
+            default, and PopTorch's.
+        **own: Settings of groups that torch's class does not have.
 
     Attributes:
         loss_scaling: What the loss is multiplied by before the gradients are computed, and they are divided by.
@@ -57,31 +106,26 @@ class Optimizer(torch.optim.Optimizer):
     _numbers: ClassVar[tuple[str, ...]] = ()
     """Settings of a group that can be variable."""
 
-    def __init__(
-        self,
-        params: Parameters,
-        settings: Mapping[str, Any],
-        types: Mapping[str, torch.dtype | None],
-        *,
-        loss_scaling: float | None,
-        max_grad_norm: float | None,
-        **own: Any,  # noqa: ANN401 - what a class has beside torch's settings
-    ) -> None:
-        given = {name: value for name, value in settings.items() if value is not None}
+    def __init__(self, arguments: dict[str, Any], **own: Any) -> None:  # noqa: ANN401 - what a class has beside torch's
+        taken = {name: value for name, value in arguments.items() if name not in {"self", "__class__", *own}}
+        params = taken.pop("params")
+        scalings = {name: taken.pop(name) for name in ("loss_scaling", "max_grad_norm")}
+        types = {name: taken.pop(name) for name in [*taken] if name.endswith("accum_type")}
+        given = {name: value for name, value in taken.items() if value is not None}
         attributes = {
-            "loss_scaling": 1.0 if loss_scaling is None else float(loss_scaling),
-            "max_grad_norm": math.inf if max_grad_norm is None else float(max_grad_norm),
+            "loss_scaling": _positive("loss_scaling", scalings["loss_scaling"], 1.0),
+            "max_grad_norm": _positive("max_grad_norm", scalings["max_grad_norm"], math.inf),
             **{name: _accumulated(name, dtype) for name, dtype in types.items()},
-            **own,
         }
         self._held: dict[str, dict[str, Tensor] | None] = dict.fromkeys(_STATES)
         self._holder: Callable[[], StateHolder | None] = lambda: None
         self._own = ("_own", "_held", "variable_attrs", *attributes)
         self._begin(params, given)
         self.__dict__.update(attributes)
-        scalings = {"loss_scaling": loss_scaling, "max_grad_norm": max_grad_norm}
         variable = ["lr", *given, *(name for name, value in scalings.items() if value is not None)]
         self.variable_attrs = VariableAttributes(dict.fromkeys(variable), [*self._numbers, *scalings])
+        for name, value in own.items():
+            self._add_setting(name, value)
 
     def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
         """Be an optimizer of torch."""
@@ -174,23 +218,10 @@ class SGD(Optimizer, torch.optim.SGD):
         velocity_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "dampening": dampening,
-                "weight_decay": weight_decay,
-                "nesterov": nesterov,
-                "maximize": maximize,
-                "foreach": foreach,
-                "differentiable": differentiable,
-            },
-            {"accum_type": accum_type, "velocity_accum_type": velocity_accum_type},
-            loss_scaling=loss_scaling,
-            max_grad_norm=max_grad_norm,
-            use_combined_accum=use_combined_accum,
-        )
+        own = {"velocity_scaling", "use_combined_accum"}
+        super().__init__({name: value for name, value in locals().items() if name not in own | {"own"}})
+        self.use_combined_accum = use_combined_accum
+        self._own += ("use_combined_accum",)
         if use_combined_accum:
             self._scale_velocity(velocity_scaling)
         elif velocity_scaling is not None:
@@ -239,24 +270,7 @@ class Adam(Optimizer, torch.optim.Adam):
         second_order_momentum_accum_type: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "foreach": foreach,
-                "maximize": maximize,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
-            loss_scaling=loss_scaling,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(locals())
 
 
 class AdamW(Optimizer, torch.optim.AdamW):
@@ -290,25 +304,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         second_order_momentum_accum_type: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "foreach": foreach,
-                "maximize": maximize,
-                "capturable": capturable,
-                "differentiable": differentiable,
-                "fused": fused,
-            },
-            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
-            loss_scaling=loss_scaling,
-            max_grad_norm=max_grad_norm,
-        )
-        self._add_setting("bias_correction", bias_correction is not False)
+        super().__init__(locals(), bias_correction=bias_correction is not False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
         """As torch's, and without bias correction if asked."""
@@ -349,24 +345,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         use_tf_variant: bool | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "alpha": alpha,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "centered": centered,
-                "foreach": foreach,
-                "maximize": maximize,
-                "differentiable": differentiable,
-            },
-            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
-            loss_scaling=loss_scaling,
-            max_grad_norm=max_grad_norm,
-        )
-        self._add_setting("use_tf_variant", bool(use_tf_variant))
+        super().__init__(locals(), use_tf_variant=bool(use_tf_variant))
 
     @property
     def use_tf_variant(self) -> bool:
@@ -414,22 +393,14 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         second_order_momentum_accum_type: torch.dtype | None = torch.float32,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "max_weight_norm": max_weight_norm,
-            },
-            _moment_types(accum_type, first_order_momentum_accum_type, second_order_momentum_accum_type),
-            loss_scaling=loss_scaling,
-            max_grad_norm=max_grad_norm,
-        )
-        self._add_setting("bias_correction", bias_correction is not False)
+        super().__init__(locals(), bias_correction=bias_correction is not False)
 
     def _begin(self, params: Parameters, given: dict[str, Any]) -> None:
+        if not given.get("max_weight_norm", MAX_WEIGHT_NORM) >= 0:
+            raise Error(
+                f"max_weight_norm={given['max_weight_norm']} must be a norm: 0 is for updates that no norm "
+                "scales, and larger ones limit it"
+            )
         torch.optim.Optimizer.__init__(self, params, {**self._settings, **given})
 
     @torch.no_grad()
@@ -438,14 +409,12 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         return step_by_others("LAMB", self, closure)
 
 
-def _moment_types(
-    accum_type: torch.dtype | None, first: torch.dtype | None, second: torch.dtype | None
-) -> dict[str, torch.dtype | None]:
-    return {
-        "accum_type": accum_type,
-        "first_order_momentum_accum_type": first,
-        "second_order_momentum_accum_type": second,
-    }
+def _positive(name: str, value: Any, otherwise: float) -> float:  # noqa: ANN401 - whatever was given
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not value > 0:
+        raise Error(f"{name} must be a number above 0, and is {value!r}")
+    return float(value)
 
 
 def _accumulated(name: str, dtype: torch.dtype | None) -> torch.dtype:
