@@ -3,63 +3,73 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs.markdown import ROOT
-from tests.running import Finished, Poprun
+from tests.docs.scripts_in_turn import run_in_turn
+from tests.running import Poprun
 
 RESULT = re.compile(r"world size (?P<world_size>\d+), (test accuracy|evaluation loss) (?P<metric>[\d.]+)%?")
 
+REFUSED = """
+import os
+from lightning.fabric import Fabric
 
-def run_example(poprun: Poprun, library: str, *words: str, cwd: Path) -> Finished:
-    """The library's script with two instances."""
-    package = {"fabric": "lightning", "trainer": "transformers"}.get(library, library)
-    if find_spec(package) is None:
+for name in [name for name in os.environ if name.startswith("LT_")]:
+    del os.environ[name]
+try:
+    Fabric(devices=4).launch()
+except ValueError as error:
+    assert "does not match the world size (2)" in str(error)
+else:
+    raise AssertionError("it would wait for ranks that nobody starts")
+"""
+
+FIRST = "import sys\nfrom tests.docs.scripts_in_turn import main\n\nmain(sys.argv[1:])\n"
+
+ACCURACY, LOSS = (85, 100), (0, 0.5)
+"""An untrained model has an accuracy of 10 %, or a loss of 2.8."""
+
+
+def trained(launcher: Poprun, folder: Path, *commands: tuple[str, ...], **options: Any) -> list[float]:  # noqa: ANN401
+    """What each of these scripts tells of its model: rank 0 alone tells it, of both ranks."""
+    if any(find_spec(package) is None for package in ("accelerate", "lightning", "transformers")):
         pytest.skip("the extra `neighbours` is not installed")
-    program = [str(poprun.python), str(ROOT / "examples" / f"with_{library}.py"), *words]
-    options = ["-n", "2", "--tag-output=no"]
-    return poprun(*options, *program, env={"HF_HUB_OFFLINE": "1"}, cwd=cwd)
+    finished = run_in_turn(launcher, commands, cwd=folder, **options).succeeded_but_for_torch()
+    found = [*RESULT.finditer(finished.out)]
+
+    assert [it["world_size"] for it in found] == ["2"] * len(found)
+    return [float(it["metric"]) for it in found]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "library", "words", "expected"),
-    [
-        ("mpich", "lightning", ["--devices", "2"], (85, 100)),
-        ("local", "accelerate", [], (85, 100)),
-        ("local", "trainer", [], (0, 0.5)),
-    ],
-    indirect=["launcher"],
-)
-def test_a_script_of_another_library_trains(
-    launcher: Poprun, library: str, words: list[str], expected: tuple[float, float], tmp_path: Path
-) -> None:
-    """Rank 0 alone tells the result of both. An untrained model has an accuracy of 10 %, or a loss of 2.8."""
-    finished = run_example(launcher, library, *words, cwd=tmp_path)
-    (found,) = RESULT.finditer(finished.succeeded_but_for_torch().out)
+def example(library: str) -> str:
+    """The script for a library."""
+    return str(ROOT / "examples" / f"with_{library}.py")
 
-    assert found["world_size"] == "2"
-    assert expected[0] <= float(found["metric"]) <= expected[1]
+
+@pytest.mark.parametrize("launcher", ["mpich"], indirect=True)
+def test_scripts_of_lightning_and_accelerate_train(launcher: Poprun, tmp_path: Path) -> None:
+    """Both libraries know MPI's launchers, too, and believe poprun's variables."""
+    found = trained(launcher, tmp_path, (example("lightning"), "--devices", "2"), (example("accelerate"),))
+
+    assert len(found) == 2
+    assert all(ACCURACY[0] <= metric <= ACCURACY[1] for metric in found)
 
 
 @pytest.mark.parametrize("launcher", ["openmpi"], indirect=True)
-def test_a_script_for_fabric_run_trains_as_it_is(launcher: Poprun, tmp_path: Path) -> None:
-    """It leaves its devices open and never launches: the line for `fabric run` becomes one for poprun."""
-    if find_spec("lightning") is None:
-        pytest.skip("the extra `neighbours` is not installed")
-    text = (ROOT / "examples" / "with_fabric.py").read_text()
-    script = tmp_path / "train.py"
-    script.write_text(re.sub(r"Fabric\(devices=.*\)\n    fabric.launch\(\)", "Fabric()", text))
-    finished = launcher("-n", "2", "--tag-output=no", str(launcher.python), str(script))
-    (found,) = RESULT.finditer(finished.succeeded_but_for_torch().out)
+def test_scripts_of_fabric_and_the_trainer_train(launcher: Poprun, tmp_path: Path) -> None:
+    """One for `fabric run` leaves its devices open and never launches: its line becomes one for poprun.
 
-    assert found["world_size"] == "2"
-    assert float(found["metric"]) >= 85
+    Devices that are not the instances are refused with words, before anybody waits for ranks that nobody started.
+    """
+    refused, program = tmp_path / "refused.py", tmp_path / "train.py"
+    refused.write_text(REFUSED, encoding="utf-8")
+    text = Path(example("fabric")).read_text(encoding="utf-8")
+    script = re.sub(r"Fabric\(devices=.*\)\n    fabric.launch\(\)", "Fabric()", text)
+    program.write_text(FIRST + script, encoding="utf-8")
+    loss, accuracy = trained(launcher, tmp_path, (str(refused),), (example("trainer"),), program=(str(program),))
 
-
-def test_lightning_hears_that_its_devices_are_not_the_instances(tmp_path: Path) -> None:
-    """It ends with words instead of waiting for ranks that nobody started."""
-    finished = run_example(Poprun(options=("--launcher", "local")), "fabric", "--devices", "4", cwd=tmp_path)
-
-    assert finished.code == 1
-    assert "does not match the world size (2)" in finished.err
+    assert ACCURACY[0] <= accuracy <= ACCURACY[1]
+    assert LOSS[0] <= loss <= LOSS[1]

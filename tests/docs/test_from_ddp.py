@@ -1,23 +1,20 @@
 """The page for those who come from elsewhere tells the truth: its scripts run, with as many samples as it says."""
 
-import os
 import re
 import shlex
-import socket
-import sys
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.contract.forked_calls import ForkedWorlds
 from tests.docs.markdown import ROOT, blocks
+from tests.docs.scripts_in_turn import run_in_turn
 from tests.running import Poprun
 
 PAGE = ROOT / "docs" / "from-ddp.md"
-IN_TURN = ROOT / "tests" / "docs" / "scripts_in_turn.py"
 STAND_INS = ROOT / "tests" / "docs" / "stand_ins"
+LOCAL = Poprun(options=("--launcher", "local"))
 
 
 SCRIPTS = ("plain", "DDP", "accelerate", "Fabric", "Horovod", "PopDist")
@@ -90,26 +87,15 @@ def test_the_changed_script_runs_as_the_page_says(forked_world: ForkedWorlds, fo
     assert len({checksum for checksum, _ in ends[1:]}) == 1
 
 
-def test_the_other_scripts_run_under_poprun(poprun: Poprun, folder: Path) -> None:
+def test_the_other_scripts_run_under_poprun(folder: Path) -> None:
     """As they are, in two processes, and they see as many samples as the page says.
 
     Horovod is a stand-in, because it cannot be installed here: the test shows that its script is a program, not
     what Horovod makes of it.
     """
-    with ExitStack() as held:
-        words = []
-        for name, text in zip(SCRIPTS, scripts()[1 : -len(PORTED)], strict=True):
-            (folder / f"{name}.py").write_text(text + COUNT.format(name), encoding="utf-8")
-            port = held.enter_context(socket.socket())
-            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            port.bind(("127.0.0.1", 0))
-            words.append(f"{folder / name}.py:{port.getsockname()[1]}")
-        search = os.pathsep.join([str(STAND_INS), *(path or "." for path in sys.path)])
-        finished = poprun(
-            *("-n", "2", "--launcher", "local", "--tag-output=no"),
-            *(sys.executable, "-W", "ignore", str(IN_TURN), *words),
-            env={"PYTHONPATH": search},
-        )
+    for name, text in zip(SCRIPTS, scripts()[1 : -len(PORTED)], strict=True):
+        (folder / f"{name}.py").write_text(text + COUNT.format(name), encoding="utf-8")
+    finished = run_in_turn(LOCAL, ((folder / f"{name}.py",) for name in SCRIPTS), search=[str(STAND_INS)])
     seen = dict.fromkeys(SCRIPTS, 0)
     for line in finished.succeeded().lines:
         seen[line.split()[0]] += int(line.split()[1])
