@@ -75,13 +75,14 @@ def measure(instances: int, rounds: int, layers: int, width: int) -> dict[str, l
     weights = 4 * layers * width**2
     found: dict[str, list[float]] = {"one instance": [], "Adam": [], "ShardedOptimizer": []}
     for _ in range(rounds):
-        stateless = {count: peak_bytes("sgd", count, layers, width) - count * weights for count in {1, instances}}
+        jobs = [(kind, count) for count in {1, instances} for kind in ("sgd", "adam")] + [("sharded", instances)]
+        peaks = {job: peak_bytes(*job, layers, width) for job in jobs}
         for name, kind, count in (
             ("one instance", "adam", 1),
             ("Adam", "adam", instances),
             ("ShardedOptimizer", "sharded", instances),
         ):
-            found[name].append((peak_bytes(kind, count, layers, width) - stateless[count]) / MIB)
+            found[name].append((peaks[kind, count] - peaks["sgd", count] + count * weights) / MIB)
     return found
 
 

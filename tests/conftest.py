@@ -110,7 +110,7 @@ def poprun() -> Poprun:
 
 
 @pytest.fixture(scope="session")
-def _forking() -> Iterator["subprocess.Popen[bytes]"]:
+def forking() -> Iterator["subprocess.Popen[bytes]"]:
     """The process that all instances of forked worlds are forked from."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.contract.forked_worlds"],
@@ -129,9 +129,9 @@ def _forking() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.fixture
-def forked_world(_forking: "subprocess.Popen[bytes]") -> ForkedWorlds:
+def forked_world(forking: "subprocess.Popen[bytes]") -> ForkedWorlds:
     """Many small worlds, at the price of one import of torch."""
-    return ForkedWorlds(_forking)
+    return ForkedWorlds(forking)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Call:
         num_hosts: On how many hosts the instances are told to be, the same number on each.
         victim: The instance that ends by SIGKILL and has no result; None for none.
         timeout_seconds: How long all of it may take.
-        launched: Whether the instances are told of their job, as by a launcher.
+        environments: What each instance is told in place of a launcher's variables; None: those.
     """
 
     fn: Callable[..., object]
@@ -39,7 +39,7 @@ class Call:
     num_hosts: int
     victim: int | None
     timeout_seconds: float
-    launched: bool = True
+    environments: Sequence[Mapping[str, str]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,21 @@ class ForkedWorlds:
             )
         )
 
+    def in_environments(self, fn: Callable[..., object], environments: Sequence[Mapping[str, str]]) -> list[Any]:
+        """What ``fn`` returns on instances that are told these variables in place of a launcher's."""
+        return self._values(
+            Call(
+                fn=fn,
+                arguments=(),
+                num_instances=len(environments),
+                num_replicas=len(environments),
+                num_hosts=1,
+                victim=None,
+                timeout_seconds=DEADLINE_SECONDS,
+                environments=environments,
+            )
+        )
+
     def script(
         self, script: Path, *words: str, num_instances: int | None = None, num_replicas: int | None = None
     ) -> list[list[str]]:
@@ -98,7 +113,7 @@ class ForkedWorlds:
                 num_hosts=1,
                 victim=None,
                 timeout_seconds=DEADLINE_SECONDS,
-                launched=num_instances is not None,
+                environments=None if num_instances else [{}],
             )
         )
 

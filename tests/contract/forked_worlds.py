@@ -114,7 +114,8 @@ def _be(call: Call, contract: Contract, folder: Path, store: socket.socket) -> N
     if contract.store is not None and contract.instance_index == 0:
         contract = replace(contract, store_descriptor=os.dup(store.fileno()))
     store.close()
-    os.environ.update(contract.to_env() if call.launched else {})
+    told = contract.to_env() if call.environments is None else call.environments[contract.instance_index]
+    os.environ.update(told)
     random.seed()
     np.random.seed()  # noqa: NPY002 - what programs draw from
     value = pickle.dumps(call.fn(*call.arguments))

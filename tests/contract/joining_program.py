@@ -17,14 +17,32 @@ def tell(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
+def plain() -> str:
+    """A program that names the backend ``popdist``, and is told its rank by whoever started it."""
+    rank, size = (
+        next(int(os.environ[name]) for name in names if name in os.environ)
+        for names in (
+            ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),
+            ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
+        )
+    )
+    if "RANK" in os.environ:
+        distributed.init_process_group("popdist")
+    else:
+        store = f"file://{os.environ['PLAIN_STORE']}"
+        distributed.init_process_group("popdist", init_method=store, rank=rank, world_size=size)
+    total = torch.tensor([rank + 1.0])
+    distributed.all_reduce(total)
+    part = distributed.new_group(backend="popdist")
+    distributed.all_reduce(total, group=part)
+    backends = f"{distributed.get_backend()} {distributed.get_backend(part)}"
+    distributed.destroy_process_group()
+    return f"{backends} {total.item()}"
+
+
 def join() -> None:
     """Every instance counts, knows its place, and trains; nothing that init() opened listens off loopback."""
     tell(*place(), trained())
-
-
-def count() -> None:
-    """The same without a training."""
-    tell(*place())
 
 
 def place() -> tuple[object, ...]:
@@ -113,7 +131,7 @@ def _listening() -> set[tuple[str, int]]:
     return {(it.laddr.ip, it.laddr.port) for it in connections if it.status == psutil.CONN_LISTEN}
 
 
-PROGRAMS = (join, join_mpi, count, init_first, init_last, torch_helpers, torch_helpers_fail, fail)
+PROGRAMS = (plain, join, join_mpi, init_first, torch_helpers, torch_helpers_fail, fail)
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

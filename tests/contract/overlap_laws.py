@@ -62,6 +62,9 @@ def run_all(on_gpus: bool) -> int:  # noqa: FBT001 - how run_world passes it
     return len(laws)
 
 
+prepare = training_recipes.prepare
+
+
 def run_recipes() -> tuple[dict[str, str], int]:
     """What every recipe of training_recipes.py has trained, and how many steps went early and were right."""
     with tiny_sizes(), counted() as ends:

@@ -2,11 +2,15 @@
 
 import gc
 import itertools
+import json
 import os
 import signal
+import socket
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +21,7 @@ from torch import nn
 import popdist
 from popdist import context
 from popdist.comm.channel import Channel
+from popdist.contract import Contract, Endpoint
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from tests.contract import overlap_laws, training_laws
 
@@ -99,7 +104,37 @@ def _send_early(model: popdist.ReplicatedModel) -> None:
         model(x).square().mean().backward()
 
 
-def main(end: str) -> None:
+ENDS = ("end", "hold", "raise")
+"""Of programs: without finalize(), with a loop that the interpreter's end closes, with an exception in one."""
+
+
+def main(folder: Path) -> None:
+    """Fork the two instances of a job for each end; a fork returns, so that its interpreter ends as a program's.
+
+    What it writes to its standard error is in ``folder``; the exit codes are printed.
+    """
+    torch.optim.SGD([torch.zeros(1)])  # has torch import the rest of itself once, and not in each instance
+    gc.freeze()
+    codes = []
+    for end in ENDS:
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            master = Endpoint(host="127.0.0.1", port=held.getsockname()[1])
+            contract = Contract(num_instances=2, num_replicas=2, num_threads=1, job_id="overlap", master=master)
+            children = []
+            for index in range(2):
+                children.append(os.fork())
+                if not children[-1]:
+                    os.environ.update(replace(contract, instance_index=index, host_index=index).to_env())
+                    os.dup2(os.open(folder / f"{end}-{index}", os.O_WRONLY | os.O_CREAT), 2)
+                    live(end)
+                    return
+            codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    sys.stdout.write(json.dumps(codes))
+
+
+def live(end: str) -> None:
     """A program that just ends, or holds a loop, or whose instance 1 raises when its gradients have gone."""
     model = _begin()
     model.zero_grad()
@@ -132,4 +167,4 @@ def _die() -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]))

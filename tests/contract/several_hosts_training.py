@@ -1,6 +1,7 @@
-"""A training over several hosts, or what an environment says are several."""
+"""A training over several hosts, or what an environment says are several; as a program it tells the digest."""
 
 import hashlib
+import os
 
 import torch
 from torch import Tensor, nn
@@ -69,3 +70,7 @@ def _trained(gradient_dtype: torch.dtype | None) -> bytes:
         optimizer.step()
         optimizer.zero_grad()
     return b"".join(it.detach().numpy().tobytes() for it in net.parameters())
+
+
+if __name__ == "__main__":
+    os.write(1, f"{train()[1]}\n".encode())

@@ -3,9 +3,7 @@
 Holds popdist.comm.rendezvous and popdist.process_group.default_group.
 """
 
-import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,23 +24,25 @@ PROGRAM = Path(__file__).parent / "joining_program.py"
 
 NAMES = ("mpich", "openmpi")
 
-JOINED = "3 [0, 1, 2] [0, 1, 2] False {{'127.0.0.1'}} {}"
+JOINED = "2 [0, 1] [0, 1] False {{'127.0.0.1'}} {}"
+
+PLAIN = "popdist popdist 6.0"
 
 
-def mpiexec(mpi: MpiEnvironment, what: str, *, num_instances: int = 2, python: Path | None = None) -> Finished:
+def mpiexec(mpi: MpiEnvironment, *what: str, python: Path | None = None, store: str = "") -> Finished:
     """The program under an MPI's own launcher, run by that environment's Python or another one."""
     options = ["--oversubscribe"] if mpi.name == "openmpi" else []
     return run(
-        [str(mpi.mpiexec), *options, "-n", str(num_instances), str(python or mpi.python), str(PROGRAM), what],
-        env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+        [str(mpi.mpiexec), *options, "-n", "2", str(python or mpi.python), str(PROGRAM), *what],
+        env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PLAIN_STORE": store},
     )
 
 
 @pytest.fixture
 def joined(forked_world: ForkedWorlds) -> str:
-    """What each of three instances prints; its checksum is that of one instance with three replicas."""
+    """What each of two instances prints; its checksum is that of one instance with two replicas."""
     (weights,) = forked_world(
-        joining_program.trained, num_instances=1, num_replicas=3, timeout_seconds=DEADLINE_SECONDS
+        joining_program.trained, num_instances=1, num_replicas=2, timeout_seconds=DEADLINE_SECONDS
     )
     return JOINED.format(weights)
 
@@ -50,16 +50,18 @@ def joined(forked_world: ForkedWorlds) -> str:
 def test_ranks_of_torchrun_are_instances(joined: str) -> None:
     """`torchrun train.py` is one job with one replica for each rank, over loopback; its weights are the same.
 
-    And a group of the program's own meets at torchrun's store, too, without a disturbance.
+    And groups of the program's own, on the backend ``popdist`` and on gloo, meet at torchrun's store, too, without
+    a disturbance.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    finished = run([*torchrun, str(PROGRAM), "join", "init_first"], env={"OMP_NUM_THREADS": "1"})
-    assert finished.succeeded().lines == [joined] * 3 + ["3.0 3.0"] * 3
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = run([*torchrun, str(PROGRAM), "plain", "join", "init_first"], env={"OMP_NUM_THREADS": "1"})
+    assert finished.succeeded().lines == sorted([joined, "2.0 2.0", PLAIN] * 2)
 
 
-def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment, joined: str) -> None:
-    """`mpiexec -n 3 python train.py`, too."""
-    assert mpiexec(mpi, "join_mpi", num_instances=3).succeeded().lines == [joined] * 3
+def test_ranks_of_mpiexec_are_instances(mpi: MpiEnvironment, joined: str, tmp_path: Path) -> None:
+    """`mpiexec -n 2 python train.py`, too, and the backend ``popdist`` is there for a plain program."""
+    finished = mpiexec(mpi, "plain", "join_mpi", store=str(tmp_path / "store"))
+    assert finished.succeeded().lines == [joined] * 2 + [PLAIN] * 2
 
 
 def test_an_mpi_that_is_not_mpi4pys_is_named(
@@ -98,44 +100,42 @@ def test_the_default_group_of_torch(forked_world: ForkedWorlds, num_instances: i
 
 
 def test_the_default_group_is_left_to_the_end_of_the_program(poprun: Poprun) -> None:
-    """Without finalize(): the job ends, and one that fails is named, not those that wait for it."""
+    """Without finalize(): the job ends, and one that fails is named, not those that wait for it.
+
+    One on the backend ``popdist``, which has been destroyed, leaves no trace.
+    """
     options = ["--launcher", "local", "--tag-output=no", "-n", "2", sys.executable, str(PROGRAM)]
-    assert poprun(*options, "torch_helpers").succeeded().lines == ["2.0"] * 2
+    assert poprun(*options, "plain", "torch_helpers").succeeded().lines == ["2.0"] * 2 + [PLAIN] * 2
     failed = poprun(*options, "torch_helpers_fail")
     assert failed.code == 1
     assert "instance 1 failed first" in failed.err
 
 
-def test_four_variables_are_enough() -> None:
+def test_four_variables_are_enough(forked_world: ForkedWorlds) -> None:
     """Without any launcher, ranks that were told where to meet are a job."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(PROGRAM), "init_first"]
-    with subprocess.Popen(command, env={**os.environ, **env, "RANK": "1"}) as other:
-        first = run(command, env={**env, "RANK": "0"})
-        assert other.wait(DEADLINE_SECONDS) == 0
-    assert first.succeeded().out == "2.0 2.0\n"
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environments = [told | {"RANK": str(rank)} for rank in range(2)]
+
+    assert forked_world.in_environments(joining_program.init_first, environments) == ["2.0 2.0"] * 2
 
 
-def test_pods_of_an_indexed_job_are_instances() -> None:
+def test_pods_of_an_indexed_job_are_instances(forked_world: ForkedWorlds) -> None:
     """What the pods of a JobSet are told makes them one job, with as many replicas as the plan gave it."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
     plan = planned(num_instances=2, num_replicas=4, program=("train",))
     manifest = yaml.safe_load(emit_job(plan, EmitKind.JOBSET, Surroundings(image="image")))
     pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     told = {it["name"]: it["value"] for it in pod["containers"][0]["env"] if "value" in it}
-    env = {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, str(PROGRAM), "count"]
-    with subprocess.Popen(
-        command, env={**os.environ, **env, "JOB_COMPLETION_INDEX": "1"}, stdout=subprocess.PIPE, text=True
-    ) as other:
-        first = run(command, env={**env, "JOB_COMPLETION_INDEX": "0"})
-        second, _ = other.communicate(timeout=DEADLINE_SECONDS)
-        assert other.returncode == 0
-    assert first.succeeded().out.startswith("4 [0, 1] [0, 0] False ")
-    assert second.startswith("4 [0, 1] [0, 0] False ")
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    environments = [told | {"JOB_COMPLETION_INDEX": str(index)} for index in range(2)]
+    places = forked_world.in_environments(joining_program.place, environments)
+
+    assert [place[:-1] for place in places] == [(4, [0, 1], [0, 0], False)] * 2
+
+
+def free_port() -> str:
+    """One on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return str(held.getsockname()[1])
 
 
 def test_a_lost_store_socket_is_named(poprun: Poprun) -> None:

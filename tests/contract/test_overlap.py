@@ -1,21 +1,18 @@
 """Gradients that go while the backward pass runs have the bits of those that go at its end."""
 
+import json
 import os
-import socket
-import subprocess
 import sys
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from popdist.contract import Contract, Endpoint
 from popdist.testing import run_world
 from tests.contract import loop_laws, overlap_laws, overlap_losses, training_recipes
 from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.training_laws import laws_of
-from tests.docs.markdown import ROOT
-from tests.running import DEADLINE_SECONDS
+from tests.running import DEADLINE_SECONDS, run
 
 NUM_RECIPES = len([name for name in vars(training_recipes) if name.startswith("recipe_")])
 
@@ -93,31 +90,15 @@ def test_an_instance_is_interrupted(forked_world: ForkedWorlds, method: str) -> 
     forked_world(overlap_losses.interrupt, method, num_instances=3, num_hosts=3, timeout_seconds=DEADLINE_SECONDS)
 
 
-@pytest.mark.parametrize("end", ["end", "hold", "raise"])
-def test_programs_end(end: str) -> None:
+def test_programs_end(tmp_path: Path) -> None:
     """Without finalize(), with a loop that only the interpreter's end closes, or with an exception in one."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        master = Endpoint(host="127.0.0.1", port=held.getsockname()[1])
-        contract = Contract(num_instances=2, num_replicas=2, num_threads=1, job_id="overlap", master=master)
-        instances = [
-            subprocess.Popen(
-                [sys.executable, "-m", overlap_losses.__name__, end],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | it.to_env(),
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for it in (replace(contract, instance_index=index, host_index=index) for index in range(2))
-        ]
-        try:
-            told = [it.communicate(timeout=DEADLINE_SECONDS)[1].splitlines() for it in instances]
-        finally:
-            for it in instances:
-                it.kill()
-                it.wait()
-    assert [it.returncode for it in instances] == [int(end == "raise")] * 2, told
-    if end == "raise":
-        assert told[0][-1].startswith("popdist.errors.MicroBatchError: instance 1 left the micro_batches loop")
-        assert told[1][-1] == "ValueError: no more"
+    finished = run(
+        [sys.executable, "-m", overlap_losses.__name__, str(tmp_path)],
+        env={"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+    ).succeeded()
+    told = {path.name: path.read_text(encoding="utf-8") for path in sorted(tmp_path.iterdir())}
+
+    assert json.loads(finished.out) == [[int(end == "raise")] * 2 for end in overlap_losses.ENDS], told
+    first, second = (told[f"raise-{index}"].splitlines()[-1] for index in range(2))
+    assert first.startswith("popdist.errors.MicroBatchError: instance 1 left the micro_batches loop")
+    assert second == "ValueError: no more"

@@ -8,6 +8,7 @@ import copy
 import io
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,18 @@ def run_all() -> dict[str, str]:
     return digests
 
 
+def prepare() -> None:
+    """Have torch import its compiler, in the process that forks the worlds."""
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.codegen.cpp")
+
+
 def run_inductor(cache: Path) -> str:
     """What the kernels that torch compiles for this CPU have trained, on micro batches of several sizes."""
-    import torch._inductor.config  # noqa: PLC0415 - the other recipes need none of it
-
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
-    torch._inductor.config.compile_threads = 1
+    config: Any = import_module("torch._inductor.config")
+    config.compile_threads = 1
+    config.cpp.vec_isa_ok = True  # torch would compile a program for each kind that the CPU has
     popdist.init(timeout_seconds=300)
     torch.manual_seed(0)
     module = nn.Sequential(nn.BatchNorm1d(300), nn.GELU())

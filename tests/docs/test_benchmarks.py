@@ -60,10 +60,7 @@ def test_the_launchers_can_be_measured_again(tmp_path: Path) -> None:
 
 
 def test_the_training_can_be_drawn_again(tmp_path: Path) -> None:
-    """Two epochs of ``benchmarks/training.py`` show the same weights for two splits, and draw them.
-
-    The third, which the README names, too, is one of those of hosts/test_jobs.py.
-    """
+    """Two epochs of ``benchmarks/training.py`` show the same weights for two splits, and draw them."""
     script = str(BENCHMARKS / "training.py")
     words = ["--epochs", "2", "--instances", "1", "2", "--plot", str(tmp_path / "training.svg")]
     finished = run([sys.executable, script, *words]).succeeded()

@@ -41,14 +41,13 @@ def test_the_variables_of_open_mpi_are_there(local: Poprun, num_instances: int) 
     ]
 
 
-@pytest.mark.parametrize("num_instances", [1, 2])
-def test_distributed_data_parallel_runs_unmodified(local: Poprun, num_instances: int) -> None:
+def test_distributed_data_parallel_runs_unmodified(local: Poprun) -> None:
     """A script with torch's own process group and DistributedDataParallel trains, and its ranks agree."""
-    finished = local("-n", str(num_instances), "--tag-output=no", sys.executable, str(EXAMPLES / "plain_ddp.py"))
+    finished = local("-n", "2", "--tag-output=no", sys.executable, str(EXAMPLES / "plain_ddp.py"))
     ranks, weights = zip(*(line.split(": ") for line in finished.succeeded_but_for_torch().lines), strict=True)
 
-    assert ranks == tuple(f"rank {rank} of {num_instances}" for rank in range(num_instances))
-    assert len(set(weights)) == 1
+    assert ranks == ("rank 0 of 2", "rank 1 of 2")
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("options", [("-n", "2"), ("-n", "1")])
