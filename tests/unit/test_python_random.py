@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -135,3 +136,23 @@ def test_a_state_of_torch_goes_on_where_it_was_taken(
         assert torch.equal(seeded, torch.Generator().manual_seed(5).get_state())
         assert torch.equal(process_generators.as_torch_tensor(state), expected)
         assert torch.equal(torch.get_rng_state(), expected)
+
+
+@given(numbers=st.lists(st.integers(0, 2**64 - 1), max_size=40))
+def test_seeds_one_after_the_other_are_those_one_by_one(numbers: list[int]) -> None:
+    """Whatever is prepared ahead: all that a generator gives from then on, without the second of a pair before."""
+    draws: dict[str, Callable[[], object]] = {
+        "python": lambda: (random.getrandbits(9000), random.gauss(0, 1)),
+        "numpy": lambda: (np.random.bytes(3000), np.random.randn()),  # noqa: NPY002 - under test
+        "torch": lambda: (
+            torch.randn(()).item(),
+            torch.randn((), dtype=torch.float64).item(),
+            torch.rand(900).sum(),
+        ),
+    }
+    for generator in process_generators.GENERATORS:
+        draw = draws[generator.name]
+        draw()
+        one_by_one = [(generator.seed(number), draw())[1] for number in numbers]
+        draw()
+        assert [draw() for _ in generator.seed_each(numbers)] == one_by_one

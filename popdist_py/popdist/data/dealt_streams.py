@@ -130,8 +130,7 @@ class StreamFetcher(IterableDataset[Any]):
 
         def read(reseed: Reseed) -> list[Any]:
             found = []
-            for seed in seeds:
-                reseed(seed)
+            for _ in reseed.each(seeds):
                 try:
                     found.append(next(items))
                 except StopIteration:

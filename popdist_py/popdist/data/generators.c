@@ -4,9 +4,7 @@
  * states are 8 KiB; what takes time in Python are the calls, whose code has left the caches while a model computed.
  * Python's lock is held throughout. */
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "seeding.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -135,6 +133,7 @@ static PyObject *prepare(PyObject *module, PyObject *args) {
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS, NULL},
     {"exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL, NULL},
+    {"seeded_rows", seeded_rows, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

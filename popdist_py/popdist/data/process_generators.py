@@ -22,9 +22,11 @@ import random
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -317,19 +319,27 @@ def exchange_in_turn(out: States, into: States) -> None:
         set_bit_generator(into.other_bits)
 
 
+def _find_extension() -> Any:  # noqa: ANN401 - mypy knows no extension
+    try:
+        return import_module("popdist.data._generators")
+    except ImportError:
+        return None
+
+
+_extension: Final = _find_extension()
+
+
 def _find_exchange() -> Callable[[States, States], None]:
     """C's way, where there is the extension and all places are known."""
-    try:
-        extension = import_module("popdist.data._generators")
-    except ImportError:
-        return exchange_in_turn
-    if _row is None or _torch_row is None or _pair_start is None:
+    if _extension is None or _row is None or _torch_row is None or _pair_start is None:
         return exchange_in_turn
     places = [_address_of(_generator), _ROW.size, _numpy_bits.ctypes.state_address, NUMPY_ROW.size]
     places += [_torch_address_of(torch.default_generator), _TORCH_BYTES]
     pair = id(_random_state) + _pair_start
-    extension.prepare(array("Q", places).tobytes(), pair, _generator, _random_state, _numpy_bits, exchange_in_turn)
-    return extension.exchange  # type: ignore[no-any-return] # mypy knows no extension
+    _extension.prepare(
+        array("Q", places).tobytes(), pair, _generator, _random_state, _numpy_bits, exchange_in_turn
+    )
+    return _extension.exchange  # type: ignore[no-any-return] # mypy knows no extension
 
 
 exchange: Final = _find_exchange()
@@ -352,6 +362,7 @@ class Generator:
     Attributes:
         name: What it is called.
         seed: Sets its state from a 64-bit number.
+        seed_each: Does so from one number after the other, at each step of an iterator, in less time.
         get: Gives its state.
         set: Sets its state.
         look: Gives something that differs when numbers were drawn in between; cheaper than the state.
@@ -360,6 +371,7 @@ class Generator:
 
     name: str
     seed: Callable[[int], object]
+    seed_each: Callable[[list[int]], Iterator[object]]
     get: Callable[[], Any]
     set: Callable[[Any], object]
     look: Callable[[], object]
@@ -378,10 +390,53 @@ def _undo_numpy(seen: bytes) -> None:
     ctypes.memmove(get_bit_generator().ctypes.state_address, seen, len(seen))
 
 
+_SOME_SEEDS: Final = [0, 1, 2**32 - 1, 2**32, 2**64 - 1]
+_NUM_PREPARED: Final = 8
+"""So many states are made at once: few enough for a fast cache to hold them beside what a sample needs."""
+
+
+def _find_python_seeds() -> Callable[[list[int]], Iterator[object]]:
+    """C's way to seed Python's generator again and again, where it gives what ``random.seed`` does."""
+    row = _row
+    if _extension is not None and row is not None:
+        expected = [seeded_python_state(seed)[0] for seed in _SOME_SEEDS]
+        if _extension.seeded_rows(expected[0], _SOME_SEEDS) == expected:
+
+            def put(state: bytes) -> None:
+                row[:], _generator.gauss_next = state, None
+
+            return lambda seeds: map(put, _prepared(expected[0], seeds))
+    return lambda seeds: map(random.seed, seeds)
+
+
+def _find_torch_seeds() -> Callable[[list[int]], Iterator[object]]:
+    """C's way to seed torch's generator again and again, where it gives what ``manual_seed`` does."""
+    like = seeded_torch_state(0)
+    if _extension is not None and _torch_row is not None and isinstance(like, bytes):
+        made = [as_torch_tensor(row) for row in _extension.seeded_rows(like, _SOME_SEEDS)]
+        expected = [torch.Generator().manual_seed(seed).get_state() for seed in _SOME_SEEDS]
+        if all(map(torch.equal, made, expected)):
+            put = partial(_torch_row.__setitem__, slice(None))
+            return lambda seeds: map(put, _prepared(like, seeds))
+    return lambda seeds: map(torch.default_generator.manual_seed, seeds)
+
+
+def _prepared(like: bytes, seeds: list[int]) -> Iterator[bytes]:
+    starts = range(0, len(seeds), _NUM_PREPARED)
+    return chain.from_iterable(
+        _extension.seeded_rows(like, seeds[start : start + _NUM_PREPARED]) for start in starts
+    )
+
+
+def _seed_numpy(seed: int) -> None:
+    np.random.seed(seed % _NUMPY_SEEDS)  # noqa: NPY002 - what datasets draw from
+
+
 GENERATORS: Final = (
     Generator(
         name="python",
         seed=random.seed,
+        seed_each=_find_python_seeds(),
         get=python_state,
         set=set_python_state,
         look=python_state,
@@ -389,7 +444,8 @@ GENERATORS: Final = (
     ),
     Generator(
         name="numpy",
-        seed=lambda seed: np.random.seed(seed % _NUMPY_SEEDS),  # noqa: NPY002 - what datasets draw from
+        seed=_seed_numpy,
+        seed_each=lambda seeds: map(_seed_numpy, seeds),
         get=np.random.get_state,
         set=np.random.set_state,
         look=_look_at_numpy,
@@ -398,6 +454,7 @@ GENERATORS: Final = (
     Generator(
         name="torch",
         seed=torch.default_generator.manual_seed,
+        seed_each=_find_torch_seeds(),
         get=torch_state,
         set=set_torch_state,
         look=torch_state,

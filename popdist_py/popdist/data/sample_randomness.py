@@ -6,10 +6,10 @@ are watched while the first samples are read, and afterwards only those are set 
 others are still watched: when one was drawn from after all, what was read is read again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,17 @@ from popdist.data.process_generators import GENERATORS, Generator
 
 T = TypeVar("T")
 
-Reseed = Callable[[int], object]
-"""Sets the generators for what comes next, from a 64-bit number."""
+
+class Reseed(NamedTuple):
+    """Sets generators for what comes next.
+
+    Attributes:
+        once: From a 64-bit number.
+        each: From one number after the other, at each step of an iterator.
+    """
+
+    once: Callable[[int], object]
+    each: Callable[[list[int]], Iterator[object]]
 
 
 @dataclass(slots=True)
@@ -80,10 +89,10 @@ class Randomness:
 
         def reseed(seed: int) -> None:
             find()
-            reseed_all(seed)
+            reseed_all.once(seed)
             expected.update({generator.name: generator.look() for generator in GENERATORS})
 
-        result = work(reseed)
+        result = work(Reseed(reseed, lambda seeds: map(reseed, seeds)))
         find()
         self.used = frozenset(used)
         return result
@@ -132,12 +141,11 @@ def draws_nothing(dataset: object) -> bool:
 
 
 def _seeding(generators: Sequence[Generator]) -> Reseed:
-    seeds = [generator.seed for generator in generators]
-    if len(seeds) == 1:
-        return seeds[0]
+    if len(generators) == 1:
+        return Reseed(generators[0].seed, generators[0].seed_each)
 
-    def reseed(number: int) -> None:
-        for seed in seeds:
-            seed(number)
+    def once(number: int) -> None:
+        for generator in generators:
+            generator.seed(number)
 
-    return reseed
+    return Reseed(once, lambda seeds: zip(*[generator.seed_each(seeds) for generator in generators], strict=True))
