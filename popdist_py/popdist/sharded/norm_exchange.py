@@ -5,7 +5,6 @@ they have, for all cut parameters in one message, and each finishes the same tre
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from operator import add
 from typing import Final
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import OptimizerError
-from popdist.groups import CAUSE_FIRST_SECONDS, Group
+from popdist.groups import Group, let_the_cause_come_first
 from popdist.headers import name_instances
 from popdist.optim.pieces import NodeSums, Piece
 from popdist.optim.square_sums import BLOCK
@@ -62,7 +61,7 @@ class NormExchange:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])
         if failed := [i for i, row in zip(self._group.instances, received, strict=True) if row[0]]:
-            time.sleep(CAUSE_FIRST_SECONDS)  # they shall end first, with the cause
+            let_the_cause_come_first()
             raise OptimizerError(
                 f"{name_instances(failed)} failed in a step (see the error there), so norms of parameters are not "
                 "known"
