@@ -43,7 +43,8 @@ class CheckedSteps:
         Raises:
             NotInitializedError: Before ``popdist.init()``.
         """
-        return is_checked(self.number) and context.current_job().is_checked
+        number = self.number
+        return (number <= NUM_FIRST or number % EVERY == 0) and context.current_job().is_checked
 
     def end_step(self) -> None:
         """A step has ended with a gradient on all instances."""

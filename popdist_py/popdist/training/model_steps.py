@@ -137,6 +137,7 @@ class ModelSteps:
         """Make what a copy makes anew."""
         optimizer_steps.watch()
         self._mark = optimizer_steps.StepMark(self, self._module)
+        self._num_local_replicas = self.layout.num_local_replicas
         self.step: Step | PlainStep | None = None
         self._left_at: int | None = None
         self._has_looked = self._is_joint = False
@@ -242,9 +243,10 @@ class ModelSteps:
     ) -> tuple[Step | PlainStep, list[Nest], Sequence[float]]:
         """Begin the step of a whole batch: its micro batches, and what each counts."""
         try:
-            check_reduction(reduction)
+            if reduction != "mean":
+                check_reduction(reduction)
             accumulation, contents, counts = split_batch(
-                batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
+                batch, self._num_local_replicas, accumulation, split=split, weights=weights
             )
             if self._norm_groups is not None:
                 self._norm_groups.check_batch(contents, counts)
@@ -261,7 +263,8 @@ class ModelSteps:
             )
         step = self.begin(accumulation)
         try:
-            step.announce(max(counts), reduction, self._mark_of(batch, is_checked=step.is_checked), add=add)
+            mark = NO_MARK if self.layout.num_instances == 1 else self._mark_of(batch, is_checked=step.is_checked)
+            step.announce(max(counts), reduction, mark, add=add)
             if reduction == "sum" and weights is None:
                 counts = [float(content is not None) for content in contents]
             if self._norm_groups is not None:
@@ -332,7 +335,7 @@ class ModelSteps:
 
     def _look_at(self, batch: Nest) -> int:
         """A digest of a batch that popdist has not dealt; once, a warning if each instance reads all data."""
-        if self.layout.num_instances == 1 or hasattr(batch, "micro_batches"):
+        if hasattr(batch, "micro_batches"):
             return 0
         is_first = context.environment().contract.instance_index == 0
         if is_first and not self._has_looked and ModelSteps.num_looks < MOST_LOOKS:

@@ -18,6 +18,8 @@ from popdist.data import process_generators
 from popdist.data.process_generators import PythonState, States, TorchState, exchange
 from popdist.errors import WeightsError
 
+_CPU: Final = torch.device("cpu")
+
 
 class _States(States):
     """A state of all generators: that of a replica while it does not draw, or that of the program meanwhile.
@@ -57,7 +59,7 @@ class ReplicaRandomness:
         """What to enter for a micro batch of ``replica`` on a model whose parameters lie on ``device``."""
         if self.seed is None:
             return _ProgramScope(self._states, replica, None)
-        if device.type != "cuda":
+        if device == _CPU or device.type != "cuda":
             return self._scopes[replica]
         if self._states[replica].cuda is None:
             state = torch.Generator(device).manual_seed(_number(self.seed, replica, "cuda")).get_state()
@@ -112,13 +114,19 @@ class RandomScope:
         if self._entered:
             self._entered[-1].take_back()
         self._entered.append(self)
-        self.put_in_place()
+        if self._ordinal is None:
+            exchange(_programs, self._states[self._replica])  # as put_in_place(), with one call less
+        else:
+            self.put_in_place()
 
     def __exit__(self, *_error: object) -> None:
         was_last = self._entered[-1] is self
         self._entered.remove(self)
         if was_last:
-            self.take_back()
+            if self._ordinal is None:
+                exchange(self._states[self._replica], _programs)  # as take_back()
+            else:
+                self.take_back()
             if self._entered:
                 self._entered[-1].put_in_place()
 
