@@ -1,6 +1,7 @@
-"""Run a program on hosts whose cables carry so much and no more.
+"""Run a program on hosts whose cables carry so much and no more, and take so long.
 
     python -m benchmarks.slow_network --rate 1gbit python benchmarks/overlap.py
+    python -m benchmarks.slow_network --rate 1gbit --latency 1ms python benchmarks/overlap.py
     python -m benchmarks.slow_network --hosts 4 --instances 2 --rate 10gbit python benchmarks/overlap.py
 
 The hosts are network namespaces of this machine. It takes root, iproute2 and openssh-server.
@@ -11,6 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.hosts.network import TMPDIR, Network, missing_reason
@@ -19,6 +22,7 @@ BUCKET = ("burst", "256kb", "latency", "50ms")
 """Of tokens: how much goes at once, and how long the rest may wait."""
 
 INTERFACE = "eth0"
+RELAY = Path(__file__).parent / "measuring" / "relay.py"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -37,18 +41,48 @@ def run(network: Network, num_local: int, program: list[str]) -> int:
     return subprocess.run(first.enter(words), stdin=subprocess.DEVNULL, check=False).returncode
 
 
+def milliseconds(text: str) -> float:
+    """Such as ``1ms``, in seconds."""
+    if not text.endswith("ms"):
+        raise ValueError
+    return float(text.removesuffix("ms")) / 1e3
+
+
+@contextmanager
+def latency(network: Network, seconds: float) -> Iterator[None]:
+    """In place of its cables give each host one to a switch that holds each frame for ``seconds``."""
+    for host in network.hosts.values():
+        host.run("ip", "link", "delete", INTERFACE)
+    pids = [str(host.init.pid) for host in network.hosts.values()]
+    command = [sys.executable, str(RELAY), INTERFACE, str(seconds), *pids]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as switch:
+        if switch.stdin is None or switch.stdout is None or not switch.stdout.readline():
+            raise SystemExit("the switch with a latency did not start: what it printed says why")
+        for host in network.hosts.values():
+            host.run("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            host.run("ip", "address", "add", f"{host.address_6}/64", "dev", INTERFACE, "nodad")
+            host.run("ip", "link", "set", INTERFACE, "up")
+        yield
+        switch.stdin.close()
+
+
 def main() -> None:
     """Make the network, run the program on it, and take it away."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2, help="how many (2)")
     parser.add_argument("--instances", type=int, default=1, help="of each host (1)")
     parser.add_argument("--rate", default="1gbit", help="of each host's cable, as tc writes it (1gbit)")
+    parser.add_argument("--latency", type=milliseconds, help="what a frame takes from host to host, such as 1ms")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="what each host runs, with its words")
     options = parser.parse_args()
     if reason := missing_reason():
         raise SystemExit(reason)
     names = [f"n{number}" for number in range(1, options.hosts + 1)]
-    with tempfile.TemporaryDirectory() as folder, Network(names, Path(folder)) as network:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        network = stack.enter_context(Network(names, Path(folder)))
+        if options.latency:
+            stack.enter_context(latency(network, options.latency))
         for host in network.hosts.values():
             host.run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", options.rate, *BUCKET)
         code = run(network, options.instances, options.program)

@@ -250,8 +250,8 @@ def interval(found: Median, factor: float, unit: str) -> str:
 @contextmanager
 def group() -> Iterator[None]:
     """The job, with gloo as its default group."""
-    torch.set_num_threads(1)
     popdist.init()
+    torch.set_num_threads(1)  # poprun gives a host's only instance all of its cores
     distributed.init_process_group("gloo")
     yield
     distributed.destroy_process_group()

@@ -162,12 +162,13 @@ def test_batch_norm_groups_can_be_measured_again(forked_world: ForkedWorlds) -> 
 
 
 def test_a_step_over_a_network_can_be_measured_again() -> None:
-    """Two rounds of ``benchmarks/overlap.py`` with a small model on a slow cable show every loop."""
+    """Two rounds of ``benchmarks/overlap.py`` with a small model on slow and long cables show every loop."""
     if reason := missing_reason():
         pytest.skip(reason)
     words = ["--rounds", "2", "--steps", "1", "--layers", "2", "--width", "64"]
     program = [sys.executable, str(BENCHMARKS / "overlap.py"), *words]
     network = [sys.executable, "-m", "benchmarks.slow_network", "--rate", "100mbit"]
+    network += ["--latency", "1ms"] if Path("/dev/net/tun").exists() else []
     finished = run([*network, *program], cwd=ROOT).succeeded()
 
     for word in ("DDP, gloo", "at the end", "| ReplicatedModel ", "bfloat16", "the wire", "--width 64"):
