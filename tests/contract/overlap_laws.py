@@ -4,12 +4,14 @@ For jobs whose instances share no memory, or compute on GPUs. Buckets are tiny, 
 """
 
 import copy
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,7 +24,7 @@ import popdist
 from popdist import context
 from popdist.comm import two_level
 from popdist.comm.channel import Channel
-from popdist.gradients import overlap, reduction
+from popdist.gradients import buckets, reduction
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
@@ -75,8 +77,9 @@ def run_recipes() -> tuple[dict[str, str], int]:
 def tiny_sizes() -> Iterator[None]:
     """Within it a small model has several buckets, of several pieces each."""
     with (
-        mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE),
-        mock.patch.object(overlap, "PIECE_SIZE", PIECE_SIZE),
+        mock.patch.object(buckets, "BUCKET_SIZE", BUCKET_SIZE),
+        mock.patch.object(buckets, "NUM_DOUBLINGS", 0),
+        mock.patch.object(buckets, "PIECE_SIZE", PIECE_SIZE),
         mock.patch.object(two_level, "FEW", FEW),
     ):
         yield
@@ -233,6 +236,13 @@ def law_buckets_go_while_the_backward_pass_runs() -> None:
         model.zero_grad()
     assert num_done == [sum(num_pieces[:3])]
     assert channel().num_issued == before + 2 * sum(num_pieces)  # each is waited for once more, at the end
+
+
+def law_the_threads_that_carry_gradients_step_back() -> None:
+    """The kernel does not let them interrupt what computes; the program's own thread is as it was."""
+    policies = {os.sched_getscheduler(int(it.name)) for it in Path("/proc/self/task").iterdir()}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert os.SCHED_BATCH in policies
 
 
 def clip(model: nn.Module) -> None:

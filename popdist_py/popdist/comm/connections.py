@@ -5,7 +5,9 @@ of its own, made before or after. All connections are made at the start: afterwa
 and an instance that has finished may leave while others go on.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
@@ -24,6 +26,20 @@ from popdist.host_memory.short_messages import ShortMessages
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
+
+NICE: Final = 10
+"""How much of a core the threads of a channel leave to those that compute; see sched(7)."""
+
+
+def step_back() -> None:
+    """Have this thread, and those that it starts, not interrupt what computes on their core.
+
+    Each arrival would else take the core from a product of matrices, and its caches with it; so messages are taken
+    in fewer and larger parts. Where a core is free, or waits for messages, nothing changes.
+    """
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19))
 
 
 def check_available(device_types: frozenset[str]) -> None:
@@ -78,7 +94,8 @@ class Connections:
         self._channels: dict[str, Channel] = {}
         self._channel_neighbours: HostCollectives | None = None
         if self.host is None:
-            connected = self._connect("channel")
+            with ThreadPoolExecutor(1, initializer=step_back) as creator:
+                connected = creator.submit(self._connect, "channel").result()
             if self.neighbours is not None:
                 self._channel_neighbours = self._share_with_neighbours(num_local_instances, "channel/hosts")
             self._channels["cpu"] = self._channel_over(

@@ -23,57 +23,17 @@ from torch import Tensor
 
 from popdist.comm.channel import Channel
 from popdist.comm.early_sums import EarlySum, HostSum, Neighbours, PostedSum, QueuedSum
+from popdist.gradients.buckets import Bucket, digest_of, make_buckets, runs_of
 from popdist.gradients.exchange import nodes_of, nodes_of_hosts
-from popdist.gradients.rows import ALIGNMENT, FlatGradients, GradientRows, RowKind, num_reals, scale_rows, sum_of
+from popdist.gradients.rows import ALIGNMENT, FlatGradients, GradientRows, scale_rows, sum_of
 from popdist.groups import Exchange
 from popdist.headers import as_floats
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
 from popdist.tree import Node, TreeSum
 
-BUCKET_SIZE: Final = 1 << 20
-"""Numbers in a bucket, or more where the last gradient in it is large: what is worth a message of its own."""
-
-PIECE_SIZE: Final = 1 << 20
-"""Numbers that travel together, at most."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Gradients side by side in one row, which are sent together.
-
-    Attributes:
-        kind: Which row.
-        start: Its first number there.
-        stop: The number after its last one.
-        members: Positions of their parameters among all.
-    """
-
-    kind: int
-    start: int
-    stop: int
-    members: tuple[int, ...]
-
-    @property
-    def run(self) -> slice:
-        """Where its numbers are in the row."""
-        return slice(self.start, self.stop)
-
-
-def make_buckets(kinds: Sequence[RowKind]) -> list[Bucket]:
-    """All rows in buckets, from the end of each to its beginning: the last parameters come first."""
-    buckets = [bucket for number, kind in enumerate(kinds) for bucket in _buckets_of(number, kind)]
-    return sorted(buckets, key=lambda bucket: min(bucket.members), reverse=True)
-
-
-def _buckets_of(number: int, kind: RowKind) -> Iterable[Bucket]:
-    stop, members = kind.size, []
-    for index, parameter, start in reversed(kind.members):
-        if num_reals(parameter):
-            members.append(index)
-        if members and (stop - start >= BUCKET_SIZE or start == 0):
-            yield Bucket(kind=number, start=start, stop=stop, members=tuple(members))
-            stop, members = start, []
+KEPT_BYTES: Final = 31 << 20
+"""The largest block that counts, of at most 32 MiB, with room for what the C library adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +49,15 @@ class BucketPiece:
     total: EarlySum
 
 
-def digest_of(buckets: Iterable[Bucket]) -> bytes:
-    """A digest: the same for the same buckets."""
-    return hashlib.blake2b(repr(list(buckets)).encode(), digest_size=16).digest()
+def keep_freed_memory() -> None:
+    """Have the C library keep what the backward pass of a step frees for the next one.
+
+    glibc else gives the end of its heap back in each step, and the kernel clears it before it is used again, which
+    takes a twentieth of a step of large layers. When a block of this size was freed it keeps twice as much
+    (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD). Where one of these is set, and in other libraries, nothing
+    changes.
+    """
+    torch.empty(KEPT_BYTES, dtype=torch.uint8)
 
 
 class Overlap:
@@ -156,6 +122,7 @@ class Overlap:
 
     def _all(self) -> tuple[GradientRows, GradientRows, GradientRows]:
         if self._rows is None:
+            keep_freed_memory()
             wide, make = self.gradients.make_rows(), self.gradients.make_narrow
             if self._narrow is None:
                 self._rows = (wide, wide, self.gradients.make_rows())
@@ -166,9 +133,7 @@ class Overlap:
 
     def _pieces_of(self, bucket: Bucket, sums: GradientRows) -> list[BucketPiece]:
         row = sums.rows[bucket.kind]
-        starts = range(bucket.start, bucket.stop, PIECE_SIZE)
-        runs = [slice(start, min(start + PIECE_SIZE, bucket.stop)) for start in starts]
-        return [BucketPiece(run=run, total=self._early_sum(row[run])) for run in runs]
+        return [BucketPiece(run=run, total=self._early_sum(row[run])) for run in runs_of(bucket)]
 
     def _early_sum(self, into: Tensor) -> EarlySum:
         channel, num_replicas, op = self.channel, self._num_replicas, sum_of(into.dtype)
