@@ -183,3 +183,51 @@ def test_an_offline_model_is_exported(tmp_path: Path) -> None:
         poptorch.trainingModel(Scaled()).loadExecutable(tmp_path / "net")
     with pytest.raises(poptorch.Error, match="is compiled"):
         loaded.loadExecutable(tmp_path / "net")
+
+
+made: Any = poptorch
+"""Whose names are called with what they do not take."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        (
+            lambda it: made.trainingModel(it, {"a": 1}),
+            poptorch.Error,
+            "takes poptorch.Options.*given dict",
+        ),
+        (lambda it: made.inferenceModel(it, "x"), poptorch.Error, "takes poptorch.Options.*given str"),
+        (lambda it: made.trainingModel(it, None, "SGD"), poptorch.Error, "cannot train with a str"),
+        (lambda _: made.trainingModel(None), poptorch.Error, "torch.nn.Module can be wrapped.*NoneType"),
+        (lambda _: made.DataLoader(None, []), poptorch.Error, "takes poptorch.Options.*given NoneType"),
+        (lambda _: _loader(batch_size="4"), AssertionError, "batch_size must be a whole number.*'4'"),
+        (lambda _: _loader(batch_size=-1), AssertionError, "batch_size must be a whole number.*-1"),
+        (lambda _: made.Options().setAvailableMemoryProportion(None), AssertionError, "takes a dict.*None"),
+        (
+            lambda _: made.Options().setAvailableMemoryProportion({"IPU0": "1"}),
+            AssertionError,
+            "from 0 to 1",
+        ),
+        (
+            lambda _: made.Options().TensorLocations.numIOTiles("32"),
+            AssertionError,
+            "even number between 32 and 192",
+        ),
+        (lambda it: made.optim.LAMB(it.parameters(), max_weight_norm=-1), poptorch.Error, "must be a norm"),
+        (lambda it: made.optim.SGD(it.parameters(), 0.1, loss_scaling=0), poptorch.Error, "above 0, and is 0"),
+        (
+            lambda it: made.optim.Adam(it.parameters(), max_grad_norm="1"),
+            poptorch.Error,
+            "above 0.*'1'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(asked: Any, error: type[Exception], words: str) -> None:  # noqa: ANN401
+    """Before anything is made of it: what was asked, and what was found."""
+    with pytest.raises(error, match=words):
+        asked(Scaled())
+
+
+def _loader(**arguments: Any) -> object:  # noqa: ANN401 - as above
+    return made.DataLoader(poptorch.Options(), torch.utils.data.TensorDataset(torch.ones(4)), **arguments)

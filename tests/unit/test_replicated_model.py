@@ -427,3 +427,12 @@ def test_gradients_are_noted_and_taken(note: Callable[[Any], None], take: Callab
         take([1])
     with pytest.raises(TypeError):
         note(1)
+
+
+def test_a_body_is_a_function() -> None:
+    """Before a step is begun; the next one works."""
+    body: Any = None
+    model = popdist.ReplicatedModel(nn.Linear(2, 1))
+    with pytest.raises(popdist.BatchError, match=r"run_micro_batches\(batch, None\): body is called with each"):
+        model.run_micro_batches(torch.ones(2, 2), body)
+    model.run_micro_batches(torch.ones(2, 2), lambda x: model(x).sum().backward())

@@ -266,6 +266,11 @@ class ReplicatedModel(nn.Module):
             BatchError, GradientError, WeightsError, CollectiveError, BackendError: As :meth:`micro_batches`.
             BaseException: What ``body`` raises; the step is abandoned on every instance.
         """
+        if not callable(body):
+            raise BatchError(
+                f"run_micro_batches(batch, {body!r}): body is called with each micro batch, as a function of its "
+                "items that computes the loss and calls backward()"
+            )
         steps = self._model_steps
         return steps.run_micro_batches(
             batch, body, accumulation, reduction=reduction, weights=weights, split=split, add=add

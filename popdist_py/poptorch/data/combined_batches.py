@@ -12,8 +12,9 @@ from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSamp
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
 from poptorch.errors import Error
-from poptorch.options import Options
+from poptorch.options import Options, check_options
 from poptorch.options.combined_batch import CombinedBatch
+from poptorch.options.option_values import at_least_one
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -41,8 +42,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Raises:
         Error: If arguments exclude each other, or a process would have no batch.
-        AssertionError: If shuffled data are divided without ``options.randomSeed``, or an iterable dataset is
-            to be divided.
+        AssertionError: If ``batch_size`` is no number from 1, shuffled data are divided without
+            ``options.randomSeed``, or an iterable dataset is to be divided.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **kwargs: Any,  # noqa: ANN401 - torch's
     ) -> None:
         self._accessor: AsynchronousDataAccessor | None = None
-        options._freeze()  # noqa: SLF001 - using options freezes them
+        if batch_size is not None:
+            at_least_one("batch_size", batch_size)
+        check_options("poptorch.DataLoader", options)._freeze()  # noqa: SLF001 - using options freezes them
         self._options = options
         self._factor = CombinedBatch.of(options).num_parts
         self._combined_batch_size = None if batch_size is None else batch_size * self._factor

@@ -11,7 +11,7 @@ from poptorch.errors import Error
 from poptorch.executor.host_tensors import WrappedModule
 from poptorch.executor.poplar_executor import PoplarExecutor
 from poptorch.executor.saved_models import read, unpickled
-from poptorch.options import Options
+from poptorch.options import Options, check_options
 
 _DEFAULT_RATE = 0.01
 
@@ -38,7 +38,8 @@ def trainingModel(
             "the module has already been wrapped by poptorch.trainingModel: call destroy() on it to wrap it again"
         )
     optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=_DEFAULT_RATE)
-    return PoplarExecutor(module, options or Options(), optimizer)
+    options = check_options("poptorch.trainingModel", Options() if options is None else options)
+    return PoplarExecutor(module, options, optimizer)
 
 
 def inferenceModel(
@@ -59,7 +60,7 @@ def inferenceModel(
     """
     if optimizer is not None:
         raise AssertionError("an optimizer is for poptorch.trainingModel, and inferenceModel has none")
-    options = options or Options()
+    options = check_options("poptorch.inferenceModel", Options() if options is None else options)
     if options.Training.gradient_accumulation != 1:
         is_pipelined = is_pipeline(options._execution_strategy)  # noqa: SLF001 - programs reach for it so, too
         instead = "; a pipeline is filled by options.deviceIterations(n)" if is_pipelined else ""

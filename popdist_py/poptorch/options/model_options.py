@@ -20,6 +20,7 @@ from poptorch import enums, environment
 from poptorch._logging import logger
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.errors import ConfigFileError as ConfigFileError
+from poptorch.errors import Error
 from poptorch.options.execution_strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.options.option_values import OptionValues, at_least_one, one_of
 from poptorch.options.sub_options import (
@@ -161,10 +162,15 @@ class Options(OptionValues):
 
     def setAvailableMemoryProportion(self, available_memory_proportion: Mapping[str, float]) -> Self:
         """Memory for products on each IPU, ``{"IPU0": 0.2}``. No effect: torch takes what it needs."""
+        if not isinstance(available_memory_proportion, Mapping):
+            raise AssertionError(
+                f'setAvailableMemoryProportion takes a dict as {{"IPU0": 0.2}}, and was given '
+                f"{available_memory_proportion!r}"
+            )
         proportions = {}
         for key, value in available_memory_proportion.items():
-            match = re.fullmatch(r"IPU(\d+)", key)
-            if match is None or not 0 <= value <= 1:
+            match = re.fullmatch(r"IPU(\d+)", str(key))
+            if match is None or not hasattr(value, "__float__") or not 0 <= value <= 1:
                 raise AssertionError(f'{key!r}: {value!r} must be of the form "IPU0": a proportion from 0 to 1')
             proportions[int(match[1])] = float(value)
         return self.set(available_memory_proportion=proportions)
@@ -301,6 +307,17 @@ class Options(OptionValues):
     def __repr__(self) -> str:
         parts = ", ".join(f"{name}={getattr(self, name)!r}" for name in _PARTS)
         return f"{super().__repr__().removesuffix(')')}, {parts})"
+
+
+def check_options(call: str, options: object) -> Options:
+    """``options``, where it is that.
+
+    Raises:
+        Error: If it is something else, as a dict.
+    """
+    if not isinstance(options, Options):
+        raise Error(f"{call} takes poptorch.Options() as its options, and was given {type(options).__name__}")
+    return options
 
 
 def _output_mode(mode: OutputMode, period: int | None) -> tuple[OutputMode, int]:

@@ -176,10 +176,14 @@ class _TensorLocationOptions(OptionValues):
 
     def numIOTiles(self, num_tiles: int) -> Self:
         """Tiles for communication, an even number from 32 to 192. No effect: there are no tiles."""
-        if num_tiles % 2 or not _FEWEST_IO_TILES <= num_tiles <= _MOST_IO_TILES:
+        if (
+            not hasattr(num_tiles, "__index__")
+            or num_tiles % 2
+            or not _FEWEST_IO_TILES <= num_tiles <= _MOST_IO_TILES
+        ):
             raise AssertionError(
                 f"numIOTiles must be an even number between {_FEWEST_IO_TILES} and {_MOST_IO_TILES}, "
-                f"and is {num_tiles}"
+                f"and is {num_tiles!r}"
             )
         return self.set(numIOTiles=num_tiles)
 
