@@ -237,8 +237,10 @@ class StartWatch:
         if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _LOOK_SECONDS
             below = {key.pid for root in roots for key in descendants(root)}
-            living = {pid for pid in below if words_of(pid) == list(SHIM_WORDS)}
-            self.note(living, reported, now_seconds)
+            # To read words of a process that maps its memory is to wait for it: so only once.
+            unknown = below - reported - self._seen
+            shims = {pid for pid in unknown if words_of(pid) == list(SHIM_WORDS)}
+            self.note(shims | (below & self._seen), reported, now_seconds)
 
     def note(self, living: set[int], reported: set[int], now_seconds: float) -> None:
         """Take note of the shims, and of the agents that have not left their shim's session, that live now."""
