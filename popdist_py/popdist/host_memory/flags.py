@@ -211,9 +211,8 @@ class Flags:
         self._watch.close()
 
     def break_off(self) -> None:
-        """End this rank's meetings, also one that another thread waits in; the other ranks are not told."""
-        if self.failure is None:
-            self.failure = f"this {self._names.noun} ends"
+        """End this rank's meetings, also one that another thread waits in; no other rank waits for it then."""
+        self.fail(f"this {self._names.noun} ends")
 
     def forget(self) -> None:
         """Refuse all meetings in a forked child: they are the parent's."""
