@@ -14,7 +14,7 @@ from tests.contract import backend_program
 from tests.contract.forked_calls import ForkedWorlds
 from tests.running import DEADLINE_SECONDS
 
-NUM_CALLS = 625
+NUM_CALLS = 500
 NUM_EXAMPLES = 1 + 2
 """The first example is the smallest: no call at all."""
 

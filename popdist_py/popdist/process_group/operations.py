@@ -120,14 +120,17 @@ def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives
 
 def _flat(tensor: Tensor) -> Tensor:
     """The values as one contiguous run, in memory of the tensor's where it is one already."""
-    return tensor.contiguous().view(-1)
+    return _run(tensor.contiguous())
 
 
 def _place(tensor: Tensor) -> Tensor:
     """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return _run(tensor) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one dimension; a view of one number might have any stride, and then no bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
