@@ -25,7 +25,7 @@ from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCES, RAN
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
-from poprun.process.process_tree import descendants, reap, words_of
+from poprun.process.process_tree import ProcessKey, descendants, reap, words_of
 from poprun.process.spawn import ProcessStart, start_process
 from poprun.text.system_errors import describe_error
 
@@ -227,6 +227,7 @@ class StartWatch:
     def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
         self.has_runtime = has_runtime
         self._next_seconds = now_seconds + _LOOK_SECONDS
+        self._shims: set[ProcessKey] = set()
         self._seen: set[int] = set()
         self._idle_since_seconds = math.inf
         self.has_lost_one = False
@@ -236,11 +237,10 @@ class StartWatch:
         """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
         if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _LOOK_SECONDS
-            below = {key.pid for root in roots for key in descendants(root)}
-            # To read words of a process that maps its memory is to wait for it: so only once.
-            unknown = below - reported - self._seen
-            shims = {pid for pid in unknown if words_of(pid) == list(SHIM_WORDS)}
-            self.note(shims | (below & self._seen), reported, now_seconds)
+            below = {key for root in roots for key in descendants(root) if key.pid not in reported}
+            # To read the words of a process that maps its memory is to wait for it: so only once.
+            self._shims |= {key for key in below - self._shims if words_of(key.pid) == list(SHIM_WORDS)}
+            self.note({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note(self, living: set[int], reported: set[int], now_seconds: float) -> None:
         """Take note of the shims, and of the agents that have not left their shim's session, that live now."""
