@@ -14,6 +14,7 @@ import struct
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple
 
 CLONE_NEWNET = 0x40000000
@@ -95,7 +96,8 @@ class Switch:
         known = self._device_of.get(target)
         others = [known] if known is not None else [it for it in self._devices if it != frame.source]
         for device in others:
-            os.write(device, memoryview(frame.buffer)[: frame.num_bytes])
+            with suppress(OSError):  # one that is down, as at the beginning, loses its frames
+                os.write(device, memoryview(frame.buffer)[: frame.num_bytes])
         self._free.append(frame.buffer)
 
 
