@@ -130,7 +130,7 @@ def plans(draw: st.DrawFn) -> LaunchPlan:
         working_directory="/" + draw(word),
         hosts=tuple(draw(host_lists(num_hosts))),
         num_instances=num_instances,
-        num_replicas=num_instances * draw(st.integers(1, 5)),
+        num_replicas=num_instances * draw(st.integers(1, 4)),  # 60 virtual IPUs of a host, of 64, at most
         ipus_per_replica=draw(st.integers(1, 3)),
         launcher=draw(st.sampled_from([LauncherChoice.AUTO, LauncherChoice.LOCAL])),
         mpi_global_args=draw(mpi_words()),
