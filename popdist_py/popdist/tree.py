@@ -127,18 +127,19 @@ class TreeSum(Generic[T]):
         Raises:
             ValueError: If the subtree starts elsewhere, or all ``n`` items have come already.
         """
-        covered = span(node, self._n)
-        if not covered or covered.start != self._position:
+        level, index = node
+        if index << level != self._position or self._position >= self._n:
             raise ValueError(f"expected the item at position {self._position} of {self._n}, got {node}")
-        self._position = covered.stop
-        while node.level < self._height:
-            left = self._held[-1][0] if self._held else None
-            if left == Node(node.level, node.index - 1) and node.index % 2:
+        self._position = min((index + 1) << level, self._n)
+        while level < self._height:
+            if index % 2:
+                if not self._held or self._held[-1][0] != (level, index - 1):
+                    break
                 value = self._add(self._held.pop()[1], value)
-            elif node.index % 2 or (node.index + 1) << node.level < self._n:
+            elif (index + 1) << level < self._n:
                 break
-            node = Node(node.level + 1, node.index // 2)
-        self._held.append((node, value))
+            level, index = level + 1, index // 2
+        self._held.append((Node(level, index), value))
 
 
 def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:
