@@ -45,7 +45,8 @@ static void key_words(Words words, const uint64_t *seeds) {
 }
 
 /* Rows for up to four of the numbers of a list from `first` on, as new bytes in `made`; NULL is an error. */
-static PyObject *add_rows(PyObject *made, PyObject *numbers, Py_ssize_t first, const char *like, Py_ssize_t num_bytes) {
+static PyObject *append_rows(PyObject *made, PyObject *numbers, Py_ssize_t first, const char *like,
+                             Py_ssize_t num_bytes) {
     int is_torch = num_bytes > PYTHON_HEAD_BYTES + 4 * NUM_WORDS;
     uint64_t seeds[LANES] = {0};
     uint32_t spare[LANES][NUM_WORDS], *words[LANES] = {spare[0], spare[1], spare[2], spare[3]};
@@ -80,6 +81,6 @@ PyObject *seeded_rows(PyObject *module, PyObject *args) {
     }
     PyObject *made = PyList_New(0);
     for (Py_ssize_t first = 0; made != NULL && first < PyList_Size(numbers); first += LANES)
-        if (add_rows(made, numbers, first, PyBytes_AsString(like), num_bytes) == NULL) Py_CLEAR(made);
+        if (append_rows(made, numbers, first, PyBytes_AsString(like), num_bytes) == NULL) Py_CLEAR(made);
     return made;
 }
