@@ -65,9 +65,10 @@ class Batch:
     """This instance's part of one step, ready for ``ReplicatedModel.micro_batches``.
 
     Iterating over it gives the contents of the micro batches that hold samples, which is the loop to write where
-    no gradients are wanted: ``for x, y in batch``. An instance may have none. It is no sample of its own: to take
-    it for one, in ``for x, y in loader``, ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to
-    write, and ``batch.to(device)`` an AttributeError.
+    no gradients are wanted: ``for x, y in batch``. An instance may have none. To number them for
+    ``ReplicatedModel.micro_batch``, count ``micro_batches``. It is no sample of its own: to take it for one, in
+    ``for x, y in loader``, ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to write, and
+    ``batch.to(device)`` an AttributeError.
 
     Attributes:
         micro_batches: Of each local replica in turn, ``accumulation`` of them.
