@@ -64,9 +64,7 @@ class Exchange:
         received = self._pending.peek()
         if received is None:
             return None
-        unpacked = [headers.unpack(words) for words in received]
-        is_same = len({text for text, _ in unpacked}) == 1
-        return [numbers for _, numbers in unpacked] if is_same else []
+        return [headers.numbers_of(it) for it in received] if headers.have_same_text(received) else []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every instance's numbers, in the order of the group's instances. May be called again.
@@ -88,11 +86,10 @@ class Exchange:
                 progress_page.go_on()
             self._group.forget(self)
             self._group.take_notice(received)
-            unpacked = [headers.unpack(words) for words in received]
-            if any(text != unpacked[0][0] for text, _ in unpacked):
-                texts = dict(zip(self._group.instances, (text for text, _ in unpacked), strict=True))
+            if not headers.have_same_text(received):
+                texts = dict(zip(self._group.instances, map(headers.text_of, received), strict=True))
                 raise CollectiveError(headers.disagreement(texts))
-            self._numbers = [numbers for _, numbers in unpacked]
+            self._numbers = [headers.numbers_of(it) for it in received]
         return self._numbers
 
 
@@ -156,7 +153,7 @@ class Group:
         """Have ``tell`` called before the next exchange: the others still wait for what it says."""
         self._owed.append(tell)
 
-    def take_notice(self, received: Sequence[Sequence[int]]) -> None:
+    def take_notice(self, received: Sequence[bytes]) -> None:
         """Learn from the headers of all members whether one was asked to leave."""
         if self._notice is not None and any(map(headers.is_preempted, received)):
             self._notice.is_known = True

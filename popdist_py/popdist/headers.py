@@ -1,4 +1,4 @@
-"""The header that an instance sends before a collective: a fixed number of integers that tell what it will do.
+"""The header that an instance sends before a collective: a fixed number of bytes that tell what it will do.
 
 Every instance sends its header to every other one and compares. The text is what a person would write, such as
 ``all_reduce(float32[3, 4] on cpu, op='sum')``, and equal texts mean equal collectives; so the same words serve the
@@ -6,8 +6,8 @@ comparison and the message of the error. Pure: no torch, no network.
 """
 
 import hashlib
-from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -17,64 +17,82 @@ MAX_NUMBERS: Final = 32
 TEXT_BYTES: Final = 248
 """Room for the text; a longer one is cut and ends in a digest of the whole."""
 
-NUM_WORDS: Final = 1 + MAX_NUMBERS + TEXT_BYTES // 8
-"""Length of a header, in 64-bit integers."""
+HEADER_BYTES: Final = 8 * (1 + MAX_NUMBERS) + TEXT_BYTES
+"""Length of a header: a word that counts the numbers, room for them, and the text."""
+
+_TEXT_AT: Final = HEADER_BYTES - TEXT_BYTES
 
 _PREEMPTED: Final = 1 << 32
-"""Added to the first word, which counts the numbers."""
+"""Added to the first word."""
+
+_FORMS: Final = [struct.Struct(f"={1 + count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
+"""Of what stands before the text, by how many numbers there are."""
+
+_WORD: Final = struct.Struct("=q")
+_FLOAT: Final = struct.Struct("=d")
 
 
-def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> list[int]:
-    """A header as ``NUM_WORDS`` signed 64-bit integers.
+def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
+    """A header, of ``HEADER_BYTES``.
 
     Args:
         text: What is about to be done, in words.
-        numbers: What the instance adds to that.
+        numbers: What the instance adds to that, as signed 64-bit integers.
         is_preempted: Whether the instance was asked to leave.
 
     Raises:
         ValueError: If there are more than ``MAX_NUMBERS`` numbers, or one does not fit 64 bits.
     """
-    if len(numbers) > MAX_NUMBERS:
-        raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {len(numbers)}")
+    count = len(numbers)
+    if count > MAX_NUMBERS:
+        raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
     try:
-        words = array("q", numbers).tolist()
-    except (OverflowError, TypeError):
+        return _FORMS[count].pack(count + _PREEMPTED if is_preempted else count, *numbers) + _bytes_of(text)
+    except struct.error:
         raise ValueError(f"a header carries 64-bit integers, not {list(numbers)}") from None
-    first = len(words) + is_preempted * _PREEMPTED
-    return [first, *words, *[0] * (MAX_NUMBERS - len(words)), *_words_of(text)]
 
 
-def unpack(words: Sequence[int]) -> tuple[str, list[int]]:
-    """The text (cut as :func:`pack` cut it) and the numbers of a header."""
-    return _text_of(tuple(words[1 + MAX_NUMBERS :])), list(words[1 : 1 + words[0] % _PREEMPTED])
+def have_same_text(received: Sequence[bytes]) -> bool:
+    """Whether all these headers, at least one, have the same text."""
+    first = received[0][_TEXT_AT:]
+    return all(header.endswith(first) for header in received)
 
 
-def is_preempted(words: Sequence[int]) -> bool:
+def text_of(header: bytes) -> str:
+    """The text of a header, cut as :func:`pack` cut it."""
+    return header[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
+
+
+def numbers_of(header: bytes) -> list[int]:
+    """The numbers of a header."""
+    _, *numbers = _FORMS[_first_word(header) % _PREEMPTED].unpack_from(header)
+    return numbers
+
+
+def is_preempted(header: bytes) -> bool:
     """Whether the sender of a header was asked to leave."""
-    return words[0] >= _PREEMPTED
+    return _first_word(header) >= _PREEMPTED
 
 
-def as_words(numbers: Collection[float]) -> list[int]:
+def _first_word(header: bytes) -> int:
+    (first,) = _WORD.unpack_from(header)
+    return int(first)
+
+
+def as_words(numbers: Iterable[float]) -> list[int]:
     """Floats as integers that a header can carry; every bit is kept."""
-    return array("q", array("d", numbers).tobytes()).tolist()
+    return [_WORD.unpack(_FLOAT.pack(number))[0] for number in numbers]
 
 
-def as_floats(words: Sequence[int]) -> list[float]:
+def as_floats(words: Iterable[int]) -> list[float]:
     """Inverse of :func:`as_words`."""
-    return array("d", array("q", words).tobytes()).tolist()
+    return [_FLOAT.unpack(_WORD.pack(word))[0] for word in words]
 
 
 @lru_cache(maxsize=64)
-def _words_of(text: str) -> list[int]:
-    """``text``, cut if need be, as the words of a header: a step says the same in every step."""
-    return array("q", _fit(text.encode()).ljust(TEXT_BYTES, b"\0")).tolist()
-
-
-@lru_cache(maxsize=64)
-def _text_of(words: tuple[int, ...]) -> str:
-    """The inverse of :func:`_words_of`."""
-    return array("q", words).tobytes().rstrip(b"\0").decode(errors="replace")
+def _bytes_of(text: str) -> bytes:
+    """``text``, cut if need be, as it stands in a header: a step says the same in every step."""
+    return _fit(text.encode()).ljust(TEXT_BYTES, b"\0")
 
 
 def _fit(text: bytes) -> bytes:

@@ -89,7 +89,8 @@ class TreeSum(Generic[T]):
         self._n = n
         self._add = add
         self._position = start
-        self._held: list[tuple[Node, T]] = []
+        self._held: list[tuple[tuple[int, int], T]] = []
+        """Level and index of each sum, which is not yet a `Node`: to make one takes longer than to add numbers."""
 
     @property
     def position(self) -> int:
@@ -99,7 +100,12 @@ class TreeSum(Generic[T]):
     @property
     def nodes(self) -> dict[Node, T]:
         """The sums held, left to right: the values of :func:`aligned_nodes` of what was pushed so far."""
-        return dict(self._held)
+        return {Node(*place): value for place, value in self._held}
+
+    @property
+    def values(self) -> list[T]:
+        """The values of :attr:`nodes`, in their order."""
+        return [value for _, value in self._held]
 
     @property
     def total(self) -> T:
@@ -110,7 +116,7 @@ class TreeSum(Generic[T]):
     def of_part(self, part: Callable[[T], S], add: Callable[[S, S], S]) -> "TreeSum[S]":
         """The sum of a ``part`` of each item, as far as this one is now, which stays as it is."""
         tree = TreeSum(self._n, add, start=self._position)
-        tree._held = [(node, part(value)) for node, value in self._held]
+        tree._held = [(place, part(value)) for place, value in self._held]
         return tree
 
     def push(self, value: T) -> None:
@@ -119,7 +125,7 @@ class TreeSum(Generic[T]):
         Raises:
             ValueError: If all ``n`` items have come already.
         """
-        self.push_node(Node(0, self._position), value)
+        self._push(0, self._position, value)
 
     def push_node(self, node: Node, value: T) -> None:
         """Take the finished sum of a whole subtree, whose first item must be the one at :attr:`position`.
@@ -128,8 +134,13 @@ class TreeSum(Generic[T]):
             ValueError: If the subtree starts elsewhere, or all ``n`` items have come already.
         """
         level, index = node
-        if index << level != self._position or self._position >= self._n:
+        if index << level != self._position:
             raise ValueError(f"expected the item at position {self._position} of {self._n}, got {node}")
+        self._push(level, index, value)
+
+    def _push(self, level: int, index: int, value: T) -> None:
+        if self._position >= self._n:
+            raise ValueError(f"expected no item at position {self._position} of {self._n}")
         self._position = min((index + 1) << level, self._n)
         while level < self._height:
             if index % 2:
@@ -139,7 +150,7 @@ class TreeSum(Generic[T]):
             elif (index + 1) << level < self._n:
                 break
             level, index = level + 1, index // 2
-        self._held.append((Node(level, index), value))
+        self._held.append(((level, index), value))
 
 
 def tree_sum(items: Iterable[T], add: Callable[[T, T], T]) -> T:

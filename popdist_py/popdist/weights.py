@@ -241,7 +241,7 @@ def find_difference(
     Raises:
         CollectiveError, BackendError: If the instances do other things, or one was lost.
     """
-    if len(set(words) - {0}) <= 1:
+    if not any(words) or len(set(words) - {0}) <= 1:
         return None
     sums = own.sums if own is not None else ()
     told = group.start(f"the {noun} differ, count them", [len(sums)]).wait(timeout_seconds)

@@ -5,6 +5,7 @@ import os
 import resource
 import threading
 import warnings
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -170,35 +171,40 @@ def law_where_memory_is_not_ordered_fences_keep_it() -> None:
         assert connect() is None
 
 
+def words(*numbers: int) -> bytes:
+    """A message."""
+    return array("q", numbers).tobytes()
+
+
 def law_messages_reach_any_set_of_ranks() -> None:
     """In order, from each to each, whatever the others do; a wait that was too short can be taken up again."""
     with connected() as made:
-        boxes = ShortMessages(made, num_words=3)
+        boxes = ShortMessages(made, num_bytes=24)
         for turn in range(5):
             others = [rank for rank in range(made.size) if rank != made.rank and (rank + made.rank + turn) % 2]
-            numbers = boxes.send(others, [made.rank, turn, -1])
+            numbers = boxes.send(others, words(made.rank, turn, -1))
             received = [boxes.receive(*it, TIMEOUT_SECONDS) for it in zip(others, numbers, strict=True)]
-            assert received == [[it, turn, -1] for it in others]
+            assert received == [words(it, turn, -1) for it in others]
         made.barrier()
         if made.size > 1 and made.rank == 0:
-            (number,) = boxes.send([1], [1, 2, 3])
+            (number,) = boxes.send([1], words(1, 2, 3))
             assert boxes.receive(1, number, 0.01) is None
         made.barrier()
         if made.rank == 1:
-            boxes.send([0], [7, 8, 9])
+            boxes.send([0], words(7, 8, 9))
         if made.size > 1 and made.rank == 0:
-            assert boxes.receive(1, number, TIMEOUT_SECONDS) == [7, 8, 9]
+            assert boxes.receive(1, number, TIMEOUT_SECONDS) == words(7, 8, 9)
 
 
 def law_messages_are_received_in_any_order() -> None:
     """What was sent first is kept for whoever asks for it later; nobody sends over what was not taken."""
     with connected() as made:
-        boxes = ShortMessages(made, num_words=1)
+        boxes = ShortMessages(made, num_bytes=8)
         others = [rank for rank in range(made.size) if rank != made.rank]
-        sent = [boxes.send(others, [10 * made.rank + turn]) for turn in range(4)]
+        sent = [boxes.send(others, words(10 * made.rank + turn)) for turn in range(4)]
         for turn in (2, 0, 3, 1):
             for other, number in zip(others, sent[turn], strict=True):
-                assert boxes.receive(other, number, TIMEOUT_SECONDS) == [10 * other + turn]
+                assert boxes.receive(other, number, TIMEOUT_SECONDS) == words(10 * other + turn)
 
 
 def law_a_purpose_can_be_read() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class HeaderExchange(Protocol):
     """An exchange of headers that has been started."""
 
-    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
         """Every instance's header, in the order of the backend's instances.
 
         Args:
@@ -32,7 +32,7 @@ class HeaderExchange(Protocol):
             BackendError: If an instance was lost, or its header did not come in time; the message names it.
         """
 
-    def peek(self) -> list[list[int]] | None:
+    def peek(self) -> list[bytes] | None:
         """Every instance's header, if all have come; None if not. Neither waits nor raises."""
 
 
@@ -77,8 +77,8 @@ class Backend(Protocol):
         All instances of the job are together in this call, with devices of the same types.
         """
 
-    def start_exchange(self, header: list[int]) -> HeaderExchange:
-        """Send 64-bit integers to every instance, which must each send as many; does not wait for them."""
+    def start_exchange(self, header: bytes) -> HeaderExchange:
+        """Send a header to every instance, which must each send one as long; does not wait for them."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """Every instance's ``tensor``, of the same shape, dtype and type of device, stacked."""
@@ -102,15 +102,15 @@ class Backend(Protocol):
 class SerialHeaderExchange:
     """An exchange that is complete as soon as it is started."""
 
-    def __init__(self, header: list[int]) -> None:
+    def __init__(self, header: bytes) -> None:
         self._header = header
 
-    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
         """The one header; there is nothing to wait for, so ``timeout_seconds`` plays no part."""
         del timeout_seconds
         return [self._header]
 
-    def peek(self) -> list[list[int]]:
+    def peek(self) -> list[bytes]:
         """The one header."""
         return [self._header]
 
@@ -138,7 +138,7 @@ class SerialBackend:
         """None: there is nobody to send anything to."""
         del devices
 
-    def start_exchange(self, header: list[int]) -> SerialHeaderExchange:
+    def start_exchange(self, header: bytes) -> SerialHeaderExchange:
         """An exchange that is complete at once."""
         return SerialHeaderExchange(header)
 

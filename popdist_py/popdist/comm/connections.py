@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.comm.channel import Channel, as_backend_error
 from popdist.errors import BackendError
-from popdist.headers import NUM_WORDS
+from popdist.headers import HEADER_BYTES
 from popdist.host_memory.flags import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.short_messages import ShortMessages
@@ -90,7 +90,7 @@ class Connections:
         is_one_host = num_local_instances == num_instances
         self.host = self._share_memory(num_instances) if is_one_host else None
         self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
-        self.short_messages = None if self.host is None else ShortMessages(self.host.group, NUM_WORDS)
+        self.short_messages = None if self.host is None else ShortMessages(self.host.group, HEADER_BYTES)
         self._channels: dict[str, Channel] = {}
         self._channel_neighbours: HostCollectives | None = None
         if self.host is None:

@@ -24,7 +24,7 @@ from popdist.comm.backend import SerialBackend
 from popdist.comm.channel import Channel, as_backend_error, swap
 from popdist.comm.connections import Connections
 from popdist.errors import BackendError
-from popdist.headers import NUM_WORDS, name_instances
+from popdist.headers import name_instances, numbers_of, pack
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 class GlooHeaderExchange:
     """An exchange of headers between instances over gloo."""
 
-    def __init__(self, connections: Connections, instances: tuple[int, ...], header: list[int]) -> None:
+    def __init__(self, connections: Connections, instances: tuple[int, ...], header: bytes) -> None:
         connections.check_open()
         self._connections = connections
         self._instances = instances
         self._header = header
         peers = connections.peers_among(instances)
-        self._received = {peer: torch.empty(len(header), dtype=torch.int64) for peer in peers}
-        self._sent = torch.tensor(header, dtype=torch.int64)
+        self._received = {peer: torch.empty(len(header), dtype=torch.uint8) for peer in peers}
+        self._sent = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._works: dict[int, list[dist.Work]] = {}
         self._failures: dict[int, RuntimeError] = {}
         self._thread: Thread | None = None
@@ -57,7 +57,7 @@ class GlooHeaderExchange:
             except RuntimeError as error:
                 self._failures[peer] = error
 
-    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
         """Every member's header, in order; see `popdist.comm.backend`."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
@@ -72,15 +72,16 @@ class GlooHeaderExchange:
             raise BackendError(self._blame()) from next(iter(self._failures.values()))
         return self._headers()
 
-    def peek(self) -> list[list[int]] | None:
+    def peek(self) -> list[bytes] | None:
         """Every member's header if all have come; see `popdist.comm.backend`."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
         return self._headers() if is_there else None
 
-    def _headers(self) -> list[list[int]]:
-        return [self._received[i].tolist() if i in self._received else self._header for i in self._instances]
+    def _headers(self) -> list[bytes]:
+        received = {instance: row.numpy().tobytes() for instance, row in self._received.items()}
+        return [received.get(instance, self._header) for instance in self._instances]
 
     def _receive(self) -> None:
         """Wait for every member's header, or until the first one is lost or late: that ends it for all."""
@@ -112,7 +113,7 @@ class MemoryHeaderExchange:
         connections: Connections,
         short_messages: ShortMessages,
         instances: tuple[int, ...],
-        header: list[int],
+        header: bytes,
     ) -> None:
         self._connections = connections
         self._short_messages = short_messages
@@ -121,14 +122,14 @@ class MemoryHeaderExchange:
         peers = connections.peers_among(instances)
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
-    def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
         """Every member's header, in order; see `popdist.comm.backend`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(time.monotonic() + limit):
             raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
-    def peek(self) -> list[list[int]] | None:
+    def peek(self) -> list[bytes] | None:
         """Every member's header if all have come; see `popdist.comm.backend`."""
         with suppress(BackendError):
             if not self._receive(time.monotonic()):
@@ -197,10 +198,9 @@ class MemoryOfSubsets:
 
     def _tell(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
         """The number of each of ``instances``."""
-        words = [number] + [0] * (NUM_WORDS - 1)
-        return [
-            first for first, *_ in MemoryHeaderExchange(self._connections, short_messages, instances, words).wait()
-        ]
+        header = pack("share the memory of a part of the job", [number])
+        received = MemoryHeaderExchange(self._connections, short_messages, instances, header).wait()
+        return [told for (told,) in map(numbers_of, received)]
 
 
 def _page_of(group: HostGroup) -> Reservation | None:
@@ -267,7 +267,7 @@ class TorchBackend:
         is_possible = self._is_whole_job and self.device_types.issuperset(device.type for device in devices)
         return self._connections.channel(devices) if is_possible else None
 
-    def start_exchange(self, header: list[int]) -> GlooHeaderExchange | MemoryHeaderExchange:
+    def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
         """Send ``header`` to every other member."""
         if self._connections.short_messages is not None:
             return MemoryHeaderExchange(

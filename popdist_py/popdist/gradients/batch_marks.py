@@ -39,6 +39,8 @@ def refuse_other_steps(group: Group, marks: Sequence[BatchMark]) -> None:
     Raises:
         CollectiveError: If there are some; it says who brings which.
     """
+    if marks.count(NO_MARK) == len(marks):
+        return
     owners: dict[tuple[int, int], list[int]] = {}
     for instance, mark in zip(group.instances, marks, strict=True):
         if mark.epoch != _NOT_DEALT:
@@ -60,7 +62,9 @@ def refuse_other_steps(group: Group, marks: Sequence[BatchMark]) -> None:
 def warn_of_equal_batches(group: Group, marks: Sequence[BatchMark]) -> None:
     """Warn, on the first of them, of instances that bring the same samples."""
     own = marks[group.instances.index(group.backend.instance_index)].digest
-    equal = [it for it, mark in zip(group.instances, marks, strict=True) if own and mark.digest == own]
+    if not own:
+        return
+    equal = [it for it, mark in zip(group.instances, marks, strict=True) if mark.digest == own]
     if len(equal) > 1 and equal[0] == group.backend.instance_index:
         warnings.warn(
             f"{name_instances(equal)} train on the same samples in this step: what draws the batches, such as a "

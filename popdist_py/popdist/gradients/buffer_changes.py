@@ -60,6 +60,12 @@ def _digest(mask: int, *others: object) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
+@lru_cache(maxsize=64)
+def _only(used: int) -> StepChanges:
+    """No buffer has changed."""
+    return StepChanges(mask=used)
+
+
 def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -> StepChanges:
     """What this instance's replicas have used and changed, when all have ended.
 
@@ -69,9 +75,12 @@ def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -
         buffers: Of the model; None where they play no part.
     """
     if buffers is None:
-        return StepChanges(mask=used)
+        return _only(used)
     own, others = buffers.changed()
-    irregular = tuple((key, _describe(tensor)) for key, tensor in sorted(buffers.irregular_now().items()))
+    found = buffers.irregular_now()
+    if not own and not others and not found and not buffers.is_checked:
+        return _only(used)
+    irregular = tuple((key, _describe(tensor)) for key, tensor in sorted(found.items()))
     return StepChanges(
         mask=used | own << num_parameters,
         others=tuple(others),

@@ -46,7 +46,7 @@ class ReplicaBuffers(ModelBuffers):
         self._tracked: dict[str, ModelBuffer] = {}
         self._made: list[dict[str, Tensor] | None] = []
         self._outside: dict[str, Tensor] = {}
-        self._is_checked = False
+        self.is_checked = False
         if label is not None:
             _models[label] = weakref.ref(self)
 
@@ -59,9 +59,10 @@ class ReplicaBuffers(ModelBuffers):
         written = self.written_outside()
         self.fault = None if not written else _outside_fault(written, self.module)
         self._outside = {name: self._outside[name] for name in written}
-        self._begin([it for it in _others_than(self) if not it.is_in_step], is_checked=is_checked)
+        others = _others_than(self)
+        self._begin([it for it in others if not it.is_in_step], is_checked=is_checked)
         self.is_in_step = True
-        for other in _others_than(self):
+        for other in others:
             other.leave_out(self)
 
     def other_modules(self) -> list[nn.Module]:
@@ -77,7 +78,7 @@ class ReplicaBuffers(ModelBuffers):
 
     def _begin(self, others: Iterable["ReplicaBuffers"], *, is_checked: bool) -> None:
         self._made = []
-        self._is_checked = is_checked
+        self.is_checked = is_checked
         uncounted = self.remember(is_checked=is_checked)
         self._tracked = dict(self.buffers)
         self._others = {}
@@ -110,13 +111,15 @@ class ReplicaBuffers(ModelBuffers):
         """Keep what the next local replica made of the buffers, and put them back for the one after it."""
         self._made.append(self.park() if has_run else None)
 
-    @torch.no_grad()
     def park(self) -> dict[str, Tensor]:
         """What the replica that computes has made of the buffers, by key; they hold what the step began with."""
-        changed = find_changed(self._tracked, all_of_them=self._is_checked)
-        made = {key: now.clone() for key, now in changed.items()}
-        for key in changed:
-            self._tracked[key].set(self._tracked[key].start)
+        changed = find_changed(self._tracked, all_of_them=self.is_checked)
+        if not changed:
+            return {}
+        with torch.no_grad():
+            made = {key: now.clone() for key, now in changed.items()}
+            for key in changed:
+                self._tracked[key].set(self._tracked[key].start)
         return made
 
     @torch.no_grad()
@@ -138,21 +141,23 @@ class ReplicaBuffers(ModelBuffers):
     @torch.no_grad()
     def undo(self) -> None:
         """Put back what the step began with."""
-        for key in find_changed(self._tracked, all_of_them=self._is_checked):
+        for key in find_changed(self._tracked, all_of_them=self.is_checked):
             self._tracked[key].set(self._tracked[key].start)
         self._made = []
 
     @property
     def start_sums(self) -> list[tuple[str, int]]:
         """In a checked step, the model's own buffers by name with a checksum of what each was when it began."""
-        if not self._is_checked:
+        if not self.is_checked:
             return []
         starts = {name: it.start for name, it in self.buffers.items() if type(it.start) is Tensor}
         return list(zip(starts, sums_of(starts.values()), strict=True))
 
     def changed(self) -> tuple[int, list[str]]:
         """The buffers that the local replicas have changed: bit i for the i-th own one, and keys of others."""
-        keys = set().union(*(made for made in self._made if made))
+        keys = set().union(*filter(None, self._made))
+        if not keys:
+            return 0, []
         own = sum(1 << i for i, name in enumerate(self.buffers) if name in keys)
         return own, sorted(keys - set(self.buffers))
 
@@ -160,6 +165,8 @@ class ReplicaBuffers(ModelBuffers):
         """The buffers, by key, that a replica has made, taken away, or given another shape or dtype."""
         found: dict[str, Tensor | None] = {}
         for label, model in {"": self, **self._others}.items():
+            if model.has_none:
+                continue
             prefix = f"{label} " if label else ""
             places = {(id(buffer.owner), buffer.key): buffer for buffer in model.buffers.values()}
             tensors = {id(buffer.tensor) for buffer in model.buffers.values()}

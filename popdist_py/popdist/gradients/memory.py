@@ -6,6 +6,7 @@ made in place, each instance a share of the elements. Elsewhere the parts are se
 rounded are added over the replicas in narrow rows, of half the size, and made wide again at the end of the step.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,10 +21,11 @@ from popdist.gradients.exchange import nodes_of
 from popdist.gradients.notes import is_used, module_parameters, take_gradients
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows, sum_of
 from popdist.groups import Group
+from popdist.headers import as_floats
 from popdist.host_memory.addition import node_additions
 from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout
-from popdist.tree import Node, span
+from popdist.tree import Node, finish, span
 
 if TYPE_CHECKING:
     from popdist.gradients.overlap import Overlap
@@ -205,6 +207,8 @@ class GradientMemory:
         """For the first replica of each part, counted in this instance: the number of the part."""
         self._wide = RowPool(gradients.make_rows)
         self._narrow = self._wide if narrow is None else RowPool(lambda: gradients.make_narrow(narrow))
+        self._weights: tuple[list[list[int]], float] = ([], 0.0)
+        """The last ones that were added, and their sum: most steps have the same."""
         self.overlap: Overlap | None = None
         self.shared: SharedRows | None = None
         host = group.backend.host_group
@@ -252,6 +256,21 @@ class GradientMemory:
         rows.copy(total)
         scale_rows(rows.rows, over=over)
         return rows
+
+    def total_weight(self, weights: list[list[int]]) -> float:
+        """The weights of the whole job, added in the order of the gradients: equal bits for every split.
+
+        Args:
+            weights: For each instance those of its :attr:`nodes`, as words of a header.
+        """
+        if weights != self._weights[0]:
+            partials = {
+                node: weight
+                for nodes, words in zip(self.nodes, weights, strict=True)
+                for node, weight in zip(nodes, as_floats(words), strict=True)
+            }
+            self._weights = weights, finish(partials, self.layout.num_replicas, operator.add)
+        return self._weights[1]
 
     def take_all(self) -> GradientRows:
         """All gradients that there are, as those of the one micro batch of a step."""

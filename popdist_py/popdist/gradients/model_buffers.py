@@ -9,26 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from popdist.gradients.notes import module_buffers
+
 LARGE: Final = 1 << 16
 """Numbers above which a buffer to which torch has counted no write is compared in checked steps only."""
 
 _NEVER: Final = -1
 """No count of writes."""
-
-
-def modules_of(module: nn.Module) -> list[nn.Module]:
-    """``module`` and all modules in it, each once, level by level.
-
-    Several times faster than ``module.modules()``, because every step asks for them.
-    """
-    seen, found = {module}, [module]
-    for current in found:
-        if children := current._modules:  # noqa: SLF001 - what modules() reads
-            for child in children.values():
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    found.append(child)
-    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,10 +116,13 @@ class ModelBuffers:
             self._described = (key, f"{len(forms)} buffers, names and shapes {digest}")
         return self._described[1]
 
+    @property
+    def has_none(self) -> bool:
+        """Whether there are no buffers now and were none; most models have none, and every step asks."""
+        return not self.buffers and not module_buffers(self.module)
+
     def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
         """Name, owner, key and tensor of every buffer that is there now."""
-        if not any(module._buffers for module in modules_of(self.module)):  # noqa: SLF001 - as below
-            return
         seen, waiting = {self.module}, [("", self.module)]
         while waiting:  # several times faster than named_modules()
             prefix, owner = waiting.pop()
@@ -143,7 +133,6 @@ class ModelBuffers:
                     seen.add(child)
                     waiting.append((f"{prefix}{name}.", child))
 
-    @torch.no_grad()
     def remember(self, *, is_checked: bool = False) -> list[str]:
         """Remember what each buffer is now.
 
@@ -153,6 +142,8 @@ class ModelBuffers:
         Returns:
             The names of these, if so.
         """
+        if self.has_none:
+            return []
         known = {id(buffer.tensor): buffer for buffer in self.buffers.values()}
         seen: set[int] = set()
         self.buffers, faults = {}, []
@@ -169,7 +160,7 @@ class ModelBuffers:
             if buffer is None or not buffer.is_of_same_form:
                 version = tensor._version  # noqa: SLF001 - as above
                 buffer = ModelBuffer(
-                    name=name, owner=owner, key=key, tensor=tensor, version=version, start=tensor.clone()
+                    name=name, owner=owner, key=key, tensor=tensor, version=version, start=tensor.detach().clone()
                 )
             elif not buffer.is_unwritten:
                 buffer.name, buffer.owner, buffer.key = name, owner, key
@@ -180,7 +171,8 @@ class ModelBuffers:
                 faults.append(name)
             self.buffers[name] = buffer
         if targets:
-            torch._foreach_copy_(targets, sources)  # one call: four times faster than copies one by one
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)  # one call: four times faster than copies one by one
         return faults
 
 

@@ -5,9 +5,10 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-static PyObject *parameters_name, *modules_name, *grad_name, *version_name, *used_name; /* names of attributes */
+static PyObject *parameters_name, *buffers_name, *modules_name; /* names of attributes */
+static PyObject *grad_name, *version_name, *used_name;
 
-/* ---- Parameters ------------------------------------------------------------------------------------------------ */
+/* ---- Parameters and buffers ------------------------------------------------------------------------------------ */
 
 /* What a module has under a name, as a new reference: in its own dictionary most of the time. */
 static PyObject *find(PyObject *module, PyObject *name) {
@@ -31,11 +32,11 @@ static Py_ssize_t append_values(PyObject *list, PyObject *module, PyObject *name
     return count;
 }
 
-/* Find the parameters of each module of the list `waiting`, to which the children of each are appended once. */
-static int walk(PyObject *waiting, PyObject *seen, PyObject *found) {
+/* Find what each module of the list `waiting`, to which the children of each are appended once, has under a name. */
+static int walk(PyObject *waiting, PyObject *seen, PyObject *name, PyObject *found) {
     for (Py_ssize_t i = 0; i < PyList_Size(waiting); i++) {
         PyObject *module = PyList_GetItem(waiting, i);
-        if (append_values(found, module, parameters_name) < 0) return -1;
+        if (append_values(found, module, name) < 0) return -1;
         int is_known = PySet_Size(seen) == 0 ? 0 : PySet_Contains(seen, module);
         if (is_known < 0) return -1;
         Py_ssize_t count = is_known ? 0 : append_values(waiting, module, modules_name);
@@ -44,16 +45,26 @@ static int walk(PyObject *waiting, PyObject *seen, PyObject *found) {
     return 0;
 }
 
-static PyObject *module_parameters(PyObject *self, PyObject *module) {
+static PyObject *tensors_of(PyObject *module, PyObject *name) {
     PyObject *waiting = PyList_New(0), *seen = PySet_New(NULL), *found = PyList_New(0);
     int is_right = waiting != NULL && seen != NULL && found != NULL;
-    (void)self;
-    if (is_right && module != Py_None) is_right = PyList_Append(waiting, module) == 0 && walk(waiting, seen, found) == 0;
+    if (is_right && module != Py_None)
+        is_right = PyList_Append(waiting, module) == 0 && walk(waiting, seen, name, found) == 0;
     Py_XDECREF(waiting);
     Py_XDECREF(seen);
     if (is_right) return found;
     Py_XDECREF(found);
     return NULL;
+}
+
+static PyObject *module_parameters(PyObject *self, PyObject *module) {
+    (void)self;
+    return tensors_of(module, parameters_name);
+}
+
+static PyObject *module_buffers(PyObject *self, PyObject *module) {
+    (void)self;
+    return tensors_of(module, buffers_name);
 }
 
 /* ---- Gradients ------------------------------------------------------------------------------------------------- */
@@ -133,15 +144,17 @@ static PyObject *note_used(PyObject *self, PyObject *parameters) {
 static int name_attributes(PyObject *module) {
     (void)module;
     parameters_name = PyUnicode_InternFromString("_parameters");
+    buffers_name = PyUnicode_InternFromString("_buffers");
     modules_name = PyUnicode_InternFromString("_modules");
     grad_name = PyUnicode_InternFromString("grad");
     version_name = PyUnicode_InternFromString("_version");
     used_name = PyUnicode_InternFromString("_popdist_used");
-    return parameters_name && modules_name && grad_name && version_name && used_name ? 0 : -1;
+    return parameters_name && buffers_name && modules_name && grad_name && version_name && used_name ? 0 : -1;
 }
 
 static PyMethodDef functions[] = {
     {"module_parameters", module_parameters, METH_O, NULL},
+    {"module_buffers", module_buffers, METH_O, NULL},
     {"take_gradients", take_gradients, METH_O, NULL},
     {"note_used", note_used, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -55,18 +55,26 @@ def _take_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bo
     return waited_for, are_some_used
 
 
-def _module_parameters(module: nn.Module | None) -> list[Parameter]:
-    found: list[Parameter] = []
+def _tensors_of(module: nn.Module | None, name: str) -> list[Any]:
+    found: list[Any] = []
     waiting, seen = [module], set()
     for current in waiting:
         if current is not None:
-            for parameter in current._parameters.values():  # noqa: SLF001 - what parameters() reads
-                if parameter is not None:
-                    found.append(parameter)  # noqa: PERF401 - a comprehension would be one more call
-            if (children := current._modules) and current not in seen:  # noqa: SLF001 - as above
+            for tensor in getattr(current, name).values():
+                if tensor is not None:
+                    found.append(tensor)  # noqa: PERF401 - a comprehension would be one more call
+            if (children := current._modules) and current not in seen:  # noqa: SLF001 - what modules() reads
                 seen.add(current)
                 waiting += children.values()
     return found
+
+
+def _module_parameters(module: nn.Module | None) -> list[Parameter]:
+    return _tensors_of(module, "_parameters")
+
+
+def _module_buffers(module: nn.Module | None) -> list[Tensor]:
+    return _tensors_of(module, "_buffers")
 
 
 def _extension() -> ModuleType | None:
@@ -97,6 +105,11 @@ module_parameters: Final[Callable[[nn.Module | None], list[Parameter]]] = (
 
 Several times faster than ``module.parameters()``, because every step asks for them.
 """
+
+module_buffers: Final[Callable[[nn.Module | None], list[Tensor]]] = (
+    _in_c.module_buffers if _in_c else _module_buffers
+)
+"""The buffers of a module, as :data:`module_parameters` gives its parameters."""
 
 
 def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with what is noted on it

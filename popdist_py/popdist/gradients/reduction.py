@@ -159,8 +159,8 @@ class GradientSum:
         if self._unit is None and self._announced is not None:
             try:
                 told = self._announced.wait(timeout_seconds)
-                unit = self._unit_of([weight for words in told for weight in as_floats(words[:1])])
-                marks = [BatchMark(*words[4:7]) for words in told]
+                unit = self._unit_of(as_floats([words[0] for words in told]))
+                marks = [BatchMark._make(words[4:7]) for words in told]
                 refuse_other_steps(self._group, marks)
                 self._settle_old([words[3] for words in told])
                 compare_weights(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
@@ -172,9 +172,10 @@ class GradientSum:
         return self._unit or 1.0
 
     def _unit_of(self, heaviest: list[float]) -> float:
-        for refusal, reason in _REFUSALS.items():
-            if refused := [instance for instance, weight in enumerate(heaviest) if weight == refusal]:
-                raise _lost_step(refused, reason)
+        if min(heaviest) < 0:
+            refusal = max(weight for weight in heaviest if weight < 0)
+            refused = [instance for instance, weight in enumerate(heaviest) if weight == refusal]
+            raise _lost_step(refused, _REFUSALS[refusal])
         if not any(heaviest):
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
         return max(heaviest) if self._scales else 1.0
@@ -184,7 +185,7 @@ class GradientSum:
         return 0 if self._old is None else self._old.number(add=self._adds)
 
     def _settle_old(self, numbers: Sequence[int]) -> None:
-        if self._old is not None:
+        if self._old is not None and (self._old.kept or any(numbers)):
             self._old.settle(dict(zip(self._group.instances, numbers, strict=True)), add=self._adds)
 
     @property
@@ -246,7 +247,7 @@ class GradientSum:
         unit = self.unit()
         self._is_awaited, self._adds = False, add
         parts = self._parts()
-        way = 0 if self._early is None else self._early.close(list(self._rows.nodes.values()))
+        way = 0 if self._early is None else self._early.close(self._rows.values)
         way = way if parts is None else parts.number
         written = None if self._weight_sums is None else self._weight_sums.first_change()
         self._changes = changes_of(self.used, len(self._gradients.names), self._buffers)
@@ -254,7 +255,7 @@ class GradientSum:
         self._check([_STATES[state[0]] for state in states], not_finite, written, fault)
         self._settle_old([state[4] for state in states])
         compare_weights(self._group, [state[3] for state in states], self._weight_sums)
-        total = self._total_weight([state[5:] for state in states])
+        total = self._memory.total_weight([state[5:] for state in states])
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
         changes = agree_on_changes(self._group, self._changes, [state[1] for state in states], self._buffers)
@@ -326,7 +327,7 @@ class GradientSum:
 
     def _add_rows(self, over: float, parts: GradientParts | None) -> GradientRows:
         """The sum divided by ``over``, in rows as they were added, at the end of the step."""
-        memory, own = self._memory, list(self._rows.nodes.values())
+        memory, own = self._memory, self._rows.values
         if memory.shared is not None:
             total = memory.shared.add(own, over)
             if total is not None:
@@ -360,9 +361,10 @@ class GradientSum:
             way: How the gradients are added: 0 at the end and all of them, a positive number in parts, a negative
                 one for sums that are there already; the same number on all instances, or none of these.
         """
-        weights = as_words(self._weights.nodes.values())
+        weights = as_words(self._weights.values)
         text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
-        text += " to those of before" * self._adds
+        if self._adds:
+            text += " to those of before"
         first = [self._weights_word, self._number_of_old] if self._announced is None else [0, 0]
         numbers = [_STATES.index(state), self._changes.digest, way, *first]
         return self._group.start(text, [*numbers, *weights])
@@ -403,15 +405,6 @@ class GradientSum:
             "parameter once for all replicas, outside of the loop over micro batches (as after optimizer.step()); "
             "or make it a buffer, which is combined over the replicas"
         )
-
-    def _total_weight(self, weights: list[list[int]]) -> float:
-        """The weights of the whole job, added in the order of the gradients: equal bits for every split."""
-        partials = {
-            node: weight
-            for nodes, words in zip(self._memory.nodes, weights, strict=True)
-            for node, weight in zip(nodes, as_floats(words), strict=True)
-        }
-        return finish(partials, self._memory.layout.num_replicas, operator.add)
 
 
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:

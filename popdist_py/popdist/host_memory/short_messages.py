@@ -6,9 +6,8 @@ message to another only after it has taken that one's answer to the last, even i
 sides are at most one message apart, and what is sent never overwrites what is still to be read.
 """
 
-import struct
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
 from torch import Tensor
@@ -16,10 +15,8 @@ from torch import Tensor
 from popdist.errors import BackendError
 from popdist.host_memory.host_group import HostGroup
 
-_COUNTER_WORDS: Final = 8
+_COUNTER_BYTES: Final = 64
 """A counter has a line of cache of its own."""
-
-_WORD_BYTES: Final = 8
 
 
 class ShortMessages:
@@ -27,24 +24,25 @@ class ShortMessages:
 
     Args:
         group: The ranks.
-        num_words: Length of a message, in signed 64-bit integers.
+        num_bytes: Length of a message, a multiple of 8.
     """
 
-    def __init__(self, group: HostGroup, num_words: int) -> None:
+    def __init__(self, group: HostGroup, num_bytes: int) -> None:
         self._flags = group.flags
-        self._message = struct.Struct(f"={num_words}q")
-        stride = (_COUNTER_WORDS + 2 * num_words) * _WORD_BYTES
+        stride = _COUNTER_BYTES + 2 * num_bytes
         block = group.allocate(group.size * stride)
         places = [slice(other * stride, (other + 1) * stride) for other in range(group.size)]
         rows = [_view(row) for row in block.rows]
-        self._outgoing = [rows[group.rank][place] for place in places]
-        self._incoming = [row[places[group.rank]] for row in rows]
-        self._outgoing_counters = [box.cast("Q") for box in self._outgoing]
-        self._incoming_counters = [box.cast("Q") for box in self._incoming]
+        outgoing = [rows[group.rank][place] for place in places]
+        incoming = [row[places[group.rank]] for row in rows]
+        self._outgoing = [_halves(box) for box in outgoing]
+        self._incoming = [_halves(box) for box in incoming]
+        self._outgoing_counters = [box.cast("Q") for box in outgoing]
+        self._incoming_counters = [box.cast("Q") for box in incoming]
         self._num_received = [0] * group.size
-        self._kept: list[dict[int, list[int]]] = [{} for _ in range(group.size)]
+        self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
-    def send(self, ranks: Collection[int], message: Sequence[int]) -> list[int]:
+    def send(self, ranks: Collection[int], message: bytes) -> list[int]:
         """Send to each of ``ranks``, without waiting for their answers to this message.
 
         Returns:
@@ -53,24 +51,23 @@ class ShortMessages:
         Raises:
             BackendError: If this rank or one of ``ranks`` has left, or does not answer the message before.
         """
-        self._flags.raise_failure()
+        flags = self._flags
+        flags.raise_failure()
         for rank in ranks:
-            if not self._take_until(rank, self._outgoing_counters[rank][0], self._flags.timeout_seconds):
-                raise BackendError(
-                    f"{self._flags.name([rank])} did not come within {self._flags.timeout_seconds:g} seconds"
-                )
+            if not self._take_until(rank, self._outgoing_counters[rank][0], flags.timeout_seconds):
+                raise BackendError(f"{flags.name([rank])} did not come within {flags.timeout_seconds:g} seconds")
         numbers = []
         for rank in ranks:
             counter = self._outgoing_counters[rank]
             number = counter[0] + 1
-            self._message.pack_into(self._outgoing[rank], self._start(number), *message)
-            self._flags.order()
+            self._outgoing[rank][number & 1][:] = message
+            flags.order()
             counter[0] = number
             numbers.append(number)
-        self._flags.wake()
+        flags.wake()
         return numbers
 
-    def receive(self, rank: int, number: int, timeout_seconds: float) -> list[int] | None:
+    def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
         """A message of ``rank``, once; None if it did not come in time, and then it can still be received.
 
         Raises:
@@ -84,21 +81,26 @@ class ShortMessages:
             return True
         deadline = time.monotonic() + timeout_seconds
         while self._num_received[rank] < number:
-            if not self._take_next(rank, max(deadline - time.monotonic(), 0.0)):
+            if not self._take_next(rank, deadline):
                 return False
         return True
 
-    def _take_next(self, rank: int, timeout_seconds: float) -> bool:
+    def _take_next(self, rank: int, deadline: float) -> bool:
         counter, number = self._incoming_counters[rank], self._num_received[rank] + 1
-        if not self._flags.wait_for(rank, lambda: counter[0] >= number, timeout_seconds):
+        if counter[0] < number and not self._flags.wait_for(
+            rank, lambda: counter[0] >= number, max(deadline - time.monotonic(), 0.0)
+        ):
             return False
         self._flags.order()
         self._num_received[rank] = number
-        self._kept[rank][number] = list(self._message.unpack_from(self._incoming[rank], self._start(number)))
+        self._kept[rank][number] = bytes(self._incoming[rank][number & 1])
         return True
 
-    def _start(self, number: int) -> int:
-        return _COUNTER_WORDS * _WORD_BYTES + (number & 1) * self._message.size
+
+def _halves(box: memoryview) -> tuple[memoryview, memoryview]:
+    """The two places for messages, behind the counter."""
+    middle = (_COUNTER_BYTES + len(box)) // 2
+    return box[_COUNTER_BYTES:middle], box[middle:]
 
 
 def _view(row: Tensor) -> memoryview:
