@@ -398,6 +398,10 @@ def test_parameters_are_found_alike_with_and_without_the_extension() -> None:
         found, expected = notes.module_parameters(module), notes._module_parameters(module)
         assert list(map(id, found)) == list(map(id, expected))
         assert len(found) == count
+        buffers = notes.module_buffers(module), notes._module_buffers(module)
+        assert [list(map(id, them)) for them in buffers] == [
+            [id(it) for it in module.buffers()] if module else []
+        ] * 2
 
 
 WAYS = ((notes.note_used, notes.take_gradients), (notes._note_used, notes._take_gradients))

@@ -1,12 +1,11 @@
-/* The module that Python imports, popdist.gradients._notes: a model's parameters found, and their gradients taken and
- * noted, as popdist.gradients.notes does where there is no extension. Every step does all of it. */
+/* The module that Python imports, popdist.gradients._notes: a model's parameters and buffers found, and gradients taken
+ * and noted, as popdist.gradients.notes does where there is no extension. Every step does all of it. */
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "notes.h"
 
 static PyObject *parameters_name, *buffers_name, *modules_name; /* names of attributes */
-static PyObject *grad_name, *version_name, *used_name;
+static PyObject *version_name, *used_name;
+PyObject *grad_name;
 
 /* ---- Parameters and buffers ------------------------------------------------------------------------------------ */
 
@@ -157,6 +156,7 @@ static PyMethodDef functions[] = {
     {"module_buffers", module_buffers, METH_O, NULL},
     {"take_gradients", take_gradients, METH_O, NULL},
     {"note_used", note_used, METH_O, NULL},
+    {"fill_slots", fill_slots, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

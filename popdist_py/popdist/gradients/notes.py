@@ -8,7 +8,7 @@ What every step does, C does where there is the extension: it takes half of the 
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, TypeAlias
@@ -77,12 +77,36 @@ def _module_buffers(module: nn.Module | None) -> list[Tensor]:
     return _tensors_of(module, "_buffers")
 
 
+def _fill_slots(
+    _kind: type[Tensor],
+    parameters: Sequence[Tensor],
+    slots: Sequence[Tensor],
+    _are_taken: bool,  # noqa: FBT001 - as C takes it
+) -> tuple[int, list[int]]:
+    used, left = 0, []
+    for position, (parameter, slot) in enumerate(zip(parameters, slots, strict=True)):
+        if parameter.grad is None:
+            slot.zero_()
+        else:
+            used |= 1 << position
+            left.append(position)
+    return used, left
+
+
 def _extension() -> ModuleType | None:
     """The part of this folder that is written in C; None where it was not built."""
     try:
         return import_module("popdist.gradients._notes")
     except ImportError:
         return None
+
+
+def _fill_slots_in_c(extension: Any) -> Any:  # noqa: ANN401 - a function of the extension, or None
+    try:
+        extension.fill_slots(Tensor, [], [], False)  # noqa: FBT003 - as above
+    except (AttributeError, ValueError):  # no extension, or a torch whose tensors speak another DLPack
+        return None
+    return extension.fill_slots
 
 
 Taken: TypeAlias = tuple[dict[int, Tensor], bool]
@@ -110,6 +134,17 @@ module_buffers: Final[Callable[[nn.Module | None], list[Tensor]]] = (
     _in_c.module_buffers if _in_c else _module_buffers
 )
 """The buffers of a module, as :data:`module_parameters` gives its parameters."""
+
+FillSlots: TypeAlias = Callable[[type[Tensor], list[Parameter], list[Tensor], bool], tuple[int, list[int]]]
+
+fill_slots: Final[FillSlots] = _fill_slots_in_c(_in_c) or _fill_slots
+"""Copies the gradient of each parameter into its slot, and zeros where there is none.
+
+It takes the class Tensor, the parameters, their slots, and whether to set to None each ``.grad`` that it copied.
+It gives which parameters had a gradient, bit i for the i-th, and the positions of those that it has not copied:
+other kinds of tensors, other dtypes and strides than the slot's; without the extension all. torch counts none of
+the writes.
+"""
 
 
 def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with what is noted on it

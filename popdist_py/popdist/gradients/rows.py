@@ -17,10 +17,11 @@ from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from popdist.errors import CollectiveError, GradientError
-from popdist.gradients.notes import note_reduced
+from popdist.gradients.notes import fill_slots, note_reduced
 from popdist.host_memory.addition import HALVES, Op
 
 Rows: TypeAlias = list[Tensor]
@@ -136,11 +137,14 @@ class GradientRows:
 
     Attributes:
         rows: Flat tensors, one for each kind.
-        slots: For each parameter, by its identity, its part of the rows; none in narrow rows.
+        slots: For each parameter, by its identity and in the order of the model, its part of the rows; none in
+            narrow rows.
+        in_order: The same slots.
     """
 
     rows: Rows
     slots: dict[int, Tensor]
+    in_order: list[Tensor]
 
     def clear(self) -> None:
         """Fill them with zeros."""
@@ -182,12 +186,14 @@ class FlatGradients:
     def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
         self.names: list[str] = []
         self._orders: list[str] = []
+        self._parameters: list[Parameter] = []
         kinds: dict[tuple[torch.device, torch.dtype], RowKind] = {}
         for name, parameter in named_parameters:
             if parameter.requires_grad:
                 new = RowKind(device=parameter.device, dtype=wide_dtype(parameter.dtype))
                 kinds.setdefault((new.device, new.dtype), new).append(len(self.names), parameter)
                 self.names.append(name)
+                self._parameters.append(parameter)
                 self._orders.append(name if parameter.is_contiguous() else f"{name} {parameter.stride()}")
         self.kinds = list(kinds.values())
 
@@ -221,49 +227,67 @@ class FlatGradients:
 
     def clear(self) -> None:
         """Set every ``.grad`` to None."""
-        for kind in self.kinds:
-            for _, parameter, _ in kind.members:
-                parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def make_rows(self, rows: Rows | None = None) -> GradientRows:
         """Room in ``rows``, which have the kinds' sizes and dtypes; None for new ones, all zero."""
         rows = rows or [torch.zeros(kind.size, dtype=kind.dtype, device=kind.device) for kind in self.kinds]
-        slots = {
-            id(parameter): _slot(row, start, parameter)
+        found = {
+            index: _slot(row, start, parameter)
             for kind, row in zip(self.kinds, rows, strict=True)
-            for _, parameter, start in kind.members
+            for index, parameter, start in kind.members
         }
-        return GradientRows(rows=rows, slots=slots)
+        in_order = [found[index] for index in range(len(found))]
+        slots = {id(parameter): slot for parameter, slot in zip(self._parameters, in_order, strict=True)}
+        return GradientRows(rows=rows, slots=slots, in_order=in_order)
 
     def make_narrow(self, dtype: torch.dtype, rows: Rows | None = None) -> GradientRows:
         """Rows of ``dtype`` for the sum over replicas: ``rows``, or new ones for None."""
         rows = rows or [torch.zeros(kind.size, dtype=dtype, device=kind.device) for kind in self.kinds]
-        return GradientRows(rows=rows, slots={})
+        return GradientRows(rows=rows, slots={}, in_order=[])
 
-    @torch.no_grad()
-    def fill(self, into: GradientRows, times: float = 1.0) -> None:
+    def fill(self, into: GradientRows, times: float = 1.0, *, are_taken: bool = False) -> int:
         """Copy every gradient into its slot, if it is not there yet, and zeros where there is none; then multiply.
+
+        Args:
+            into: With slots.
+            times: What all are multiplied by.
+            are_taken: Whether to set every ``.grad`` to None.
+
+        Returns:
+            Which parameters had a gradient, as :meth:`used`.
 
         Raises:
             CollectiveError: If a gradient is sparse.
         """
+        used, left = fill_slots(Tensor, self._parameters, into.in_order, are_taken)
+        increment_version(into.rows)
+        if left:
+            self._copy(left, into.in_order)
+            if are_taken:
+                self.clear()
+        scale_rows(into.rows, times=times)
+        return used
+
+    @torch.no_grad()
+    def _copy(self, positions: Iterable[int], into: Sequence[Tensor]) -> None:
+        """Copy the gradients at some positions to the slots ``into``, or zeros where there is none."""
         slots, gradients = list[Tensor](), list[Tensor]()
-        for kind in self.kinds:
-            for index, parameter, _ in kind.members:
-                slot, gradient = into.slots[id(parameter)], parameter.grad
-                if gradient is None:
-                    slot.zero_()
-                elif gradient.layout != torch.strided:
-                    raise CollectiveError(
-                        f"the gradient of {self.names[index]} is sparse, and replicas add dense ones: make it "
-                        "with sparse=False"
-                    )
-                elif gradient.data_ptr() != slot.data_ptr():
-                    slots.append(slot)
-                    gradients.append(gradient)
+        for position in positions:
+            slot, gradient = into[position], self._parameters[position].grad
+            if gradient is None:
+                slot.zero_()
+            elif gradient.layout != torch.strided:
+                raise CollectiveError(
+                    f"the gradient of {self.names[position]} is sparse, and replicas add dense ones: make it "
+                    "with sparse=False"
+                )
+            elif gradient.data_ptr() != slot.data_ptr():
+                slots.append(slot)
+                gradients.append(gradient)
         if slots:
             torch._foreach_copy_(slots, gradients)
-        scale_rows(into.rows, times=times)
 
     def give(self, rows: GradientRows, used: int) -> None:
         """Set the ``.grad`` of each parameter in ``used`` to its part of ``rows``, and all others to None.

@@ -1,4 +1,4 @@
-/* What the files of the extension share: a group's memory, and how C sees a tensor. */
+/* What the files of the extension share: a group's memory. */
 
 #ifndef POPDIST_QUICK_H
 #define POPDIST_QUICK_H
@@ -7,36 +7,11 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include "dlpack.h"
+
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
-
-/* ---- What of DLPack's ABI is needed -------------------------------------------------------------------------- */
-
-typedef struct {
-    void *data;
-    struct {
-        int32_t type, id;
-    } device;
-    int32_t num_dimensions;
-    struct {
-        uint8_t code, bits;
-        uint16_t lanes;
-    } dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} Tensor;
-
-typedef struct {
-    struct {
-        uint32_t major, minor;
-    } version;
-    void *older;
-    void *allocate, *from_object, *to_object;
-    int (*look_at)(void *object, Tensor *out); /* what lies where, owned by the object */
-} Exchange;
-
-enum { ON_CPU = 1, MAJOR_VERSION = 1, SIGNED = 0, FLOAT = 2 };
 
 /* ---- A group's memory ---------------------------------------------------------------------------------------- */
 

@@ -5,18 +5,6 @@
 #include <stddef.h>
 #include <structmember.h>
 
-static const Exchange *exchange_of(PyObject *tensor_type) {
-    PyObject *capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
-    if (capsule == NULL) return NULL;
-    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    Py_DECREF(capsule); /* the class keeps it */
-    if (exchange != NULL && (exchange->version.major != MAJOR_VERSION || exchange->look_at == NULL)) {
-        PyErr_SetString(PyExc_ValueError, "tensors of this class speak another DLPack");
-        return NULL;
-    }
-    return exchange;
-}
-
 static int fill(Quick *self, Numbers pages, Numbers pairs, Numbers purposes) {
     const Py_ssize_t width = sizeof(uint64_t);
     if (self->size < 2 || self->size > MOST_RANKS || self->rank < 0 || self->rank >= self->size ||

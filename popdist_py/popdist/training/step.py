@@ -91,11 +91,10 @@ class Step:
             self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
         rows, self._current = self._current or self._next_rows(), None
         if weight:
-            self._sum.used |= self._gradients.used()
-            self._gradients.fill(rows, times=weight / unit)
+            self._sum.used |= self._gradients.fill(rows, times=weight / unit, are_taken=True)
         else:
             rows.clear()
-        self._gradients.clear()
+            self._gradients.clear()
         self._sum_of_replica().has_run = True
         self._push(rows, weight)
 
