@@ -1,4 +1,4 @@
-"""The errors of popdist, and the checks of the numbers that its calls are given.
+"""The errors of popdist, and the checks of what its calls are given.
 
 ``except popdist.PopdistError`` catches everything this package raises on purpose. What it only warns of is a
 :class:`PopdistWarning`.
@@ -69,17 +69,42 @@ _SMALLEST_SEED, _LARGEST_SEED = -(2**63), 2**64 - 1
 """The seeds that torch's generators take."""
 
 
-def whole_number(what: str, value: object, error: type[PopdistError], *, minimum: int = 1) -> int:
-    """``value``, which the caller named ``what``, as an int; an ``error`` if it is none or below ``minimum``.
+MOST_PARTS = 2**20
+"""Local replicas, and micro batches of each in a step: what has more is a mistake, and would take hours."""
+
+MOST_TOKENS = 2**31 - 1
+"""Of a row."""
+
+
+def whole_number(
+    what: str, value: object, error: type[PopdistError], *, minimum: int = 1, maximum: int | None = None
+) -> int:
+    """``value``, which the caller named ``what``, as an int; an ``error`` if it is none or out of its range.
 
     numpy's integers are whole numbers, too; bools and floats are none.
     """
-    if type(value) is int and value >= minimum:
+    if type(value) is int and value >= minimum and (maximum is None or value <= maximum):
         return value  # every step comes here: to ask for the protocol takes ten microseconds
     number = _as_whole(value)
     if number is None or number < minimum:
         raise error(f"{what}={value!r} must be a whole number of at least {minimum}")
+    if maximum is not None and number > maximum:
+        raise error(f"{what}={value!r} must be a whole number of at most {maximum}")
     return number
+
+
+def check_flags(error: type[PopdistError], **flags: object) -> None:
+    """An ``error`` if one is neither True nor False: a text such as ``"no"`` would count as True."""
+    for what, value in flags.items():
+        if value is not True and value is not False and type(value).__name__ not in ("bool", "bool_"):  # numpy's
+            raise error(f"{what}={value!r} must be True or False")
+
+
+def check_callable(error: type[PopdistError], **given: object) -> None:
+    """An ``error`` if one is neither None nor a function."""
+    for what, value in given.items():
+        if value is not None and not callable(value):
+            raise error(f"{what}={value!r} must be a function")
 
 
 def seed_number(value: object, error: type[PopdistError]) -> int:

@@ -69,7 +69,7 @@ def setLogLevel(level: str | int) -> None:
         if not 0 <= level < len(_NUMBERED):
             raise ValueError(f"Invalid log level integer {level}: 0 (TRACE) to 4 (ERR) are valid")
         level = _NUMBERED[level]
-    if level.upper() not in _LEVELS:
+    if str(level).upper() not in _LEVELS:
         raise ValueError(f"Unknown log level: {level}. Valid values are {', '.join(sorted(_LEVELS))}")
     logger.setLevel(_LEVELS[level.upper()])
 

@@ -33,6 +33,8 @@ PARSERS: Final[dict[type, ICustomArgParser]] = {}
 
 def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
     """Have models and loaders take objects of ``arg_type``, and of its subclasses."""
+    if not isinstance(arg_type, type):
+        raise Error(f"registerCustomArgParser takes a type, as MyBatch, and was given {arg_type!r}")
     if not isinstance(parser, ICustomArgParser):
         raise Error(f"{parser!r} is no poptorch.ICustomArgParser")
     PARSERS[arg_type] = parser

@@ -1,6 +1,11 @@
-"""What poptorch raises."""
+"""What poptorch raises, and the check of the arguments of its operations."""
 
+import reprlib
+from collections.abc import Callable, Mapping
+from operator import index
 from typing import Final
+
+from torch import Tensor, nn
 
 _OWN: Final = "poptorch_error"
 
@@ -53,3 +58,37 @@ class UnrecoverableError(Error):
 
 class ConfigFileError(Error):
     """A line of a file of options is no call of a setter; the message names file and line."""
+
+
+def is_whole(value: object) -> bool:
+    """Whether ``value`` is a whole number, of Python's or numpy's; bools are none."""
+    try:
+        index(value)  # type: ignore[arg-type] # that is the question
+    except TypeError:
+        return False
+    return not isinstance(value, bool | Tensor)
+
+
+_ARE: Final[Mapping[str, Callable[[object], bool]]] = {
+    "a tensor": lambda value: isinstance(value, Tensor),
+    "a function": callable,
+    "a whole number": is_whole,
+    "a text": lambda value: isinstance(value, str),
+    "a module": lambda value: isinstance(value, nn.Module),
+}
+
+
+def check_arguments(call: str, wanted: str, **given: object) -> None:
+    """Refuse arguments of another kind.
+
+    Args:
+        call: Whose arguments they are.
+        wanted: ``"a tensor"``, ``"a function"``, ``"a whole number"``, ``"a text"`` or ``"a module"``.
+        **given: The arguments by name.
+
+    Raises:
+        Error: The first that is none.
+    """
+    for name, value in given.items():
+        if not _ARE[wanted](value):
+            raise Error(f"poptorch.{call}: {name} must be {wanted}, and is {reprlib.repr(value)}")

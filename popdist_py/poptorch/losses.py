@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from poptorch.custom_types import tensors_of
-from poptorch.errors import Error
+from poptorch.errors import Error, check_arguments
 
 Reduction = Literal["mean", "sum", "none", 0, 1, 2]
 
@@ -45,11 +45,12 @@ def identity_loss(x: Tensor, reduction: Reduction) -> Tensor:
             the gradient is computed, and the loss keeps its shape.
 
     Raises:
-        Error: If the reduction is another one.
+        Error: If ``x`` is no tensor, or the reduction another one.
     """
     if has_torch_function_unary(x):
         return handle_torch_function(identity_loss, (x,), x, reduction)
-    kind = None if isinstance(reduction, bool) else _REDUCTIONS.get(reduction)
+    check_arguments("identity_loss", "a tensor", x=x)
+    kind = _REDUCTIONS.get(reduction) if type(reduction) in (str, int) else None
     if kind is None:
         raise Error(
             f"Unsupported reduction {reduction!r}: identity_loss takes 'mean', 'sum' or 'none' (or 1, 0, 2)"

@@ -51,6 +51,18 @@ def state(**changed: object) -> dict[str, object]:
     return {**sampler(10, 2).state_dict(), **changed}
 
 
+def sharded() -> popdist.ShardedOptimizer:
+    """One of a model."""
+    return popdist.ShardedOptimizer(model(), torch.optim.SGD, lr=0.1)
+
+
+def collator(fields: Any = None) -> Any:  # noqa: ANN401 - what is tested
+    """One that anything is given to."""
+    return popdist.packing.Collator(max_length=4, padding={"input_ids": 0}, token_fields=fields)
+
+
+WEIGHT = torch.ones(2)
+
 WRONG: Any = popdist
 """The library as a program without types sees it."""
 
@@ -80,9 +92,55 @@ CASES: list[tuple[Callable[[], object], type[popdist.PopdistError], str]] = [
         popdist.BatchError,
         "returned None for 2 samples",
     ),
+    (lambda: loader(DATASET, 2, shuffle="no"), popdist.DatasetError, "shuffle='no' must be True or False"),
+    (lambda: sampler(10, 2, drop_last=None), popdist.DatasetError, "drop_last=None must be True or False"),
+    (
+        lambda: loader(DATASET, 2, collate_fn="stack"),
+        popdist.DatasetError,
+        "'stack' must be a function",
+    ),
+    (lambda: loader(DATASET, 2, packing=True), popdist.DatasetError, r"packing=True must be a popdist\.packing"),
+    (lambda: loader(DATASET, 2, 10**30), popdist.DatasetError, "must be a whole number of at most 1048576"),
+    (lambda: WRONG.shard_iterable(None), popdist.DatasetError, "can be iterated over, and was given None"),
     (lambda: loader(DATASET, 2).load_state_dict(3), popdist.DatasetError, "3 is no state of a data_loader"),
     (lambda: WRONG.ReplicatedModel(3), popdist.WeightsError, "wraps a torch.nn.Module, and this is a int"),
     (lambda: model(seed=1.5), popdist.BatchError, "seed=1.5 must be a whole number"),
+    (lambda: model(strict_bits="no"), popdist.BatchError, "strict_bits='no' must be True or False"),
+    (lambda: model(num_local_replicas=10**30), popdist.BatchError, "must be a whole number of at most 1048576"),
+    (lambda: step(add="no"), popdist.BatchError, "add='no' must be True or False"),
+    (lambda: step(10**30), popdist.BatchError, "must be a whole number of at most 1048576"),
+    (lambda: WRONG.ReplicatedModel.reduce_gradients(model(), add=3), popdist.BatchError, "add=3 must be"),
+    (lambda: model().randomness.load_state_dict(WRONG), popdist.WeightsError, "no random states of replicas"),
+    (lambda: sharded().load_state_dict({}), popdist.OptimizerError, r"\{\} is no state_dict\(\) of an optimizer"),
+    (lambda: WRONG.optim.LAMB([WEIGHT], betas=None), popdist.OptimizerError, "betas=None must be two numbers"),
+    (
+        lambda: WRONG.optim.LARS([WEIGHT], lr=torch.ones(2)),
+        popdist.OptimizerError,
+        "must be a number",
+    ),
+    (
+        lambda: WRONG.packing.lpfhp([1], 10**30),
+        popdist.DatasetError,
+        "max_length=10* must be .* at most",
+    ),
+    (lambda: WRONG.packing.Packing(max_length=4, strategy=[]), popdist.DatasetError, r"strategy=\[\] must be"),
+    (lambda: WRONG.packing.Collator(max_length=4, padding=3), popdist.DatasetError, "padding=3 must be a dict"),
+    (lambda: collator("labels"), popdist.DatasetError, "token_fields='labels' must be names"),
+    (lambda: collator()([]), popdist.BatchError, r"expected a list of rows, .* found \[\]"),
+    (lambda: WRONG.packing.pack_stream(3, 4), popdist.DatasetError, "can be iterated over, and was given 3"),
+    (
+        lambda: WRONG.packing.pack_stream([], 4, length_of=3),
+        popdist.DatasetError,
+        "length_of=3 must be",
+    ),
+    (
+        lambda: WRONG.packing.token_mean(None, WEIGHT),
+        popdist.BatchError,
+        "losses must be a Tensor",
+    ),
+    (lambda: WRONG.packing.unpack(WEIGHT, None), popdist.BatchError, "packed must be a Packed"),
+    (lambda: WRONG.packing.label_counts([]), popdist.BatchError, "batch must be one of popdist.data_loader"),
+    (lambda: WRONG.packing.packed_betas(None, 2), popdist.BatchError, "betas=None must lie in 0 to 1"),
     (lambda: step("2"), popdist.BatchError, "accumulation='2' must be a whole number of at least 1"),
     (lambda: step(weights=[-1]), popdist.BatchError, "weight -1 is not possible"),
     (lambda: step(weights=["1"]), popdist.BatchError, "weight '1' is not possible"),

@@ -233,6 +233,9 @@ def _decode(probs: Sequence[int], lengths: list[int], **kwargs: int) -> Callable
 
 
 X = torch.ones(4)
+WRONG: Any = poptorch
+"""The library as a program without types sees it."""
+
 REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (ValueError, "inputs must be a list", lambda: poptorch.for_loop(1, abs, X)),  # type: ignore[arg-type]
     (ValueError, "its element 1 is int", lambda: poptorch.for_loop(1, abs, [X, 1])),  # type: ignore[list-item]
@@ -265,6 +268,42 @@ REFUSED: list[tuple[type[Exception], str, Callable[[], object]]] = [
     (poptorch.Error, "time, samples, classes", _decode((2, 3), [2])),
     (poptorch.Error, "one of 3 classes", _decode((2, 1, 3), [2], blank=3)),
     (poptorch.Error, "from 0 to 2", _decode((2, 1, 3), [5])),
+    (poptorch.Error, "tensor must be a tensor, and is None", lambda: WRONG.dynamic_slice(None, 0, 0, 1)),
+    (poptorch.Error, "size must be a whole number, and is '3'", lambda: WRONG.dynamic_slice(X, 0, 0, "3")),
+    (poptorch.Error, "start must be a whole number, and is 2.5", lambda: WRONG.dynamic_slice(X, 0, 2.5, 1)),
+    (poptorch.Error, "src must be a tensor", lambda: WRONG.dynamic_update(X, [1.0], 0, 0, 1)),
+    (poptorch.Error, "x must be a tensor, and is None", lambda: WRONG.identity_loss(None, "mean")),
+    (poptorch.Error, "Unsupported reduction []", lambda: WRONG.identity_loss(X, [])),
+    (poptorch.Error, "body must be a function", lambda: WRONG.for_loop(1, None, [X])),
+    (poptorch.Error, "else_body must be a function", lambda: WRONG.cond(X[:1], abs, [X], None, [X])),
+    (poptorch.Error, "blank must be a whole number", _decode((2, 1, 3), [2], blank=True)),
+    (poptorch.Error, "lhs must be a tensor", lambda: WRONG.serializedMatMul([1.0], X, SERIAL.Disabled)),
+    (poptorch.Error, "tensor must be a tensor", lambda: WRONG.ipu_print_tensor(1.0)),
+    (poptorch.Error, "separator must be a text", lambda: WRONG.ipu_print_tensor(X, separator=None)),
+    (poptorch.Error, "ptr must be whole numbers", lambda: WRONG.fps(X[:, None], None)),
+    (poptorch.Error, "batch_x must be a tensor", lambda: WRONG.nearest(X[:, None], X[:, None], 1, 1)),
+    (poptorch.Error, "name must be a text", lambda: WRONG.registerCustomOp(None, "domain")),
+    (ValueError, "inputs must be a list", lambda: WRONG.custom_op(None, "op", "domain", 1, [X])),
+    (poptorch.Error, "takes a type", lambda: WRONG.registerCustomArgParser(None, None)),
+    (poptorch.Error, "ipu_id must be", lambda: WRONG.Block("a", -1)),
+    (poptorch.Error, "ipu_id must be", lambda: WRONG.BeginBlock(torch.nn.Linear(1, 1), "a", "1")),
+    (poptorch.Error, "layer must be a module", lambda: WRONG.removeBlocks(None)),
+    (AssertionError, "names of its blocks", lambda: WRONG.Phase(None)),
+    (AssertionError, "names of its blocks", lambda: WRONG.SerialPhasedExecution(None)),
+    (AssertionError, "from 0", lambda: WRONG.Stage("a").ipu("1")),
+    (AssertionError, "list of names", lambda: WRONG.Options().updatableNamedBuffers("mean")),
+    (AssertionError, "True or False", lambda: WRONG.TensorLocationSettings().useReplicatedTensorSharding("no")),
+    (AssertionError, "to 2**64 - 1", lambda: WRONG.Options().randomSeed(2**64)),
+    (AssertionError, "two names", lambda: WRONG.Options().anchorTensor("x", None)),
+    (poptorch.Error, "takes a dataset", lambda: WRONG.DataLoader(WRONG.Options(), None)),
+    (AssertionError, "DataLoaderMode", lambda: WRONG.DataLoader(WRONG.Options(), [X], mode="Async")),
+    (poptorch.Error, "buffer_size='3'", lambda: WRONG.AsynchronousDataAccessor([X], buffer_size="3")),
+    (poptorch.Error, "rebatched_size=0", lambda: WRONG.AsynchronousDataAccessor([X], rebatched_size=0)),
+    (poptorch.Error, "betas must be two", lambda: poptorch.optim.Adam([X], betas=0.9)),  # type: ignore[arg-type]
+    (poptorch.Error, "betas must be two", lambda: poptorch.optim.LAMB([X], betas=(0.9,))),  # type: ignore[arg-type]
+    (poptorch.Error, "lr must be a finite", lambda: poptorch.optim.SGD([X], lr=torch.inf)),
+    (poptorch.Error, "momentum must be", lambda: poptorch.optim.SGD([X], 0.1, "0.9")),  # type: ignore[arg-type]
+    (poptorch.Error, "above 0", lambda: poptorch.optim.SGD([X], 0.1, loss_scaling=torch.inf)),
 ]
 
 

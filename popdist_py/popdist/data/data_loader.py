@@ -13,7 +13,7 @@ from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sampler import EpochShares
 from popdist.data.sampler_order import SampledLoader, SampledPosition, SampledShares, check_sampler
-from popdist.errors import DatasetError
+from popdist.errors import DatasetError, check_callable, check_flags
 
 _DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})
 
@@ -77,8 +77,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
         sampler: Gives the indices of each epoch, as torch's samplers do, all of them on every instance.
         collate_fn: Makes a micro batch of a list of samples; None means torch's own.
         packing: ``popdist.packing.Packing(...)`` puts several samples into one row. Both sizes then count rows.
-        **options: Anything else that DataLoader takes, such as ``num_workers=4``, ``pin_memory=True``,
-            ``prefetch_factor=4`` or ``persistent_workers=True``.
+        **options: Anything else that DataLoader takes, such as ``num_workers=4`` or ``pin_memory=True``.
 
     Raises:
         DatasetError: If the dataset has no length or fewer samples than the job has replicas, a size is below 1,
@@ -89,6 +88,7 @@ def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
     _refuse_dealing(options)
     _refuse_order(dataset, sampler, shuffle=shuffle, is_packed=packing is not None)
     plan = LoaderPlan(_stated(micro_batch_size), accumulation, shuffle, seed, drop_last)
+    _refuse_kinds(plan, collate_fn, packing)
     if packing is not None:
         return packing.make_loader(dataset, plan, collate_fn, options)
     collation = Collation(
@@ -107,6 +107,13 @@ def _stated(micro_batch_size: int | None) -> int:
     if micro_batch_size is None:
         raise DatasetError("data_loader(dataset, micro_batch_size): say how many samples a micro batch has")
     return micro_batch_size
+
+
+def _refuse_kinds(plan: LoaderPlan, collate_fn: object, packing: object) -> None:
+    check_flags(DatasetError, shuffle=plan.shuffle, drop_last=plan.drop_last)
+    check_callable(DatasetError, collate_fn=collate_fn)
+    if packing is not None and not hasattr(packing, "make_loader"):
+        raise DatasetError(f"packing={packing!r} must be a popdist.packing.Packing(...)")
 
 
 def _refuse_dealing(options: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from popdist.data.fetching import Collation, Fetched
 from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
+from popdist.errors import DatasetError
 from popdist.training_loop import training_loop
 
 
@@ -65,8 +66,11 @@ def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
             ``set_epoch``, that is called before each epoch.
 
     Raises:
+        DatasetError: If it cannot be iterated over.
         ContractError: If the environment promises a job and does not describe one.
     """
+    if not hasattr(stream, "__iter__"):
+        raise DatasetError(f"shard_iterable takes what can be iterated over, and was given {stream!r}")
     return ShardedIterable(stream)
 
 

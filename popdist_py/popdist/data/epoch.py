@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from popdist.data.position import EpochPosition
-from popdist.errors import DatasetError, whole_number
+from popdist.errors import MOST_PARTS, DatasetError, whole_number
 from popdist.layout import parts
 
 MAX_LENGTH: Final = 2**63
@@ -212,7 +212,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
         DatasetError: If one is no whole number or below 1.
     """
     whole_number("micro_batch_size", micro_batch_size, DatasetError)
-    whole_number("accumulation", accumulation, DatasetError)
+    whole_number("accumulation", accumulation, DatasetError, maximum=MOST_PARTS)
 
 
 def deal_epoch(

@@ -8,6 +8,7 @@ from popdist import context
 from popdist.data.batch import Share
 from popdist.data.epoch import EpochPlan, Order, deal_epoch, plan_epochs
 from popdist.data.position import EpochPosition, EpochReader
+from popdist.errors import DatasetError, check_flags
 from popdist.training_loop import training_loop
 
 
@@ -50,6 +51,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        check_flags(DatasetError, shuffle=shuffle, drop_last=drop_last)
         contract = context.environment().contract
         self._plan = plan_epochs(
             length_or_dataset, contract.num_replicas, micro_batch_size, accumulation, drop_last=drop_last

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from popdist.errors import OptimizerError
 from popdist.optim.pieces import check_number
 from popdist.optim.trust_ratio import Half, Settings, TrustRatioOptimizer
 
@@ -80,7 +81,10 @@ class LAMB(TrustRatioOptimizer):
         settings = self.defaults | param_group
         for name in ("lr", "eps", "weight_decay"):
             check_number(name, settings[name])
-        for index, beta in enumerate(settings["betas"]):
+        betas = settings["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:  # noqa: PLR2004 - as Adam has them
+            raise OptimizerError(f"betas={betas!r} must be two numbers")
+        for index, beta in enumerate(betas):
             check_number(f"betas[{index}]", beta, below=1.0)
         if settings["max_weight_norm"] is not None:
             check_number("max_weight_norm", settings["max_weight_norm"], minimum=1e-300)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from popdist.errors import OptimizerError
+from popdist.errors import OptimizerError, as_float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,6 @@ def check_number(what: str, value: object, *, minimum: float = 0.0, below: float
         OptimizerError: If it is not.
     """
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-    if not is_number or not minimum <= float(value) < below:  # type: ignore[arg-type] # it is one
+    if not is_number or not minimum <= as_float(value) < below:
         limit = f" and below {below:g}" if below < float("inf") else ""
         raise OptimizerError(f"{what}={value!r} must be a number of at least {minimum:g}{limit}")

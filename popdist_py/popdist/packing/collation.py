@@ -5,7 +5,8 @@ value for each token is laid into the row at the place of its sequence; any othe
 whole and is collected in a list, whose order ``rows`` and ``starts`` tell.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from popdist.errors import BatchError, DatasetError, whole_number
+from popdist.errors import MOST_TOKENS, BatchError, DatasetError, whole_number
 
 TOKENS: Final = "input_ids"
 """The field whose length is that of the sequence."""
@@ -111,7 +112,14 @@ class Collator:
     token_fields: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        whole_number("max_length", self.max_length, DatasetError)
+        whole_number("max_length", self.max_length, DatasetError, maximum=MOST_TOKENS)
+        if not isinstance(self.padding, Mapping):
+            raise DatasetError(f"padding={self.padding!r} must be a dict, as {{'input_ids': 0}}")
+        names: object = self.token_fields
+        if isinstance(names, str) or not isinstance(names, Collection | None):
+            raise DatasetError(
+                f"token_fields={self.token_fields!r} must be names, as ('labels', 'token_type_ids')"
+            )
         if TOKENS not in self.padding:
             raise DatasetError(
                 f"padding={dict(self.padding)!r} has no {TOKENS!r}: give the id of the tokenizer's padding "
@@ -128,6 +136,13 @@ class Collator:
             BatchError: If a sample is no mapping with ``input_ids``, has no token, does not fit into its row, or
                 has other fields than the first one.
         """
+        given: object = rows
+        if (
+            not isinstance(given, Sequence)
+            or not any(given)
+            or not all(isinstance(row, Sequence) for row in given)
+        ):
+            raise BatchError(f"expected a list of rows, each a list of samples, and found {reprlib.repr(given)}")
         samples = [sample for row in rows for sample in row]
         lengths = [_num_tokens(sample, self.max_length) for sample in samples]
         token_names, sequence_names = self._divide(samples, lengths)

@@ -26,7 +26,7 @@ from popdist.data.position import EpochPosition
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed
 from popdist.data.sampler import EpochShares
-from popdist.errors import BackendError, DatasetError, whole_number
+from popdist.errors import MOST_PARTS, MOST_TOKENS, BackendError, DatasetError, whole_number
 from popdist.packing.collation import TOKENS, Collator
 from popdist.packing.linear_programme import nnlshp, optimal
 from popdist.packing.packed_rows import PackedRows
@@ -78,7 +78,7 @@ class Packing:
     cache: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        whole_number("max_length", self.max_length, DatasetError)
+        whole_number("max_length", self.max_length, DatasetError, maximum=MOST_TOKENS)
         check_limit(self.max_sequences_per_pack)
         if self.too_long not in TOO_LONG:
             raise DatasetError(f"too_long={self.too_long!r} must be one of {', '.join(map(repr, TOO_LONG))}")
@@ -88,7 +88,7 @@ class Packing:
                     f"the strategy packs rows of {self.strategy.max_length} tokens, and "
                     f"max_length={self.max_length}"
                 )
-        elif self.strategy not in ALGORITHMS:
+        elif self.strategy not in list(ALGORITHMS):
             raise DatasetError(
                 f"strategy={self.strategy!r} must be a PackingStrategy or one of "
                 f"{', '.join(map(repr, ALGORITHMS))}"
@@ -114,7 +114,7 @@ class Packing:
         collation = Collation(
             collate_fn=collate,
             num_replicas=contract.layout.num_local_replicas,
-            accumulation=whole_number("accumulation", plan.accumulation, DatasetError),
+            accumulation=whole_number("accumulation", plan.accumulation, DatasetError, maximum=MOST_PARTS),
             seed=plan.seed,
         )
         if isinstance(dataset, ShardedIterable):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, overload
 import torch
 from torch import Tensor
 
-from popdist.errors import BatchError
+from popdist.errors import BatchError, as_float, whole_number
 from popdist.packing.collation import Packed
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def attention_mask(
         allowed = allowed.tril()
     if form == "sdpa":
         return allowed[:, None]
-    if not dtype.is_floating_point or not masked < 0:
+    _check_kinds("attention_mask", torch.dtype, dtype=dtype)
+    if not dtype.is_floating_point or not as_float(masked) < 0:
         raise BatchError(f"dtype={dtype} and masked={masked}: expected a floating point type and a number below 0")
     if masked == -math.inf:
         allowed = allowed | torch.diag_embed(~real)
@@ -136,6 +137,8 @@ def unpack(hidden: Tensor, packed: Packed, take: Literal["first", "last", "mean"
     Raises:
         BatchError: If ``hidden`` has another shape or ``take`` is none of these.
     """
+    _check_kinds("unpack", Packed, packed=packed)
+    _check_kinds("unpack", Tensor, hidden=hidden)
     if hidden.shape[:2] != packed.segment_ids.shape:
         raise BatchError(
             f"hidden has shape {tuple(hidden.shape)}, and the rows {tuple(packed.segment_ids.shape)}: expected "
@@ -165,6 +168,7 @@ def token_mean(losses: Tensor, mask: Tensor) -> Tensor:
     Raises:
         BatchError: If the shapes differ.
     """
+    _check_kinds("token_mean", Tensor, losses=losses, mask=mask)
     if losses.shape != mask.shape:
         raise BatchError(
             f"losses of shape {tuple(losses.shape)} and a mask of shape {tuple(mask.shape)} must be alike"
@@ -184,6 +188,12 @@ def label_counts(batch: "Batch", name: str = "labels", *, ignored: int = -100) -
     Raises:
         BatchError: If the contents are no ``Packed``, or have no such field of tokens.
     """
+    _check_kinds("label_counts", str, name=name)
+    if not hasattr(batch, "micro_batches"):
+        raise BatchError(
+            f"label_counts: batch must be one of popdist.data_loader, and is a {type(batch).__name__}"
+        )
+    ignored = whole_number("ignored", ignored, BatchError, minimum=-(2**63))
     counts = []
     for micro in batch.micro_batches:
         content: Any = micro.content
@@ -208,7 +218,15 @@ def packed_betas(betas: tuple[float, float], packing_factor: float) -> tuple[flo
     Raises:
         BatchError: If a number is out of its range.
     """
-    first, second = betas
-    if not (0 <= first <= 1 and 0 <= second <= 1 and packing_factor >= 1):
+    given: object = betas
+    is_pair = isinstance(given, tuple | list) and len(given) == 2  # noqa: PLR2004 - as Adam has them
+    if not (is_pair and all(0 <= as_float(beta) <= 1 for beta in betas) and as_float(packing_factor) >= 1):
         raise BatchError(f"betas={betas} must lie in 0 to 1, and packing_factor={packing_factor} be at least 1")
+    first, second = betas
     return first**packing_factor, second**packing_factor
+
+
+def _check_kinds(call: str, kind: type, **given: object) -> None:
+    for name, value in given.items():
+        if not isinstance(value, kind):
+            raise BatchError(f"{call}: {name} must be a {kind.__name__}, and is a {type(value).__name__}")

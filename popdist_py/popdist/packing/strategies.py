@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from popdist.errors import DatasetError, whole_number
+from popdist.errors import MOST_TOKENS, DatasetError, whole_number
 
 Pack = tuple[int, ...]
 """The lengths of the sequences of one row, longest first."""
@@ -270,7 +270,7 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
     Raises:
         DatasetError: As :func:`spfhp`.
     """
-    whole_number("max_length", max_length, DatasetError)
+    whole_number("max_length", max_length, DatasetError, maximum=MOST_TOKENS)
     try:
         given = np.asarray(list(histogram))
     except TypeError:

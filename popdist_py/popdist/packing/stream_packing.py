@@ -10,7 +10,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from popdist.errors import DatasetError, whole_number
+from popdist.errors import DatasetError, check_callable, whole_number
 from popdist.packing.collation import TOKENS
 from popdist.packing.sample_lengths import TooLong
 
@@ -130,6 +130,9 @@ def pack_stream(
     Raises:
         DatasetError: If a number is below 1, or, while it is read, if a sample has no length that fits.
     """
+    if not hasattr(stream, "__iter__"):
+        raise DatasetError(f"pack_stream takes what can be iterated over, and was given {stream!r}")
+    check_callable(DatasetError, length_of=length_of)
     whole_number("max_length", max_length, DatasetError)
     whole_number("buffer", buffer, DatasetError)
     if max_sequences_per_pack is not None:

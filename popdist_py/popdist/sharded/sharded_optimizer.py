@@ -5,6 +5,7 @@ updated with another learning rate.
 """
 
 import hashlib
+import reprlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
-from popdist.errors import OptimizerError
+from popdist.errors import OptimizerError, check_flags
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
 from popdist.groups import Group, let_the_cause_come_first
@@ -256,6 +257,7 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def gather_state_dict(self, *, keep: bool) -> dict[str, Any]:
         """What ``state_dict`` gives, on the instances that ``keep`` it; the others take part and keep nothing."""
+        check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
         inner = self._settled_inside().state
         for parameter, state in gather_state(self._group(), self._sharded, inner, self._keys, text):
@@ -271,10 +273,13 @@ class ShardedOptimizer(Optimizer):
         """Take this instance's part of a state, which may be that of ``optimizer_class`` itself; waits for nobody.
 
         Raises:
-            OptimizerError: If it is of another precision, or of another optimizer inside LowPrecision.
+            OptimizerError: If it is no state, or of another precision or another optimizer inside LowPrecision.
             ValueError: If it has other groups.
         """
         assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
+        given: object = state_dict
+        if not isinstance(given, Mapping) or "param_groups" not in given:
+            raise OptimizerError(f"{reprlib.repr(given)} is no state_dict() of an optimizer")
         if isinstance(self._inside, LowPrecision):
             self._inside.check_state(state_dict)
             states = load_uncast(self, state_dict)

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from popdist.errors import BatchError, as_float, whole_number
+from popdist.errors import MOST_PARTS, BatchError, as_float, whole_number
 from popdist.layout import micro_batch_rows
 
 Nest = Any
@@ -255,7 +255,7 @@ def split_batch(
         size = _size_of_row(batch)
         if size:
             return 1, [batch], [size]  # as below, with fewer calls
-    accumulation = whole_number("accumulation", accumulation, BatchError)
+    accumulation = whole_number("accumulation", accumulation, BatchError, maximum=MOST_PARTS)
     sizes: list[int]
     if split is not None:
         contents = _apply(split, batch)

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from popdist import context
 from popdist.data.batch import Batch
-from popdist.errors import BatchError, MicroBatchError, PopdistWarning
+from popdist.errors import BatchError, MicroBatchError, PopdistWarning, check_flags
 from popdist.gradients.batch_marks import NO_MARK, BatchMark
 from popdist.gradients.buffers import ReplicaBuffers, label_of_copy
 from popdist.gradients.memory import ModelGradients
@@ -245,6 +245,8 @@ class ModelSteps:
         try:
             if reduction != "mean":
                 check_reduction(reduction)
+            if add:
+                check_flags(BatchError, add=add)
             accumulation, contents, counts = split_batch(
                 batch, self._num_local_replicas, accumulation, split=split, weights=weights
             )
@@ -364,6 +366,7 @@ class ModelSteps:
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """End the step with the gradient of all replicas: see ``ReplicatedModel.reduce_gradients``."""
         check_reduction(reduction)
+        check_flags(BatchError, add=add)
         self._finish(reduction, add=add)
 
     def _finish(self, reduction: MeanOrSum, *, add: bool) -> None:

@@ -81,10 +81,10 @@ class ReplicaRandomness:
         Raises:
             WeightsError: If an entry is not one that :meth:`state_dict` wrote; then no state has changed.
         """
-        found = {int(replica): values for replica, values in state_dict.items()}
         try:
+            found = {int(replica): values for replica, values in state_dict.items()}
             taken = {replica: _from_values(found[replica]) for replica in self._states if replica in found}
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise WeightsError(f"these are no random states of replicas: {error!r}") from error
         self._states.update(taken)
 

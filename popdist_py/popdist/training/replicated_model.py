@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from popdist import context
-from popdist.errors import BatchError, WeightsError, seed_number, whole_number
+from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum
 from popdist.gradients.rows import check_gradient_dtype
@@ -101,8 +101,11 @@ class ReplicatedModel(nn.Module):
     ) -> None:
         super().__init__()
         refuse_options(ddp_options)
+        check_flags(BatchError, check_finite=check_finite, strict_bits=strict_bits)
         if num_local_replicas is not None:
-            num_local_replicas = whole_number("num_local_replicas", num_local_replicas, BatchError)
+            num_local_replicas = whole_number(
+                "num_local_replicas", num_local_replicas, BatchError, maximum=MOST_PARTS
+            )
         layout = context.environment().layout_of_model(num_local_replicas)
         num_local = layout.num_local_replicas
         if strict_bits and num_local & (num_local - 1):
@@ -302,7 +305,7 @@ class ReplicatedModel(nn.Module):
             BatchError: If there is no such micro batch, it is done already, or the weight is negative.
         """
         index = whole_number("index", index, BatchError, minimum=0)
-        accumulation = whole_number("accumulation", accumulation, BatchError)
+        accumulation = whole_number("accumulation", accumulation, BatchError, maximum=MOST_PARTS)
         return self._model_steps.micro_batch(index, weight, accumulation)
 
     def reduce_gradients(self, reduction: MeanOrSum = "mean", *, add: bool = False) -> None:

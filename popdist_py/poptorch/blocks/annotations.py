@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 from torch import nn
 
 from poptorch.blocks.first_forward import EnteredBlock, seen_forward
-from poptorch.errors import Error
+from poptorch.errors import Error, check_arguments, is_whole
 
 Id = str | int | None
 
@@ -26,6 +26,7 @@ class Block:
     """
 
     def __init__(self, user_id: Id = None, ipu_id: int | None = None) -> None:
+        _check_ipu(ipu_id)
         self._user_id = user_id
         self._ipu_id = ipu_id
 
@@ -38,6 +39,7 @@ class Block:
     @staticmethod
     def start(user_id: Id = None, ipu_id: int | None = None) -> None:
         """In a forward: what follows is a block, up to the next one."""
+        _check_ipu(ipu_id)
         if (seen := seen_forward.get()) is not None:
             seen.enter(EnteredBlock(user_id=_text(user_id), ipu_id=ipu_id))
 
@@ -131,8 +133,10 @@ def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None
         The same module, whose parameters keep their names; or, for a function, an object to call in its place.
 
     Raises:
-        Error: If the module begins a block already, or is neither a module nor a function.
+        Error: If the module begins a block already, or is neither a module nor a function; or ``ipu_id`` is no
+            number from 0.
     """
+    _check_ipu(ipu_id)
     if isinstance(layer_to_call, BlockModule | FunctionBlock):
         raise Error(
             f"{type(layer_to_call).__name__} has already been assigned to a block; poptorch.removeBlocks(model) "
@@ -155,6 +159,7 @@ def removeBlocks(layer: nn.Module) -> None:
     Raises:
         Error: If something else changed the class of one of them since, as ``trainingModel`` does.
     """
+    check_arguments("removeBlocks", "a module", layer=layer)
     for module in layer.modules():
         if isinstance(module, BlockModule):
             if type(module) is not _block_class(module):
@@ -171,6 +176,7 @@ def begun_by(module: BlockModule) -> EnteredBlock:
 
 def module_repr(m: nn.Module) -> str:
     """``repr(m)``, with ``BeginBlock(user_id=..., ipu_id=...)`` before each module that begins a block."""
+    check_arguments("module_repr", "a module", m=m)
     parts = [f"({name}): {module_repr(child)}" for name, child in m.named_children()]
     extra = m.extra_repr().splitlines()
     head = f"{m._get_name()}("  # noqa: SLF001 - modules choose it
@@ -197,6 +203,11 @@ def _plain_class(module: BlockModule) -> Iterator[None]:
 def _block_class(module: BlockModule) -> type[nn.Module]:
     """The class that ``BeginBlock`` made; others may have derived one of it for the module."""
     return next(kind for kind in type(module).__mro__ if "_plain" in vars(kind))
+
+
+def _check_ipu(ipu_id: int | None) -> None:
+    if ipu_id is not None and (not is_whole(ipu_id) or ipu_id < 0):
+        raise Error(f"ipu_id must be a whole number from 0, or None, and is {ipu_id!r}")
 
 
 def _text(user_id: Id) -> str | None:

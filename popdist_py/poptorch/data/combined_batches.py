@@ -11,10 +11,10 @@ from poptorch.custom_types import PARSERS, ICustomArgParser, picklable_parsers
 from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
-from poptorch.errors import Error
+from poptorch.errors import Error, is_whole
 from poptorch.options import Options, check_options
 from poptorch.options.combined_batch import CombinedBatch
-from poptorch.options.option_values import at_least_one
+from poptorch.options.option_values import at_least_one, one_of
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -42,8 +42,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Raises:
         Error: If arguments exclude each other, or a process would have no batch.
-        AssertionError: If ``batch_size`` is no number from 1, shuffled data are divided without
-            ``options.randomSeed``, or an iterable dataset is to be divided.
+        AssertionError: If ``batch_size`` is no number from 1, ``mode`` no ``DataLoaderMode``, shuffled data are
+            divided without ``options.randomSeed``, or an iterable dataset is to be divided.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._accessor: AsynchronousDataAccessor | None = None
         if batch_size is not None:
             at_least_one("batch_size", batch_size)
+        _check_kinds(dataset, mode, async_options)
         check_options("poptorch.DataLoader", options)._freeze()  # noqa: SLF001 - using options freezes them
         self._options = options
         self._factor = CombinedBatch.of(options).num_parts
@@ -111,9 +112,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise Error(f"rebatched_worker_size is for DataLoaderMode.AsyncRebatched, and the mode is {mode.name}")
         if self._rebatched_size is None:
             raise Error("rebatched_worker_size is for batches of batch_size samples, without a batch_sampler")
-        if not 1 <= worker_size <= self._rebatched_size:
+        if not is_whole(worker_size) or not 1 <= worker_size <= self._rebatched_size:
             raise Error(
-                f"rebatched_worker_size={worker_size} must be from 1 to the size of the combined batch, "
+                f"rebatched_worker_size={worker_size!r} must be from 1 to the size of the combined batch, "
                 f"{self._rebatched_size}"
             )
 
@@ -177,6 +178,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a copy reads when it is asked."""
         return {**self.__dict__, "_accessor": None, "_iterator": None}
+
+
+def _check_kinds(dataset: object, mode: object, async_options: object) -> None:
+    """Refuse what torch's loader, or nobody, would complain of."""
+    one_of("mode", mode, DataLoaderMode)
+    if not isinstance(async_options, dict | None):
+        raise Error(f"async_options must be a dict, as {{'buffer_size': 3}}, and is {async_options!r}")
+    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+        raise Error(f"poptorch.DataLoader takes a dataset, and was given {dataset!r}")
 
 
 def _check_batch_sampler(batch_size: int | None, *, shuffle: bool | None, is_divided: bool) -> None:

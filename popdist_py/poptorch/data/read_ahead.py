@@ -25,7 +25,7 @@ from poptorch._logging import logger
 from poptorch.custom_types import PARSERS, Structure, picklable_parsers, put_together, taken_apart
 from poptorch.data.shared_slots import SlotReader, SlotWriter
 from poptorch.enums import SharingStrategy
-from poptorch.errors import Error
+from poptorch.errors import Error, is_whole
 
 _START_METHODS: Final = {
     SharingStrategy.SharedMemory: "spawn",
@@ -129,7 +129,7 @@ class AsynchronousDataAccessor:
         drop_last: Leave out a last joined batch that is smaller.
 
     Raises:
-        Error: If the first batch cannot be read, or ``dataset`` is read ahead already.
+        Error: If an argument is wrong, the first batch cannot be read, or ``dataset`` is read ahead already.
     """
 
     def __init__(
@@ -148,8 +148,14 @@ class AsynchronousDataAccessor:
             raise Error(
                 "The DataLoader already uses an AsynchronousDataAccessor: give it mode=DataLoaderMode.Sync"
             )
-        if buffer_size < 1:
-            raise Error(f"buffer_size={buffer_size} must be at least 1")
+        if not is_whole(buffer_size) or buffer_size < 1:
+            raise Error(f"buffer_size={buffer_size!r} must be a whole number of at least 1")
+        if rebatched_size is not None and (not is_whole(rebatched_size) or rebatched_size < 1):
+            raise Error(f"rebatched_size={rebatched_size!r} must be a whole number of at least 1, or None")
+        if not isinstance(sharing_strategy, SharingStrategy):
+            raise Error(f"sharing_strategy={sharing_strategy!r} must be a poptorch.SharingStrategy")
+        if not hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"):
+            raise Error(f"AsynchronousDataAccessor takes a dataset or a loader, and was given {dataset!r}")
         self._dataset = dataset
         self._epoch = 0
         self._late_credits = 0 if early_preload else buffer_size - 1

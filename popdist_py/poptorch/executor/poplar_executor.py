@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
 from time import perf_counter
@@ -15,7 +15,7 @@ from poptorch import poptorch_core
 from poptorch._logging import logger
 from poptorch.blocks import ModelReport, module_repr
 from poptorch.enums import ConnectionType, OutputMode
-from poptorch.errors import Error
+from poptorch.errors import Error, is_whole
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters
 from poptorch.executor.device_tensors import Modes
 from poptorch.executor.host_tensors import HostWatch, watches_of
@@ -434,7 +434,13 @@ class PoplarExecutor:
 
     @rng_state.setter
     def rng_state(self, state: Sequence[int]) -> None:
-        self._compiled_model().runs.rng_state = list(state)
+        runs = self._compiled_model().runs
+        size = len(runs.rng_state)
+        given: object = state
+        numbers = list(given) if isinstance(given, Iterable) else []
+        if len(numbers) != size or not all(map(is_whole, numbers)):
+            raise Error(f"rng_state must be {size} whole numbers, as rng_state of this model gives them")
+        runs.rng_state = numbers
 
     def _compiled_model(self) -> CompiledModel:
         if self._compiled is None:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from poptorch.errors import Error
+from poptorch.errors import Error, check_arguments
 
 Logs = NDArray[np.float64]
 
@@ -36,6 +36,10 @@ def ctc_beam_search_decoder(
     Raises:
         Error: If shapes or numbers do not match.
     """
+    check_arguments("ctc_beam_search_decoder", "a tensor", probs=probs, lengths=lengths)
+    check_arguments(
+        "ctc_beam_search_decoder", "a whole number", blank=blank, beam_width=beam_width, top_paths=top_paths
+    )
     if probs.dim() != 3 or lengths.shape != probs.shape[1:2]:  # noqa: PLR2004 - time, samples, classes
         raise Error(
             "ctc_beam_search_decoder takes (time, samples, classes) and a length for each sample, and was given "

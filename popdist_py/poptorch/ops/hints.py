@@ -1,7 +1,7 @@
 """Operations that pass tensors on: what a compiler is told of memory, plans and names, and what is printed."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import partial
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from poptorch.enums import MatMulSerializationMode, MultiConvPartialsType, MultiConvPlanType, OverlapMode
-from poptorch.errors import Error
+from poptorch.errors import Error, check_arguments
 from poptorch.options.option_values import one_of
 
 T = TypeVar("T")
@@ -39,11 +39,12 @@ def serializedMatMul(
 
     Raises:
         AssertionError: If an argument has another type.
-        Error: If ``factor`` does not divide the dimension.
+        Error: If ``factor`` does not divide the dimension, or something else than tensors is multiplied.
     """
     del keep_precision
     one_of("serializedMatMul: mode", mode, MatMulSerializationMode)
     _check_count("serializedMatMul: factor", factor)
+    check_arguments("serializedMatMul", "a tensor", lhs=lhs, rhs=rhs)
     sizes = {
         MatMulSerializationMode.InputChannels: lhs.shape[-2] if lhs.dim() > 1 else 1,
         MatMulSerializationMode.ReducingDim: lhs.shape[-1],
@@ -198,6 +199,15 @@ _FORMATS: Final = {"auto": "", "fixed": "f", "scientific": "e", "none": ""}
 """Python's letter of each format; ``auto`` is numpy's own, and ``none`` shows as many digits as a number has."""
 
 
+def _formatter(float_format: str, digits: int) -> Any:  # noqa: ANN401 - numpy has no public name for it
+    """What numpy writes a number with; None for its own way."""
+    if float_format not in _FORMATS:
+        raise ValueError(f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}: {float_format!r}")
+    letter = _FORMATS[float_format]
+    one_value: Callable[[float], str] = f"{{:.{digits}{letter}}}".format if letter else str
+    return None if float_format == "auto" else {"float_kind": one_value}
+
+
 def ipu_print_tensor(
     tensor: Tensor,
     title: str = "",
@@ -230,13 +240,11 @@ def ipu_print_tensor(
         ``tensor``, to compute with.
 
     Raises:
+        Error: If something else than a tensor is printed, or a text is none.
         ValueError: If there is no such ``float_format``.
     """
-    if float_format not in _FORMATS:
-        raise ValueError(f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}: {float_format!r}")
-
-    letter = _FORMATS[float_format]
-    one_value = f"{{:.{digits}{letter}}}".format if letter else str
+    check_arguments("ipu_print_tensor", "a tensor", tensor=tensor)
+    check_arguments("ipu_print_tensor", "a text", float_format=float_format, separator=separator)
     text_of = partial(
         np.array2string,
         max_line_width=max_line_width,
@@ -244,7 +252,7 @@ def ipu_print_tensor(
         separator=separator,
         threshold=summarise_threshold,
         edgeitems=edge_items,
-        formatter=None if float_format == "auto" else {"float_kind": one_value},
+        formatter=_formatter(float_format, digits),
     )
     brackets = str.maketrans({"[": open_bracket, "]": close_bracket})
 

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from poptorch.errors import Error
+from poptorch.errors import Error, check_arguments
 
 Body = Callable[..., Any]
 """A function of tensors that returns one, or several in a list or tuple."""
@@ -24,8 +24,9 @@ def for_loop(count: int, body: Body, inputs: list[Tensor]) -> list[Tensor]:
 
     Raises:
         ValueError: If ``inputs`` is no list of tensors, or ``count`` no whole number from 0.
-        Error: If ``body`` returns other tensors than it was given.
+        Error: If ``body`` is no function, or returns other tensors than it was given.
     """
+    check_arguments("for_loop", "a function", body=body)
     _check_tensors("for_loop", "inputs", inputs)
     given: object = count
     if not isinstance(given, int) or isinstance(given, bool) or given < 0:
@@ -60,11 +61,12 @@ def cond(
 
     Raises:
         ValueError: If ``condition`` is no tensor of one element, or inputs are no lists of tensors.
-        Error: If what was called returned something else.
+        Error: If a body is no function, or what was called returned something else.
     """
     given: object = condition
     if not isinstance(given, Tensor) or given.numel() != 1:
         raise ValueError(f"poptorch.cond: condition must be a tensor of one element, and is {given!r}")
+    check_arguments("cond", "a function", then_body=then_body, else_body=else_body)
     _check_tensors("cond", "then_inputs", then_inputs)
     _check_tensors("cond", "else_inputs", else_inputs)
     if bool(condition):
@@ -117,7 +119,11 @@ def registerCustomOp(name: str, domain: str) -> Callable[[Implementation], Imple
 
     It is given the inputs, and the attributes by name; torch differentiates what it does. A later function takes
     the place of an earlier one.
+
+    Raises:
+        Error: If name or domain is no text.
     """
+    check_arguments("registerCustomOp", "a text", name=name, domain=domain)
 
     def register(implementation: Implementation) -> Implementation:
         _implementations[domain, name] = implementation
@@ -148,9 +154,13 @@ def custom_op(
         Its outputs, also one alone.
 
     Raises:
+        ValueError: If ``inputs`` or ``example_outputs`` are no list or tuple of tensors.
         Error: If nothing is registered by that name, or gives other tensors than the examples.
     """
     del domain_version
+    check_arguments("custom_op", "a text", name=name, domain=domain)
+    for argument, given in (("inputs", inputs), ("example_outputs", example_outputs)):
+        _check_tensors("custom_op", argument, list(given) if isinstance(given, tuple) else given)
     implementation = _implementations.get((domain, name))
     if implementation is None:
         known = ", ".join(".".join(key) for key in sorted(_implementations)) or "none"

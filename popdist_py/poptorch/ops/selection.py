@@ -7,11 +7,12 @@ Space", 2017.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
 
-from poptorch.errors import Error
+from poptorch.errors import Error, check_arguments, is_whole
 
 
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor | int, size: int, step: int = 1) -> Tensor:
@@ -30,6 +31,7 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor | int, size: int, step
     Raises:
         Error: If the slice does not lie in ``tensor``, or ``start`` is no whole number.
     """
+    check_arguments("dynamic_slice", "a whole number", step=step)
     first = _first("dynamic_slice", tensor, dim, start, size)
     if step < 1 or size % step:
         raise Error(f"poptorch.dynamic_slice: step {step} must divide size {size}")
@@ -53,6 +55,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, si
     Raises:
         Error: If the elements do not lie in ``input``, or ``src`` does not fit.
     """
+    check_arguments("dynamic_update", "a tensor", input=input, src=src)
     first = _first("dynamic_update", input, dim, start, size)
     wanted = list(input.shape)
     wanted[dim] = size
@@ -70,8 +73,11 @@ def _first(name: str, tensor: Tensor, dim: int, start: Tensor | int, size: int) 
     Raises:
         Error: If it holds none, or ``size`` elements from there on do not lie in ``tensor``.
     """
-    is_whole = start.numel() == 1 and not start.is_floating_point() if isinstance(start, Tensor) else True
-    if not is_whole:
+    check_arguments(name, "a tensor", tensor=tensor)
+    check_arguments(name, "a whole number", dim=dim, size=size)
+    if not isinstance(start, Tensor):
+        check_arguments(name, "a whole number", start=start)
+    elif start.numel() != 1 or start.is_floating_point() or start.is_complex():
         raise Error(f"poptorch.{name}: start must be one whole number, and is {start}")
     first = int(start)
     if not -tensor.dim() <= dim < tensor.dim() or size < 1 or not 0 <= first <= tensor.shape[dim] - size:
@@ -97,11 +103,16 @@ def fps(src: Tensor, ptr: Tensor | Sequence[int], ratio: float = 0.5, random_sta
     Raises:
         Error: If ``ptr`` does not divide ``src`` into clouds, or ``ratio`` is none.
     """
-    bounds = [int(bound) for bound in ptr]
+    check_arguments("fps", "a tensor", src=src)
+    given: object = ptr.tolist() if isinstance(ptr, Tensor) else ptr
+    if not isinstance(given, list | tuple) or not given or not all(map(is_whole, given)):
+        raise Error(f"poptorch.fps: ptr must be whole numbers, as [0, 10, 15], and is {ptr!r}")
+    bounds = [int(bound) for bound in given]
     if src.dim() != 2 or bounds[:1] != [0] or bounds[-1] != len(src) or sorted(bounds) != bounds:  # noqa: PLR2004
         raise Error(f"poptorch.fps: {bounds} does not divide points of shape {list(src.shape)} into clouds")
-    if not 0 < ratio <= 1:
-        raise Error(f"poptorch.fps: ratio must be above 0 and up to 1, and is {ratio}")
+    part: object = ratio
+    if not isinstance(part, SupportsFloat) or not 0 < float(part) <= 1:
+        raise Error(f"poptorch.fps: ratio must be above 0 and up to 1, and is {ratio!r}")
     chosen: list[Tensor] = []
     for first, end in pairwise(bounds):
         points = src[first:end].detach()
@@ -136,10 +147,17 @@ def nearest(x: Tensor, y: Tensor, batch_x: Tensor | None = None, batch_y: Tensor
     Raises:
         Error: If the points have different dimensions, or a cloud of ``x`` has none in ``y``.
     """
+    check_arguments("nearest", "a tensor", x=x, y=y)
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:  # noqa: PLR2004 - points and dimensions
         raise Error(f"poptorch.nearest: points of shape {list(x.shape)} and {list(y.shape)} do not match")
     if (batch_x is None) != (batch_y is None):
         raise Error("poptorch.nearest: batch_x and batch_y are given together")
+    for name, clouds, points in (("batch_x", batch_x, x), ("batch_y", batch_y, y)):
+        if clouds is None:
+            continue
+        check_arguments("nearest", "a tensor", **{name: clouds})
+        if clouds.shape != points.shape[:1]:
+            raise Error(f"poptorch.nearest: {name} must have the cloud of each point, and is of {clouds.shape}")
     distances = torch.cdist(x.detach().float(), y.detach().float(), compute_mode="donot_use_mm_for_euclid_dist")
     if batch_x is not None and batch_y is not None:
         distances = distances.masked_fill(batch_x[:, None] != batch_y[None, :], math.inf)

@@ -8,6 +8,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any, ClassVar, Final, Protocol, TypeAlias
 
 import torch
@@ -112,6 +113,9 @@ class Optimizer(torch.optim.Optimizer):
         scalings = {name: taken.pop(name) for name in ("loss_scaling", "max_grad_norm")}
         types = {name: taken.pop(name) for name in [*taken] if name.endswith("accum_type")}
         given = {name: value for name, value in taken.items() if value is not None}
+        for name in (*self._numbers, "velocity_scaling"):
+            if name in given:
+                _check_number(name, given[name])
         attributes = {
             "loss_scaling": _positive("loss_scaling", scalings["loss_scaling"], 1.0),
             "max_grad_norm": _positive("max_grad_norm", scalings["max_grad_norm"], math.inf),
@@ -162,6 +166,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If it is one of another optimizer, without ``ipu_state``.
         """
+        if not isinstance(state_dict, Mapping):
+            raise Error(f"load_state_dict takes what state_dict() gave, and was given {state_dict!r}")
         if lacking := [name for name in _STATES if name not in state_dict]:
             raise RuntimeError(
                 f"Only IPU optimizer states can be loaded: this one has no {' and no '.join(lacking)}. Take it "
@@ -228,7 +234,7 @@ class SGD(Optimizer, torch.optim.SGD):
             logger.warning("velocity_scaling is only used with use_combined_accum=True: it is loss_scaling now")
 
     def _scale_velocity(self, given: float | None) -> None:
-        self._add_setting("velocity_scaling", 1.0 if given is None else float(given))
+        self._add_setting("velocity_scaling", _positive("velocity_scaling", given, 1.0))
         attributes = self.variable_attrs
         attributes._allowed_attributes.append("velocity_scaling")  # noqa: SLF001 - as it was made above
         if given is not None:
@@ -409,11 +415,29 @@ class LAMB(Optimizer, torch.optim.Optimizer):
         return step_by_others("LAMB", self, closure)
 
 
+def _check_number(name: str, value: object) -> None:
+    """Refuse what torch would compare with a number, and say so in words that name neither.
+
+    Raises:
+        Error: If it is no finite number, or, for the betas, no two of them.
+    """
+    parts = value if name == "betas" and isinstance(value, tuple | list) else (value,)
+    wanted = "two finite numbers" if name == "betas" else "a finite number"
+    if len(parts) != (2 if name == "betas" else 1) or not all(map(_is_finite, parts)):
+        raise Error(f"{name} must be {wanted}, and is {value!r}")
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and bool(value.isfinite())
+    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
+
+
 def _positive(name: str, value: Any, otherwise: float) -> float:  # noqa: ANN401 - whatever was given
     if value is None:
         return otherwise
-    if isinstance(value, bool) or not isinstance(value, int | float | Tensor) or not value > 0:
-        raise Error(f"{name} must be a number above 0, and is {value!r}")
+    if isinstance(value, bool) or not _is_finite(value) or not value > 0:
+        raise Error(f"{name} must be a finite number above 0, and is {value!r}")
     return float(value)
 
 

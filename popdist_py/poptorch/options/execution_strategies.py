@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from poptorch.enums import AutoStage, Liveness
+from poptorch.errors import is_whole
 
 
 class Stage:
@@ -20,7 +21,9 @@ class Stage:
         self._ipu: int | None = None
 
     def ipu(self, ipu: int) -> Self:
-        """Run on device ``ipu`` of the replica."""
+        """Run on device ``ipu`` of the replica, from 0."""
+        if not is_whole(ipu) or ipu < 0:
+            raise AssertionError(f"Stage.ipu takes a whole number from 0, and was given {ipu!r}")
         self._ipu = ipu
         return self
 
@@ -35,7 +38,7 @@ class Phase:
     def __init__(self, *arguments: Stage | str) -> None:
         self.stages = [argument for argument in arguments if isinstance(argument, Stage)]
         if not self.stages:
-            self.stages = [Stage(*(str(argument) for argument in arguments))]
+            self.stages = [Stage(*arguments)]  # type: ignore[arg-type] # which says what is no name
         elif len(self.stages) < len(arguments):
             raise AssertionError(f"Phase takes stages, or names of blocks, and was given {arguments}")
 
@@ -173,4 +176,4 @@ class ParallelPhasedExecution(_PhasedExecution):
 def _phase(given: Phase | Sequence[Stage | str] | str) -> Phase:
     if isinstance(given, Phase):
         return given
-    return Phase(given) if isinstance(given, str) else Phase(*given)
+    return Phase(*given) if isinstance(given, list | tuple) else Phase(given)  # type: ignore[arg-type] # as above

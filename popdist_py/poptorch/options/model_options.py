@@ -20,7 +20,7 @@ from poptorch import enums, environment
 from poptorch._logging import logger
 from poptorch.enums import AutoStage, CommGroupType, ConnectionType, OutputMode, SyncPattern
 from poptorch.errors import ConfigFileError as ConfigFileError
-from poptorch.errors import Error
+from poptorch.errors import Error, is_whole
 from poptorch.options.execution_strategies import ExecutionStrategy, PipelinedExecution
 from poptorch.options.option_values import OptionValues, at_least_one, one_of
 from poptorch.options.sub_options import (
@@ -237,7 +237,9 @@ class Options(OptionValues):
         output_return_period: int | None = 1,
     ) -> Self:
         """Keep a tensor of the model under a short name."""
-        mode, period = _output_mode(output_mode or OutputMode.All, output_return_period)
+        if not all(isinstance(name, str) for name in (short_name, long_name)):
+            raise AssertionError(f"anchorTensor takes two names, and was given {(short_name, long_name)}")
+        mode, period = _output_mode(OutputMode.All if output_mode is None else output_mode, output_return_period)
         return self.set(anchored_tensors={**self.anchored_tensors, short_name: [long_name, mode, period]})
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
@@ -251,8 +253,10 @@ class Options(OptionValues):
 
     def randomSeed(self, random_seed: int) -> Self:
         """The seed of torch, which is set at once, of shuffling and of the replicas' random states."""
-        if isinstance(random_seed, bool) or not hasattr(random_seed, "__index__"):
-            raise AssertionError(f"random_seed must be a whole number, and is {random_seed!r}")
+        if not is_whole(random_seed) or not -(2**63) <= index(random_seed) < 2**64:
+            raise AssertionError(
+                f"random_seed must be a whole number from -2**63 to 2**64 - 1, and is {random_seed!r}"
+            )
         self.createOrSet(random_seed=index(random_seed))
         torch.manual_seed(random_seed)
         return self
@@ -284,6 +288,8 @@ class Options(OptionValues):
 
     def updatableNamedBuffers(self, buffers: Sequence[str]) -> Self:
         """Buffers that may be uploaded alone."""
+        if not isinstance(buffers, list | tuple) or not all(isinstance(name, str) for name in buffers):
+            raise AssertionError(f"updatableNamedBuffers takes a list of names, and was given {buffers!r}")
         self._Popart.set("updatableNamedBuffers", list(buffers))
         return self
 

@@ -5,6 +5,8 @@ from enum import Enum
 from operator import index
 from typing import Any, Self
 
+from poptorch.errors import is_whole
+
 
 class OptionValues:
     """Values by name, which are also attributes.
@@ -113,7 +115,7 @@ def _checked(name: str, value: Any, default: Any) -> Any:  # noqa: ANN401 - as a
     """
     if default is None or (isinstance(value, type(default)) and (type(value) is bool) == (type(default) is bool)):
         return value
-    if type(default) is int and not isinstance(value, bool) and hasattr(value, "__index__"):
+    if type(default) is int and is_whole(value):
         return index(value)
     if type(default) is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -128,7 +130,7 @@ def at_least_one(name: str, value: Any) -> int:  # noqa: ANN401 - as above
     Raises:
         AssertionError: If it is no whole number, or below 1.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or index(value) < 1:
+    if not is_whole(value) or index(value) < 1:
         raise AssertionError(f"{name} must be a whole number greater than 0, and is {value!r}")
     return index(value)
 

@@ -7,6 +7,7 @@ import torch
 
 from poptorch.enums import HalfFloatCastingBehavior, MeanReductionStrategy, ReductionType
 from poptorch.environment import NUM_PROCESSES, PROCESS_ID, process_in, process_of_job
+from poptorch.errors import is_whole
 from poptorch.options.option_values import OptionValues, at_least_one, one_of, plain
 
 _FEWEST_IO_TILES: Final = 32
@@ -104,6 +105,9 @@ class _DistributedOptions(OptionValues):
 
     def setEnvVarNames(self, var_num_processes: str = NUM_PROCESSES, var_process_id: str = PROCESS_ID) -> Self:
         """Read the number of processes and this one's index from other variables."""
+        names = (var_num_processes, var_process_id)
+        if not all(isinstance(name, str) for name in names):
+            raise AssertionError(f"setEnvVarNames takes two names, and was given {names}")
         return self._number(*process_in(var_process_id, var_num_processes))
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
@@ -122,11 +126,7 @@ class _DistributedOptions(OptionValues):
 
     def _number(self, process_id: int, num_processes: int) -> Self:
         num_processes = at_least_one("num_processes", num_processes)
-        if (
-            isinstance(process_id, bool)
-            or not hasattr(process_id, "__index__")
-            or process_id not in range(num_processes)
-        ):
+        if not is_whole(process_id) or process_id not in range(num_processes):
             raise AssertionError(f"process_id must be from 0 to {num_processes - 1}, and is {process_id!r}")
         return self.set(distributed_process_id=process_id, num_distributed_processes=num_processes)
 
@@ -151,6 +151,8 @@ class TensorLocationSettings(OptionValues):
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
         """Each replica holds a part."""
+        if not isinstance(use, bool):
+            raise AssertionError(f"useReplicatedTensorSharding takes True or False, and was given {use!r}")
         return self.createOrSet(useReplicatedTensorSharding=use)
 
     def useIOTilesToLoad(self, use: bool = True) -> Self:
@@ -176,11 +178,7 @@ class _TensorLocationOptions(OptionValues):
 
     def numIOTiles(self, num_tiles: int) -> Self:
         """Tiles for communication, an even number from 32 to 192. No effect: there are no tiles."""
-        if (
-            not hasattr(num_tiles, "__index__")
-            or num_tiles % 2
-            or not _FEWEST_IO_TILES <= num_tiles <= _MOST_IO_TILES
-        ):
+        if not is_whole(num_tiles) or num_tiles % 2 or not _FEWEST_IO_TILES <= num_tiles <= _MOST_IO_TILES:
             raise AssertionError(
                 f"numIOTiles must be an even number between {_FEWEST_IO_TILES} and {_MOST_IO_TILES}, "
                 f"and is {num_tiles!r}"
