@@ -1,11 +1,9 @@
 """What holds for small sums, which the extension makes where there is one: run on every rank of a real job."""
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from popdist.errors import CollectiveError
 from popdist.host_memory import addition
 from popdist.tree import tree_sum
 from tests.contract.host_memory_laws import connected
+from tests.running import DEADLINE_SECONDS
 
 SLOT_BYTES = 1 << 16
 
@@ -32,38 +31,29 @@ def without_it_on_odd_ranks(rank: int, run_all: Callable[[], int]) -> int:
         return run_all()
 
 
-@contextmanager
-def counted() -> Iterator[list[bool]]:
-    """The answers of the default group's quick way: whether it has added what it was asked to."""
+def num_quick_sums() -> int:
+    """How many sums of the default group were made without Python."""
     group: Any = dist.group.WORLD
-    answers: list[bool] = []
-
-    def ask(tensors: list[Tensor]) -> bool:
-        answers.append(before(tensors))
-        return answers[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        before = group._quick_sum
-        patch.setattr(group, "_quick_sum", ask)
-        yield answers
+    return int(getattr(group.allreduce, "num_sums", 0))
 
 
 def is_added_quickly(tensor: Tensor, *, async_op: bool = False) -> bool:
     """Add ``tensor`` over the ranks, see that it is right, and say which way it went."""
     wanted = sum(tensor.double() + other - dist.get_rank() for other in range(dist.get_world_size()))
-    with counted() as answers:
-        work = dist.all_reduce(tensor, async_op=async_op)
-        if work is not None:
-            work.wait()
+    before = num_quick_sums()
+    work = dist.all_reduce(tensor, async_op=async_op)
+    if work is not None:
+        work.wait()
     assert torch.equal(tensor.double(), torch.as_tensor(wanted))
-    return any(answers)
+    return num_quick_sums() > before
 
 
 def law_the_extension_adds_what_is_small_and_plain() -> None:
     """Of four dtypes and any shape; all else is added as it would be without it."""
     rank, is_there = dist.get_rank(), addition.extension() is not None
     if dist.get_world_size() == 1:
-        assert is_added_quickly(torch.full((3,), rank, dtype=torch.uint8))  # there is nothing to add
+        wide = torch.full((3,), rank, dtype=torch.uint8)
+        assert is_added_quickly(wide) is is_there  # there is nothing to add
         return
     for dtype in addition.SLOT_DTYPES:
         for shape in [(), (1,), (3, 5), (600,), (SLOT_BYTES // dtype.itemsize,)]:
@@ -137,7 +127,8 @@ def law_tensors_that_speak_another_dlpack_are_added_without_the_extension() -> N
         raise ValueError("tensors of this class speak another DLPack")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(addition, "extension", lambda: SimpleNamespace(Quick=refuse, add_rows=None))
+        if (found := addition.extension()) is not None:
+            patch.setattr(found, "Quick", refuse)
         group = dist.new_group(backend="popdist")
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
@@ -154,6 +145,24 @@ def law_a_thread_with_a_small_stack_adds() -> None:
     thread.join()
     threading.stack_size(before)
     assert (tensor == dist.get_world_size()).all()
+
+
+def law_threads_that_add_in_one_group_take_turns() -> None:
+    """Also when one waits for a late rank: the sums are of the same call on every rank, and all are there."""
+    sums = [[torch.ones(3) for _ in range(20)] for _ in range(2)]
+    both = threading.Barrier(2)
+
+    def add_all(tensors: list[Tensor]) -> None:
+        both.wait(DEADLINE_SECONDS)
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    threads = [threading.Thread(target=add_all, args=(tensors,)) for tensors in sums]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((tensor == dist.get_world_size()).all() for tensors in sums for tensor in tensors)
 
 
 def law_rows_that_are_added_in_one_pass_have_the_bits_of_the_tree() -> None:

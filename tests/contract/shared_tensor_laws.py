@@ -72,7 +72,7 @@ def is_added_in_place(tensor: Tensor, made: ProcessGroup, op: dist.ReduceOp.RedO
 def num_in_c(made: ProcessGroup) -> int:
     """How many sums in place the extension has made by itself."""
     host: Any = made._host  # type: ignore[attr-defined]
-    return 0 if is_one() or host._all_reduce.quick._quick is None else host._all_reduce.quick._quick.num_shared
+    return 0 if is_one() or host._all_reduce.quick.in_c is None else host._all_reduce.quick.in_c.num_shared
 
 
 def brought(rank: int, length: int, dtype: torch.dtype = torch.float32) -> Tensor:

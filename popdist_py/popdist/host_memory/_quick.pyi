@@ -1,4 +1,7 @@
-from typing import Self
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any, Self
+from weakref import WeakMethod
 
 class Quick:
     num_shared: int
@@ -20,6 +23,23 @@ class Quick:
     def leave(self, ends: bytes, /) -> None: ...
     def know(self, numbers: bytes, places: bytes, rows: bytes, memory: object, /) -> None: ...
     def forget(self) -> None: ...
-    def reduce(self, tensors: object, /) -> bool | None: ...
+
+class QuickCall:
+    num_sums: int
+    def __new__(
+        cls,
+        quick: Quick | None,
+        options_type: type,
+        sum_op: object,
+        pending: set[Any],
+        lock: Lock,
+        num_modes: Callable[[], int],
+        profiler: dict[str, Any],
+        work: object,
+        large: Callable[[Sequence[object]], None] | None,
+        otherwise: WeakMethod[Any],
+        /,
+    ) -> Self: ...
+    def __call__(self, *args: object, **named: object) -> Any: ...  # noqa: ANN401 - a work of torch's
 
 def add_rows(addresses: bytes, length: int, is_double: bool, over: float, /) -> None: ...

@@ -103,26 +103,8 @@ class Slots:
         return self.of_parity(self._group.flags.next_number() & 1, dtype)
 
 
-QuickSum = Callable[[list[torch.Tensor]], bool | None]
-"""Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened.
-
-None where it is a plain tensor of numbers in a row which may lie where all ranks can map it.
-
-Raises as all collectives do.
-"""
-
 _NUM_LOOKS: Final = 400
 """How often C looks at the others' counters before Python waits for them."""
-
-
-def never(_tensors: Any) -> bool:  # noqa: ANN401 - whatever it is
-    """The quick sum that adds nothing."""
-    return False
-
-
-def alone(_tensors: Any) -> bool:  # noqa: ANN401 - as above
-    """The quick sum over one rank, which is there already."""
-    return True
 
 
 class QuickSums:
@@ -133,39 +115,37 @@ class QuickSums:
             offered what it did before; held weakly.
 
     Attributes:
-        add: The quick sum; :func:`never` where there is none in C.
+        in_c: What adds; None where there is nothing in C.
     """
 
     def __init__(self, group: HostGroup, slots: Slots, settle: Callable[[Tensor], None]) -> None:
-        self.add: QuickSum = never
         self._is_large_left = False
-        self._quick = _make_quick(group, WeakMethod(settle))
-        if self._quick is not None:
-            self.add = self._quick.reduce
+        self.in_c = _make_quick(group, WeakMethod(settle))
+        if self.in_c is not None:
             slots.tell(self._lay)
             shared_storages.tell(self)
 
     def tell(self, places: Iterable[tuple[int, int]]) -> None:
         """Leave large tensors to Python that begin in these places, for which it has an offer to make."""
-        if self._quick is not None and not self._is_large_left:
-            self._quick.leave(as_numbers(chain.from_iterable(places)))
+        if self.in_c is not None and not self._is_large_left:
+            self.in_c.leave(as_numbers(chain.from_iterable(places)))
 
     def know(self, tensor: Tensor, places: Places, reduction: Reduction) -> None:
         """Have C do what was done with a tensor when it comes again, and all ranks offer these places again."""
         shared = shared_storages.find(tensor.untyped_storage())
-        if self._quick is None or reduction.in_one_pass is None or shared is None:
+        if self.in_c is None or reduction.in_one_pass is None or shared is None:
             return
         rows, length = reduction.in_one_pass
         lies = (key_of(tensor.untyped_storage()), shared.address, shared.num_bytes, tensor.data_ptr())
         what = (tensor.numel(), SLOT_DTYPES.index(tensor.dtype), length)
-        self._quick.know(
+        self.in_c.know(
             as_numbers((*lies, *what)), as_numbers(places), as_numbers(rows), (reduction, shared.reference)
         )
 
     def forget(self) -> None:
         """Leave to Python what C knows."""
-        if self._quick is not None:
-            self._quick.forget()
+        if self.in_c is not None:
+            self.in_c.forget()
 
     def leave_large(self) -> None:
         """Leave all large tensors to Python, which may move them."""
@@ -173,7 +153,7 @@ class QuickSums:
         self._is_large_left = True
 
     def _lay(self, rows: Sequence[torch.Tensor], slot_bytes: int, most_bytes: int) -> None:
-        self._quick.lay(as_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
+        self.in_c.lay(as_numbers(row.data_ptr() for row in rows), slot_bytes, most_bytes, rows)
 
 
 _LAST_ADDRESS: Final = (1 << 64) - 1

@@ -6,14 +6,15 @@ and a piece is what fits such a part. Each piece takes one meeting.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from popdist.host_memory import addition
 from popdist.host_memory.addition import KINDS, OPS, Combiner, Op
-from popdist.host_memory.all_reduce import LARGEST_BYTES, AllReduce, QuickSum, Slots, alone
+from popdist.host_memory.all_reduce import LARGEST_BYTES, AllReduce, Slots
 from popdist.host_memory.flags import Names, operation, purpose
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.offers import LEAST_BYTES, MayMove, Places
@@ -45,22 +46,18 @@ class HostCollectives:
         group: The ranks.
         rank: This process among them.
         size: How many they are.
-        quick_sum: Whether the one tensor of a list has become the sum over the ranks, as by :meth:`all_reduce`;
-            where it answers no, nothing has happened, and where None, the tensor is ready for :meth:`all_reduce`.
     """
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
         self.rank = self._rank = group.rank
         self.size = group.size
-        self.quick_sum: QuickSum = alone
         self._flags = group.flags
         self._is_alone = group.size == 1
         if not self._is_alone:
             self._slots = Slots(group)
             self._all_reduce = AllReduce(group, self._slots)
             self._offers = self._all_reduce.offers
-            self.quick_sum = self._all_reduce.quick.add
 
     @classmethod
     def connect(
@@ -235,8 +232,19 @@ class HostCollectives:
         """Set how long a lost or late rank is waited for from now on."""
         self.group.flags.timeout_seconds = timeout_seconds
 
+    def quick_call(self, *gate: object) -> Any:  # noqa: ANN401 - a class of the extension, or None
+        """A call in C of a torch group's allreduce, which adds what is small; None where there is none in C.
+
+        Args:
+            gate: What else ``QuickCall`` of quick_call.c takes: when it adds, and what it does otherwise.
+        """
+        quick = None if self._is_alone else self._all_reduce.quick.in_c
+        found: Any = addition.extension()
+        is_there = found is not None and (self._is_alone or quick is not None)
+        return found.QuickCall(quick, *gate) if is_there else None
+
     def leave_large(self) -> None:
-        """Have :attr:`quick_sum` leave large tensors to :meth:`all_reduce`, which can move their memory."""
+        """Have :meth:`quick_call` leave large tensors to :meth:`all_reduce`, which can move their memory."""
         if not self._is_alone:
             self._all_reduce.quick.leave_large()
 

@@ -11,6 +11,8 @@
 
 #include "quick.h"
 
+enum { LINE = 64, MOST_COPIED = 1 << 13 };
+
 static int dtype_of(const Tensor *tensor) {
     if (tensor->dtype.lanes != 1) return -1;
     int is_wide = tensor->dtype.bits == 64;
@@ -101,10 +103,18 @@ static void add(const Quick *self, const Run *run, uint64_t parity) {
     }
 }
 
+/* Copy small data. From some KiB on memcpy takes longer, where the memory was last in another core's cache. */
+static void copy(char *restrict to, const char *restrict from, int64_t num_bytes) {
+    int64_t start = 0;
+    if (num_bytes <= MOST_COPIED)
+        for (; start + LINE <= num_bytes; start += LINE) memcpy(to + start, from + start, LINE);
+    memcpy(to + start, from + start, num_bytes - start);
+}
+
 /* Lay the tensor down and meet the others, offering nothing; 0 where that is an error. */
 static int lay_and_meet(Quick *self, PyObject *list, Run *run, uint64_t *number) {
     *number = next_number(self);
-    memcpy(self->slots[self->rank] + (*number & 1) * self->slot_bytes, run->data, run->num_bytes);
+    copy(self->slots[self->rank] + (*number & 1) * self->slot_bytes, run->data, run->num_bytes);
     int how = meet(self, purpose_of(self, run), 0, self->num_looks);
     if (how == WAITED) {
         Run before = *run;
@@ -123,11 +133,14 @@ static int is_offered(const Quick *self) {
     return 0;
 }
 
-PyObject *reduce(Quick *self, PyObject *list) {
+PyObject *reduce(Quick *self, PyObject *list, Turn *turn) {
     Run run;
     if (!takes_part(self) || !take(self, list, &run)) Py_RETURN_FALSE;
+    if (!is_free(turn)) Py_RETURN_FALSE; /* from here on no other thread runs, unless this one takes the lock before */
+    self->turn = turn;
     if (is_left(self, &run)) {
         Known known;
+        if (!take_turn(turn)) return NULL;
         if (!find_known(self, &run, &known)) Py_RETURN_NONE;
         if (!add_known(self, &known, &run)) return NULL;
         Py_RETURN_TRUE;

@@ -40,6 +40,12 @@ typedef struct {
     PyObject *memory; /* keeps the rows mapped, and the weak reference */
 } Known;
 
+/* The turn of a thread among those of a process that use a group. While a thread runs C alone, Python's lock is enough. */
+typedef struct {
+    PyObject *pending, *is_taken, *take, *end; /* what is still to be done, and methods of the lock */
+    int is_mine;                               /* whether this thread has taken the lock */
+} Turn;
+
 typedef struct {
     PyObject_HEAD
     PyObject *tensor_type, *flags, *memory; /* `memory` is kept mapped */
@@ -58,6 +64,7 @@ typedef struct {
     int num_known;
     unsigned long long num_shared; /* how often that was done */
     PyObject *settle;              /* gives the method with which Python goes on */
+    Turn *turn;                    /* of the call that is going on */
 } Quick;
 
 /* One tensor of numbers in a row. */
@@ -103,6 +110,17 @@ PyObject *know(Quick *self, PyObject *args);
 /* Know no tensor any more. */
 PyObject *forget(Quick *self, PyObject *none);
 
+/* ---- quick_call.c -------------------------------------------------------------------------------------------- */
+
+/* Whether nobody else does a collective, or has one to do before. */
+int is_free(const Turn *turn);
+
+/* Take the lock, once, before other threads may run; 0 where that is an error. */
+int take_turn(Turn *turn);
+
+/* The class of the method that torch calls, which a group has in place of its own in Python. */
+extern PyType_Spec quick_call_spec;
+
 /* ---- quick.c, quick_rows.c ----------------------------------------------------------------------------------- */
 
 /* The purpose of a meeting for the sum of such a tensor. */
@@ -113,7 +131,7 @@ int is_negated(PyObject *tensor);
 
 /* Whether the one tensor of the list has become the sum over the ranks; if not, nothing has happened. None: it may lie
  * where all ranks can map it, so Python adds it. */
-PyObject *reduce(Quick *self, PyObject *list);
+PyObject *reduce(Quick *self, PyObject *list, Turn *turn);
 
 /* Add two flat rows or four into all of them. */
 void add_into_all(char *const *rows, int num_rows, int64_t length, int is_double, double over);

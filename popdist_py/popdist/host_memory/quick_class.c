@@ -84,7 +84,6 @@ static void destroy(Quick *self) {
 }
 
 static PyMethodDef methods[] = {
-    {"reduce", (PyCFunction)reduce, METH_O, NULL},
     {"lay", (PyCFunction)lay, METH_VARARGS, NULL},
     {"leave", (PyCFunction)leave, METH_VARARGS, NULL},
     {"know", (PyCFunction)know, METH_VARARGS, NULL},
@@ -101,14 +100,18 @@ static PyType_Slot type_slots[] = {
 
 static PyType_Spec spec = {"popdist.host_memory._quick.Quick", sizeof(Quick), 0, Py_TPFLAGS_DEFAULT, type_slots};
 
-static int add_class(PyObject *module) {
-    PyObject *type = PyType_FromSpec(&spec);
-    int status = type == NULL ? -1 : PyModule_AddObjectRef(module, "Quick", type);
+static int add_class(PyObject *module, const char *name, PyType_Spec *made_of) {
+    PyObject *type = PyType_FromSpec(made_of);
+    int status = type == NULL ? -1 : PyModule_AddObjectRef(module, name, type);
     Py_XDECREF(type);
     return status;
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_class}, {0, NULL}};
+static int add_classes(PyObject *module) {
+    return add_class(module, "Quick", &spec) == 0 ? add_class(module, "QuickCall", &quick_call_spec) : -1;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_classes}, {0, NULL}};
 
 static PyMethodDef functions[] = {{"add_rows", add_rows, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL}};
 

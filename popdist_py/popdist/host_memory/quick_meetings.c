@@ -40,6 +40,7 @@ static int agree(const Quick *self, uint64_t number, uint64_t purpose) {
 
 /* Have Python wait for those who are late; FAILED where one is lost or came for something else. */
 static int wait_for_all(Quick *self, uint64_t purpose) {
+    if (!take_turn(self->turn)) return FAILED;
     PyObject *number = PyLong_FromUnsignedLongLong(purpose);
     PyObject *done = number == NULL ? NULL : PyObject_CallMethodObjArgs(self->flags, self->go_on, number, NULL);
     Py_XDECREF(number);

@@ -15,7 +15,6 @@ from torch import Tensor
 from popdist.comm.two_level import Arrival, TwoLevelReduction
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
-from popdist.host_memory.all_reduce import QuickSum, never
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.offers import MayMove
 from popdist.process_group.host_messages import HostMessages
@@ -96,7 +95,6 @@ class SeveralHosts:
 
     def __init__(self, place: RankPlace, messages: HostMessages, neighbours: HostCollectives | None) -> None:
         self.rank, self.size = place.rank, place.size
-        self.quick_sum: QuickSum = never
         self._place = place
         self._messages = messages
         self._peers = MessagePeers(place, messages)

@@ -14,6 +14,7 @@ would call it, and so this one again.
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ from popdist.process_group.group_calls import GroupCalls
 from popdist.process_group.host_placement import connect
 from popdist.process_group.movable import MovableTensors
 from popdist.process_group.torch_groups import TorchGroups, accept_monitored_barriers, never_traced
-from popdist.process_group.work_queue import DONE, WorkQueue
+from popdist.process_group.work_queue import DONE, WorkQueue, outside_inference
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")
@@ -103,17 +104,34 @@ class PopdistProcessGroup(TorchGroups):
         )
         super().__init__(store, rank, size, timeout, host.set_timeout)
         self._host = host
-        self._num_quick = 0
         self._movable = MovableTensors(is_wanted=share_tensors)
         if isinstance(host, HostCollectives) and share_tensors is not False:
             self._gloo.pool = StoragePool()
             if share_tensors:
                 host.leave_large()
         self._queue = WorkQueue(host.break_off)
-        self._quick_sum = self._queue.now_or_never(
-            host.quick_sum, None if share_tensors else lambda tensors: host.all_reduce(bare(tensors)[0])
-        )
         self.calls = GroupCalls(host, self._gloo, self._queue)
+        self._quick = self._quick_call(are_moved=share_tensors is True)
+        if self._quick is not None:
+            self.__dict__["allreduce"] = self._quick
+
+    def _quick_call(self, *, are_moved: bool) -> Any:  # noqa: ANN401 - a class of the extension, or None
+        """What torch calls in place of :meth:`allreduce`: C, which adds what is small and calls that for all else.
+
+        Args:
+            are_moved: Whether large tensors may be moved, which that method sees to.
+        """
+        host, queue = self._host, self._queue
+        if not isinstance(host, HostCollectives):
+            return None
+
+        def add_large(tensors: Tensors) -> None:
+            outside_inference(lambda: host.all_reduce(bare(tensors)[0]), ())
+
+        return host.quick_call(
+            *(AllreduceOptions, SUM, queue.pending, queue.turn, num_modes, vars(profiler)),
+            *(DONE, None if are_moved else add_large, WeakMethod(self.allreduce)),
+        )
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
@@ -136,15 +154,6 @@ class PopdistProcessGroup(TorchGroups):
         """Combine one tensor over the ranks, in place."""
         if type(opts) is not AllreduceOptions:
             opts = options(AllreduceOptions, reduceOp=op if opts is None else opts, timeout=timeout)
-        if (
-            not opts.asyncOp
-            and opts.reduceOp == SUM
-            and not num_modes()
-            and not profiler._is_profiler_enabled  # noqa: SLF001 - as `is_watched`, without the time of a call
-            and self._quick_sum(tensors)
-        ):
-            self._num_quick += 1
-            return DONE
         tensors = as_list(tensors if tensor is None else tensor)
         if _shown(tensors):
             if are_sparse(tensors) and not is_watched():
@@ -339,7 +348,8 @@ class PopdistProcessGroup(TorchGroups):
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives and messages were called so far: here and, what went there, of gloo."""
-        return self._num_quick + self.calls.num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
+        num_quick = 0 if self._quick is None else self._quick.num_sums
+        return num_quick + self.calls.num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a lost or late rank is waited for from now on."""

@@ -151,14 +151,18 @@ class WorkQueue:
 
     Args:
         break_off: Ends a wait that is going on in the thread, with an error.
+
+    Attributes:
+        turn: Held by the thread that does a collective.
+        pending: What was handed to the group's thread and is still to be done; always the same set.
     """
 
     def __init__(self, break_off: Callable[[], None]) -> None:
         self._break_off = break_off
         self._tasks: SimpleQueue[tuple[PendingWork, Callable[..., None], Sequence[Any]] | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._turn, self._issue = Lock(), Lock()
-        self._num_issued = self._num_done = 0
+        self.turn, self._issue = Lock(), Lock()
+        self.pending: set[PendingWork] = set()
         _queues.add(self)
 
     def run(
@@ -168,14 +172,14 @@ class WorkQueue:
 
         A synchronous one is done when this returns; an asynchronous one may be done later.
         """
-        if not is_async and self._num_issued == self._num_done:
-            with self._turn:
-                _do(do, arguments)
+        if not is_async and not self.pending:
+            with self.turn:
+                outside_inference(do, arguments)
             return DoneWork(outcome)
         work = PendingWork(outcome)
         is_callback = current_thread() is self._thread
         with self._issue:
-            self._num_issued += 1
+            self.pending.add(work)
             if not is_callback:
                 self._tasks.put((work, do, arguments))
                 self._start()
@@ -185,31 +189,10 @@ class WorkQueue:
             work.wait()
         return work
 
-    def now_or_never(
-        self, do: Callable[[Any], bool | None], otherwise: Callable[[Any], None] | None
-    ) -> Callable[[Any], bool]:
-        """A function that calls ``do``, which says whether it did anything; False while others are to be done.
-
-        Where ``do`` answers None, ``otherwise`` does it, if there is one.
-        """
-        turn = self._turn
-
-        def call(argument: object) -> bool:
-            if self._num_issued != self._num_done:
-                return False
-            with turn:
-                is_done = do(argument)
-                if is_done is None and otherwise is not None:
-                    _do(otherwise, [argument])
-                    return True
-                return bool(is_done)
-
-        return call
-
     @property
     def is_idle(self) -> bool:
         """Whether no collective that was handed to the thread is still to be done."""
-        return self._num_issued == self._num_done
+        return not self.pending
 
     def stop(self) -> None:
         """End the thread: a collective that is not begun fails, and one that is going on is broken off."""
@@ -232,16 +215,16 @@ class WorkQueue:
     def _finish(self, work: PendingWork, do: Callable[..., None], arguments: Sequence[Any]) -> None:
         error: BaseException | None = None
         try:
-            with self._turn:
+            with self.turn:
                 do(*arguments)
         except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
             error = caught
-        self._num_done += 1
+        self.pending.discard(work)
         work.tell(error)
         del error  # which knows this frame, and with it the tensors
 
 
-def _do(do: Callable[..., None], arguments: Sequence[Any]) -> None:
+def outside_inference(do: Callable[..., None], arguments: Sequence[Any]) -> None:
     """Call ``do``; what it keeps for later calls must not be of inference mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
