@@ -1,6 +1,6 @@
 """The loader of an instance: a replica's micro batches and the samples' augmentation are the same in any split.
 
-Holds popdist.data.fetching and popdist.data.sample_randomness.
+Holds popdist.data.fetching, popdist.data.sample_randomness and popdist.data.sending.
 """
 
 import copy
@@ -9,6 +9,8 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
+from multiprocessing.reduction import ForkingPickler
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ import popdist
 from popdist.data.batch import Batch
 from popdist.data.data_loader import data_loader
 from popdist.data.replica_loader import ReplicaLoader
+from popdist.data.sending import SMALL_BYTES, SentContents
 from tests.instances import on_instances
 
 SPLITS = st.sampled_from([(1, 1), (1, 6), (2, 6), (3, 6), (4, 8), (1, 8), (5, 5)])
@@ -378,3 +381,62 @@ def test_tuples_are_collated_as_torch_does(sample: tuple[object, ...]) -> None:
     assert repr(list(batch)) == repr([theirs])
     with pytest.raises(RuntimeError, match="of equal size"):
         list(data_loader([sample, sample[:1]], 2))
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8]),
+)
+def test_a_small_tensor_is_sent_as_it_is(shape: list[int], dtype: torch.dtype) -> None:
+    """Of any shape and dtype; it is written to as a new one is, and lies where one does."""
+    sent = (torch.rand(shape) * 9).to(dtype)
+
+    found, text = pickle.loads(ForkingPickler.dumps(SentContents([sent, "x"])))  # noqa: S301 - our own
+
+    assert found.dtype == dtype
+    assert torch.equal(found, sent)
+    assert text == "x"
+    assert found.resize_(7).data_ptr() % 64 == 0
+
+
+class Strange:
+    """Samples that a worker cannot copy as they lie in memory, and one that it can."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:  # noqa: ANN401 - of each kind
+        whole = torch.arange(24.0).view(4, 6)
+        kinds = [
+            whole,
+            whole.T,
+            whole[1:3],
+            torch.arange(SMALL_BYTES // 4),
+            torch.arange(SMALL_BYTES // 4 + 1),
+            torch.nn.Parameter(whole),
+        ]
+        return kinds[index], {"two": kinds[0], "one": kinds[0]}
+
+
+def test_whatever_a_worker_sends_arrives() -> None:
+    """With its strides and its type, as without workers; an object that comes twice is one."""
+    here, there = (
+        [
+            content
+            for batch in data_loader(Strange(), 1, collate_fn=itemgetter(0), num_workers=num_workers)
+            for content in batch
+        ]
+        for num_workers in (0, 1)
+    )
+
+    for (expected, _), (found, mapping) in zip(here, there, strict=True):
+        assert type(found) is type(expected)
+        assert (found.stride(), found.requires_grad) == (expected.stride(), expected.requires_grad)
+        assert torch.equal(found, expected)
+        assert mapping["one"] is mapping["two"]
+
+
+def test_what_cannot_be_sent_is_an_error() -> None:
+    """It is the worker's, which torch hands on; the thread that sends would print it, and the loop would wait."""
+    with pytest.raises(TypeError, match="cannot pickle 'dict_values'"):
+        SentContents([{}.values()])

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from popdist.data.batch import Share
 from popdist.data.sample_randomness import Randomness, Reseed, draws_nothing, sample_seeds
+from popdist.data.sending import SMALL_BYTES
 from popdist.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]
@@ -63,13 +65,25 @@ class Collation:
 
 def _collated(samples: list[Any]) -> Any:  # noqa: ANN401 - as torch's
     """What torch's ``default_collate`` makes of ``samples``, in less time where they are tuples, as most are."""
-    if type(samples[0]) is not tuple or any(issubclass(tuple, kind) for kind in default_collate_fn_map):
-        return default_collate(samples)
+    kinds = dict(default_collate_fn_map)
+    if kinds.get(Tensor) is collate_tensor_fn:
+        kinds[Tensor] = _stacked
+    if type(samples[0]) is not tuple or any(issubclass(tuple, kind) for kind in kinds):
+        return collate(samples, collate_fn_map=kinds)
     try:
         columns = list(zip(*samples, strict=True))
     except (TypeError, ValueError):  # torch says what is wrong
         return default_collate(samples)
-    return [default_collate(column) for column in columns]  # type: ignore[arg-type] # torch's own pass tuples
+    return [collate(column, collate_fn_map=kinds) for column in columns]
+
+
+def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:  # noqa: ANN401 - torch's
+    """What torch makes of tensors; a worker does not put small ones into shared memory, since it sends a copy."""
+    first = samples[0]
+    if first.layout is torch.strided and not first.is_nested and first.nbytes * len(samples) <= SMALL_BYTES:
+        return torch.stack(samples)
+    made: Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    return made
 
 
 class MapFetcher(Dataset[Any]):

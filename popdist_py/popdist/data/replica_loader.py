@@ -12,6 +12,7 @@ from popdist.data.batch import Batch, Share
 from popdist.data.fetching import Fetched, MapFetcher
 from popdist.data.lone_reading import warn_if_alone
 from popdist.data.position import EpochPosition, EpochReader
+from popdist.data.sending import SentContents
 from popdist.training_loop import training_loop
 
 
@@ -40,7 +41,8 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         self._accumulation = accumulation
         self._position = position
         own = {"generator": torch.Generator().manual_seed(position.identity["seed"])}
-        super().__init__(fetcher, batch_size=None, collate_fn=_as_it_is, **(own | dict(options)))
+        collate_fn = _to_the_loop if options.get("num_workers") else _as_it_is
+        super().__init__(fetcher, batch_size=None, collate_fn=collate_fn, **(own | dict(options)))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override] # torch promises an iterator class of its own
         """Start the next epoch, or the rest of the one that was loaded."""
@@ -78,3 +80,9 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
 def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch says so
     """The collate function of torch's DataLoader: the micro batches are made already."""
     return fetched
+
+
+def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:  # noqa: ANN401 - as above
+    """That of a worker, which sends what it returns."""
+    share, contents = fetched
+    return share, SentContents(contents)
