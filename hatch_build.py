@@ -5,6 +5,7 @@ take longer.
 """
 
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ class CustomBuildHook(BuildHookInterface[Any]):
         self._scratch = tempfile.mkdtemp(prefix="popdist-extension-")
         for place, name in EXTENSIONS.items():
             folder, made = Path(self.root, PACKAGES, place), Path(self._scratch, name)
-            if trouble := compiled(sorted(folder.glob("*.c")), made):
+            if trouble := self._compiled(folder, made):
                 self.app.display_warning(f"popdist goes without {place}/{name}: {trouble}")
             elif version == "editable":
                 temporary = shutil.copy(made, folder / f"{name}.new")
@@ -45,6 +46,16 @@ class CustomBuildHook(BuildHookInterface[Any]):
             else:
                 build_data["force_include"][str(made)] = f"{place}/{name}"
                 _mark_as_compiled(build_data)
+
+    def _compiled(self, folder: Path, made: Path) -> str:
+        """Compile the sources in ``folder``, and write a digest of them at the end; else why not, in words."""
+        extensions = runpy.run_path(str(Path(self.root, PACKAGES, "popdist/extensions/__init__.py")))
+        sources = extensions["sources_in"](folder)
+        trouble = compiled([path for path in sources if path.suffix == ".c"], made)
+        if not trouble:
+            with made.open("ab") as file:
+                file.write(extensions["digest_of"](sources))
+        return trouble
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatch's
         """Leave nothing."""

@@ -44,7 +44,10 @@ POPDIST: Final[Floors] = (
         "stack_signal": "stacks on request",
         "startup": "what Python does first under poprun",
     },
-    {"contract": "every variable between launcher and library"},
+    {
+        "contract": "every variable between launcher and library",
+        "extensions": "what is written in C: found, and as old as its sources",
+    },
     {
         "environments": "jobs of other launchers",
         "progress": "how far a program has come",

@@ -25,7 +25,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
@@ -33,6 +32,8 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
+
+from popdist import extensions
 
 PythonState: TypeAlias = tuple[bytes, float | None]
 """A state of Python's generator: the row, and the second of a pair of normal numbers if that is still to come. Two
@@ -319,14 +320,7 @@ def exchange_in_turn(out: States, into: States) -> None:
         set_bit_generator(into.other_bits)
 
 
-def _find_extension() -> Any:  # noqa: ANN401 - mypy knows no extension
-    try:
-        return import_module("popdist.data._generators")
-    except ImportError:
-        return None
-
-
-_extension: Final = _find_extension()
+_extension: Final = extensions.find("popdist.data._generators")
 
 
 def _find_exchange() -> Callable[[States, States], None]:

@@ -9,13 +9,13 @@ What every step does, C does where there is the extension: it takes half of the 
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
-from types import ModuleType
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from popdist import extensions
 
 _optimizers: Final[dict[int, "weakref.ref[Optimizer]"]] = {}
 """Those that have ever made a step, by their identity."""
@@ -93,14 +93,6 @@ def _fill_slots(
     return used, left
 
 
-def _extension() -> ModuleType | None:
-    """The part of this folder that is written in C; None where it was not built."""
-    try:
-        return import_module("popdist.gradients._notes")
-    except ImportError:
-        return None
-
-
 def _fill_slots_in_c(extension: Any) -> Any:  # noqa: ANN401 - a function of the extension, or None
     try:
         extension.fill_slots(Tensor, [], [], False)  # noqa: FBT003 - as above
@@ -111,7 +103,7 @@ def _fill_slots_in_c(extension: Any) -> Any:  # noqa: ANN401 - a function of the
 
 Taken: TypeAlias = tuple[dict[int, Tensor], bool]
 
-_in_c: Final[Any] = _extension()
+_in_c: Final = extensions.find("popdist.gradients._notes")
 
 note_used: Final[Callable[[Iterable[Tensor]], None]] = _in_c.note_used if _in_c else _note_used
 """Nobody waits any more for the gradients that these parameters have now."""

@@ -7,14 +7,13 @@ threads, and for every path of `PATHS`. Pure.
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache
-from importlib import import_module
-from types import ModuleType
+from functools import cache, partial
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from popdist import extensions
 from popdist.host_memory.flags import kind
 from popdist.tree import Node, finish
 
@@ -93,12 +92,8 @@ def path_of(place: Place, op: Op, dtype: torch.dtype, num_rows: int) -> Path:
     return "torch"
 
 
-def extension() -> ModuleType | None:
-    """Popdist's extension; None where it was not built, for want of a compiler or for another interpreter."""
-    try:
-        return import_module("popdist.host_memory._quick")
-    except ImportError:
-        return None
+extension: Final = partial(extensions.find, "popdist.host_memory._quick")
+"""Gives the part of this folder that is written in C, or None."""
 
 
 def as_numbers(numbers: Iterable[int]) -> bytes:

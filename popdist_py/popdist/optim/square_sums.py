@@ -8,13 +8,13 @@ no thread, and a piece that begins at a multiple of 128 elements is a few nodes 
 
 import math
 from collections.abc import Sequence
-from importlib import import_module
-from types import ModuleType
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from popdist import extensions
 from popdist.optim.pieces import Piece
 from popdist.tree import aligned_nodes, span
 
@@ -22,12 +22,8 @@ BLOCK: Final = 128
 """Elements of a block: shards of parameters are cut at multiples of it."""
 
 
-def extension() -> ModuleType | None:
-    """The part of this folder that is written in C; None where it was not built."""
-    try:
-        return import_module("popdist.optim._arithmetic")
-    except ImportError:
-        return None
+extension: Final = partial(extensions.find, "popdist.optim._arithmetic")
+"""Gives the part of this folder that is written in C, or None."""
 
 
 def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -76,7 +72,7 @@ def runs_of_nodes(piece: Piece) -> list[range]:
     return [range(it.start * BLOCK, min(it.stop * BLOCK, piece.elements.stop)) for it in spans]
 
 
-def _square_sum(row: Tensor, arithmetic: ModuleType | None) -> float | Tensor:
+def _square_sum(row: Tensor, arithmetic: Any) -> float | Tensor:  # noqa: ANN401 - mypy knows no extension
     if not row.numel():
         return 0.0
     if arithmetic is None or row.device.type != "cpu" or row.is_complex():

@@ -30,8 +30,8 @@ for name in ("torch", "mpi4py", "popdist"):
     except Exception as error:
         problems[name] = f"{type(error).__name__}: {error}"
 try:
-    importlib.import_module("popdist.host_memory._quick")
-    found["has_extension"] = True
+    extensions = importlib.import_module("popdist.extensions")
+    found["has_extension"] = extensions.find("popdist.host_memory._quick") is not None
 except Exception:
     pass
 if "torch" in versions:
