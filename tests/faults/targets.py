@@ -21,7 +21,7 @@ def find_target(root: int, target: Target, chance: random.Random) -> psutil.Proc
     elif target is Target.PROXY:
         found = named_processes(root, "hydra_pmi_proxy")
     elif target is Target.RUNTIME:
-        found = named_processes(root, "shim.py")[:1]
+        found = [one for one in named_processes(root, "shim.py") if not _is_bare(one)][:1]
     else:
         found = [*named_processes(root, "shim.py"), *named_processes(root, "hydra"), *_programs(root)]
     return chance.choice(found) if found else None
@@ -38,7 +38,11 @@ def named_processes(root: int, name: str) -> list[psutil.Process]:
 
 def bare_interpreters(root: int) -> list[psutil.Process]:
     """The shims and the agents below poprun; the MPI runtime has their words in its command line, too."""
-    return [process for process in named_processes(root, "shim.py") if _words(process)[1:2] == ["-I"]]
+    return [process for process in named_processes(root, "shim.py") if _is_bare(process)]
+
+
+def _is_bare(process: psutil.Process) -> bool:
+    return _words(process)[1:2] == ["-I"]
 
 
 def _programs(root: int) -> list[psutil.Process]:
@@ -61,11 +65,14 @@ def _is_agent(process: psutil.Process) -> bool:
         parent = process.parent()
     except psutil.Error:
         return False
-    return parent is not None and _words(parent)[1:2] == ["-I"]
+    return parent is not None and _is_bare(parent)
 
 
 def _victims(family: list[psutil.Process]) -> list[psutil.Process]:
-    """Those of instance ``VICTIM``; without an MPI runtime one shim forks the agents in their order."""
+    """Those of instance ``VICTIM``; without an MPI runtime one shim forks the agents in their order.
+
+    An agent that the host shim forked has the environment of its rank shim, but only its program shows it.
+    """
     ranks = [_rank(process) for process in family]
     if any(rank is not None for rank in ranks):
         return [process for process, rank in zip(family, ranks, strict=True) if rank == str(VICTIM)]
@@ -76,7 +83,10 @@ def _victims(family: list[psutil.Process]) -> list[psutil.Process]:
 
 def _rank(process: psutil.Process) -> str | None:
     try:
-        environment = process.environ()
+        environments = [
+            process.environ(),
+            *(child.environ() for child in process.children() if _is_agent(process)),
+        ]
     except psutil.Error:
         return None
-    return next((environment[name] for name in _RANKS if name in environment), None)
+    return next((one[name] for one in environments for name in _RANKS if name in one), None)

@@ -3,7 +3,8 @@
 Each program leaves a grandchild in a session of its own; the suite's fixtures prove after each test that nothing
 of it is left.
 
-Holds poprun.job.agents, poprun.job.launching, poprun.job.loop and poprun.launch.shim.
+Holds poprun.job.agents, poprun.job.launching, poprun.job.loop, poprun.launch.shim, poprun.launch.start_shim and
+poprun.launch.start_rank_shim.
 """
 
 import os
@@ -214,6 +215,17 @@ def test_whatever_is_killed_while_a_job_starts_it_ends(launcher: Poprun, num_pro
         process.communicate(timeout=DEADLINE_SECONDS)
 
     assert process.returncode > 0
+
+
+def test_the_shim_that_forks_all_agents_is_killed(launcher: Poprun, tmp_path: Path) -> None:
+    """It is poprun's own child, under MPI on one machine, too: the job ends, and says how its parent did."""
+    with launcher.started("-n", "2", *write_program(tmp_path, "ready()\ntime.sleep(600)")) as process:
+        wait_until(lambda: has_met(tmp_path, 2))
+        (host_shim,) = [one for one in bare_interpreters(process.pid) if one.ppid() == process.pid]
+        host_shim.kill()
+        process.communicate(timeout=DEADLINE_SECONDS)
+
+    assert process.returncode == 137
 
 
 def test_ctrl_z_stops_the_programs_too(launcher: Poprun, tmp_path: Path) -> None:

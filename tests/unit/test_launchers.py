@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +17,17 @@ from tests.planning import CLUSTER_NODE, MPICH, planned
 OPEN_MPI = MpiRuntime(kind=MpiKind.OPEN_MPI, path="/opt/openmpi/bin/mpirun", version="5.0.11")
 
 
+NETWORK = JobNetwork(
+    control_host="10.0.0.9",
+    hosts=tuple(HostRoute(name=name, address=f"10.0.0.{name[1]}", interface="eth0") for name in ("n1", "n2")),
+    key=JobKey(text="00", file="/dev/shm/k"),
+)
+
+RANK_SHIM, SHIM = "start_rank_shim.py", "start_shim.py"
+
+
 def test_mpich_speaks_hydra() -> None:
-    """The user's global words stand before the number of processes, the local ones after it."""
+    """The user's global words stand before the number of processes, the local ones after it; each shim forks."""
     plan = planned(
         CLUSTER_NODE, num_instances=2, mpi_global_args=("-iface", "lo"), mpi_local_args=("-env", "A", "1")
     )
@@ -28,13 +38,14 @@ def test_mpich_speaks_hydra() -> None:
         *("-iface", "lo", "-n", "2", "-env", "A", "1"),
     )
     assert command.words[-4:-1] == (sys.executable, "-I", "-S")
+    assert Path(command.words[-1]).name == SHIM
     assert command.environment == {"POPRUN_RANK_VARIABLE": "PMI_RANK"}
 
 
 def test_mpich_forks_the_jobs_of_one_machine() -> None:
     """Where it has a launcher for them; words of the user's and other hosts need Hydra."""
     forker = replace(CLUSTER_NODE, mpi=replace(MPICH, forker="/opt/mpich/bin/mpiexec.gforker"))
-    (command,) = launch_commands(planned(forker, num_instances=2))
+    host_shim, command = launch_commands(planned(forker, num_instances=2))
     plans = [
         planned(forker, num_instances=2, mpi_global_args=("-iface", "lo")),
         planned(forker, num_instances=2, mpi_local_args=("-env", "A", "1")),
@@ -42,8 +53,12 @@ def test_mpich_forks_the_jobs_of_one_machine() -> None:
     ]
 
     assert command.words[:-4] == ("/opt/mpich/bin/mpiexec.gforker", "-n", "2")
+    assert Path(command.words[-1]).name == RANK_SHIM
+    assert (Path(host_shim.words[-1]).name, host_shim.is_host_shim, command.is_host_shim) == (SHIM, True, False)
     assert command.environment == {"POPRUN_RANK_VARIABLE": "PMI_RANK"}
-    assert [launch_commands(plan)[0].words[0] for plan in plans] == ["/opt/mpich/bin/mpiexec"] * 3
+    assert host_shim.environment == {"POPRUN_RANK_VARIABLE": "POPRUN_INSTANCES", "POPRUN_INSTANCES": "0-1"}
+    assert [launch_commands(plan)[0].words[0] for plan in plans[:2]] == ["/opt/mpich/bin/mpiexec"] * 2
+    assert launch_commands(plans[2], NETWORK)[0].words[0] == "/opt/mpich/bin/mpiexec"
 
 
 def test_open_mpi_speaks_prrte() -> None:
@@ -76,14 +91,10 @@ def test_a_runtime_tells_each_shim_its_rank() -> None:
 
 def test_other_hosts_are_named_and_no_value_is() -> None:
     """Each runtime is told the hosts, how to call ssh, and the names of what the shims need."""
-    route = {name: HostRoute(name=name, address=f"10.0.0.{name[1]}", interface="eth0") for name in ("n1", "n2")}
-    network = JobNetwork(
-        control_host="10.0.0.9", hosts=tuple(route.values()), key=JobKey(text="00", file="/dev/shm/k")
-    )
     asked = {"hosts": ("n1", "n2"), "num_instances": 4, "remote": RemoteSettings(ssh_config="/c")}
     names = ("POPRUN_CONTROL", "POPRUN_CONTROL_KEY_FILE", "POPRUN_RANK_VARIABLE")
-    (mpich,) = launch_commands(planned(CLUSTER_NODE, **asked), network)
-    (open_mpi,) = launch_commands(planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), **asked), network)
+    (mpich,) = launch_commands(planned(CLUSTER_NODE, **asked), NETWORK)
+    (open_mpi,) = launch_commands(planned(replace(CLUSTER_NODE, mpi=OPEN_MPI), **asked), NETWORK)
 
     assert mpich.words[1:9] == (
         *("-launcher", "ssh", "-localhost", "10.0.0.9", "-genvlist", ",".join(names), "-hosts", "n1:2,n2:2"),

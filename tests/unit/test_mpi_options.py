@@ -126,7 +126,7 @@ def test_variables_need_no_hydra() -> None:
     """Words that poprun heeds itself leave MPICH's forker in place."""
     node = replace(CLUSTER_NODE, mpi=replace(MPICH, forker="/opt/mpich/bin/mpiexec.gforker"))
     words = ("-x", "A=1", "--tag-output", "--mca", "a", "b")
-    (command,) = launch_commands(planned(node, mpi_global_args=words))
+    _, command = launch_commands(planned(node, mpi_global_args=words))
 
     assert command.words[:3] == ("/opt/mpich/bin/mpiexec.gforker", "-n", "1")
 

@@ -26,7 +26,7 @@ TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
     import socket
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from typing import Any, NamedTuple
 else:
     import _signal as signal  # signal and socket themselves load enum and more
@@ -40,6 +40,22 @@ _BACKLOG = 2048
 NUM_STREAMS = 3
 _CONNECT_SECONDS = 30.0
 _WALK_MILLISECONDS = 20
+
+
+class Origin(NamedTuple):
+    """Where an agent comes from.
+
+    Attributes:
+        shim: The process id of its shim.
+        runtime: That of the process which started the shim.
+        ends: Descriptors that become readable when one of the two is gone.
+        environment: What the shim was given, which is that of the program but for what poprun adds.
+    """
+
+    shim: int
+    runtime: int
+    ends: Collection[int]
+    environment: Mapping[str, str]
 
 
 class HeldKey(NamedTuple):
@@ -183,11 +199,8 @@ def detach_streams() -> None:
     os.close(null)
 
 
-def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, life_reader: int) -> int:
+def run_agent(address: str, key: HeldKey, index: int, origin: Origin) -> int:
     """Be the agent of instance ``index``; the exit code of the agent's process.
-
-    ``runtime`` is the process that started the ``shim``, which holds the other end of the pipe ``life_reader``
-    open as long as it lives.
 
     Raises:
         OSError: If the system refuses what it needs, such as one more file; poprun was told if it could be.
@@ -200,9 +213,8 @@ def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, l
             notice_death(control.connection)
     except (ConnectionError, TimeoutError, ProtocolError):
         return 1  # poprun is gone: there is nobody to tell
-    hello = {"instance": index, "pid": os.getpid(), "shim": shim, "runtime": runtime}
     try:
-        Agent(control, life_reader, hello, streams, key).run()
+        Agent(control, index, origin, streams, key).run()
     except OSError as error:
         control.send({"event": "agent_lost", "instance": index, "errno": error.errno or 0})
         raise
@@ -214,17 +226,15 @@ def run_agent(address: str, key: HeldKey, index: int, runtime: int, shim: int, l
 class Agent:
     """An agent: its state, and what it does at each event; :meth:`run` is its loop."""
 
-    def __init__(
-        self, control: Link, life_reader: int, hello: dict[str, Any], streams: list[int], key: HeldKey
-    ) -> None:
+    def __init__(self, control: Link, index: int, origin: Origin, streams: list[int], key: HeldKey) -> None:
         self._control = control
-        self._life_reader = life_reader
+        self._index = index
+        self._origin = origin
         self._streams = streams
         self._key = key
         self._is_remote = bool(key.text)
-        address = control.own_address()
-        self._hello = {**hello, "address": address}
-        self._ports = (hold_master_port(address), open_store_listener(address)) if hello["instance"] == 0 else ()
+        self._address = control.own_address()
+        self._ports = (hold_master_port(self._address), open_store_listener(self._address)) if index == 0 else ()
         self._program: int | None = None
         self._ending = TreeEnding()
         self._was_terminated = False
@@ -240,21 +250,19 @@ class Agent:
         """Serve orders until the program's whole tree has ended, or there is nothing to start."""
         detach_streams()
         wakeup = self._catch_signals()
-        ports = [holder.getsockname()[1] for holder in self._ports]
-        self._tell({"event": "hello", **self._hello, "ports": ports})
+        self._say_hello()
         become_subreaper()
         poll = select.poll()
-        for descriptor in (self._control.fileno(), self._life_reader, wakeup):
+        ends = set(self._origin.ends)
+        for descriptor in (self._control.fileno(), wakeup, *ends):
             poll.register(descriptor, select.POLLIN)
         while not self._is_over:
             self._send()
             for descriptor, _ in poll.poll(self._patience_milliseconds()):
                 if descriptor == wakeup:
                     os.read(wakeup, RECEIVE_BYTES)
-                elif descriptor == self._life_reader:
-                    poll.unregister(descriptor)
-                    self._tell({"event": "shim_lost"})
-                    self._ending.stop(self._program)
+                elif descriptor in self._origin.ends:
+                    self._lose_shim(poll, ends)
                 elif not self._receive():
                     self._is_orphan = True
                     poll.unregister(descriptor)
@@ -272,10 +280,23 @@ class Agent:
             self._give_up_lease()
             self._end_runtime()
 
+    def _lose_shim(self, poll: select.poll, ends: set[int]) -> None:
+        """End the program because the shim or its parent is gone: the first that is, for both may be at once."""
+        if ends:
+            self._tell({"event": "shim_lost"})
+            self._ending.stop(self._program)
+        while ends:
+            poll.unregister(ends.pop())
+
+    def _say_hello(self) -> None:
+        ports = [holder.getsockname()[1] for holder in self._ports]
+        known = {"shim": self._origin.shim, "runtime": self._origin.runtime, "address": self._address}
+        self._tell({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
+
     def _end_runtime(self) -> None:
         """End what started the shim: its mpiexec is out of reach, and it would wait for that for ever."""
-        runtime = key_of(self._hello["runtime"])
-        if runtime is not None and any(key.pid == self._hello["shim"] for key in descendants(runtime.pid)):
+        runtime = key_of(self._origin.runtime)
+        if runtime is not None and any(key.pid == self._origin.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
 
     def _tell_of_program(self) -> None:
@@ -345,12 +366,13 @@ class Agent:
     def _start(self, order: dict[str, Any]) -> None:
         """Run the program of the ``start`` order.
 
-        Its environment is what the MPI runtime gave this process, without poprun's own variables, and what the
-        order adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
+        Its environment is what the MPI runtime gave the shim, without poprun's own variables, and what the order
+        adds. ``descriptor_variables`` name variables whose value is a descriptor that the program inherits.
         """
         forget_key(self._key)  # poprun has heard of every agent
         self._ending.grace_seconds = order["grace_seconds"]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("POPRUN_")}
+        given = self._origin.environment
+        environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
         environment |= order["environment"]
         if self._ports:
             environment[order["store_variable"]] = str(self._ports[1].fileno())

@@ -13,6 +13,7 @@ import math
 import os
 import selectors
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
 from poprun.errors import LaunchError
-from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE, INSTANCES, RANK_VARIABLE
+from poprun.launch.shim import (
+    CONTROL_ADDRESS,
+    CONTROL_KEY_FILE,
+    HOST_SHIM,
+    INSTANCES,
+    LISTENER,
+    RANK_VARIABLE,
+)
+from poprun.messages.control import abstract_address
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
@@ -36,6 +45,11 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 SHIM_WORDS: Final = (sys.executable, "-I", "-S", os.path.join(_PACKAGE, "launch", "start_shim.py"))
 """The shim in a bare interpreter: no site packages, no user's sitecustomize, a few milliseconds."""
+
+RANK_SHIM_WORDS: Final = (*SHIM_WORDS[:-1], os.path.join(_PACKAGE, "launch", "start_rank_shim.py"))
+"""The shim that an MPI runtime starts on this machine, where the host shim forks the agents."""
+
+_ALL_SHIM_WORDS: Final = (SHIM_WORDS, RANK_SHIM_WORDS)
 
 _SLURM_RANK: Final = "SLURM_PROCID"
 
@@ -56,11 +70,13 @@ class LaunchCommand(NamedTuple):
         words: Its argv.
         environment: What is added to its environment; it tells the shims where their rank is told.
         death_signal: What it is sent when poprun dies.
+        is_host_shim: Whether the rank shims hand over to it.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     death_signal: int
+    is_host_shim: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +188,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
             dialect.num_processes,
             str(plan.num_instances),
             *plan.mpi_local_args,
-            *SHIM_WORDS,
+            *(RANK_SHIM_WORDS if has_host_shim(plan, network) else SHIM_WORDS),
         ),
         environment={RANK_VARIABLE: dialect.rank_variable, **hosts.environment},
         # A forker that is asked to end waits for seconds.
@@ -181,24 +197,35 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """The commands that start the shims of ``plan``: one of MPI or Slurm, else that of one shim for all instances.
+    """The commands that start the shims of ``plan``: one for all instances, MPI's or Slurm's own, or both.
 
     Args:
         plan: The job.
         network: How its hosts reach each other; None when there is only this machine.
     """
-    if plan.launcher is LauncherKind.MPI and plan.mpi is not None:
-        return (mpi_command(plan, plan.mpi, network),)
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
-    return (
-        LaunchCommand(
-            words=SHIM_WORDS,
-            environment={RANK_VARIABLE: INSTANCES, INSTANCES: instances},
-            death_signal=signal.SIGKILL,
-        ),
+    is_mpi = plan.launcher is LauncherKind.MPI and plan.mpi is not None
+    own = LaunchCommand(
+        words=SHIM_WORDS,
+        environment={RANK_VARIABLE: INSTANCES, INSTANCES: instances},
+        death_signal=signal.SIGKILL,
+        is_host_shim=is_mpi,
     )
+    if plan.launcher is not LauncherKind.MPI or plan.mpi is None:
+        return (own,)
+    runtimes = mpi_command(plan, plan.mpi, network)
+    return (own, runtimes) if has_host_shim(plan, network) else (runtimes,)
+
+
+def has_host_shim(plan: LaunchPlan, network: "JobNetwork | None") -> bool:
+    """Whether one process forks the agents of a job of MPI, and the runtime's shims hand over to it.
+
+    They hand over environments and descriptors. With words of the user's for it, a runtime may give a shim more,
+    such as cores, and on other hosts it alone starts processes: there each shim forks its own agent.
+    """
+    return network is None and not plan.mpi_global_args and not plan.mpi_local_args
 
 
 def srun_command(plan: LaunchPlan) -> LaunchCommand:
@@ -239,7 +266,7 @@ class StartWatch:
             self._next_seconds = now_seconds + _LOOK_SECONDS
             below = {key for root in roots for key in descendants(root) if key.pid not in reported}
             # To read the words of a process that maps its memory is to wait for it: so only once.
-            self._shims |= {key for key in below - self._shims if words_of(key.pid) == list(SHIM_WORDS)}
+            self._shims |= {key for key in below - self._shims if tuple(words_of(key.pid)) in _ALL_SHIM_WORDS}
             self.note({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note(self, living: set[int], reported: set[int], now_seconds: float) -> None:
@@ -278,23 +305,33 @@ class LauncherProcesses:
         inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
         reader, writer = os.pipe()
         null = os.open(os.devnull, os.O_RDONLY)
-        for command in commands:
-            start = ProcessStart(
-                words=command.words,
-                working_directory=working_directory,
-                environment={**inherited, **command.environment},
-                streams=(null, writer, writer),
-                death_signal=command.death_signal,
-                open_files=open_files,
-            )
-            try:
-                self._running.add(start_process(start))
-            except OSError as error:
-                verb = "enter" if error.filename == working_directory else "run"
-                raise LaunchError(f"cannot {verb} {error.filename}: {describe_error(error.errno or 0)}") from None
+        with _listen_to_rank_shims() as listener:  # closed here, so that nobody waits for a host shim that is gone
+            inherited[HOST_SHIM] = listener.getsockname()[1:].decode()
+            for command in commands:
+                listening = {LISTENER: str(listener.fileno())} if command.is_host_shim else {}
+                start = ProcessStart(
+                    words=command.words,
+                    working_directory=working_directory,
+                    environment={**inherited, **command.environment, **listening},
+                    streams=(null, writer, writer),
+                    death_signal=command.death_signal,
+                    kept=tuple(map(int, listening.values())),
+                    open_files=open_files,
+                )
+                self._start(start)
         os.close(null)
         os.close(writer)
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._read(reader))
+
+    def _start(self, start: ProcessStart) -> None:
+        try:
+            self._running.add(start_process(start))
+        except OSError as error:
+            self.end(signal.SIGKILL)
+            while self._running:
+                os.waitpid(self._running.pop(), 0)
+            verb = "enter" if error.filename == start.working_directory else "run"
+            raise LaunchError(f"cannot {verb} {error.filename}: {describe_error(error.errno or 0)}") from None
 
     @property
     def running(self) -> frozenset[int]:
@@ -336,6 +373,14 @@ class LauncherProcesses:
             self._selector.unregister(reader)
             os.close(reader)
         yield from ()
+
+
+def _listen_to_rank_shims() -> socket.socket:
+    """The socket on which the host shim meets the rank shims; its name is no control socket's."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(abstract_address(f"poprun-shims-{os.getpid()}-{os.urandom(16).hex()}"))
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
 
 def _is_of_another_job(name: str) -> bool:

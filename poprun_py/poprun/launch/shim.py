@@ -1,7 +1,8 @@
 """The shim, which an MPI runtime or poprun starts. It forks agents and waits for them.
 
-A runtime starts one for each instance. Without one, poprun starts a single shim, which forks the agents of all
-instances: only the first of them waits for Python to start.
+On other hosts, and where the user has words of his own for it, a runtime starts one for each instance. Without a
+runtime, poprun starts a single shim, which forks the agents of all instances: only the first of them waits for
+Python to start. See `host_shim` for the jobs of MPI on one machine.
 
 How a program ended is its agent's to tell, so the shim ends with 0 whatever that was: a runtime that heard of a
 failure would end the other instances before they could be stopped in order. It ends with 1 when an agent was
@@ -20,7 +21,10 @@ import sys
 TYPE_CHECKING = False  # as typing has it
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Callable
     from typing import NoReturn
+
+    from poprun.launch.agent import Origin
 else:
     import _signal as signal  # signal itself loads enum and more
 
@@ -38,12 +42,18 @@ RANK_VARIABLE = "POPRUN_RANK_VARIABLE"
 INSTANCES = "POPRUN_INSTANCES"
 """The rank variable of the shim that poprun starts itself: its first and its last instance, as in ``0-3``."""
 
+HOST_SHIM = "POPRUN_HOST_SHIM"
+"""Variable that tells a rank shim the name of the host shim's socket, in the abstract namespace."""
+
+LISTENER = "POPRUN_LISTENER_FD"
+"""Variable that tells the host shim which of its descriptors is that socket: poprun has made it."""
+
 _CONNECT_SECONDS = 5.0
 _LAST_STREAM = 2
 _MOST_BYTES = 1024
 
 
-def main() -> NoReturn:
+def main(kind: type[Shim]) -> NoReturn:
     """Fork the agents, then live until they end, the runtime's process ends, or the runtime kills this one."""
     sys.excepthook = say_in_one_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
@@ -54,7 +64,7 @@ def main() -> NoReturn:
         key = read_key(key_file) if key_file else ""
     except OSError as error:
         sys.exit(f"poprun: no key of the job on {os.uname().nodename}: {error}")
-    shim = Shim(os.environ[CONTROL_ADDRESS], key, key_file, runtime)
+    shim = kind(os.environ[CONTROL_ADDRESS], key, key_file, runtime)
     is_well = shim.fork_agents(read_instances(os.environ[os.environ[RANK_VARIABLE]])) and shim.wait()
     os._exit(0 if is_well else 1)  # nothing is left to be torn down, and a job of few instances would wait for it
 
@@ -81,6 +91,10 @@ class Shim:
         self._key_file = key_file
         self._runtime = runtime
         self._agents: dict[int, int] = {}
+        self._awaited: set[int] = set()
+        self._is_well = True
+        self._poll = select.poll()
+        self._acts: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
         """Fork an agent for each of ``instances``; whether there could be as many, else poprun was told.
@@ -88,30 +102,49 @@ class Shim:
         What agents need is loaded once for all of them; the only one loads it itself, which leaves less to copy.
         """
         life_reader, life_writer = os.pipe()
+
+        def originate() -> Origin:
+            from poprun.launch.agent import Origin  # noqa: PLC0415 - in an agent, it was loaded
+
+            os.close(life_writer)
+            return Origin(os.getppid(), self._runtime, (life_reader,), os.environ)
+
         if len(instances) > 1:
-            _load_agent()
+            load_agent()
         for index in instances:
-            try:
-                agent = os.fork()
-            except OSError as error:
-                self._tell_of_loss(index, error.errno or 0)
+            if self._fork_agent(index, originate) is None:
                 return False
-            if agent == 0:
-                os.close(life_writer)
-                self._be_agent(index, life_reader)
-            self._agents[agent] = index
         os.close(life_reader)
         return True
 
-    def _be_agent(self, index: int, life_reader: int) -> NoReturn:
+    def _fork_agent(self, index: int, originate: Callable[[], Origin], report: int = -1) -> int | None:
+        """Fork the agent of instance ``index``; its process id, or None if there could be none: poprun was told.
+
+        ``originate`` is called in it, and says where it comes from. When it has ended well, it sends a byte to the
+        descriptor ``report``, if there is one.
+        """
+        try:
+            agent = os.fork()
+        except OSError as error:
+            self._tell_of_loss(index, error.errno or 0)
+            return None
+        if agent == 0:
+            self._be_agent(index, originate, report)
+        self._agents[agent] = index
+        return agent
+
+    def _be_agent(self, index: int, originate: Callable[[], Origin], report: int) -> NoReturn:
         """Be an agent to its end; the exit code of its process says why it could not begin, as an error number."""
         exit_code = 1
         try:
-            _load_agent()
+            for descriptor in self._acts:
+                os.close(descriptor)
+            load_agent()
             from poprun.launch.agent import HeldKey, run_agent  # noqa: PLC0415 - where there are several, it was loaded
 
-            key = HeldKey(self._key, self._key_file)
-            exit_code = run_agent(self._address, key, index, self._runtime, os.getppid(), life_reader)
+            exit_code = run_agent(self._address, HeldKey(self._key, self._key_file), index, originate())
+            if exit_code == 0 and report >= 0:
+                _report_end(report)
         except OSError as error:
             exit_code = error.errno or 1
         except Exception as error:  # noqa: BLE001 - it ends here, and nobody else would tell
@@ -121,37 +154,53 @@ class Shim:
 
     def wait(self) -> bool:
         """Wait until every agent has ended, or the runtime's process; whether each agent ended by itself."""
-        poll = select.poll()
         try:
-            ends = {os.pidfd_open(agent): agent for agent in self._agents}
-            runtime = os.pidfd_open(self._runtime)
+            self._heed(os.pidfd_open(self._runtime), self._lose_all)
+            for agent in self._agents:
+                self._await_end(agent)
         except OSError as error:  # the runtime's process is gone, or there are too many files
-            self._tell_of_all(0 if isinstance(error, ProcessLookupError) else error.errno or 0)
-            return False
-        for end in (*ends, runtime):
-            poll.register(end, select.POLLIN)
-        is_well = True
-        while self._agents:
-            for end, _ in poll.poll():
-                if end == runtime:
-                    self._tell_of_all(0)
-                    return False
-                poll.unregister(end)
-                is_well &= self._note_end(ends[end])
-        return is_well
+            self._lose_all(0 if isinstance(error, ProcessLookupError) else error.errno or 0)
+        while self._agents or self._awaited:
+            descriptor, _ = self._poll.poll()[0]  # no other: its number may be another's by then
+            self._acts[descriptor]()
+        return self._is_well
 
-    def _note_end(self, agent: int) -> bool:
-        """Reap an agent; whether it ended by itself, else poprun is told."""
+    def _heed(self, descriptor: int, act: Callable[[], None]) -> None:
+        """Call ``act`` whenever there is something to read from ``descriptor``."""
+        self._acts[descriptor] = act
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _ignore(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        del self._acts[descriptor]
+
+    def _await_end(self, agent: int) -> None:
+        """Have an agent reaped as soon as it has ended."""
+        end = os.pidfd_open(agent)
+
+        def note_end() -> None:
+            self._ignore(end)
+            os.close(end)
+            self._note_end(agent)
+
+        self._heed(end, note_end)
+
+    def _note_end(self, agent: int) -> None:
+        """Reap an agent; poprun is told of one that did not end by itself."""
         index = self._agents.pop(agent)
         _, status = os.waitpid(agent, 0)
         if status:
+            self._is_well = False
             exit_code = os.waitstatus_to_exitcode(status)
             self._tell_of_loss(index, exit_code if exit_code > 1 else 0)
-        return status == 0
 
-    def _tell_of_all(self, number: int) -> None:
-        for index in self._agents.values():
+    def _lose_all(self, number: int = 0) -> None:
+        """Tell poprun of all agents, with an error number, and wait for none any more."""
+        self._is_well = False
+        for index in (*self._agents.values(), *self._awaited):
             self._tell_of_loss(index, number)
+        self._agents.clear()
+        self._awaited.clear()
 
     def _tell_of_loss(self, index: int, number: int) -> None:
         """Say that an agent is gone: one that had not reported leaves no other trace, and Hydra says nothing.
@@ -172,7 +221,7 @@ class Shim:
             return  # poprun is gone, too
 
 
-def _load_agent() -> None:
+def load_agent() -> None:
     """Load all that an agent needs to start a program; a later collection does not write on it."""
     import _ctypes  # noqa: F401, PLC0415 - see fork_agents
 
@@ -180,6 +229,13 @@ def _load_agent() -> None:
 
     gc.freeze()
     gc.enable()
+
+
+def _report_end(report: int) -> None:
+    try:
+        os.write(report, b"\0")
+    except OSError:  # who would hear it is gone
+        return
 
 
 def read_key(file: str) -> str:

@@ -7,6 +7,11 @@ import sys
 gc.disable()
 sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from poprun.launch.shim import main  # noqa: E402 - a bare interpreter has to be told where it is
+from poprun.launch.shim import LISTENER, Shim, main  # noqa: E402 - a bare interpreter has to be told where it is
 
-main()
+if LISTENER in os.environ:
+    from poprun.launch.host_shim import HostShim
+
+    main(HostShim)
+else:
+    main(Shim)

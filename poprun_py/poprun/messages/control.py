@@ -115,9 +115,18 @@ def abstract_address(name: str) -> str:
 
 def peer_user(connection: socket.socket) -> int:
     """User id of the process at the other end, as the kernel tells it (unix(7), SO_PEERCRED)."""
+    return _peer(connection)[1]
+
+
+def peer_process(connection: socket.socket) -> int:
+    """Process id of the process at the other end, as the kernel tells it."""
+    return _peer(connection)[0]
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, user, _ = _CREDENTIALS.unpack(raw)
-    return int(user)
+    process, user, _ = _CREDENTIALS.unpack(raw)
+    return process, user
 
 
 class Received(NamedTuple):

@@ -111,6 +111,17 @@ def words_of(pid: int) -> list[str]:
         return []
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with; empty when it is gone, or another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (entry.partition(b"=") for entry in entries if entry)
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
+
+
 def catchers(signum: int) -> list[ProcessKey]:
     """The descendants of this process that handle ``signum``, without those below another one that does.
 

@@ -17,7 +17,8 @@ _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate
 _SHORTAGES: Final = {
     errno.EMFILE: re.compile(r"Too many open files|SYS_LIMITS_(?:PIPES|SOCKETS|FILES)", re.IGNORECASE),
     errno.EAGAIN: re.compile(
-        r"Resource temporarily unavailable|SYS_LIMITS_CHILDREN|Unable to start listen thread", re.IGNORECASE
+        r"Resource temporarily unavailable|SYS_LIMITS_CHILDREN|Unable to start listen thread|thread_start failed",
+        re.IGNORECASE,
     ),
 }
 _CRASH_REPORT: Final = "Fatal Python error"

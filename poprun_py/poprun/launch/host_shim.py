@@ -1,0 +1,102 @@
+"""The host shim: the shim of an MPI job on one machine, which forks the agents of all instances.
+
+An MPI runtime starts a *rank shim* for each instance (`start_rank_shim`). It connects here and hands over what the
+runtime gave it: its environment, and the one descriptor that MPICH names there. So no instance waits for a Python
+that loads what agents need. The connection goes to the agent: its end is the rank shim's, and the other way round.
+The agent hears of the end of the rank shim's parent, too, for Hydra's proxy can die without mpiexec noticing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from poprun.launch.agent import Origin
+from poprun.launch.shim import LISTENER, RANK_VARIABLE, Shim, load_agent
+from poprun.messages.control import peer_process, peer_user, receive_descriptors
+from poprun.process.process_tree import environment_of
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import socket
+else:
+    import _socket as socket  # socket itself loads enum, selectors and more
+
+_MOST_BYTES = 64
+_MOST_DESCRIPTORS = 1
+
+
+class HostShim(Shim):
+    """The host shim; see :class:`Shim` for its arguments."""
+
+    _listener: socket.socket
+
+    def fork_agents(self, instances: range) -> bool:
+        """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes.
+
+        A runtime that can start no process may say nothing and wait, so that is found out first.
+        """
+        self._awaited = set(instances)
+        try:
+            if os.fork() == 0:
+                os._exit(0)
+            os.wait()
+        except OSError as error:
+            self._lose_all(error.errno or 0)
+            return False
+        load_agent()
+        self._listener = socket.socket(fileno=int(os.environ[LISTENER]))
+        self._heed(self._listener.fileno(), self._accept)
+        return True
+
+    def _accept(self) -> None:
+        try:
+            descriptor, _ = self._listener._accept()  # type: ignore[attr-defined]  # noqa: SLF001 - accept is not in C
+        except OSError as error:
+            self._lose_all(error.errno or 0)
+            return
+        connection = socket.socket(fileno=descriptor)
+        if peer_user(connection) == os.getuid():
+            self._heed(descriptor, lambda: self._meet(connection))
+
+    def _meet(self, connection: socket.socket) -> None:
+        """Fork the agent of a rank shim that has handed over; one that is none is hung up on."""
+        self._ignore(connection.fileno())
+        descriptors: list[int] = []
+        try:
+            data, descriptors = receive_descriptors(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
+            if data:  # else it was killed before it could say anything
+                self._take_over(connection, data.decode().split(), descriptors)
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"poprun: a shim was refused: {error}\n")
+        for descriptor in (*descriptors, connection.detach()):
+            os.close(descriptor)
+
+    def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
+        """Fork the agent of the rank shim that said ``words``: its parent, and the names of ``descriptors``.
+
+        Raises:
+            OSError: If its parent is gone, or there are too many files; poprun was told.
+            ValueError: If it is not the rank shim of an instance that is awaited.
+        """
+        runtime_text, *names = words
+        shim, runtime = peer_process(connection), int(runtime_text)
+        environment = environment_of(shim)
+        index = int(environment.get(environment.get(RANK_VARIABLE, ""), "-1"))
+        if index not in self._awaited:
+            raise ValueError(f"process {shim} is not that of an awaited instance")
+        environment |= dict(zip(names, map(str, descriptors), strict=True))
+        try:
+            end = os.pidfd_open(runtime)
+        except OSError as error:
+            self._tell_of_loss(index, 0 if isinstance(error, ProcessLookupError) else error.errno or 0)
+            raise
+        self._awaited.remove(index)
+        if not self._awaited:
+            self._ignore(self._listener.fileno())
+            self._listener.close()
+        report = connection.fileno()
+        agent = self._fork_agent(index, lambda: Origin(shim, runtime, (report, end), environment), report)
+        os.close(end)
+        if agent is not None:
+            self._await_end(agent)

@@ -1,0 +1,41 @@
+"""A rank shim: ``python -I -S start_rank_shim.py``, which an MPI runtime starts for each instance on this machine.
+
+It hands over to the host shim what the runtime gave it, and lives until its agent has ended. So it can be all that
+the runtime waits for and kills, and loads next to nothing: not even `os`.
+"""
+
+import posix
+import sys
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    import signal
+    import socket
+else:
+    import _signal as signal  # signal and socket themselves load enum and more
+    import _socket as socket
+
+
+def say_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
+    """Say why the shim itself has failed; its calls tell a user of poprun nothing."""
+    sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")
+
+
+sys.excepthook = say_in_one_line
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
+runtime = posix.getppid()
+given = posix.environ.get(b"PMI_FD", b"")
+kept = [int(given)] if given.isdigit() else []
+for name in posix.listdir("/proc/self/fd"):
+    if int(name) > 2 and int(name) not in kept:  # noqa: PLR2004 - such as the socket on which Hydra listens
+        try:
+            posix.close(int(name))
+        except OSError:  # the listing's own descriptor is closed by now
+            continue
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(b"\0" + posix.environ[b"POPRUN_HOST_SHIM"])
+block = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in kept)
+descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, block)] if kept else []
+connection.sendmsg([b"%d PMI_FD" % runtime if kept else b"%d" % runtime], descriptors)
+is_well = bool(connection.recv(1))  # the agent sends a byte when it has ended well
+posix._exit(0 if is_well else 1)  # noqa: SLF001 - os has it under this name
