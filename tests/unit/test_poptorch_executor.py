@@ -827,6 +827,14 @@ class Encoded(nn.Module):
         return scores if y is None else (scores, functional.cross_entropy(scores, y))
 
 
+class Scored(nn.Module):
+    """The mean as the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """It."""
+        return poptorch.identity_loss(x, "mean")
+
+
 deprecated = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 
 
@@ -875,6 +883,43 @@ def test_what_torch_compiled_trains_to_the_same_bits(monkeypatch: pytest.MonkeyP
         training.destroy()
 
     assert all(map(torch.equal, *found))
+
+
+@deprecated
+def test_a_scripted_part_of_two_models_is_that_of_the_last_run() -> None:
+    """The host gets the weights of either one, also after the other one was destroyed."""
+    part = torch.jit.script(nn.Linear(4, 2))
+    models = [nn.Sequential(part, Scored()) for _ in range(2)]
+    first, second = (
+        poptorch.trainingModel(one, optimizer=torch.optim.SGD(one.parameters(), lr=0.1)) for one in models
+    )
+    begin = part.state_dict()["weight"].clone()
+    num_steps = []
+    for training in (first, second, second, first):
+        training(torch.ones(2, 4))
+        num_steps.append((begin - part.state_dict()["weight"]).mean().item() / 0.05)
+        assert torch.equal(part(torch.ones(1, 4)), functional.linear(torch.ones(1, 4), part.weight, part.bias))
+    first.destroy()
+    second(torch.ones(2, 4))
+    num_steps.append((begin - copy.deepcopy(part).weight.detach()).mean().item() / 0.05)
+    second.destroy()
+
+    assert num_steps == pytest.approx([1, 2, 3, 2, 4])  # each model has a copy of its own
+    assert not any("Watched" in type(one).__name__ for one in (*part.modules(), *part.parameters()))
+    assert not hasattr(part, "destroy")
+
+
+@deprecated
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda it: torch.jit.trace(it, torch.ones(1, 4))])
+def test_weights_of_another_dtype_in_a_scripted_part_are_refused(compiled: Callable[[nn.Module], Any]) -> None:
+    """As torch has no place at which they could be cast; in a plain part they are."""
+    plain, scripted = (nn.Sequential(one, Scored()) for one in (nn.Linear(4, 2), compiled(nn.Linear(4, 2))))
+    half = torch.ones(2, 4, dtype=torch.bfloat16)
+    assert poptorch.inferenceModel(plain)(half).dtype is torch.bfloat16
+    with pytest.raises(poptorch.Error, match=r"torch.jit compiled .* call half\(\) or bfloat16\(\) of that part"):
+        poptorch.inferenceModel(scripted)(half)
+    scripted.bfloat16()
+    assert poptorch.inferenceModel(scripted)(half).dtype is torch.bfloat16
 
 
 @deprecated

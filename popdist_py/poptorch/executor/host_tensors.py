@@ -36,14 +36,15 @@ class HostWatch:
     Attributes:
         is_stale: Whether the device's copy has been trained since the host's was made equal to it.
         version: How often training has made it stale.
-        num_changes: The same of all models of the process.
+        num_changes: The same of all models of the process,
+        changed_at: and what it was when this model made it stale.
     """
 
     num_changes: ClassVar[int] = 0
 
     def __init__(self, update: Callable[[], None], destroy: Callable[[], None]) -> None:
         self.is_stale = False
-        self.version = 0
+        self.version = self.changed_at = 0
         self.destroy = destroy
         self._update = update
         self._watched: list[Tensor] = []
@@ -51,10 +52,12 @@ class HostWatch:
     def begin(self, module: nn.Module, tensors: Iterable[Tensor]) -> None:
         """Watch ``module`` and its ``tensors`` from now on, as far as they are not watched."""
         for part in _looked_at(module):
-            if not isinstance(part, WrappedModule):
+            if isinstance(part, WrappedModule):  # compiled by torch.jit, and part of another model too
+                part.watches[:] = dict.fromkeys((*part.watches, self))
+            else:
                 kind = type(part)
                 names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-                made = type(kind.__name__, (WrappedModule, kind), {**names, "_poptorch_watch": self})
+                made = type(kind.__name__, (WrappedModule, kind), {**names, "_poptorch_watches": [self]})
                 object.__setattr__(part, "__class__", made)
         for tensor in tensors:
             self.watch(tensor)
@@ -71,8 +74,10 @@ class HostWatch:
     def end(self, module: nn.Module) -> None:
         """Leave ``module`` and its tensors alone."""
         for part in _looked_at(module):
-            if isinstance(part, WrappedModule) and part.watch is self:
-                object.__setattr__(part, "__class__", part.plain_class)
+            if isinstance(part, WrappedModule) and self in part.watches:
+                part.watches.remove(self)
+                if not part.watches:
+                    object.__setattr__(part, "__class__", part.plain_class)
         for tensor in self._watched:
             rest = tuple(watch for watch in tensor.__dict__.get(_WATCHES, ()) if watch is not self)
             if rest:
@@ -93,11 +98,18 @@ class HostWatch:
         self.is_stale = True
         self.version += 1
         HostWatch.num_changes += 1
+        self.changed_at = HostWatch.num_changes
 
 
 def _looked_at(module: nn.Module) -> list[nn.Module]:
     """``module``, and parts of it that torch.jit compiled: what these do with a watched tensor, nobody is told."""
     return [part for part in module.modules() if part is module or isinstance(part, torch.jit.ScriptModule)]
+
+
+def _look_all(watches: Iterable[HostWatch]) -> None:
+    """Somebody looks at what several models train: the host has the values of the one that ran last."""
+    for watch in sorted(watches, key=lambda watch: watch.changed_at):
+        watch.look()
 
 
 def watches_of(tensors: Iterable[Tensor]) -> list[HostWatch]:
@@ -141,8 +153,7 @@ class _Watched:
             args, kwargs = tree_map(Running.tensors.standing_for, (args, kwargs))
         for part in tree_leaves((args, kwargs)):
             if isinstance(part, _Watched):
-                for watch in part.__dict__.get(_WATCHES, ()):
-                    watch.look()
+                _look_all(part.__dict__.get(_WATCHES, ()))
         with as_they_are():
             return func(*args, **kwargs)
 
@@ -185,17 +196,17 @@ _WATCHED_KINDS: Final[dict[type, type]] = {
 class WrappedModule(nn.Module):
     """What the user's module is while a model trains with it. Whoever copies or saves it finds its own class."""
 
-    _poptorch_watch: HostWatch
+    _poptorch_watches: list[HostWatch]
 
     def __getattribute__(self, name: str) -> Any:  # noqa: ANN401 - whatever the module has
         if name in _LOOKS:
-            object.__getattribute__(self, "_poptorch_watch").look()
+            _look_all(object.__getattribute__(self, "_poptorch_watches"))
         return super().__getattribute__(name)
 
     @property
-    def watch(self) -> HostWatch:
-        """Who watches the module."""
-        return self._poptorch_watch
+    def watches(self) -> list[HostWatch]:
+        """Those who watch the module: one, or several where it is a part of several models that train."""
+        return self._poptorch_watches
 
     @property
     def plain_class(self) -> type[nn.Module]:
@@ -204,10 +215,11 @@ class WrappedModule(nn.Module):
 
     def destroy(self) -> None:
         """Take the model off its device, and leave the module to the program."""
-        self._poptorch_watch.destroy()
+        for watch in (*self._poptorch_watches,):
+            watch.destroy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401 - as object has it
-        self._poptorch_watch.look()
+        _look_all(self._poptorch_watches)
         plain = object.__new__(self.plain_class)
         plain.__dict__.update(self.__dict__)
         make, arguments, *rest = cast("tuple[Any, ...]", plain.__reduce_ex__(protocol))

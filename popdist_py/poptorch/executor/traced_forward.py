@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from poptorch.blocks import MovedArguments, look_at_forward
 from poptorch.custom_types import with_tensors
+from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
 from poptorch.executor.host_tensors import Running
 from poptorch.losses import LossPlace, LossSearch
@@ -84,7 +85,7 @@ class TracedForward:
         self._place: LossPlace | None = None
         args, kwargs = with_tensors(first, Tensor.clone)
         casts, search = WeightCasts(), LossSearch()
-        with _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
+        with _explained(), _generators_as_before(), torch.set_grad_enabled(is_training), ExitStack() as modes:
             modes.enter_context(casts)
             if is_training:
                 modes.enter_context(search)
@@ -132,6 +133,22 @@ class TracedForward:
             return self._module(*args, **kwargs)
         with MovedArguments(self._device):
             return self._module(*args, **kwargs)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """No mode sees the operations of torch.jit: say what to do where one would have needed a cast."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "TorchScript" not in text or not ("Half" in text or "BFloat16" in text):
+            raise
+        raise Error(
+            f"what torch.jit compiled has weights of another dtype than its input ({text.splitlines()[-1]}), and "
+            "poptorch casts weights in plain modules only: call half() or bfloat16() of that part before it is "
+            "trained, or do not compile it"
+        ) from error
 
 
 @contextmanager
