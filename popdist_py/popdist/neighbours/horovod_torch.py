@@ -86,29 +86,16 @@ def shutdown() -> None:
     """Nothing: popdist leaves the job at the end of the program."""
 
 
-def is_initialized() -> bool:
-    """Whether the job was joined."""
-    return context.is_initialized()
-
-
-def size() -> int:
-    """Instances of the job."""
-    return context.num_instances()
-
-
-def rank() -> int:
-    """This instance, from 0."""
-    return context.instance_index()
+is_initialized = context.is_initialized
+size = context.num_instances
+rank = context.instance_index
+local_rank = context.local_instance_index
+barrier = collectives.barrier
 
 
 def local_size() -> int:
     """Instances of the job on this host."""
     return context.environment().contract.num_local_instances
-
-
-def local_rank() -> int:
-    """This instance among those on its host, from 0."""
-    return context.local_instance_index()
 
 
 def cross_size() -> int:
@@ -124,11 +111,6 @@ def cross_rank() -> int:
 def is_homogeneous() -> bool:
     """Whether all hosts have as many instances: always so."""
     return True
-
-
-def barrier() -> None:
-    """Wait until every instance has called it."""
-    collectives.barrier()
 
 
 def allreduce(

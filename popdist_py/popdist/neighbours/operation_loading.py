@@ -18,15 +18,8 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def load_lib(path: object, *_arguments: object, **_settings: object) -> None:
-    """Leave an operation for IPUs, the C++ file ``path``, uncompiled."""
+    """Leave operations for IPUs, the C++ file or the folder ``path``, uncompiled."""
     _log.debug("load_lib(%s): nothing is compiled, there is no IPU", path)
 
 
-def load_lib_all(path: object, *_arguments: object, **_settings: object) -> None:
-    """As :func:`load_lib`, of all files in the folder ``path``."""
-    _log.debug("load_lib_all(%s): nothing is compiled, there is no IPU", path)
-
-
-def load_lib_from(path: object, *_arguments: object, **_settings: object) -> None:
-    """As :func:`load_lib`."""
-    _log.debug("load_lib_from(%s): nothing is compiled, there is no IPU", path)
+load_lib_all = load_lib_from = load_lib
