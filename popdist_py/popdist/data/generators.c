@@ -133,7 +133,7 @@ static PyObject *prepare(PyObject *module, PyObject *args) {
 static PyMethodDef functions[] = {
     {"prepare", prepare, METH_VARARGS, NULL},
     {"exchange", (PyCFunction)(void (*)(void))exchange, METH_FASTCALL, NULL},
-    {"seeded_rows", seeded_rows, METH_VARARGS, NULL},
+    {"seeding", seeding, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

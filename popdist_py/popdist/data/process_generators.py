@@ -25,7 +25,6 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -385,41 +384,32 @@ def _undo_numpy(seen: bytes) -> None:
 
 
 _SOME_SEEDS: Final = [0, 1, 2**32 - 1, 2**32, 2**64 - 1]
-_NUM_PREPARED: Final = 8
-"""So many states are made at once: few enough for a fast cache to hold them beside what a sample needs."""
 
 
 def _find_python_seeds() -> Callable[[list[int]], Iterator[object]]:
     """C's way to seed Python's generator again and again, where it gives what ``random.seed`` does."""
-    row = _row
-    if _extension is not None and row is not None:
+    if _row is not None and _extension is not None:
         expected = [seeded_python_state(seed)[0] for seed in _SOME_SEEDS]
-        if _extension.seeded_rows(expected[0], _SOME_SEEDS) == expected:
-
-            def put(state: bytes) -> None:
-                row[:], _generator.gauss_next = state, None
-
-            return lambda seeds: map(put, _prepared(expected[0], seeds))
+        if _rows_seeded_in_c(expected[0]) == expected:
+            return partial(_extension.seeding, _address_of(_generator), expected[0], _generator)
     return lambda seeds: map(random.seed, seeds)
 
 
 def _find_torch_seeds() -> Callable[[list[int]], Iterator[object]]:
     """C's way to seed torch's generator again and again, where it gives what ``manual_seed`` does."""
-    like = seeded_torch_state(0)
-    if _extension is not None and _torch_row is not None and isinstance(like, bytes):
-        made = [as_torch_tensor(row) for row in _extension.seeded_rows(like, _SOME_SEEDS)]
+    if _torch_row is not None and _extension is not None:
+        like = seeded_torch_state(0)
+        made = [as_torch_tensor(row) for row in _rows_seeded_in_c(like)]
         expected = [torch.Generator().manual_seed(seed).get_state() for seed in _SOME_SEEDS]
         if all(map(torch.equal, made, expected)):
-            put = partial(_torch_row.__setitem__, slice(None))
-            return lambda seeds: map(put, _prepared(like, seeds))
+            return partial(_extension.seeding, _torch_address_of(torch.default_generator), like, None)
     return lambda seeds: map(torch.default_generator.manual_seed, seeds)
 
 
-def _prepared(like: bytes, seeds: list[int]) -> Iterator[bytes]:
-    starts = range(0, len(seeds), _NUM_PREPARED)
-    return chain.from_iterable(
-        _extension.seeded_rows(like, seeds[start : start + _NUM_PREPARED]) for start in starts
-    )
+def _rows_seeded_in_c(like: bytes) -> list[bytes]:
+    """The rows of generators with some seeds."""
+    place = ctypes.create_string_buffer(len(like))
+    return [place.raw for _ in _extension.seeding(ctypes.addressof(place), like, None, _SOME_SEEDS)]
 
 
 def _seed_numpy(seed: int) -> None:
