@@ -47,6 +47,8 @@ class Notice:
 class Exchange:
     """Numbers on their way between the instances of a group; made by :meth:`Group.start`."""
 
+    __slots__ = ("_group", "_numbers", "_pending", "_text")
+
     def __init__(self, group: "Group", text: str, pending: HeaderExchange) -> None:
         self._group = group
         self._text = text
@@ -64,7 +66,7 @@ class Exchange:
         received = self._pending.peek()
         if received is None:
             return None
-        return [headers.numbers_of(it) for it in received] if headers.have_same_text(received) else []
+        return headers.unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every instance's numbers, in the order of the group's instances. May be called again.
@@ -86,10 +88,10 @@ class Exchange:
                 progress_page.go_on()
             self._group.forget(self)
             self._group.take_notice(received)
-            if not headers.have_same_text(received):
+            self._numbers = headers.unpack(received)
+            if self._numbers is None:
                 texts = dict(zip(self._group.instances, map(headers.text_of, received), strict=True))
                 raise CollectiveError(headers.disagreement(texts))
-            self._numbers = [headers.numbers_of(it) for it in received]
         return self._numbers
 
 
@@ -155,8 +157,9 @@ class Group:
 
     def take_notice(self, received: Sequence[bytes]) -> None:
         """Learn from the headers of all members whether one was asked to leave."""
-        if self._notice is not None and any(map(headers.is_preempted, received)):
-            self._notice.is_known = True
+        notice = self._notice
+        if notice is not None and not notice.is_known and headers.are_some_preempted(received):
+            notice.is_known = True
 
     def forget(self, exchange: Exchange) -> None:
         """Take ``exchange`` off the list of those still to be waited for."""

@@ -52,10 +52,13 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
         raise ValueError(f"a header carries 64-bit integers, not {list(numbers)}") from None
 
 
-def have_same_text(received: Sequence[bytes]) -> bool:
-    """Whether all these headers, at least one, have the same text."""
-    first = received[0][_TEXT_AT:]
-    return all(header.endswith(first) for header in received)
+def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
+    """The numbers of each of these headers, at least one; None if they do not have the same text."""
+    first, *others = received
+    if others.count(first) == len(others):  # as most of the time
+        return [_numbers_of(first)] * len(received)
+    text = first[_TEXT_AT:]
+    return [_numbers_of(it) for it in received] if all(it.endswith(text) for it in others) else None
 
 
 def text_of(header: bytes) -> str:
@@ -63,20 +66,15 @@ def text_of(header: bytes) -> str:
     return header[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
 
 
-def numbers_of(header: bytes) -> list[int]:
-    """The numbers of a header."""
-    _, *numbers = _FORMS[_first_word(header) % _PREEMPTED].unpack_from(header)
+def _numbers_of(header: bytes) -> list[int]:
+    (first,) = _WORD.unpack_from(header)
+    _, *numbers = _FORMS[first % _PREEMPTED].unpack_from(header)
     return numbers
 
 
-def is_preempted(header: bytes) -> bool:
-    """Whether the sender of a header was asked to leave."""
-    return _first_word(header) >= _PREEMPTED
-
-
-def _first_word(header: bytes) -> int:
-    (first,) = _WORD.unpack_from(header)
-    return int(first)
+def are_some_preempted(received: Sequence[bytes]) -> bool:
+    """Whether the sender of one of these headers was asked to leave."""
+    return any(_WORD.unpack_from(header)[0] >= _PREEMPTED for header in set(received))
 
 
 def as_words(numbers: Iterable[float]) -> list[int]:

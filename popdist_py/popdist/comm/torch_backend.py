@@ -24,7 +24,7 @@ from popdist.comm.backend import SerialBackend
 from popdist.comm.channel import Channel, as_backend_error, swap
 from popdist.comm.connections import Connections
 from popdist.errors import BackendError
-from popdist.headers import name_instances, numbers_of, pack
+from popdist.headers import name_instances, pack, unpack
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
@@ -118,33 +118,39 @@ class MemoryHeaderExchange:
         self._connections = connections
         self._short_messages = short_messages
         self._instances = instances
-        self._received = {connections.instance_index: header}
-        peers = connections.peers_among(instances)
+        own = connections.instance_index
+        self._received: dict[int, bytes] = {own: header}
+        peers = [instance for instance in instances if instance != own]
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
         """Every member's header, in order; see `popdist.comm.backend`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
-        if late := self._receive(time.monotonic() + limit):
+        if late := self._receive(limit):
             raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
         """Every member's header if all have come; see `popdist.comm.backend`."""
         with suppress(BackendError):
-            if not self._receive(time.monotonic()):
+            if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
         return None
 
-    def _receive(self, deadline: float) -> list[int]:
-        """Take the headers that come until ``deadline``; the instances that are late."""
-        late = [instance for instance in self._instances if instance not in self._received]
-        for instance in tuple(late):
-            seconds_left = max(deadline - time.monotonic(), 0.0)
-            message = self._short_messages.receive(instance, self._numbers[instance], seconds_left)
-            if message is not None:
-                self._received[instance] = message
-                late.remove(instance)
+    def _receive(self, timeout_seconds: float) -> list[int]:
+        """Take the headers that come until then; the instances that are late."""
+        late, deadline = [], 0.0
+        for instance, number in self._numbers.items():
+            if instance not in self._received:
+                message = self._short_messages.take(instance, number)
+                if message is None:
+                    deadline = deadline or time.monotonic() + timeout_seconds
+                    seconds_left = max(deadline - time.monotonic(), 0.0)
+                    message = self._short_messages.receive(instance, number, seconds_left)
+                if message is None:
+                    late.append(instance)
+                else:
+                    self._received[instance] = message
         return late
 
 
@@ -200,7 +206,10 @@ class MemoryOfSubsets:
         """The number of each of ``instances``."""
         header = pack("share the memory of a part of the job", [number])
         received = MemoryHeaderExchange(self._connections, short_messages, instances, header).wait()
-        return [told for (told,) in map(numbers_of, received)]
+        told = unpack(received)
+        if told is None:
+            raise BackendError(f"{name_instances(instances)} do not share memory at the same time")
+        return [number for (number,) in told]
 
 
 def _page_of(group: HostGroup) -> Reservation | None:

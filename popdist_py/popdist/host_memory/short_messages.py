@@ -54,7 +54,8 @@ class ShortMessages:
         flags = self._flags
         flags.raise_failure()
         for rank in ranks:
-            if not self._take_until(rank, self._outgoing_counters[rank][0], flags.timeout_seconds):
+            number = self._outgoing_counters[rank][0]
+            if self._num_received[rank] < number and not self._take_until(rank, number, flags.timeout_seconds):
                 raise BackendError(f"{flags.name([rank])} did not come within {flags.timeout_seconds:g} seconds")
         numbers = []
         for rank in ranks:
@@ -67,6 +68,14 @@ class ShortMessages:
         flags.wake()
         return numbers
 
+    def take(self, rank: int, number: int) -> bytes | None:
+        """A message of ``rank`` that is there already, the next one: once, as of :meth:`receive`; or None."""
+        if self._num_received[rank] != number - 1 or self._incoming_counters[rank][0] < number:
+            return None
+        self._flags.order()
+        self._num_received[rank] = number
+        return bytes(self._incoming[rank][number & 1])
+
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
         """A message of ``rank``, once; None if it did not come in time, and then it can still be received.
 
@@ -77,8 +86,6 @@ class ShortMessages:
 
     def _take_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
         """Take the messages of ``rank`` up to a number out of their places; False if it does not come in time."""
-        if self._num_received[rank] >= number:
-            return True
         deadline = time.monotonic() + timeout_seconds
         while self._num_received[rank] < number:
             if not self._take_next(rank, deadline):
