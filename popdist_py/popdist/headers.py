@@ -22,10 +22,10 @@ HEADER_BYTES: Final = 8 * (1 + MAX_NUMBERS) + TEXT_BYTES
 
 _TEXT_AT: Final = HEADER_BYTES - TEXT_BYTES
 
-_PREEMPTED: Final = 1 << 32
-"""Added to the first word."""
+_PREEMPTED_AT: Final = 4
+"""The byte that says whether the sender was asked to leave; those before it count the numbers."""
 
-_FORMS: Final = [struct.Struct(f"={1 + count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
+_FORMS: Final = [struct.Struct(f"<i?3x{count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
 """Of what stands before the text, by how many numbers there are."""
 
 _WORD: Final = struct.Struct("=q")
@@ -47,7 +47,7 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
     if count > MAX_NUMBERS:
         raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
     try:
-        return _FORMS[count].pack(count + _PREEMPTED if is_preempted else count, *numbers) + _bytes_of(text)
+        return _FORMS[count].pack(count, is_preempted, *numbers) + _bytes_of(text)
     except struct.error:
         raise ValueError(f"a header carries 64-bit integers, not {list(numbers)}") from None
 
@@ -67,14 +67,13 @@ def text_of(header: bytes) -> str:
 
 
 def _numbers_of(header: bytes) -> list[int]:
-    (first,) = _WORD.unpack_from(header)
-    _, *numbers = _FORMS[first % _PREEMPTED].unpack_from(header)
+    _, _, *numbers = _FORMS[header[0]].unpack_from(header)  # the first byte is enough to count them
     return numbers
 
 
 def are_some_preempted(received: Sequence[bytes]) -> bool:
     """Whether the sender of one of these headers was asked to leave."""
-    return any(_WORD.unpack_from(header)[0] >= _PREEMPTED for header in set(received))
+    return any(header[_PREEMPTED_AT] for header in received)
 
 
 def as_words(numbers: Iterable[float]) -> list[int]:

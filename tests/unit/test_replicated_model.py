@@ -433,6 +433,30 @@ def test_gradients_are_noted_and_taken(note: Callable[[Any], None], take: Callab
         note(1)
 
 
+GIVERS = ((notes.give_slots, notes.unreduced), (notes._give_slots, notes._unreduced))
+
+
+@pytest.mark.parametrize(("give", "find"), GIVERS)
+def test_slots_become_gradients_that_popdist_has_made(
+    give: notes.GiveSlots, find: Callable[[Any], list[torch.Tensor]]
+) -> None:
+    """With and without the extension: views of the slots; others and written ones are told from them."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    slots = [torch.full((2,), float(i)) for i in range(2)]
+    give(parameters[:2], slots)
+    parameters[2].grad = torch.ones(2)
+
+    for parameter, slot in zip(parameters[:2], slots, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad is not slot
+        assert parameter.grad.data_ptr() == slot.data_ptr()
+        assert notes.is_reduced(parameter.grad)
+    notes.note_reduced(parameters[1].grad, is_reduced=False)
+    assert list(map(id, find(iter(parameters)))) == [id(parameters[1]), id(parameters[2])]
+    with pytest.raises(AttributeError):
+        find([1])
+
+
 def test_a_body_is_a_function() -> None:
     """Before a step is begun; the next one works."""
     body: Any = None

@@ -108,6 +108,8 @@ class GlooHeaderExchange:
 class MemoryHeaderExchange:
     """An exchange of headers between instances that share memory."""
 
+    __slots__ = ("_connections", "_instances", "_numbers", "_received", "_short_messages")
+
     def __init__(
         self,
         connections: Connections,

@@ -4,7 +4,7 @@
 #include "notes.h"
 
 static PyObject *parameters_name, *buffers_name, *modules_name; /* names of attributes */
-static PyObject *version_name, *used_name;
+static PyObject *version_name, *used_name, *reduced_name, *detach_name;
 PyObject *grad_name;
 
 /* ---- Parameters and buffers ------------------------------------------------------------------------------------ */
@@ -138,6 +138,59 @@ static PyObject *note_used(PyObject *self, PyObject *parameters) {
     Py_RETURN_NONE;
 }
 
+/* ---- Gradients of all replicas --------------------------------------------------------------------------------- */
+
+static int give(PyObject *parameter, PyObject *slot) {
+    PyObject *gradient = PyObject_CallMethodObjArgs(slot, detach_name, NULL);
+    int status = gradient == NULL ? -1 : PyObject_SetAttr(gradient, reduced_name, Py_True);
+    if (status == 0) status = PyObject_SetAttr(parameter, grad_name, gradient);
+    Py_XDECREF(gradient);
+    return status;
+}
+
+static PyObject *give_slots(PyObject *self, PyObject *args) {
+    PyObject *parameters, *slots;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &parameters, &PyList_Type, &slots)) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(parameters) && i < PyList_Size(slots); i++)
+        if (give(PyList_GetItem(parameters, i), PyList_GetItem(slots, i)) != 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Whether a parameter has a gradient that was not made by popdist: 1 or 0, -1 for an error. */
+static int is_unreduced(PyObject *parameter) {
+    PyObject *gradient = PyObject_GetAttr(parameter, grad_name);
+    if (gradient == NULL || gradient == Py_None) {
+        Py_XDECREF(gradient);
+        return gradient == NULL ? -1 : 0;
+    }
+    PyObject *noted = PyObject_GetAttr(gradient, reduced_name);
+    Py_DECREF(gradient);
+    if (noted == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) return -1;
+        PyErr_Clear();
+        return 1;
+    }
+    int answer = PyObject_Not(noted);
+    Py_DECREF(noted);
+    return answer;
+}
+
+static PyObject *unreduced(PyObject *self, PyObject *parameters) {
+    PyObject *each = PyObject_GetIter(parameters), *found = PyList_New(0), *parameter;
+    int answer = each == NULL || found == NULL ? -1 : 0;
+    (void)self;
+    while (answer >= 0 && (parameter = PyIter_Next(each)) != NULL) {
+        answer = is_unreduced(parameter);
+        if (answer > 0) answer = PyList_Append(found, parameter);
+        Py_DECREF(parameter);
+    }
+    Py_XDECREF(each);
+    if (answer >= 0 && !PyErr_Occurred()) return found;
+    Py_XDECREF(found);
+    return NULL;
+}
+
 /* ---- Module ---------------------------------------------------------------------------------------------------- */
 
 static int name_attributes(PyObject *module) {
@@ -148,7 +201,10 @@ static int name_attributes(PyObject *module) {
     grad_name = PyUnicode_InternFromString("grad");
     version_name = PyUnicode_InternFromString("_version");
     used_name = PyUnicode_InternFromString("_popdist_used");
-    return parameters_name && buffers_name && modules_name && grad_name && version_name && used_name ? 0 : -1;
+    reduced_name = PyUnicode_InternFromString("_popdist_reduced");
+    detach_name = PyUnicode_InternFromString("detach");
+    return parameters_name && buffers_name && modules_name && grad_name && version_name && used_name &&
+           reduced_name && detach_name ? 0 : -1;
 }
 
 static PyMethodDef functions[] = {
@@ -157,6 +213,8 @@ static PyMethodDef functions[] = {
     {"take_gradients", take_gradients, METH_O, NULL},
     {"note_used", note_used, METH_O, NULL},
     {"fill_slots", fill_slots, METH_VARARGS, NULL},
+    {"give_slots", give_slots, METH_VARARGS, NULL},
+    {"unreduced", unreduced, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -93,6 +93,17 @@ def _fill_slots(
     return used, left
 
 
+def _give_slots(parameters: Sequence[Tensor], slots: Sequence[Tensor]) -> None:
+    for parameter, slot in zip(parameters, slots, strict=True):
+        gradient = slot.detach()
+        note_reduced(gradient)
+        parameter.grad = gradient
+
+
+def _unreduced(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [it for it in parameters if it.grad is not None and not is_reduced(it.grad)]
+
+
 def _fill_slots_in_c(extension: Any) -> Any:  # noqa: ANN401 - a function of the extension, or None
     try:
         extension.fill_slots(Tensor, [], [], False)  # noqa: FBT003 - as above
@@ -137,6 +148,15 @@ It gives which parameters had a gradient, bit i for the i-th, and the positions 
 other kinds of tensors, other dtypes and strides than the slot's; without the extension all. torch counts none of
 the writes.
 """
+
+
+GiveSlots: TypeAlias = Callable[[list[Parameter], list[Tensor]], None]
+
+give_slots: Final[GiveSlots] = _in_c.give_slots if _in_c else _give_slots
+"""Makes each parameter's slot its gradient, one that popdist has made."""
+
+unreduced: Final[Callable[[Iterable[Tensor]], list[Tensor]]] = _in_c.unreduced if _in_c else _unreduced
+"""Those of the parameters that have a gradient which popdist has not made."""
 
 
 def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with what is noted on it

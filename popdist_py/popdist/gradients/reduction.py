@@ -158,18 +158,25 @@ class GradientSum:
         """
         if self._unit is None and self._announced is not None:
             try:
-                told = self._announced.wait(timeout_seconds)
-                unit = self._unit_of(as_floats([words[0] for words in told]))
-                marks = [BatchMark._make(words[4:7]) for words in told]
-                refuse_other_steps(self._group, marks)
-                self._settle_old([words[3] for words in told])
-                compare_weights(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
+                self._hear(self._announced.wait(timeout_seconds), timeout_seconds)
             except PopdistError:
                 self._is_awaited = False
                 raise
-            self._unit = unit
-            warn_of_equal_batches(self._group, marks)
         return self._unit or 1.0
+
+    def _hear(self, told: list[list[int]], timeout_seconds: float | None) -> None:
+        """All instances have announced their steps."""
+        heaviest, _, _, old, digest, *_ = told[0]
+        if not old and not digest and told.count(told[0]) == len(told):
+            self._unit = self._unit_of(as_floats([heaviest]))  # as below, where all say the same
+            return
+        unit = self._unit_of(as_floats([words[0] for words in told]))
+        marks = [BatchMark._make(words[4:7]) for words in told]
+        refuse_other_steps(self._group, marks)
+        self._settle_old([words[3] for words in told])
+        compare_weights(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
+        self._unit = unit
+        warn_of_equal_batches(self._group, marks)
 
     def _unit_of(self, heaviest: list[float]) -> float:
         if min(heaviest) < 0:

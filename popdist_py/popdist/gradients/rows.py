@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 
 from popdist.errors import CollectiveError, GradientError
-from popdist.gradients.notes import fill_slots, note_reduced
+from popdist.gradients.notes import fill_slots, give_slots
 from popdist.host_memory.addition import HALVES, Op
 
 Rows: TypeAlias = list[Tensor]
@@ -196,6 +196,8 @@ class FlatGradients:
                 self._parameters.append(parameter)
                 self._orders.append(name if parameter.is_contiguous() else f"{name} {parameter.stride()}")
         self.kinds = list(kinds.values())
+        self._all = (1 << len(self.names)) - 1
+        self._are_narrow = any(wide_dtype(it.dtype) != it.dtype for it in self._parameters)
 
     def __str__(self) -> str:
         """What must be the same on all instances, in words."""
@@ -294,16 +296,14 @@ class FlatGradients:
 
         The gradients share memory with ``rows``, unless they are of another dtype.
         """
-        for kind in self.kinds:
-            for index, parameter, _ in kind.members:
-                if used >> index & 1:
-                    gradient = rows.slots[id(parameter)].detach()
-                    if kind.dtype != parameter.dtype:
-                        gradient = gradient.to(parameter.dtype)
-                    note_reduced(gradient)
-                    parameter.grad = gradient
-                else:
-                    parameter.grad = None
+        slots, parameters = rows.in_order, self._parameters
+        if used != self._all:
+            self.clear()
+            given = [i for i in range(len(parameters)) if used >> i & 1]
+            slots, parameters = [slots[i] for i in given], [parameters[i] for i in given]
+        if self._are_narrow:
+            slots = [slot.to(it.dtype) for slot, it in zip(slots, parameters, strict=True)]
+        give_slots(parameters, slots)
 
 
 def _slot(row: Tensor, start: int, parameter: Parameter) -> Tensor:

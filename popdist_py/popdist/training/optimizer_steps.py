@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from popdist import context
 from popdist.errors import BackendError, GradientError, MicroBatchError, OptimizerError
-from popdist.gradients.notes import is_reduced, note_step, parameters_of
+from popdist.gradients.notes import note_step, parameters_of, unreduced
 from popdist.training.checks import CheckedSteps, is_checked
 from popdist.training_loop import training_loop
 from popdist.weights import find_difference, sum_tensors
@@ -240,7 +240,7 @@ def join(owner: object, module: nn.Module) -> None:
 
 def _unreduced(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """The gradients that popdist has not reduced, of parameters that are the same on all instances; with names."""
-    found = [it for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
+    found = unreduced(parameters_of(optimizer))
     if not found:
         return []
     modules = [module for reference in tuple(_joint.values()) if (module := reference()) is not None]
@@ -253,7 +253,7 @@ def _compare_gradients(optimizer: Optimizer) -> None:
     if not context.is_initialized() or context.num_instances() == 1:
         return
     group = context.current_group()
-    if len(group.instances) < context.num_instances() or not (unreduced := _unreduced(optimizer)):
+    if len(group.instances) < context.num_instances() or not (gradients := _unreduced(optimizer)):
         return
     steps = _unreduced_steps.setdefault(optimizer, CheckedSteps())
     is_checked = steps.is_next_checked()
@@ -261,7 +261,7 @@ def _compare_gradients(optimizer: Optimizer) -> None:
     if not is_checked:
         return
     text = f"{type(optimizer).__name__}.step() on gradients that popdist has not reduced"
-    sums = sum_tensors(unreduced)
+    sums = sum_tensors(gradients)
     try:
         words = [word for (word,) in group.start(text, [sums.word]).wait()]
         difference = find_difference(group, "gradients", words, sums)

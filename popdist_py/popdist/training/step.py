@@ -72,7 +72,7 @@ class Step:
             raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
         self._skip_to(index)
         self._current = self._next_rows()
-        if index + 1 == self._num_micro_batches:
+        if self._sum.goes_early and index + 1 == self._num_micro_batches:
             self._sum.begin_last(self._sum_of_replica().rows, weight)
         return self._replica
 
@@ -95,8 +95,7 @@ class Step:
         else:
             rows.clear()
             self._gradients.clear()
-        self._sum_of_replica().has_run = True
-        self._push(rows, weight)
+        self._push(rows, weight, has_run=True)
 
     def hear_of_others(self) -> None:
         """Wait until all instances have announced their steps: see :meth:`GradientSum.unit`."""
@@ -139,21 +138,26 @@ class Step:
         while self._position < index:
             rows = self._next_rows()
             rows.clear()
-            self._push(rows, 0.0)
+            self._push(rows, 0.0, has_run=False)
 
     def _next_rows(self) -> GradientRows:
         return self._memory.rows_for(*divmod(self._position, self.accumulation))
 
-    def _push(self, rows: GradientRows, weight: float) -> None:
+    def _push(self, rows: GradientRows, weight: float, *, has_run: bool) -> None:
         """Add the next micro batch to its replica, and a finished replica to the job."""
-        replica, own = self._position // self.accumulation, self._sum_of_replica()
-        own.rows.push(rows)
-        own.weights.push(weight)
-        self._position += 1
-        if own.rows.position == self.accumulation:
+        if self.accumulation > 1:
+            replica, own = self._position // self.accumulation, self._sum_of_replica()
+            own.rows.push(rows)
+            own.weights.push(weight)
+            own.has_run |= has_run
+            if own.rows.position < self.accumulation:
+                self._position += 1
+                return
             del self._open[replica]
-            self._sum.push(own.rows.total, own.weights.total)
-            self._buffers.end_replica(has_run=own.has_run)
+            rows, weight, has_run = own.rows.total, own.weights.total, own.has_run
+        self._position += 1
+        self._sum.push(rows, weight)
+        self._buffers.end_replica(has_run=has_run)
 
     def _sum_of_replica(self) -> "_ReplicaSum":
         """What the replica whose micro batch is next has brought so far."""
