@@ -101,6 +101,7 @@ CASES: list[tuple[Callable[[], object], type[popdist.PopdistError], str]] = [
     ),
     (lambda: loader(DATASET, 2, packing=True), popdist.DatasetError, r"packing=True must be a popdist\.packing"),
     (lambda: loader(DATASET, 2, 10**30), popdist.DatasetError, "must be a whole number of at most 1048576"),
+    (lambda: WRONG.poptorch.Options("3"), popdist.ContractError, "ipus_per_replica='3' must be a whole number"),
     (lambda: WRONG.shard_iterable(None), popdist.DatasetError, "can be iterated over, and was given None"),
     (lambda: loader(DATASET, 2).load_state_dict(3), popdist.DatasetError, "3 is no state of a data_loader"),
     (lambda: WRONG.ReplicatedModel(3), popdist.WeightsError, "wraps a torch.nn.Module, and this is a int"),

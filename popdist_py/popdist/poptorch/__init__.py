@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import poptorch
 from popdist.context import environment, instance_index, num_instances, num_local_replicas
 from popdist.environments import Launcher
-from popdist.errors import ContractError
+from popdist.errors import ContractError, whole_number
 
 __all__ = ["Options"]
 
@@ -20,11 +20,13 @@ class Options(poptorch.Options):
         ipus_per_replica: Virtual IPUs of a replica, for a program that says it too; None for those of the job.
 
     Raises:
-        ContractError: If poprun gave a replica another number of them.
+        ContractError: If it is no number from 1, or poprun gave a replica another number of them.
     """
 
     def __init__(self, ipus_per_replica: int | None = None) -> None:
         super().__init__()
+        if ipus_per_replica is not None:
+            ipus_per_replica = whole_number("ipus_per_replica", ipus_per_replica, ContractError)
         given = environment().contract.ipus_per_replica
         if ipus_per_replica not in (None, given) and environment().launcher is Launcher.POPRUN:
             raise ContractError(
