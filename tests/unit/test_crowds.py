@@ -1,11 +1,11 @@
-"""Whether ranks have a core each."""
+"""Whether ranks have a core each, and how they wait where they have not."""
 
 import os
 from collections.abc import Collection
 
 import pytest
 
-from popdist.host_memory.waiting import is_crowded
+from popdist.host_memory.waiting import LONGEST_YIELD_SECONDS, MOST_SLEEPS, CrowdedYields, is_crowded
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,21 @@ def test_cores_are_those_of_all_ranks(
     cores = {1: {0}, 2: {1}, 3: {1}, 4: {0, 1}}
     monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__)
     assert is_crowded(pids) is crowded
+
+
+def test_ranks_yield_until_that_is_not_enough() -> None:
+    """Then some waits sleep at once: more after each failure, up to a most, and fewer after successes."""
+    yields = CrowdedYields()
+
+    def num_sleeps_after(waited_seconds: float) -> int:
+        assert yields.next_seconds() == LONGEST_YIELD_SECONDS
+        yields.judge(waited_seconds)
+        count = 0
+        while yields.next_seconds() == 0:
+            count += 1
+        return count
+
+    short, long = LONGEST_YIELD_SECONDS / 2, 2 * LONGEST_YIELD_SECONDS
+    assert [num_sleeps_after(waited) for waited in (short, long, long, long)] == [0, 1, 3, 7]
+    assert [num_sleeps_after(waited) for waited in (short, short, long)] == [0, 0, 11]
+    assert max(num_sleeps_after(long) for _ in range(9)) == MOST_SLEEPS

@@ -13,6 +13,8 @@ class Quick:
         rank: int,
         size: int,
         num_looks: int,
+        yield_seconds: float,
+        most_sleeps: int,
         offered_bytes: int,
         pages: bytes,
         pairs: bytes,

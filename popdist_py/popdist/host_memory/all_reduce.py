@@ -39,6 +39,7 @@ from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.offers import LEAST_BYTES, MayMove, Offers, Places
 from popdist.host_memory.row_reduction import Reduction
 from popdist.host_memory.shared_storages import key_of
+from popdist.host_memory.waiting import LONGEST_YIELD_SECONDS, MOST_SLEEPS, YIELD_SECONDS
 
 FIRST_BYTES: Final = 1 << 16
 """Size of a slot until something larger is sent."""
@@ -104,7 +105,7 @@ class Slots:
 
 
 _NUM_LOOKS: Final = 400
-"""How often C looks at the others' counters before Python waits for them."""
+"""How often C looks at the others' counters before it leaves its core to others, and after that Python waits."""
 
 
 class QuickSums:
@@ -167,9 +168,14 @@ def _make_quick(group: HostGroup, settle: WeakMethod[Any]) -> Any:  # noqa: ANN4
     pairs = chain.from_iterable(additions(group.size))
     purposes = [purpose(_ALL_REDUCE["sum"], kind=KINDS[dtype]) for dtype in SLOT_DTYPES]
     num_looks = 1 if flags.is_crowded else _NUM_LOOKS
+    wait = (
+        num_looks,
+        LONGEST_YIELD_SECONDS if flags.is_crowded else YIELD_SECONDS,
+        flags.is_crowded * MOST_SLEEPS,
+    )
     numbers = map(as_numbers, (flags.addresses, pairs, purposes))
     try:
-        return found.Quick(torch.Tensor, flags, settle, group.rank, group.size, num_looks, LEAST_BYTES, *numbers)
+        return found.Quick(torch.Tensor, flags, settle, group.rank, group.size, *wait, LEAST_BYTES, *numbers)
     except (AttributeError, ValueError):  # a torch whose tensors speak another DLPack
         return None
 

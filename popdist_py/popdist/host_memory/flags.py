@@ -16,6 +16,7 @@ registered.
 import ctypes
 import os
 import platform
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from typing import Final
 
 from popdist.errors import BackendError, CollectiveError
 from popdist.headers import name_instances
-from popdist.host_memory.waiting import NUM_SPINS, Futexes, ProcessWatch, wait_until
+from popdist.host_memory.waiting import NUM_SPINS, YIELD_SECONDS, CrowdedYields, Futexes, ProcessWatch, wait_until
 
 _STORES_IN_ORDER: Final = frozenset({"x86_64", "AMD64", "i386", "i486", "i586", "i686"})
 
@@ -121,6 +122,7 @@ class Flags:
         self._watch = watch
         self._fence = fence
         self.is_crowded = watch.are_crowded
+        self._yields = CrowdedYields()
         self._spins = range(1 if self.is_crowded else NUM_SPINS)
         self._futexes = Futexes(pages, rank)
         self.wake = self._futexes.wake
@@ -243,24 +245,33 @@ class Flags:
                 return
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         rank = next(rank for rank, page in enumerate(self._pages) if page is words)
+        start = time.monotonic()
+        yield_seconds = self._yields.next_seconds() if self.is_crowded else YIELD_SECONDS
         try:
             if not self._wait_until(
-                rank, lambda: words[COUNTER] >= number, lambda: self._missing(number), seconds
+                rank, lambda: words[COUNTER] >= number, lambda: self._missing(number), seconds, yield_seconds
             ):
                 self._give_up(number, seconds)
         except BaseException as error:
             self.fail(str(error) if isinstance(error, BackendError) else f"a wait was broken off by {error!r}")
             raise
+        if self.is_crowded and yield_seconds:
+            self._yields.judge(time.monotonic() - start)
 
     def _wait_until(
-        self, rank: int, is_done: Callable[[], bool], missing: Callable[[], list[int]], timeout_seconds: float
+        self,
+        rank: int,
+        is_done: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        timeout_seconds: float,
+        yield_seconds: float = YIELD_SECONDS,
     ) -> bool:
         return wait_until(
             is_done,
             timeout_seconds,
             check=lambda: self._look_after(missing),
             nap=lambda seconds: self._futexes.sleep(rank, is_done, seconds),
-            is_crowded=self.is_crowded,
+            yield_seconds=yield_seconds,
         )
 
     def _give_up(self, number: int, timeout_seconds: float) -> None:

@@ -56,6 +56,8 @@ typedef struct {
     int pairs[MOST_RANKS][2];
     void *sums; /* room for a block of each rank: threads may have little of their own */
     int rank, size, num_looks;
+    double yield_seconds; /* before Python waits */
+    int most_sleeps, num_sleeps, distrust; /* as popdist.host_memory.waiting.CrowdedYields */
     int64_t slot_bytes, most_bytes, offered_bytes; /* from there on ranks may offer their memory */
     uintptr_t *left; /* where tensors are left to Python that can be offered: begins and ends */
     int num_left;
@@ -83,7 +85,8 @@ int takes_part(const Quick *self);
 /* The number of the next meeting. */
 uint64_t next_number(const Quick *self);
 
-/* Meet for a purpose and tell all a number, after so many looks by Python: whether Python has waited, or FAILED. */
+/* Meet for a purpose and tell all a number; after so many looks this rank yields, and then Python waits. Whether all came
+ * at once, or other threads may have run meanwhile, or FAILED. */
 enum { CAME, WAITED, FAILED };
 int meet(Quick *self, uint64_t purpose, uint64_t told, int num_looks);
 

@@ -29,11 +29,12 @@ static int fill(Quick *self, Numbers pages, Numbers pairs, Numbers purposes) {
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
     PyObject *tensor_type, *flags, *settle;
     Numbers pages, pairs, purposes;
-    int rank, size, num_looks;
+    int rank, size, num_looks, most_sleeps;
+    double yield_seconds;
     long long offered_bytes;
     (void)named;
-    if (!PyArg_ParseTuple(args, "OOOiiiLy#y#y#", &tensor_type, &flags, &settle, &rank, &size, &num_looks, &offered_bytes,
-                          &pages.bytes, &pages.length, &pairs.bytes, &pairs.length, &purposes.bytes, &purposes.length))
+    if (!PyArg_ParseTuple(args, "OOOiiidiLy#y#y#", &tensor_type, &flags, &settle, &rank, &size, &num_looks,
+                          &yield_seconds, &most_sleeps, &offered_bytes, &pages.bytes, &pages.length, &pairs.bytes, &pairs.length, &purposes.bytes, &purposes.length))
         return NULL;
     const Exchange *exchange = exchange_of(tensor_type);
     if (exchange == NULL) return NULL;
@@ -44,6 +45,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *named) {
     self->settle = Py_NewRef(settle);
     self->exchange = exchange;
     self->rank = rank, self->size = size, self->num_looks = num_looks, self->offered_bytes = offered_bytes;
+    self->yield_seconds = yield_seconds, self->most_sleeps = most_sleeps;
     if (fill(self, pages, pairs, purposes) != 0) {
         Py_DECREF(self);
         return NULL;

@@ -1,6 +1,11 @@
-/* The meetings of a group, as popdist.host_memory.flags has them; waiting for a rank that is late is Python's. */
+/* The meetings of a group, as popdist.host_memory.flags has them; waiting long for a rank is Python's. */
+
+#define _POSIX_C_SOURCE 199309L
 
 #include "quick.h"
+
+#include <sched.h>
+#include <time.h>
 
 static uint64_t load(_Atomic uint64_t *word) { return atomic_load_explicit(word, memory_order_acquire); }
 
@@ -26,6 +31,41 @@ static int have_come(const Quick *self, uint64_t number, int looks) {
     return 1;
 }
 
+static double now(void) {
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+
+/* Leave the core to others, and the lock of Python, until all have come; 0 where that takes long, or is an error. */
+static int come_meanwhile(const Quick *self, uint64_t number, double until) {
+    if (!take_turn(self->turn)) return 0;
+    int is_done = 0;
+    Py_BEGIN_ALLOW_THREADS
+    do {
+        sched_yield();
+        is_done = have_come(self, number, 0);
+    } while (!is_done && now() < until);
+    Py_END_ALLOW_THREADS
+    return is_done;
+}
+
+/* Whether to yield in this wait, as CrowdedYields.next_seconds. */
+static int may_yield(Quick *self) {
+    if (self->num_sleeps == 0) return 1;
+    self->num_sleeps--;
+    return 0;
+}
+
+/* Learn from a wait that began with yielding, as CrowdedYields.judge. */
+static void judge(Quick *self, double waited) {
+    if (waited < self->yield_seconds) self->distrust -= self->distrust > 0;
+    else {
+        int more = 2 * self->distrust + 1;
+        self->distrust = self->num_sleeps = more < self->most_sleeps ? more : self->most_sleeps;
+    }
+}
+
 static int has_sleeper(const Quick *self) {
     for (int rank = 0; rank < self->size; rank++)
         if (rank != self->rank && load(&self->pages[rank][SLEEPS])) return 1;
@@ -40,7 +80,7 @@ static int agree(const Quick *self, uint64_t number, uint64_t purpose) {
 
 /* Have Python wait for those who are late; FAILED where one is lost or came for something else. */
 static int wait_for_all(Quick *self, uint64_t purpose) {
-    if (!take_turn(self->turn)) return FAILED;
+    if (PyErr_Occurred() || !take_turn(self->turn)) return FAILED;
     PyObject *number = PyLong_FromUnsignedLongLong(purpose);
     PyObject *done = number == NULL ? NULL : PyObject_CallMethodObjArgs(self->flags, self->go_on, number, NULL);
     Py_XDECREF(number);
@@ -64,7 +104,12 @@ int meet(Quick *self, uint64_t purpose, uint64_t told, int num_looks) {
     store(&mine[NUMBERS + (number & 1)], told);
     store(&mine[COUNTER], number);
     if (!has_sleeper(self) && have_come(self, number, num_looks) && agree(self, number, purpose)) return CAME;
-    return wait_for_all(self, purpose);
+    if (!may_yield(self)) return wait_for_all(self, purpose);
+    double start = now();
+    int is_awake = !has_sleeper(self) && come_meanwhile(self, number, start + self->yield_seconds);
+    int how = is_awake && agree(self, number, purpose) ? WAITED : wait_for_all(self, purpose);
+    judge(self, now() - start);
+    return how;
 }
 
 uint64_t told_by(const Quick *self, int rank) {

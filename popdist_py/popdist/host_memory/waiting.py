@@ -1,9 +1,10 @@
 """Waiting for other processes: look a few times, then leave the core to others, then sleep until woken.
 
 A counter that is raised within microseconds is seen by looking again. Where there are more processes than cores,
-the peer that is waited for needs this very core, so the core is given away at once. A rank that waits longer
-sleeps until it is woken, looks now and then in case it was not, and asks whether the processes that it waits for
-have ended.
+the peer that is waited for needs this very core, so the core is given away at once. It is given away by yielding,
+and for longer than elsewhere: a rank that sleeps leaves its core empty, and the kernel moves no other rank there
+within so short a time (see :class:`CrowdedYields`). A rank that waits longer sleeps until it is woken, looks now
+and then in case it was not, and asks whether the processes that it waits for have ended.
 
 Each rank has a futex, a word in memory on which other processes sleep in the kernel. A rank that wants to sleep
 says so, looks once more, and sleeps unless the futex has changed since. A rank that has raised its counter changes
@@ -81,6 +82,12 @@ NUM_SPINS: Final = 400
 """Looks in a row, about 20 microseconds, where every process of the group may have a core of its own."""
 
 YIELD_SECONDS: Final = 0.0001
+LONGEST_YIELD_SECONDS: Final = 0.001
+"""How long the core is left to others before this process sleeps; the second where there are too few cores."""
+
+MOST_SLEEPS: Final = 64
+"""Waits in a row that sleep at once, after one in which yielding was not enough."""
+
 FIRST_NAP_SECONDS: Final = 0.0005
 LONGEST_NAP_SECONDS: Final = 0.02
 NAP_GROWTH: Final = 2
@@ -97,17 +104,17 @@ def wait_until(
     *,
     check: Callable[[], None] = lambda: None,
     nap: Nap = time.sleep,
-    is_crowded: bool = False,
+    yield_seconds: float = YIELD_SECONDS,
 ) -> bool:
     """Wait until ``is_done()``; False when the time is up."""
     now = time.monotonic()
-    deadline, yield_until, next_look = now + timeout_seconds, now + YIELD_SECONDS, now + LOOK_SECONDS
+    deadline, yield_until, next_look = now + timeout_seconds, now + yield_seconds, now + LOOK_SECONDS
     nap_seconds = FIRST_NAP_SECONDS
     while not is_done():
         now = time.monotonic()
         if now >= deadline:
             return is_done()
-        if now < yield_until and not is_crowded:
+        if now < yield_until:
             os.sched_yield()
             continue
         if now >= next_look:
@@ -128,6 +135,33 @@ def is_crowded(pids: Collection[int]) -> bool:
         with suppress(OSError):
             cores |= os.sched_getaffinity(pid)
     return len(pids) > len(cores)
+
+
+class CrowdedYields:
+    """How long to yield in a wait, where there are more processes than cores.
+
+    To yield is quick while only ranks that wait for each other want the cores. Where somebody computes, be it
+    another rank, it can take a whole slice of time, and a rank that sleeps gets a core sooner. So after a wait in
+    which yielding was not enough, some waits sleep at once: one, after each further failure twice as many and one,
+    and after each success one fewer. quick_meetings.c does the same.
+    """
+
+    def __init__(self) -> None:
+        self._distrust = self._num_sleeps = 0
+
+    def next_seconds(self) -> float:
+        """For the next wait."""
+        if self._num_sleeps == 0:
+            return LONGEST_YIELD_SECONDS
+        self._num_sleeps -= 1
+        return 0.0
+
+    def judge(self, waited_seconds: float) -> None:
+        """Learn how long a wait took that began with yielding."""
+        if waited_seconds < LONGEST_YIELD_SECONDS:
+            self._distrust = max(self._distrust - 1, 0)
+        else:
+            self._distrust = self._num_sleeps = min(2 * self._distrust + 1, MOST_SLEEPS)
 
 
 class ProcessWatch:
