@@ -1,5 +1,7 @@
 """What programs for PopTorch expect of ``horovod.torch``; every instance runs all of it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -107,6 +109,10 @@ def law_the_rest_is_refused_by_name() -> None:
     """What cannot be, and what popdist does in another way."""
     with refused(ValueError, "give one of them"):
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
+    calls: Any = (hvd.allreduce, hvd.allreduce_, hvd.broadcast, hvd.broadcast_)
+    for call in calls:
+        with refused(popdist.CollectiveError, "expected a tensor, and found a NoneType"):
+            call(None, 0)
     with refused(ValueError, "op=2.*Average, Sum, Min or Max"):
         hvd.allreduce(torch.ones(1), op=2)  # type: ignore[arg-type] # the subject
     with refused(popdist.OptimizerError, "DistributedOptimizer.SGD.*trainingModel.*ReplicatedModel"):

@@ -136,7 +136,7 @@ def allreduce(
         ValueError: If both ``average`` and ``op`` are given, or ``op`` is none of these.
         CollectiveError, NotInitializedError, BackendError: As ``popdist.all_reduce``.
     """
-    return allreduce_(tensor.detach().clone(), average, name, op, prescale_factor, postscale_factor)
+    return allreduce_(_values_of(tensor).clone(), average, name, op, prescale_factor, postscale_factor)
 
 
 def allreduce_(
@@ -150,7 +150,7 @@ def allreduce_(
     """As :func:`allreduce`, in place."""
     del name
     chosen = _reduction_of(average, op)
-    values = tensor.detach()
+    values = _values_of(tensor)
     is_whole = chosen is Average and not values.is_floating_point()
     if prescale_factor != 1.0:
         values.mul_(prescale_factor)
@@ -163,6 +163,12 @@ def allreduce_(
 
 
 _OPS: Final[Mapping[AllreduceOp, collectives.ReduceOp]] = {Average: "mean", Sum: "sum", Min: "min", Max: "max"}
+
+
+def _values_of(tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise CollectiveError(f"horovod.torch: expected a tensor, and found a {type(tensor).__name__}")
+    return tensor.detach()
 
 
 def _reduction_of(average: object, op: object) -> AllreduceOp:
@@ -201,13 +207,13 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor
     Raises:
         CollectiveError, NotInitializedError, BackendError: As ``popdist.broadcast``.
     """
-    return broadcast_(tensor.detach().clone(), root_rank, name)
+    return broadcast_(_values_of(tensor).clone(), root_rank, name)
 
 
 def broadcast_(tensor: AnyTensor, root_rank: int, name: str | None = None) -> AnyTensor:
     """As :func:`broadcast`, in place."""
     del name
-    collectives.broadcast(tensor.detach(), root_rank)
+    collectives.broadcast(_values_of(tensor), root_rank)
     return tensor
 
 
