@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -227,6 +228,22 @@ def law_the_state_is_that_of_the_loop(_directory: Path) -> None:
         assert received(first) + received(list(rest)) == whole
         assert received(list(loader)) == received(list(rest))
         assert loader.state_dict() == rest.state_dict() == {**loader.state_dict(), "epoch": 2, "position": 0}
+
+
+def law_the_loader_keeps_nothing_of_a_batch(_directory: Path) -> None:
+    """What the loop has dropped is gone when the next one is made; of a dataset and of a stream."""
+    made, num_kept = WeakSet[Tensor](), list[int]()
+
+    def collate(samples: list[int]) -> Tensor:
+        num_kept.append(len(made))
+        content = torch.tensor(samples)
+        made.add(content)
+        return content
+
+    for data in (range(60), popdist.shard_iterable(range(60))):
+        for batch in popdist.data_loader(data, 2, collate_fn=collate):
+            del batch
+        assert max(num_kept) == popdist.num_local_replicas() - 1
 
 
 class Repeated:

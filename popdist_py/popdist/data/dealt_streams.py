@@ -179,7 +179,7 @@ class StreamLoader(ReplicaLoader):
         self._fetcher.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Give an instance whose stream has ended empty batches until all have ended."""
+        """Give an instance whose stream has ended empty batches until all have ended; keep nothing of them."""
         epoch = self._position.epoch
         with training_loop.read_loader() as ask:
             for step in itertools.count():
@@ -195,7 +195,9 @@ class StreamLoader(ReplicaLoader):
                     contents = [None] * (len(self._replicas) * self._accumulation)
                 self._position.read_to(stop, number)
                 share = share._replace(num_samples_job=total, stop=stop)
-                yield self._batch(share, contents)
+                batches = [self._batch(share, contents)]
+                del contents
+                yield batches.pop()
                 ask()
         self._position.end_epoch(number)
 

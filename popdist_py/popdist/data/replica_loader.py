@@ -64,11 +64,13 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         """Prepare for a start, before anything is read."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Count what the loop receives as read."""
+        """Count what the loop receives as read, and keep nothing of it: its memory is for the next one."""
         with training_loop.read_loader() as ask:
             for share, contents in fetched:
                 self._position.read_to(share.stop, number)
-                yield self._batch(share, contents)
+                batches = [self._batch(share, contents)]
+                del contents
+                yield batches.pop()
                 ask()
         self._position.end_epoch(number)
 
