@@ -1,12 +1,13 @@
 """The host shim hears the rank shims of its job, and nobody else."""
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from poprun.launch.host_shim import HostShim
+from poprun.launch.host_shim import HostShim, end_of
 
 PARENT = str(os.getppid()).encode()
 
@@ -29,7 +30,7 @@ class Deaf(HostShim):
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """The two ends of a connection between this process and itself, whose environment is none of a rank shim."""
+    """The two ends of a connection between this process and itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         yield ours, theirs
@@ -43,11 +44,11 @@ def meet(shim: Deaf, ends: tuple[socket.socket, socket.socket], words: bytes) ->
     shim._meet(ours)
 
 
-@pytest.mark.parametrize("words", [b"", PARENT, b"nonsense", b"-1", PARENT + b" PMI_FD", b"1" * 60])
+@pytest.mark.parametrize("words", [b"", b"0", b"2 1", b"-1 1", b"one 1", b"0 one", b"0 1 PMI_FD", b"1" * 60])
 def test_who_is_no_rank_shim_is_hung_up_on(
     ends: tuple[socket.socket, socket.socket], words: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever it says: the variables of its process name no instance that is awaited."""
+    """Whatever it says: it names no instance that is awaited, no parent, or a descriptor that did not come."""
     shim = Deaf()
     meet(shim, ends, words)
 
@@ -56,22 +57,22 @@ def test_who_is_no_rank_shim_is_hung_up_on(
     assert len(capsys.readouterr().err.splitlines()) == bool(words)
 
 
-@pytest.mark.parametrize(("runtime", "forked", "told"), [(PARENT, [1], []), (b"4000001", [], [(1, 0)])])
-def test_an_instance_begins_once(
-    ends: tuple[socket.socket, socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
-    runtime: bytes,
-    forked: list[int],
-    told: list[tuple[int, int]],
-) -> None:
-    """With the number that its launcher gave it; when the launcher is gone, poprun is told."""
-    variables = {"POPRUN_RANK_VARIABLE": "RANK_HERE", "RANK_HERE": "1"}
-    monkeypatch.setattr("poprun.launch.host_shim.environment_of", lambda _: dict(variables))
+def test_an_instance_begins_once(ends: tuple[socket.socket, socket.socket]) -> None:
+    """With the rank that its launcher gave it."""
     shim = Deaf()
-    meet(shim, ends, runtime)
-
-    assert (shim.forked, shim.told) == (forked, told)
+    meet(shim, ends, b"1 " + PARENT)
     again = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with again[0], again[1]:
-        meet(shim, again, runtime)
-    assert shim.forked == forked
+        meet(shim, again, b"1 " + PARENT)
+
+    assert (shim.forked, shim.told, shim._awaited) == ([1], [], {0})
+
+
+@pytest.mark.parametrize(("process", "has_ended"), [(os.getppid(), False), (4_000_001, True)])
+def test_an_end_is_heard_before_and_after_it(process: int, has_ended: bool) -> None:  # noqa: FBT001 - a parameter
+    """An agent whose MPI runtime is gone before it begins hears of it as any other."""
+    end = end_of(process)
+    readable, _, _ = select.select((end,), (), (), 0)
+    os.close(end)
+
+    assert bool(readable) is has_ended

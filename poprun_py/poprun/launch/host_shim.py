@@ -12,7 +12,7 @@ import os
 import sys
 
 from poprun.launch.agent import Origin
-from poprun.launch.shim import LISTENER, RANK_VARIABLE, Shim, load_agent
+from poprun.launch.shim import LISTENER, Shim, load_agent
 from poprun.messages.control import peer_process, peer_user, receive_descriptors
 from poprun.process.process_tree import environment_of
 
@@ -73,23 +73,23 @@ class HostShim(Shim):
             os.close(descriptor)
 
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
-        """Fork the agent of the rank shim that said ``words``: its parent, and the names of ``descriptors``.
+        """Fork the agent of the rank shim that said ``words``: its rank, its parent, the names of ``descriptors``.
+
+        If one of the two is gone by now, the agent hears of it as any other.
 
         Raises:
-            OSError: If its parent is gone, or there are too many files; poprun was told.
+            OSError: If there are too many files; poprun was told.
             ValueError: If it is not the rank shim of an instance that is awaited.
         """
-        runtime_text, *names = words
-        shim, runtime = peer_process(connection), int(runtime_text)
-        environment = environment_of(shim)
-        index = int(environment.get(environment.get(RANK_VARIABLE, ""), "-1"))
+        rank, parent, *names = words
+        index, runtime, shim = int(rank), int(parent), peer_process(connection)
         if index not in self._awaited:
             raise ValueError(f"process {shim} is not that of an awaited instance")
-        environment |= dict(zip(names, map(str, descriptors), strict=True))
+        environment = environment_of(shim) | dict(zip(names, map(str, descriptors), strict=True))
         try:
-            end = os.pidfd_open(runtime)
+            end = end_of(runtime)
         except OSError as error:
-            self._tell_of_loss(index, 0 if isinstance(error, ProcessLookupError) else error.errno or 0)
+            self._tell_of_loss(index, error.errno or 0)
             raise
         self._awaited.remove(index)
         if not self._awaited:
@@ -100,3 +100,13 @@ class HostShim(Shim):
         os.close(end)
         if agent is not None:
             self._await_end(agent)
+
+
+def end_of(process: int) -> int:
+    """A descriptor that becomes readable when ``process`` ends; it is already when there is none of that id."""
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        reader, writer = os.pipe()
+        os.close(writer)
+        return reader

@@ -362,6 +362,7 @@ class LauncherProcesses:
 
     def end(self, signum: int) -> None:
         """Send a signal to those that still run; how they then end is no failure."""
+        self.reap()
         self._was_asked = True
         for pid in self._running:
             os.kill(pid, signum)

@@ -36,6 +36,7 @@ connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect(b"\0" + posix.environ[b"POPRUN_HOST_SHIM"])
 block = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in kept)
 descriptors = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, block)] if kept else []
-connection.sendmsg([b"%d PMI_FD" % runtime if kept else b"%d" % runtime], descriptors)
+rank = posix.environ[posix.environ[b"POPRUN_RANK_VARIABLE"]]
+connection.sendmsg([b"%s %d%s" % (rank, runtime, b" PMI_FD" if kept else b"")], descriptors)
 is_well = bool(connection.recv(1))  # the agent sends a byte when it has ended well
 posix._exit(0 if is_well else 1)  # noqa: SLF001 - os has it under this name
