@@ -38,8 +38,9 @@ def find(name: str) -> Any:  # noqa: ANN401 - mypy knows no extension
 
 
 def sources_in(folder: Path) -> list[Path]:
-    """The files in C there; none where popdist was installed from a wheel."""
-    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+    """The files in C there, and the headers that all extensions share; none where popdist comes from a wheel."""
+    own = sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+    return own and own + sorted(Path(__file__).parent.glob("*.h"))
 
 
 def digest_of(sources: Iterable[Path]) -> bytes:

@@ -6,7 +6,7 @@
 
 #include "notes.h"
 
-#include "../host_memory/dlpack.h"
+#include "../extensions/dlpack.h"
 
 #include <string.h>
 

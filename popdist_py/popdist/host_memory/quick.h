@@ -7,7 +7,7 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "dlpack.h"
+#include "../extensions/dlpack.h"
 
 #include <stdatomic.h>
 #include <stdint.h>
