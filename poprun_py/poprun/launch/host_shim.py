@@ -8,6 +8,8 @@ The agent hears of the end of the rank shim's parent, too, for Hydra's proxy can
 
 from __future__ import annotations
 
+import _thread
+import errno
 import os
 import sys
 
@@ -34,16 +36,18 @@ class HostShim(Shim):
     def fork_agents(self, instances: range) -> bool:
         """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes.
 
-        A runtime that can start no process may say nothing and wait, so that is found out first.
+        A runtime that can start no process may say nothing and wait, so that is found out first: by a thread, of
+        which the kernel allows no more either, and which nobody can kill alone.
         """
         self._awaited = set(instances)
+        is_over = _thread.allocate_lock()
+        is_over.acquire()
         try:
-            if os.fork() == 0:
-                os._exit(0)
-            os.wait()
-        except OSError as error:
-            self._lose_all(error.errno or 0)
+            _thread.start_new_thread(is_over.release, ())
+        except RuntimeError:  # as Python says that there can be no more
+            self._lose_all(errno.EAGAIN)
             return False
+        is_over.acquire()
         load_agent()
         self._listener = socket.socket(fileno=int(os.environ[LISTENER]))
         self._heed(self._listener.fileno(), self._accept)
