@@ -53,7 +53,10 @@ def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) 
 
 
 def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
-    """The numbers of each of these headers, at least one; None if they do not have the same text."""
+    """The numbers of each of these headers, at least one; None if they do not have the same text.
+
+    Equal headers share one list, so it is not to be written into.
+    """
     first, *others = received
     if others.count(first) == len(others):  # as most of the time
         return [_numbers_of(first)] * len(received)
