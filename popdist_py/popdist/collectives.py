@@ -293,7 +293,11 @@ def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JS
     if num_bytes == _REFUSED:
         found = f": {type(value).__name__}, {fault}" if is_root else ""
         raise CollectiveError(f"{text}: what instance {root} brought is no JSON value{found}")
-    message = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_root else torch.empty(num_bytes).byte()
+    message = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if is_root
+        else torch.empty(num_bytes, dtype=torch.uint8)
+    )
     if "cpu" not in group.backend.device_types:
         message = message.to(device())
     group.backend.broadcast(message, root)
@@ -343,7 +347,7 @@ def gather(rows: Tensor | Sequence[Tensor]) -> Tensor:
     _check_kinds(kinds, fault)
     brought = [kind for kind in received if kind]
     if not brought:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
     _, dtype, *shape = brought[0]
     most = max(kind[0] for kind in brought)
     place = device() if mine is None else mine.device

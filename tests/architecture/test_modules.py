@@ -14,6 +14,22 @@ MOST_LINES_OF_A_SCRIPT = 20
 
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "common", "core", "manager", "misc"})
 
+MAKERS_OF_TENSORS = frozenset(
+    f"torch.{name}"
+    for name in (
+        "tensor",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "rand",
+        "randn",
+        "arange",
+        "linspace",
+        "empty_strided",
+    )
+)
+
 READERS = {
     "popdist": ("__init__.py", "context.py", "process_group/registration.py", "progress.py", "startup", "testing"),
     "poptorch": ("environment.py",),
@@ -146,3 +162,16 @@ def _writes(node: ast.AST) -> bool:
             return True
         case _:
             return False
+
+
+def test_no_tensor_takes_the_default_dtype() -> None:
+    """A program may set another one with ``torch.set_default_dtype``, which is no choice of ours."""
+    calls = {
+        f"{module.name}:{node.lineno}"
+        for module in all_modules()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in MAKERS_OF_TENSORS
+        if not any(keyword.arg == "dtype" for keyword in node.keywords)
+    }
+
+    assert calls == set()

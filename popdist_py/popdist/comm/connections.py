@@ -179,7 +179,7 @@ class Connections:
         """The number of every instance, in their order."""
         told = torch.empty(self.num_instances, 1, dtype=torch.int64)
         with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
-            self.gloo.allgather([list(told.unbind())], [torch.tensor([int(number)])]).wait()
+            self.gloo.allgather([list(told.unbind())], [torch.tensor([int(number)], dtype=torch.int64)]).wait()
         return told.flatten().tolist()
 
     @property
@@ -210,7 +210,7 @@ class Connections:
             made = self._channel_over(self._start_nccl("channel/nccl"), lambda nccl: nccl.abort())
             with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
                 for device in devices:
-                    made.all_gather(torch.zeros(1, device=device))
+                    made.all_gather(torch.zeros(1, dtype=torch.float32, device=device))
             self._channels["cuda"] = made
         return self._channels.get(types.pop()) if len(types) == 1 else None
 
@@ -237,7 +237,7 @@ class Connections:
     def is_lost(self, peer: int) -> bool:
         """Whether the connection to ``peer`` is known to be closed: then nothing can be asked of it any more."""
         try:
-            self.control.recv([torch.empty(1)], peer, PROBE_TAG)
+            self.control.recv([torch.empty(1, dtype=torch.float32)], peer, PROBE_TAG)
         except RuntimeError:
             return True
         return False
@@ -275,7 +275,7 @@ class Connections:
         """
         for peer in self.peers_among(range(self.num_instances)):
             with suppress(RuntimeError):
-                gloo.recv([torch.empty(1)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
+                gloo.recv([torch.empty(1, dtype=torch.float32)], peer, PROBE_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Drop the connections."""

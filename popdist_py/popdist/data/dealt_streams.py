@@ -95,7 +95,7 @@ class StreamFetcher(IterableDataset[Any]):
 
     def begin(self, epoch: int, position: int) -> None:
         """Where the next iteration starts; workers that are kept from epoch to epoch see it too."""
-        self._place.copy_(torch.tensor([epoch, position]))
+        self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64))
 
     def __iter__(self) -> Iterator[Fetched]:
         """Read everything; make the micro batches of every n-th step."""

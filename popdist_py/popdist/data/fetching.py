@@ -114,7 +114,7 @@ class MapFetcher(Dataset[Any]):
 
     def _rows(self, indices: list[int]) -> list[Any]:
         """The rows at ``indices``, taken at once: what collating them one by one would give."""
-        rows = torch.tensor(indices)
+        rows = torch.tensor(indices, dtype=torch.int64)
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 
     def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:

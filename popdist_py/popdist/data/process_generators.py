@@ -210,8 +210,8 @@ def _are_torch_rows_whole() -> bool:
     if _torch_start is None:
         return False
     draws: tuple[Callable[[torch.Generator], Tensor], ...] = (
-        lambda it: torch.rand(_NUM_WORDS + 1, generator=it),
-        lambda it: torch.randn(1, generator=it),
+        lambda it: torch.rand(_NUM_WORDS + 1, dtype=torch.float32, generator=it),
+        lambda it: torch.randn(1, dtype=torch.float32, generator=it),
         lambda it: torch.randn(1, generator=it, dtype=torch.float64),
     )
     left, right = torch.Generator().manual_seed(_SEED), torch.Generator().manual_seed(1)

@@ -226,7 +226,7 @@ class ReplicaBuffers(ModelBuffers):
         tree = ReplicaTree(group, layout)
         for made in self._made:
             values = [(made or {}).get(key, start) for key, start in zip(keys, starts, strict=True)]
-            one = torch.ones(1)
+            one = torch.ones(1, dtype=torch.float32)
             rows = [
                 join([values[i] for i in members] + [one.to(device)], dtype)
                 for (device, dtype), members in groups.items()

@@ -277,7 +277,7 @@ def clip_grad_norm(
     text = f"clip_grad_norm_({max_norm}, {norm_type}) of {len(gradients)} gradients"
     group.agree(text)
     if not gradients:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, dtype=torch.float32)
     gather_parts(
         group, [gradient for gradient in gradients if isinstance(gradient, PartialGradient) and gradient.is_cut]
     )

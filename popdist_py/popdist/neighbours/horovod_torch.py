@@ -273,7 +273,11 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
             f"broadcast_object(root_rank={root_rank}): instance {root_rank} brought a {told[1]}; send numbers, "
             "texts, tensors, and lists, tuples, sets and dicts of them"
         )
-    message = torch.frombuffer(bytearray(data), dtype=torch.uint8) if is_root else torch.empty(told[0]).byte()
+    message = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if is_root
+        else torch.empty(told[0], dtype=torch.uint8)
+    )
     if context.device().type != "cpu" and "cpu" not in context.current_group().backend.device_types:
         message = message.to(context.device())
     collectives.broadcast(message, root_rank)

@@ -106,7 +106,7 @@ class LowPrecision(PieceOptimizer):
         self._optimizer_class = optimizer_class
         self._given = kwargs
         self._inside: dict[int, Optimizer] = {}
-        inner = optimizer_class([Parameter(torch.zeros(1))], **kwargs).defaults
+        inner = optimizer_class([Parameter(torch.zeros(1, dtype=torch.float32))], **kwargs).defaults
         own = {"moments": moments, "weights": weights, "rounding": rounding, "seed": seed, "num_steps": 0}
         super().__init__(params, inner | _checked(own))
 
@@ -239,7 +239,7 @@ class LowPrecision(PieceOptimizer):
             settings["fused"] = True
         inside = self._inside.get(index)
         if inside is None:
-            anything = Parameter(torch.zeros(1, device=device))
+            anything = Parameter(torch.zeros(1, dtype=torch.float32, device=device))
             inside = self._inside[index] = kind([{"params": [anything], **settings}], **self._given)
         kept = {} if is_known(kind) else _attributes(inside)  # it may count its steps
         aside = _Aside(inside, settings, kept, getattr(self, "grad_scale", None))
@@ -394,7 +394,7 @@ class _Room(dict[str, Tensor]):
         self._device = device
 
     def __missing__(self, name: str) -> Tensor:
-        self[name] = torch.zeros(self._num_elements, device=self._device)
+        self[name] = torch.zeros(self._num_elements, dtype=torch.float32, device=self._device)
         return self[name]
 
 

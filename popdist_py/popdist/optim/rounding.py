@@ -208,7 +208,7 @@ def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) 
     elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word
     start = first // BLOCK * num_calls
-    calls = torch.arange(start, start + num_blocks * num_calls, device=held.device) & _MASK
+    calls = torch.arange(start, start + num_blocks * num_calls, dtype=torch.int64, device=held.device) & _MASK
     rest = (torch.full_like(calls, number) for number in known_by)
     found = philox((calls, *rest), seed)  # type: ignore[arg-type] # there are four
     return torch.stack([word.view(num_blocks, num_calls) for word in found], 1).view(num_blocks, -1)

@@ -153,9 +153,9 @@ class Collator:
         }
         position_ids, segment_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
         for (row, start, number), length in zip(places, lengths, strict=True):
-            position_ids[row, start : start + length] = torch.arange(length)
+            position_ids[row, start : start + length] = torch.arange(length, dtype=torch.int64)
             segment_ids[row, start : start + length] = number
-        ends = torch.tensor([0, *lengths]).cumsum(0)
+        ends = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
         return Packed(
             tokens=tokens,
             position_ids=position_ids,

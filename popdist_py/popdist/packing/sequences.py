@@ -97,7 +97,7 @@ def attention_mask(
 
 def _offsets(segment_ids: Tensor) -> Tensor:
     rows, length = segment_ids.shape
-    places = segment_ids + torch.arange(rows, device=segment_ids.device)[:, None] * (length + 1)
+    places = segment_ids + torch.arange(rows, dtype=torch.int64, device=segment_ids.device)[:, None] * (length + 1)
     _, lengths = torch.unique_consecutive(places[segment_ids > 0], return_counts=True)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 

@@ -78,8 +78,8 @@ def is_watched() -> bool:
 
 def _plain_keys() -> frozenset[int]:
     with torch.inference_mode():
-        inferred = torch.empty(0)
-    plain = [torch.empty(0), inferred]
+        inferred = torch.empty(0, dtype=torch.float32)
+    plain = [torch.empty(0, dtype=torch.float32), inferred]
     return frozenset(_keys_of(kind).raw_repr() for tensor in plain for kind in (tensor, tensor._neg_view()))  # noqa: SLF001 - there is no other way to make one
 
 
@@ -94,7 +94,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     return _have_keys(tensors, _PLAIN)
 
 
-_SPARSE: Final = frozenset({_keys_of(torch.zeros(1).to_sparse()).raw_repr()})
+_SPARSE: Final = frozenset({_keys_of(torch.zeros(1, dtype=torch.float32).to_sparse()).raw_repr()})
 
 
 def are_sparse(tensors: Sequence[Tensor]) -> bool:

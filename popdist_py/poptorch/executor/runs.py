@@ -270,7 +270,7 @@ class AnchoredTensors:
         """
         for short, (long, *_) in self._anchored.items():
             if long == _LOSS_SCALE:
-                value = torch.tensor(loss_scaling)
+                value = torch.tensor(loss_scaling, dtype=torch.float32)
             else:
                 parameter = self._parameters[_parameter_name(long)]
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -121,7 +121,7 @@ def fps(src: Tensor, ptr: Tensor | Sequence[int], ratio: float = 0.5, random_sta
         now = (
             torch.randint(end - first, (), device=src.device)
             if random_start
-            else torch.tensor(0, device=src.device)
+            else torch.tensor(0, dtype=torch.int64, device=src.device)
         )
         distances = torch.full((end - first,), math.inf, dtype=src.dtype, device=src.device)
         for _ in range(math.ceil(ratio * (end - first))):

@@ -78,7 +78,7 @@ class UncorrectedAdamW(torch.optim.AdamW):
                     zeros = {
                         name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in names
                     }
-                    self.state[parameter] = {"step": torch.tensor(UNCORRECTED_STEPS), **zeros}
+                    self.state[parameter] = {"step": torch.tensor(UNCORRECTED_STEPS, dtype=torch.float32), **zeros}
         return super().step(closure)
 
 
@@ -113,7 +113,7 @@ class TensorFlowRMSprop(torch.optim.RMSprop):
     def _state_of(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for name in _moments_of(group):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
@@ -177,12 +177,12 @@ class WidenedLAMB(torch.optim.Optimizer):
         **settings: Any,  # noqa: ANN401 - whatever LAMB takes
     ) -> None:
         self.grad_scale: Tensor | None = None
-        self._inside = popdist.optim.LAMB([Parameter(torch.zeros(1))], **settings)
+        self._inside = popdist.optim.LAMB([Parameter(torch.zeros(1, dtype=torch.float32))], **settings)
         super().__init__(params, self._inside.defaults)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for parameter in parameters:
             zeros = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in moments.items()}
-            self.state[parameter] = {"step": torch.tensor(0.0), **zeros}
+            self.state[parameter] = {"step": torch.tensor(0.0, dtype=torch.float32), **zeros}
         self._twins: dict[Tensor, Parameter] = {}
         if rounding == "stochastic":
             held = [tensor for it in parameters for tensor in (it, *self.state[it].values())]

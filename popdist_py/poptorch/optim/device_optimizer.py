@@ -177,7 +177,7 @@ class DeviceOptimizer:
         self.has_news = False
         state = {name: value for part in self._parts for name, value in part.read().items()}
         if self._is_automatic:
-            state[_FACTOR] = torch.tensor(self._factor)
+            state[_FACTOR] = torch.tensor(self._factor, dtype=torch.float32)
         return {"ipu_state": state, "ipu_param": self._parameters_of_steps()}
 
     def write_state(self, state: Mapping[str, Mapping[str, Tensor] | None]) -> None:

@@ -150,7 +150,9 @@ class DevicePart:
     def scale_gradients(self, factor: float | Tensor | None) -> None:
         """Have the next step multiply its gradients by ``factor``, in float32; None: leave them as they are."""
         if scales_gradients(self.stepper):
-            self.stepper.__dict__["grad_scale"] = None if factor is None else 1 / torch.as_tensor(factor)
+            self.stepper.__dict__["grad_scale"] = (
+                None if factor is None else 1 / torch.as_tensor(factor, dtype=torch.float32)
+            )
         elif factor is not None:
             gradients = [it.grad for it in self.parameters if it.grad is not None]
             torch._foreach_mul_(gradients, factor)
@@ -174,7 +176,9 @@ class DevicePart:
                     value = torch.zeros_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
                 read[self._text(moment, name)] = value.detach().to("cpu", copy=True)
             if self.counts_steps:
-                read[f"Step___{name}"] = torch.as_tensor(state.get("step", 0.0)).detach().to("cpu", copy=True)
+                read[f"Step___{name}"] = (
+                    torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).detach().to("cpu", copy=True)
+                )
         return read
 
     def write(self, named: Mapping[str, Tensor]) -> None:
@@ -196,7 +200,7 @@ class DevicePart:
             if self.counts_steps:
                 state["step"] = named[f"Step___{name}"].clone().float().view(())
             elif self.kind != "SGD":
-                state["step"] = torch.tensor(UNCORRECTED_STEPS)
+                state["step"] = torch.tensor(UNCORRECTED_STEPS, dtype=torch.float32)
             elif not any(bool(value.any()) for value in state.values()):
                 continue  # torch's first step, which has no velocity yet
             states[index] = state
