@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from poprun.errors import PoolError
+from poprun.pool.place import opened_place
 from poprun.text.atomic_file import check_target, write_whole
 
 
@@ -40,8 +42,40 @@ def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
     os.lchown(link, 54321, -1)
 
     for write in (check_target, lambda path: write_whole(path, "text")):
-        with pytest.raises(PermissionError, match="it is a symbolic link of another user"):
+        with pytest.raises(
+            PermissionError, match=rf"{link} is a symbolic link of another user: .*, give {precious}"
+        ):
             write(str(link))
     assert precious.read_text() == "secret"
     assert stat.S_ISLNK(link.lstat().st_mode)
     assert sorted(tmp_path.iterdir()) == [precious, link]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
+def test_no_folder_of_the_way_is_another_users_link(tmp_path: Path) -> None:
+    """The message has the whole path to type; a link of one's own is followed there."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "mine").symlink_to("target")
+    (tmp_path / "other").symlink_to("target")
+    os.lchown(tmp_path / "other", 54321, -1)
+    write_whole(str(tmp_path / "mine" / "report.json"), "text")
+
+    for write in (check_target, lambda path: write_whole(path, "other text")):
+        with pytest.raises(PermissionError, match=rf"give {tmp_path}/target/report\.json:"):
+            write(str(tmp_path / "other" / "report.json"))
+    assert [(file.name, file.read_text()) for file in (tmp_path / "target").iterdir()] == [("report.json", "text")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
+def test_no_pool_lies_below_another_users_link(tmp_path: Path) -> None:
+    """Nothing is made where it leads."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "other").symlink_to("target")
+    os.lchown(tmp_path / "other", 54321, -1)
+
+    with (
+        pytest.raises(PoolError, match="is a symbolic link of another user"),
+        opened_place(str(tmp_path / "other" / "pool"), makes=True),
+    ):
+        pass
+    assert list((tmp_path / "target").iterdir()) == []

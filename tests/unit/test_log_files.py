@@ -31,29 +31,24 @@ def test_a_file_system_that_writes_late_cuts_a_log_off(tmp_path: Path, monkeypat
 
 def test_too_many_logs_are_told_of_and_none_is_left_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the limit."""
-    opened: list[int] = []
-    closed: list[int] = []
-    real_open, real_close = os.open, os.close
+    real_open, num_opened = os.open, 0
 
-    def open_few(path: str, flags: int, mode: int = 0o777) -> int:
-        if len(opened) == 3:
+    def open_few(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        nonlocal num_opened
+        num_opened += path.endswith(".log")
+        if num_opened > 3:
             raise OSError(24, "Too many open files", path)
-        opened.append(real_open(path, flags, mode))
-        return opened[-1]
+        return real_open(path, flags, mode, dir_fd=dir_fd)
 
-    def close(descriptor: int) -> None:
-        closed.append(descriptor)
-        real_close(descriptor)
-
+    before = set(Path("/proc/self/fd").iterdir())
     monkeypatch.setattr(os, "open", open_few)
-    monkeypatch.setattr(os, "close", close)
     with pytest.raises(LaunchError) as caught:
         LogFiles(str(tmp_path), "job", 0, 700, print)
 
     assert str(caught.value) == (
         "cannot open the logs of 700 instances: Too many open files; raise the limit with `ulimit -n`"
     )
-    assert closed == opened
+    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
@@ -67,6 +62,35 @@ def test_a_log_goes_nowhere_else(tmp_path: Path, kind: str) -> None:
     log.symlink_to(tmp_path / "precious") if kind == "link" else os.mkfifo(log)
     os.lchown(log, 54321, -1)
 
-    with pytest.raises(PlanError, match="another user" if kind == "link" else "No such device"):
+    with pytest.raises(PlanError, match="it is a symbolic link" if kind == "link" else "No such device"):
         LogFiles(str(tmp_path / "logs"), "job", 0, 1, print)
     assert (tmp_path / "precious").read_text() == "secret"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user, too")
+@pytest.mark.parametrize("place", ["logs", "logs/job", "logs/job/0"])
+def test_logs_lie_in_no_folder_that_another_users_link_names(tmp_path: Path, place: str) -> None:
+    """Neither where the link is the folder that was named, nor where it was planted beneath it."""
+    (tmp_path / "target").mkdir()
+    link = tmp_path / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "target")
+    os.lchown(link, 54321, -1)
+
+    with pytest.raises(PlanError, match=f"{link}.* a symbolic link") as caught:
+        LogFiles(str(tmp_path / "logs"), "job", 0, 1, print)
+    assert list((tmp_path / "target").iterdir()) == []
+    if place == "logs":
+        assert f"if you mean what it names, give {tmp_path / 'target'}" in str(caught.value)
+
+
+def test_a_link_of_ones_own_to_the_folder_is_followed(tmp_path: Path) -> None:
+    """As a folder on another disk is often named; beneath it no link is followed."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "logs").symlink_to("target")
+    LogFiles(str(tmp_path / "logs"), "job", 0, 1, print).close()
+
+    assert (tmp_path / "target" / "job" / "0" / "instance-0.err.log").exists()
+    (tmp_path / "target" / "other").symlink_to("job")
+    with pytest.raises(PlanError, match=r"cannot make .*/target/other \(it is a symbolic link\)"):
+        LogFiles(str(tmp_path / "logs"), "other", 0, 1, print)

@@ -14,6 +14,7 @@ from typing import Final
 
 from poprun.errors import PoolError
 from poprun.process.process_tree import user_name
+from poprun.text.atomic_file import opened_parent
 
 DEFAULT_POOL: Final = "/var/tmp/poprun-pool"  # noqa: S108 - opened and checked by opened_place
 POOL_VARIABLE: Final = "POPRUN_POOL"
@@ -47,13 +48,15 @@ def opened_place(path: str, *, makes: bool) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: If there is none, and it is not to be made.
-        PoolError: If it is a link or no folder, on a network file system, closed to this user, or such that users
-            can remove what others have put there.
+        PoolError: If it is a link or no folder, below another user's link, on a network file system, closed to
+            this user, or such that users can remove what others have put there.
     """
     if makes:
         _make(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with opened_parent(f"{os.path.dirname(path)}/.") as (above, _):
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(os.path.basename(path), flags, dir_fd=above)
     except NotADirectoryError:
         raise PoolError(
             f"pool {path}: this is no folder, or a link: set {POOL_VARIABLE} to a folder that poprun may make"
@@ -75,17 +78,18 @@ def _make(path: str) -> None:
         return
     above = os.path.dirname(path)
     try:
-        mode = os.stat(above).st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise PoolError(
-                f"pool {path}: everybody can replace what is made in {above}, which has no sticky bit: set "
-                f"{POOL_VARIABLE} to another place"
-            )
-        old = os.umask(0)  # mkdir gives the folder its mode at once: nobody sees it with another one
-        try:
-            os.mkdir(path, mode & _ALL | stat.S_ISVTX)
-        finally:
-            os.umask(old)
+        with opened_parent(f"{above}/.") as (folder, _):
+            mode = os.fstat(folder).st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise PoolError(
+                    f"pool {path}: everybody can replace what is made in {above}, which has no sticky bit: set "
+                    f"{POOL_VARIABLE} to another place"
+                )
+            old = os.umask(0)  # mkdir gives the folder its mode at once: nobody sees it with another one
+            try:
+                os.mkdir(os.path.basename(path), mode & _ALL | stat.S_ISVTX, dir_fd=folder)
+            finally:
+                os.umask(old)
     except FileExistsError:
         return
     except OSError as error:

@@ -1,12 +1,112 @@
-"""Write a file wholly or not at all: under another name first, renamed when it is on the disk."""
+"""Files that poprun writes: where the path that a user typed leads, and text that is written wholly or not at all.
+
+Symbolic links of root and of this user are followed. One of another user is refused: he may have put it into a
+folder for all users, such as ``/tmp``. Folders are held open on the way, so that nobody can replace one by a link.
+"""
 
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _MODE = 0o666
 _MOST_LINKS = 40
+
+FOLDER = os.O_PATH | os.O_DIRECTORY
+"""Flags of a folder in which something is to be opened."""
+
+
+@contextmanager
+def opened_parent(path: str, *, makes: bool = False) -> Iterator[tuple[int, str]]:
+    """A descriptor of the folder that ``path`` leads to, for the length of a block, and the name in it.
+
+    The name is of no link, and may not be there yet. Folders above it that are missing are made if ``makes``.
+
+    Raises:
+        OSError: If a link is another user's, links lead in a circle, or a folder is missing or closed.
+    """
+    folder, name = _reach(path, makes=makes)
+    try:
+        yield folder, name
+    finally:
+        os.close(folder)
+
+
+def _reach(path: str, *, makes: bool) -> tuple[int, str]:
+    folder = os.open("/" if path.startswith("/") else ".", FOLDER | os.O_CLOEXEC)
+    names, num_links = _names(path), 0
+    try:
+        while num_links <= _MOST_LINKS:
+            name = names.pop()
+            target = _target(folder, name, names)
+            if target is not None:
+                num_links += 1
+                names += _names(target)
+                if not target.startswith("/"):
+                    continue
+                name = "/"
+            elif not names:
+                return folder, name
+            above, folder = folder, open_below(folder, name, FOLDER, makes_folder=makes)
+            os.close(above)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # noqa: TRY301 - as an error on the way is
+    except OSError as error:
+        os.close(folder)
+        raise OSError(error.errno, error.strerror, os.path.normpath(path)) from None
+
+
+def _names(path: str) -> list[str]:
+    """The names of a path, the last one first; what ends with a stroke, or is empty, is a folder itself."""
+    names = list(filter(None, path.split("/")))
+    return [*reversed(names)] if names and not path.endswith("/") else [".", *reversed(names)]
+
+
+def _target(folder: int, name: str, rest: list[str]) -> str | None:
+    """What the link ``name`` names; None if it is no link, or not there.
+
+    Raises:
+        PermissionError: If the link is another user's; the message has the path to type in its place.
+    """
+    try:
+        link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(link)
+        if not stat.S_ISLNK(found.st_mode):
+            return None
+        target = os.readlink("", dir_fd=link)
+    finally:
+        os.close(link)
+    if found.st_uid not in (0, os.geteuid()):
+        place = _place(folder, name)
+        leads_to = os.path.normpath(os.path.join(os.path.dirname(place), target, *reversed(rest)))
+        raise PermissionError(
+            errno.EPERM, f"{place} is a symbolic link of another user: if you mean what it names, give {leads_to}"
+        )
+    return target
+
+
+def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
+    """Open ``name`` in a folder with ``flags``, where it may be no link; a folder may be made for it.
+
+    Raises:
+        OSError: If it cannot be opened, with its whole path.
+    """
+    try:
+        if makes_folder:
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=folder)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _MODE, dir_fd=folder)
+    except OSError as error:
+        place = _place(folder, name)
+        why = "it is a symbolic link" if os.path.islink(place) else error.strerror
+        raise OSError(error.errno, why, place) from None
+
+
+def _place(folder: int, name: str) -> str:
+    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
 
 
 def check_target(path: str) -> None:
@@ -16,77 +116,48 @@ def check_target(path: str) -> None:
         OSError: If it cannot: the directory is missing or cannot be written, ``path`` is a directory, a device or
             a pipe, the name is too long.
     """
-    target = own_target(path)
-    with suppress(FileNotFoundError):
-        os.lstat(target)
-        if os.path.isdir(target):
-            raise IsADirectoryError(None, "it is a directory", path)
-        if not os.path.isfile(target):
-            raise OSError(None, "it is no ordinary file", path)
-    name = _name_beside(target)
-    os.close(_create(name))
-    os.unlink(name)
+    with opened_parent(path) as (folder, name):
+        with suppress(FileNotFoundError):
+            mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(None, "it is a directory", path)
+            if not stat.S_ISREG(mode):
+                raise OSError(None, "it is no ordinary file", path)
+        beside = _name_beside()
+        os.close(open_below(folder, beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        os.unlink(beside, dir_fd=folder)
 
 
 def write_whole(path: str, text: str) -> None:
     """Replace the file at ``path``; a reader sees the old one or the new one, also after a crash of the machine.
 
-    A symbolic link stays one: the file that it names is replaced. One of another user, who may have put it into a
-    folder for all users such as ``/tmp``, is not followed.
+    A symbolic link that is followed stays one: the file that it names is replaced.
 
     Raises:
         OSError: If it cannot be written; the old file is there as before.
     """
-    target = own_target(path)
-    name = _name_beside(target)
-    descriptor = _create(name)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-    _sync_folder(os.path.dirname(target))
-
-
-def own_target(path: str) -> str:
-    """The path that ``path`` leads to, through symbolic links of this user and of root only.
-
-    Raises:
-        OSError: If a link is another user's, or links lead in a circle.
-    """
-    for _ in range(_MOST_LINKS):
-        path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    with opened_parent(path) as (folder, name):
+        beside = _name_beside()
+        descriptor = open_below(folder, beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return path
-        try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISLNK(found.st_mode):
-                return path
-            if found.st_uid not in (0, os.geteuid()):
-                raise PermissionError(errno.EPERM, "it is a symbolic link of another user", path)
-            path = os.path.join(os.path.dirname(path), os.readlink("", dir_fd=descriptor))
-        finally:
-            os.close(descriptor)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(beside, dir_fd=folder)
+            raise
+        _sync(folder)
 
 
-def _name_beside(target: str) -> str:
-    return os.path.join(os.path.dirname(target), f".poprun-{os.getpid()}-{os.urandom(6).hex()}")
+def _name_beside() -> str:
+    return f".poprun-{os.getpid()}-{os.urandom(6).hex()}"
 
 
-def _create(name: str) -> int:
-    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(folder: int) -> None:
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
     try:
         os.fsync(descriptor)
     finally:

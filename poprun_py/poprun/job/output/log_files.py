@@ -2,16 +2,16 @@
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from poprun.errors import LaunchError, PlanError
-from poprun.text.atomic_file import own_target
+from poprun.text.atomic_file import FOLDER, open_below, opened_parent
 
 _NAMES: Final = {1: "out", 2: "err"}
-_APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-"""A link or a pipe may have been put there by another user."""
+_APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+"""Another user may have put a pipe there, which would keep poprun waiting for a reader."""
 _OUT_OF_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
 
 
@@ -37,11 +37,12 @@ class LogFiles:
         self._num_cut = 0
         self._descriptors: dict[tuple[int, int], int] = {}
         try:
-            os.makedirs(self._folder, exist_ok=True)
-            for instance in range(num_instances):
-                for stream in _NAMES:
-                    path = self._path(instance, stream)
-                    self._descriptors[instance, stream] = os.open(own_target(path), _APPEND, 0o666)
+            with (
+                opened_parent(f"{log_dir}/.", makes=True) as (folder, _),
+                _made_folder(folder, job_id) as of_job,
+                _made_folder(of_job, str(restart_count)) as of_attempt,
+            ):
+                self._open_all(of_attempt, num_instances)
         except OSError as error:
             self.close()
             if error.errno in _OUT_OF_DESCRIPTORS:
@@ -53,6 +54,12 @@ class LogFiles:
                 f"--log-dir {log_dir}: cannot make {error.filename} ({error.strerror}): "
                 "name a directory that you may write to"
             ) from None
+
+    def _open_all(self, folder: int, num_instances: int) -> None:
+        for instance in range(num_instances):
+            for stream in _NAMES:
+                name = os.path.basename(self._path(instance, stream))
+                self._descriptors[instance, stream] = open_below(folder, name, _APPEND)
 
     def write(self, instance: int, stream: int, data: bytes) -> None:
         """Append ``data`` to the log of ``stream`` (1 or 2) of ``instance``; nothing once that log was cut off."""
@@ -88,3 +95,13 @@ class LogFiles:
 
     def _path(self, instance: int, stream: int) -> str:
         return os.path.join(self._folder, f"instance-{instance}.{_NAMES[stream]}.log")
+
+
+@contextmanager
+def _made_folder(above: int, name: str) -> Iterator[int]:
+    """The folder ``name`` in another one, made if it is not there; its descriptor for the length of a block."""
+    descriptor = open_below(above, name, FOLDER, makes_folder=True)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
