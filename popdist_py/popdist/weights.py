@@ -129,7 +129,14 @@ def _describe(name: str, tensor: Tensor) -> bytes:
 
 
 def _bytes(_name: str, tensor: Tensor) -> bytes:
-    return _flat_bytes(tensor.detach()).cpu().numpy().tobytes()
+    return bytes_of(tensor)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The elements of ``tensor`` in order, as bytes."""
+    flat = _flat_bytes(tensor.detach())
+    # numpy gets a copy: torch no longer resizes a storage that numpy has seen, and observers resize their buffers
+    return (flat.clone() if flat.is_cpu else flat.cpu()).numpy().tobytes()
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
@@ -142,7 +149,15 @@ def _broadcast_together(group: Group, root: int, tensors: list[Tensor]) -> None:
     group.backend.broadcast(message, root)
     values = message.view(tensors[0].dtype).split([tensor.numel() for tensor in tensors])
     for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value.view(tensor.shape))
+        _overwrite(tensor, value.view(tensor.shape))
+
+
+def _overwrite(tensor: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into ``tensor``; of elements that ``expand()`` has made one, one is written."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and not stride:
+            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    tensor.copy_(value)
 
 
 def _different(group: Group, root: int, text: str, digest: bytes) -> list[int]:

@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.optim.swa_utils import AveragedModel
@@ -25,7 +26,7 @@ def run_all() -> dict[str, str]:
     """The checksum of what each recipe trains, by its name."""
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     found = {}
-    for name, recipe in vars(sys.modules[__name__]).items():
+    for name, recipe in tuple(vars(sys.modules[__name__]).items()):
         if name.startswith("recipe_"):
             torch.manual_seed(1)
             popdist.barrier()
@@ -184,6 +185,52 @@ def recipe_a_table_that_grows() -> nn.Module:
             model(x).square().mean().backward()
         optimizer.step()
     model.module._buffers.clear()
+    return model.module
+
+
+def recipe_quantization_aware_training() -> nn.Module:
+    """Observers resize their buffers in the first forward pass."""
+    model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        quantization.prepare_qat(model.train(), inplace=True)
+    assert popdist.checksum(model)
+    replicated = popdist.ReplicatedModel(model)
+    optimizer = torch.optim.SGD(replicated.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        for x, y in replicated.micro_batches(batch(step)):
+            cross_entropy(replicated(x), y).backward()
+        optimizer.step()
+    return model
+
+
+class Weighted(nn.Module):
+    """With buffers whose elements share memory."""
+
+    weights: Tensor
+    windows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("weights", torch.rand(1).expand(4))
+        self.register_buffer("windows", torch.rand(6).unfold(0, 4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weighted scores."""
+        return torch.as_tensor(self.layer(x) * self.weights + self.windows.sum(0))
+
+
+def recipe_buffers_whose_elements_share_memory() -> nn.Module:
+    """They are broadcast although torch does not write what ``expand()`` has made."""
+    torch.manual_seed(popdist.instance_index())
+    model = popdist.ReplicatedModel(Weighted())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        for x, y in model.micro_batches(batch(step)):
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
     return model.module
 
 

@@ -19,7 +19,7 @@ from popdist.checkpoint.states import Stateful, gather_sharded, replica_states_o
 from popdist.errors import CheckpointError, PopdistWarning, whole_number
 from popdist.gradients.buffers import check_buffers
 from popdist.groups import Group
-from popdist.weights import gather_bytes
+from popdist.weights import bytes_of, gather_bytes
 
 
 def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None, **named: object) -> Path:
@@ -117,8 +117,7 @@ def _pack(state: object, name: str) -> bytes:
     encoded = encode(state, name, tensors)
     inline = {}
     for key, tensor in tensors.items():
-        data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        inline[key] = [TensorForm.of(tensor).to_json(), base64.b64encode(data).decode()]
+        inline[key] = [TensorForm.of(tensor).to_json(), base64.b64encode(bytes_of(tensor)).decode()]
     return json.dumps([encoded, inline]).encode()
 
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from popdist.errors import CollectiveError, WeightsError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.groups import Group
 from popdist.headers import name_instances
-from popdist.weights import gather_bytes
+from popdist.weights import bytes_of, gather_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +173,7 @@ def _describe(tensor: Tensor | None) -> str:
     """Form and contents of a buffer: equal texts are equal bits."""
     if tensor is None:
         return "none"
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).cpu()
-    digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(bytes_of(tensor), digest_size=8).hexdigest()
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest}"
 
 

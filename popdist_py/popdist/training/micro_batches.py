@@ -22,6 +22,7 @@ from torch import Tensor
 
 from popdist.errors import MOST_PARTS, BatchError, as_float, whole_number
 from popdist.layout import micro_batch_rows
+from popdist.weights import bytes_of
 
 Nest = Any
 
@@ -74,7 +75,7 @@ def digest_of(batch: Nest) -> int:
         head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
         has_content |= bool((head != head[0]).any())
         digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(head.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(bytes_of(head))
     return int.from_bytes(digest.digest(), "little") if has_content else 0
 
 

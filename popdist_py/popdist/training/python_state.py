@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from popdist.errors import PopdistWarning
+from popdist.weights import bytes_of
 
 R = TypeVar("R")
 
@@ -176,8 +177,7 @@ def _print_of_tensor(value: Tensor) -> Print:
         return None  # torch itself refuses a graph that is carried over
     if value.nbytes > LARGE_BYTES:
         return ("tensor", id(value), value._version)  # noqa: SLF001 - torch's only name for it
-    data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).cpu()
-    return ("tensor", value.dtype, tuple(value.shape), _digest(data.numpy().tobytes()))
+    return ("tensor", value.dtype, tuple(value.shape), _digest(bytes_of(value)))
 
 
 def _print_of_items(value: Any, depth: int) -> Print:  # noqa: ANN401 - a list, tuple, deque or mapping
