@@ -1,4 +1,4 @@
-"""Draw the law of the house, and what the code shows of it, into the documents: ``scripts/draw``.
+"""Draw what the code says of poptorch's options and operations into its page: ``scripts/draw``.
 
 A drawing stands between two comments, ``<!-- NAME begins -->`` and ``<!-- NAME ends -->``. A test finds a stale
 one.
@@ -7,73 +7,15 @@ one.
 import ast
 import re
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Final, TypeGuard
 
-from tests.architecture.floors import FLOORS
-from tests.architecture.rooms import draw_map
-from tests.architecture.source_tree import ROOT, Module, graph, modules, root_of
+from tests.architecture.source_tree import ROOT, Module, modules
 
 PLACES: Final = (
-    ("docs/architecture.md", "poprun"),
-    ("docs/architecture.md", "popdist"),
-    ("docs/architecture.md", "poptorch"),
     ("docs/poptorch.md", "options"),
     ("docs/poptorch.md", "operations"),
-    ("CONTRIBUTING.md", "floors"),
-    ("docs/tests.md", "tests"),
 )
 """Each document with the name of a drawing in it."""
-
-
-def draw_floors() -> str:
-    """Both packages side by side, the highest floor at the top."""
-    columns = {package: [package] for package in ("poprun", "popdist")}
-    for package, lines in columns.items():
-        lines += ["  " + "  ".join(floor) for floor in reversed(FLOORS[package])]
-    width = max(map(len, columns["poprun"])) + 4
-    rows = zip_longest(*columns.values(), fillvalue="")
-    return "\n".join(["```", *(f"{left:<{width}}{right}".rstrip() for left, right in rows), "```"])
-
-
-def draw_package(package: str) -> str:
-    """The floors of ``package`` as a table: each folder with what it is, its modules, and what it imports."""
-    rows = [
-        f"| {_link(package, part)} | {says} | {_modules(package, part)} | {_imports(package, part)} |"
-        for floor in reversed(FLOORS[package])
-        for part, says in floor.items()
-    ]
-    return "\n".join(["| folder | what it is | modules | imports |", "|---|---|---|---|", *rows])
-
-
-def _link(package: str, part: str) -> str:
-    folder = root_of(package).relative_to(ROOT) / package
-    is_folder = (ROOT / folder / part).is_dir()
-    return f"[`{part}{'/' if is_folder else ''}`](../{folder}/{part}{'' if is_folder else '.py'})"
-
-
-def _modules(package: str, part: str) -> str:
-    """The modules of a folder, then those of each folder in it behind its name."""
-    inside = f"{package}.{part}."
-    folders: dict[str, list[str]] = {"": []}
-    for module in modules(package):
-        if module.name.startswith(inside) and module.path.stem not in {"__init__", "__main__"}:
-            folder, _, name = module.name.removeprefix(inside).rpartition(".")
-            folders.setdefault(folder, []).append(name)
-    return "; ".join(f"{folder}{': ' if folder else ''}{', '.join(names)}" for folder, names in folders.items())
-
-
-def _imports(package: str, part: str) -> str:
-    """The folders and files of lower floors that ``part`` imports, the highest first."""
-    own = f"{package}.{part}"
-    found = {
-        target.split(".")[1]
-        for source, targets in graph().items()
-        if source == own or source.startswith(f"{own}.")
-        for target in targets
-        if target.startswith(f"{package}.")
-    }
-    return ", ".join(other for floor in reversed(FLOORS[package]) for other in floor if other in found - {part})
 
 
 _NO_EFFECT: Final = " No effect: "
@@ -152,13 +94,8 @@ def _arguments(node: ast.stmt, module: Module) -> str:
 
 
 DRAWINGS: Final[dict[str, Callable[[], str]]] = {
-    "poprun": lambda: draw_package("poprun"),
-    "popdist": lambda: draw_package("popdist"),
-    "poptorch": lambda: draw_package("poptorch"),
     "options": draw_options,
     "operations": draw_operations,
-    "floors": draw_floors,
-    "tests": draw_map,
 }
 
 

@@ -1,4 +1,4 @@
-"""Which tests hold which module: ``scripts/draw`` writes the map, docs/tests.md; here one asks for some modules.
+"""Which tests hold which module: ``python -m tests.architecture.rooms MODULE``.
 
 A file of tests holds the modules that it names: by an import, by a public name of popdist, or in a string, as the
 programs have it that tests start. What belongs to one or two files of tests, as the laws beside them, counts as a
@@ -19,8 +19,6 @@ from tests.architecture.source_tree import ROOT, all_modules
 _TESTS = ROOT / "tests"
 _MOST_OWNERS = 2
 """A module of the tests that more files use is equipment."""
-
-_MOST_SHOWN = 4
 
 _NAME = re.compile(r"\b(?:poprun|popdist|poptorch|tests)(?:\.\w+)+")
 _FILE = re.compile(r"\w+(?=\.py$)")
@@ -125,15 +123,6 @@ def claimed() -> dict[str, frozenset[str]]:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in _TESTS.rglob("test_*.py")}
     claims = {path: " ".join(_HOLDS.findall(ast.get_docstring(tree) or "")) for path, tree in trees.items()}
     return {str(path.relative_to(_TESTS)): frozenset(_NAME.findall(claim)) for path, claim in claims.items()}
-
-
-def draw_map() -> str:
-    """The map as a table."""
-    rows = ["| module | tests |", "|---|---|"]
-    for room, files in holders().items():
-        more = f" and {len(files) - _MOST_SHOWN} more" if len(files) > _MOST_SHOWN else ""
-        rows.append(f"| `{room}` | {', '.join(f'`{file}`' for file in files[:_MOST_SHOWN])}{more} |")
-    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ BUGS = (
         "poprun",
         "return pod.ipus[number * size : (number + 1) * size]",
         "return pod.ipus[number : number + size]",
-        ("unit/test_pods.py", "unit/test_hosts.py"),
+        ("unit/test_pods.py", "unit/test_host_names.py"),
     ),
     Bug(
         "replicas that take turns have a GPU each",
@@ -189,7 +189,7 @@ BUGS = (
         "poprun",
         "return erase + text + self._bar",
         "return erase + text",
-        ("unit/test_bars.py",),
+        ("unit/test_progress_bars.py",),
     ),
     # agents and the control channel
     Bug(
@@ -218,14 +218,14 @@ BUGS = (
         "poprun",
         "            os.killpg(program, signal.SIGCONT)\n",
         "",
-        ("unit/test_agent_ending.py",),
+        ("unit/test_agent.py",),
     ),
     Bug(
         "each request to end moves the deadline",
         "poprun",
         "if self._deadline_seconds is None:\n            self._deadline_seconds = time.monotonic() + seconds",
         "self._deadline_seconds = time.monotonic() + seconds",
-        ("unit/test_agent_ending.py",),
+        ("unit/test_agent.py",),
     ),
     Bug(
         "a process that got a dead one's id is signalled",
@@ -339,7 +339,7 @@ BUGS = (
         "popdist",
         "for share in shares for index in range(accumulation)]",
         "for index in range(accumulation) for share in shares]",
-        ("unit/test_batches.py",),
+        ("unit/test_micro_batches.py",),
     ),
     Bug(
         "long descriptions that differ at the end agree",
@@ -482,14 +482,14 @@ BUGS = (
         "popdist",
         "not full < remaining < full + self.num_replicas",
         "not full < remaining < full + self.num_replicas - 1",
-        ("unit/test_sharding.py",),
+        ("unit/test_epoch.py",),
     ),
     Bug(
         "a permutation leaves its range",
         "popdist",
         "outside = outside[values[outside] >= self._length]",
         "outside = outside[values[outside] > self._length]",
-        ("unit/test_permutation.py",),
+        ("unit/test_epoch.py",),
     ),
     Bug(
         "a resumed epoch begins at its start",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poprun.plan.advice import advise
+from poprun.plan.advice import advise, idle_options
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.machines import TWO_SOCKETS, facts_of
@@ -109,3 +109,35 @@ def test_advice_followed_is_no_longer_given(gpus: str, replicas: int) -> None:
     assert "take turns" not in " ".join(
         advise(planned(machine, num_instances=better, num_replicas=replicas), machine)
     )
+
+
+ALLOCATIONS = {"vipu-allocation", "vipu-cluster"}
+PARTITIONS = {"vipu-partition-attempts", "update-partition", "reset-partition", "remove-partition"}
+LEASES = {"wait-for-devices", "vipu-server-timeout"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "vipu", "idle"),
+    [
+        ("", VipuSettings(), {"share-devices"} | ALLOCATIONS | PARTITIONS | LEASES),
+        ("", VipuSettings(ipus_per_host=4), {"share-devices"} | ALLOCATIONS | PARTITIONS),
+        ("", VipuSettings(partition="p"), {"share-devices"} | ALLOCATIONS),
+        ("", VipuSettings(partition="p", pod="POD16"), {"share-devices"} | ALLOCATIONS),
+        ("", VipuSettings(partition="p", pod="lab.yaml"), {"share-devices"}),
+        ("ff", VipuSettings(), ALLOCATIONS | PARTITIONS),
+        ("ff", VipuSettings(partition="p", pod="lab.yaml"), set()),
+        ("", VipuSettings(server_host="h"), {"share-devices", "pool"} | PARTITIONS),
+        ("ff", VipuSettings(server_host="h"), PARTITIONS),
+    ],
+)
+def test_what_has_nothing_to_act_on(gpus: str, vipu: VipuSettings, idle: set[str]) -> None:
+    """An option is idle exactly where the job has no partition, allocation, lease or GPU for it."""
+    assert set(idle_options(planned(with_gpus(gpus, LAPTOP), num_instances=2, vipu=vipu))) == idle
+
+
+def test_offline_takes_nothing_at_all() -> None:
+    """Not even the partition that is named."""
+    idle = idle_options(planned(with_gpus("ff"), num_instances=2, vipu=VipuSettings(is_offline=True)))
+
+    assert {"vipu-partition", "pool", *ALLOCATIONS, *PARTITIONS, *LEASES} <= set(idle)
+    assert set(idle.values()) == {"--offline-mode takes no virtual IPUs"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
-from poprun.launch.launchers import launch_commands
+from poprun.launch.launchers import StartWatch, launch_commands
 from poprun.launch.shim import read_instances
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import RemoteSettings
@@ -103,3 +103,36 @@ def test_other_hosts_are_named_and_no_value_is() -> None:
     assert open_mpi.words[1:3] == ("--host", "n1:2,n2:2")
     assert open_mpi.words[5].startswith("ssh -F /c -o BatchMode=yes")
     assert [word for word in open_mpi.words if word.startswith("POPRUN_")] == list(names)
+
+
+def test_a_shim_that_reports_is_not_lost() -> None:
+    """Its process id is known from its agent, and its end is then the agent's to tell."""
+    watch = StartWatch(0.0)
+    watch.note({10, 11}, set(), 1.0)
+    watch.note({10, 11, 12}, {10, 12}, 2.0)
+    watch.note({11}, {10, 12}, 3.0)
+    watch.note(set(), {10, 11, 12}, 4.0)
+
+    assert not watch.has_lost_one
+
+
+def test_a_shim_that_vanishes_is_lost() -> None:
+    """Whoever was seen, has not reported, and is gone will never report."""
+    watch = StartWatch(0.0)
+    watch.note({10, 11}, set(), 1.0)
+    watch.note({10}, {10}, 2.0)
+
+    assert watch.has_lost_one
+
+
+def test_a_launcher_that_starts_nothing_is_idle() -> None:
+    """The time runs while there is no shim that may still report."""
+    watch = StartWatch(0.0)
+    watch.note(set(), set(), 5.0)
+    watch.note(set(), set(), 7.0)
+    assert watch.idle_seconds == 2.0
+    watch.note({10}, set(), 8.0)
+    assert watch.idle_seconds == 0.0
+    watch.note({10}, {10}, 9.0)
+    watch.note({10}, {10}, 9.5)
+    assert watch.idle_seconds == 0.5

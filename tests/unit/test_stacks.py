@@ -4,13 +4,14 @@ import faulthandler
 import os
 import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import popdist
-from poprun.job.stacks import StackFrame, Standing, collective_of, read_standing, render_standings
+from poprun.job.stacks import StackFrame, Standing, collective_of, read_lines, read_standing, render_standings
 from poprun.launch.program_watch import describe_process, name_system_call
 
 TEXT = """\
@@ -183,3 +184,15 @@ def test_the_collective_of_torch_in_which_a_program_stands(frames: list[tuple[st
     main = tuple(StackFrame(file, 1, function) for file, function in frames)
 
     assert collective_of(Standing(threads=(main,) if main else ())) == call
+
+
+def test_lines_are_read_where_there_are_any(tmp_path: Path) -> None:
+    """Bare, and fit for a terminal; what is no file is not waited for."""
+    program, pipe = tmp_path / "train.py", tmp_path / "pipe"
+    program.write_text("import time\n    time.sleep(600)  # \x1b[2J\n")
+    os.mkfifo(pipe)
+    places = {(str(program), 2), (str(program), 99), (str(pipe), 1), (str(tmp_path), 1), ("<string>", 1)}
+
+    found = {place: text for place, text in read_lines(places).items() if text}
+
+    assert found == {(str(program), 2): "time.sleep(600)  #  [2J"}
