@@ -3,7 +3,6 @@
 Queries need no ``init()``: they read the environment, and never write it.
 """
 
-import atexit
 import math
 import os
 import sys
@@ -16,6 +15,7 @@ from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
 from popdist.groups import Group, Notice
+from popdist.host_memory.forks import call_at_exit, never_destroy_in_children
 from popdist.process_group.registration import register
 from popdist.progress import progress_page
 
@@ -175,8 +175,7 @@ def init(
             )
         return
     _state.job = _join_job(environment(), asked)
-    atexit.unregister(_leave_at_exit)
-    atexit.register(_leave_at_exit)
+    call_at_exit(_leave_at_exit)
 
 
 def _join_job(found: Environment, asked: Asked) -> Job:
@@ -298,6 +297,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     check_available(device_types)
     if _state.store is None:
         _state.store = rendezvous.open_store(found, timeout_seconds)
+        never_destroy_in_children(_state.store)
     _state.num_inits += 1
     connected = Connections(
         _numbered_store(_state.store),

@@ -24,6 +24,7 @@ from popdist.comm.channel import Channel, as_backend_error
 from popdist.errors import BackendError
 from popdist.headers import HEADER_BYTES
 from popdist.host_memory.flags import Names
+from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.short_messages import ShortMessages
 
@@ -150,11 +151,15 @@ class Connections:
         store = PrefixStore(name, self._store)
         with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
             if self._address is None:
-                return gloo(store, self.instance_index, self.num_instances, self._timeout)
+                made = gloo(store, self.instance_index, self.num_instances, self._timeout)
+                never_destroy_in_children(made)
+                return made
             options = gloo._Options()  # noqa: SLF001 - torch offers no other way to choose the address
             options._devices = [gloo.create_device(hostname=self._address)]  # noqa: SLF001 - as above
             options._timeout = self._timeout  # noqa: SLF001 - as above
-            return gloo(store, self.instance_index, self.num_instances, options)
+            made = gloo(store, self.instance_index, self.num_instances, options)
+            never_destroy_in_children(made)
+            return made
 
     def _share_memory(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
         """Collectives in this host's memory, where each host has as many instances; None where they share none."""
@@ -194,7 +199,9 @@ class Connections:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = self._timeout  # noqa: SLF001 - the only way to set it
             store = PrefixStore(name, self._store)
-            return dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+            made = dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+            never_destroy_in_children(made)
+            return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
         """The channel for tensors on ``devices``, all of one type.

@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.host_memory.flags import Names
+from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.segment_exchange import tell_all
 from popdist.process_group.host_messages import HostMessages
@@ -49,9 +50,9 @@ def connect(
         neighbours = None
     gloo: Any = dist.ProcessGroupGloo
     own = PrefixStore("messages", store)
-    messages = HostMessages(
-        gloo(own, rank, size, timedelta(seconds=timeout_seconds)), own, rank, names, timeout_seconds
-    )
+    connected = gloo(own, rank, size, timedelta(seconds=timeout_seconds))
+    never_destroy_in_children(connected)
+    messages = HostMessages(connected, own, rank, names, timeout_seconds)
     num_local = 1 if neighbours is None else num_local
     place = RankPlace(rank=rank, num_hosts=size // num_local, num_local=num_local)
     return SeveralHosts(place, messages, neighbours)

@@ -17,6 +17,7 @@ from torch._C._dynamo import eval_frame
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from popdist.host_memory.forks import never_destroy_in_children
 from popdist.process_group.group_calls import GroupCalls
 
 if TYPE_CHECKING:
@@ -115,7 +116,10 @@ class TorchGroups(_ProcessGroup):  # type: ignore[misc] # as above
         self._register_backend(_CPU, _GLOO, self._gloo)
         self._set_default_backend(_GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
-            self._register_backend(_CUDA, _NCCL, make_nccl(PrefixStore("nccl", store), rank, size, timeout))
+            nccl = make_nccl(PrefixStore("nccl", store), rank, size, timeout)
+            self._register_backend(_CUDA, _NCCL, nccl)
+            never_destroy_in_children(nccl)
+        never_destroy_in_children(self, self._gloo, store)
 
     def get_group_store(self) -> Store:
         """The store in which the ranks found each other."""

@@ -6,7 +6,6 @@ independently. What follows a collective by a callback of its future runs in tha
 issued there has its turn at once, before what was issued after the first one.
 """
 
-import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch
 from torch import distributed as dist
 from torch.futures import Future
 
+from popdist.host_memory.forks import call_at_exit
 from popdist.host_memory.waiting import wait_until
 
 _END_SECONDS: Final = 5.0
@@ -241,8 +241,10 @@ def are_all_idle() -> bool:
     return all(queue.is_idle for queue in list(_queues))
 
 
-@atexit.register
 def _stop_all() -> None:
     """A thread that lets go of a tensor when the interpreter is gone would abort the process."""
     for queue in list(_queues):
         queue.stop()
+
+
+call_at_exit(_stop_all)
