@@ -16,13 +16,13 @@ from typing import Any, Final, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from popdist.comm.backend import Backend
 from popdist.context import current_group, device, shares_tensors
 from popdist.errors import CollectiveError
 from popdist.groups import Exchange
 from popdist.headers import name_instances
 from popdist.host_memory import shared_storages
 from popdist.progress import progress_page
+from popdist.transport.backend import Backend
 from popdist.tree import tree_sum
 
 ReduceOp = Literal["sum", "mean", "min", "max"]

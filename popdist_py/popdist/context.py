@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
-from popdist.groups import Group, Notice
+from popdist.groups import Group, PreemptionNotice
 from popdist.host_memory.forks import call_at_exit, never_destroy_in_children
 from popdist.process_group.registration import register
 from popdist.progress import progress_page
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
-    from popdist.comm.backend import Backend
     from popdist.process_group.default_group import DefaultGroup
+    from popdist.transport.backend import Backend
 
 DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
 """For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
@@ -66,7 +66,7 @@ class _ProcessState:
     job: Job | None = None
     store: "Store | None" = None
     num_inits: int = 0
-    notice: Notice = field(default_factory=Notice)
+    notice: PreemptionNotice = field(default_factory=PreemptionNotice)
 
 
 _state = _ProcessState()
@@ -113,7 +113,7 @@ def current_group() -> Group:
     return current_job().group
 
 
-def notice() -> Notice:
+def notice() -> PreemptionNotice:
     """Whether this process was asked to leave, and whether all instances know that one was."""
     return _state.notice
 
@@ -284,15 +284,15 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        from popdist.comm.backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+        from popdist.transport.backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
 
         if "cpu" not in device_types:
-            from popdist.comm.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
+            from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
 
             check_available(device_types)
         return SerialBackend(device_types=device_types)
-    from popdist.comm import rendezvous, torch_backend  # noqa: PLC0415 - as above
-    from popdist.comm.connections import Connections, check_available  # noqa: PLC0415 - as above
+    from popdist.transport import rendezvous, torch_backend  # noqa: PLC0415 - as above
+    from popdist.transport.connections import Connections, check_available  # noqa: PLC0415 - as above
 
     check_available(device_types)
     if _state.store is None:
@@ -334,7 +334,7 @@ def _leave_at_exit() -> None:
     if _state.job.environment.launcher in (Launcher.OPEN_MPI, Launcher.HYDRA):
         finalize()
     else:
-        _state.job.group.backend.settle()
+        _state.job.group.backend.stop_threads()
 
 
 def is_initialized() -> bool:

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from typing import Final
 
 from popdist import headers
-from popdist.comm.backend import Backend, HeaderExchange
 from popdist.errors import BackendError, CollectiveError
 from popdist.progress import progress_page
+from popdist.transport.backend import Backend, HeaderExchange
 
-CAUSE_FIRST_SECONDS: Final = 1.0
+FIRST_ERROR_SECONDS: Final = 1.0
 """How long an instance waits before it raises an error of which another one has the cause.
 
 A launcher reports the failure that comes first, and that shall be the cause.
 """
 
 
-def let_the_cause_come_first() -> None:
+def wait_for_first_error() -> None:
     """Wait a moment before an error of which another instance has the cause, so that it reports its own first."""
-    time.sleep(CAUSE_FIRST_SECONDS)
+    time.sleep(FIRST_ERROR_SECONDS)
 
 
 @dataclass(slots=True, kw_only=True)
-class Notice:
+class PreemptionNotice:
     """The notice that the machine is wanted back, which every header of the whole job carries.
 
     All members of a group have had the same exchanges when they come to the same place of the program, so there
@@ -87,7 +87,7 @@ class Exchange:
             finally:
                 progress_page.go_on()
             self._group.forget(self)
-            self._group.take_notice(received)
+            self._group.read_preemption(received)
             self._numbers = headers.unpack(received)
             if self._numbers is None:
                 texts = dict(zip(self._group.instances, map(headers.text_of, received), strict=True))
@@ -107,13 +107,13 @@ class Group:
         instances: Job-wide numbers of the members, ascending.
     """
 
-    def __init__(self, backend: Backend, num_job_instances: int, notice: Notice | None = None) -> None:
+    def __init__(self, backend: Backend, num_job_instances: int, notice: PreemptionNotice | None = None) -> None:
         self.backend = backend
         self.instances = backend.instances
         self._notice = notice
         self._num_job_instances = num_job_instances
         self._unfinished: list[Exchange] = []
-        self._owed: list[Callable[[], object]] = []
+        self._before_next: list[Callable[[], object]] = []
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
         """Send a header to all members without waiting for theirs.
@@ -128,8 +128,8 @@ class Group:
         """
         for exchange in tuple(self._unfinished):
             exchange.wait()
-        while self._owed:
-            self._owed.pop(0)()
+        while self._before_next:
+            self._before_next.pop(0)()
         if len(self.instances) < self._num_job_instances:
             text = f"{text} among {headers.name_instances(self.instances)}"
         is_preempted = self._notice is not None and self._notice.is_given
@@ -151,11 +151,11 @@ class Group:
         """
         self.start(text).wait()
 
-    def owe(self, tell: Callable[[], object]) -> None:
+    def send_before_next(self, tell: Callable[[], object]) -> None:
         """Have ``tell`` called before the next exchange: the others still wait for what it says."""
-        self._owed.append(tell)
+        self._before_next.append(tell)
 
-    def take_notice(self, received: Sequence[bytes]) -> None:
+    def read_preemption(self, received: Sequence[bytes]) -> None:
         """Learn from the headers of all members whether one was asked to leave."""
         notice = self._notice
         if notice is not None and not notice.is_known and headers.are_some_preempted(received):

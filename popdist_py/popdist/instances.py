@@ -7,7 +7,7 @@ from weakref import WeakMethod
 
 from popdist.context import current_job, instance_index, limited_to, local_instance_index
 from popdist.errors import CollectiveError
-from popdist.groups import Group, let_the_cause_come_first
+from popdist.groups import Group, wait_for_first_error
 from popdist.headers import name_instances
 
 P = ParamSpec("P")
@@ -136,5 +136,5 @@ def end_together(group: Group, text: str, failure: str) -> None:
     """
     ends = zip(group.instances, group.start(text, [False]).wait(), strict=True)
     if failed := [instance for instance, (has_failed,) in ends if has_failed]:
-        let_the_cause_come_first()
+        wait_for_first_error()
         raise CollectiveError(failure.format(name_instances(failed)))

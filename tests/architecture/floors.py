@@ -53,7 +53,7 @@ POPDIST: Final[Floors] = (
         "progress": "how far a program has come",
         "host_memory": "memory that the processes of a host share",
     },
-    {"comm": "how the instances of a job reach each other"},
+    {"transport": "how the instances of a job reach each other"},
     {"process_group": "the backend popdist of torch.distributed"},
     {"groups": "instances that do the same things in the same order"},
     {"context": "the one global: which job this process is in"},

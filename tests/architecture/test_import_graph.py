@@ -40,7 +40,7 @@ HEAVY = frozenset({"torch", "mpi4py", "rich", "numpy"})
 
 TORCH_FACING = frozenset(
     {
-        "comm",
+        "transport",
         "host_memory",
         "process_group",
         "groups",

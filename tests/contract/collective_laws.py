@@ -21,10 +21,10 @@ from torch import Tensor
 import popdist
 from popdist import context
 from popdist.collectives import DTYPES, FLOATS, exchange
-from popdist.comm.torch_backend import MemoryOfSubsets
 from popdist.errors import BackendError
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.waiting import wait_until
+from popdist.transport.torch_backend import MemoryOfSubsets
 from popdist.tree import tree_sum
 
 TIMEOUT_SECONDS = 300.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from popdist.process_group import host_placement as process_group_hosts
+from popdist.transport import host_placement as process_group_hosts
 
 TIMEOUT = timedelta(seconds=60)
 

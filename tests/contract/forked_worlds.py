@@ -38,7 +38,7 @@ _FORK = multiprocessing.get_context("fork")
 def main() -> None:
     """Answer calls until there are no more."""
     become_subreaper()
-    groups.CAUSE_FIRST_SECONDS = 0.0  # type: ignore[misc] # nobody reports
+    groups.FIRST_ERROR_SECONDS = 0.0  # type: ignore[misc] # nobody reports
     torch.optim.SGD([torch.zeros(1)])  # has torch import the rest of itself once, and not in each instance
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed is no answer

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 import popdist
 from popdist import context
-from popdist.comm import two_level
-from popdist.comm.channel import Channel
 from popdist.gradients import buckets, reduction
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
+from popdist.transport import two_level
+from popdist.transport.channel import Channel
 from tests.contract import training_laws, training_recipes
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import Net, is_last, samples, share

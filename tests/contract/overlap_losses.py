@@ -20,9 +20,9 @@ from torch import nn
 
 import popdist
 from popdist import context
-from popdist.comm.channel import Channel
 from popdist.contract import Contract, Endpoint
 from popdist.gradients.overlap import Overlap, OverlappedSum
+from popdist.transport.channel import Channel
 from tests.contract import overlap_laws, training_laws
 
 VICTIM = 1

@@ -18,9 +18,9 @@ def train() -> tuple[int, str]:
     popdist.init(timeout_seconds=TIMEOUT_SECONDS)
     weights = b"".join(_trained(gradient_dtype) for gradient_dtype in (None, torch.bfloat16))
     weights += _trained_in_groups()
-    neighbours = current_group().backend.neighbours
-    num_neighbours = 0 if neighbours is None else neighbours.group.size
-    return num_neighbours, hashlib.sha256(weights).hexdigest()
+    local_collectives = current_group().backend.local_collectives
+    num_on_host = 0 if local_collectives is None else local_collectives.group.size
+    return num_on_host, hashlib.sha256(weights).hexdigest()
 
 
 def keep_laws_of_batch_norm() -> int:

@@ -67,7 +67,7 @@ def run_all(folder: Path, apart: bool) -> int:  # noqa: FBT001 - how run_world p
 def host_group() -> HostGroup | None:
     """Those that share this host's memory, in a job of one host or of several."""
     backend = context.current_group().backend
-    return backend.host_group or (backend.neighbours.group if backend.neighbours else None)
+    return backend.host_group or (backend.local_collectives.group if backend.local_collectives else None)
 
 
 class Wide(nn.Module):

@@ -1,7 +1,7 @@
 """The torch backend `popdist` obeys its laws at every number of ranks, survives losses, and carries FSDP.
 
 Holds popdist.process_group.group_calls, popdist.process_group.dispatched_calls and
-popdist.process_group.several_hosts.
+popdist.transport.several_hosts.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Popdist joins the job it finds itself in: poprun's, torchrun's, Open MPI's or Hydra's, or one of its own.
 
-Holds popdist.comm.rendezvous and popdist.process_group.default_group.
+Holds popdist.transport.rendezvous and popdist.process_group.default_group.
 """
 
 import socket

@@ -8,12 +8,12 @@ from tests.running import DEADLINE_SECONDS
 
 
 @pytest.mark.parametrize(
-    ("num_hosts", "num_local", "num_replicas", "num_neighbours"),
+    ("num_hosts", "num_local", "num_replicas", "num_on_host"),
     [(2, 2, 8, 2), (2, 3, 6, 3)],
     ids=["whole nodes of the tree", "no whole nodes"],
 )
 def test_hosts_have_the_bits_of_one_process(
-    forked_world: ForkedWorlds, num_hosts: int, num_local: int, num_replicas: int, num_neighbours: int
+    forked_world: ForkedWorlds, num_hosts: int, num_local: int, num_replicas: int, num_on_host: int
 ) -> None:
     """Instances of a host add in its memory where they make up a node of the tree, and else with all others."""
 
@@ -28,7 +28,7 @@ def test_hosts_have_the_bits_of_one_process(
 
     ((_, alone),) = train(1, 1)
 
-    assert train(num_hosts, num_local) == [(num_neighbours, alone)] * (num_hosts * num_local)
+    assert train(num_hosts, num_local) == [(num_on_host, alone)] * (num_hosts * num_local)
 
 
 @pytest.mark.parametrize(("num_instances", "num_replicas"), [(2, 4), (4, 4)])

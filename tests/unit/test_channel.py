@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from popdist.comm import channel
-from popdist.comm.channel import Channel
 from popdist.errors import BackendError
+from popdist.transport import channel
+from popdist.transport.channel import Channel
 from tests.running import DEADLINE_SECONDS
 
 

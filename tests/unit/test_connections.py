@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from popdist.comm import connections
-from popdist.comm.connections import SEND_BYTES, is_near, short_buffers
+from popdist.transport import connections
+from popdist.transport.connections import SEND_BYTES, is_near, short_buffers
 from tests.running import DEADLINE_SECONDS
 
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from popdist.comm import two_level
-from popdist.comm.two_level import TwoLevelReduction, WaitingPeers, in_turns
 from popdist.host_memory.addition import Combiner, Op
+from popdist.transport import two_level
+from popdist.transport.two_level import TwoLevelReduction, WaitingPeers, in_turns
 from popdist.tree import Node, TreeSum, aligned_nodes, tree_sum
 
 DEADLINE_SECONDS = 60.0
@@ -137,8 +137,8 @@ def test_members_of_a_host_add_in_its_memory_first(
     def reduction(rank: int) -> TwoLevelReduction:
         host, local = divmod(rank, num_local)
         transport = WaitingPeers(Member(peers[local], host, num_hosts))
-        neighbours: Any = Member(hosts[host], local, num_local) if num_local > 1 else None
-        return TwoLevelReduction(transport, nodes, num_hosts, neighbours)
+        local_collectives: Any = Member(hosts[host], local, num_local) if num_local > 1 else None
+        return TwoLevelReduction(transport, nodes, num_hosts, local_collectives)
 
     for length in LENGTHS:
         rows = [numbers(length, rank).to(dtype) for rank in range(size)]

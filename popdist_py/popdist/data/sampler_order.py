@@ -25,7 +25,7 @@ from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.data.sampler import EpochShares
 from popdist.errors import CollectiveError, DatasetError
-from popdist.groups import let_the_cause_come_first
+from popdist.groups import wait_for_first_error
 from popdist.headers import name_instances
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
@@ -172,7 +172,7 @@ class SampledShares(EpochShares):
         told = exchange([order.checksum], text).wait()
         instances = context.current_group().instances
         if failed := [number for number, found in zip(instances, told, strict=True) if not found]:
-            let_the_cause_come_first()
+            wait_for_first_error()
             raise CollectiveError(
                 f"{name} failed on {name_instances(failed)} in epoch {epoch} (see the error there)"
             )

@@ -2,7 +2,7 @@
 
 An instance adds what it can of the tree over all replicas (`popdist.tree`), the instances exchange those partial
 sums, and each finishes the same tree: so the bits of the sum do not depend on how the replicas are dealt to
-instances. Instances of several hosts add in the memory of each host first (`popdist.comm.two_level`), where those
+instances. Instances of several hosts add in its memory first (`popdist.transport.two_level`), where those
 of a host make up one node of the tree. An instance that needs a part of the sum only gets no more than that, which
 spares half of what goes over the network.
 """
@@ -13,11 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.comm.two_level import CHUNK_SIZE, Transport, TwoLevelReduction, WaitingPeers
 from popdist.gradients.rows import Rows, add_rows, sum_of
 from popdist.gradients.shards import in_rounds
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+from popdist.transport.two_level import CHUNK_SIZE, Transport, TwoLevelReduction, WaitingPeers
 from popdist.tree import Node, TreeSum, aligned_nodes, finish
 
 
@@ -45,12 +45,12 @@ def sum_between(transport: Transport, layout: ReplicaLayout) -> TwoLevelReductio
 def sum_over_hosts(group: Group, layout: ReplicaLayout, device: torch.device) -> TwoLevelReduction:
     """The sum over all replicas of tensors on ``device``: in the memory of each host first, where that can be."""
     backend = group.backend
-    neighbours = None if device.type == "cuda" else backend.neighbours
-    nodes = None if neighbours is None else nodes_of_hosts(layout, neighbours.size)
-    if neighbours is None or nodes is None:
+    local_collectives = None if device.type == "cuda" else backend.local_collectives
+    nodes = None if local_collectives is None else nodes_of_hosts(layout, local_collectives.size)
+    if local_collectives is None or nodes is None:
         return sum_between(backend, layout)
-    peers = backend.subgroup(backend.instances[neighbours.group.rank :: neighbours.size])
-    return TwoLevelReduction(WaitingPeers(peers), nodes, layout.num_replicas, neighbours)
+    peers = backend.subgroup(backend.instances[local_collectives.group.rank :: local_collectives.size])
+    return TwoLevelReduction(WaitingPeers(peers), nodes, layout.num_replicas, local_collectives)
 
 
 def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> None:

@@ -21,8 +21,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.comm.channel import Channel
-from popdist.comm.early_sums import EarlySum, HostSum, Neighbours, PostedSum, QueuedSum
 from popdist.gradients.buckets import Bucket, digest_of, make_buckets, runs_of
 from popdist.gradients.exchange import nodes_of, nodes_of_hosts
 from popdist.gradients.rows import ALIGNMENT, FlatGradients, GradientRows, scale_rows, sum_of
@@ -30,6 +28,8 @@ from popdist.groups import Exchange
 from popdist.headers import as_floats
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
+from popdist.transport.bucket_sums import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum
+from popdist.transport.channel import Channel
 from popdist.tree import Node, TreeSum
 
 KEPT_BYTES: Final = 31 << 20
@@ -46,7 +46,7 @@ class BucketPiece:
     """
 
     run: slice
-    total: EarlySum
+    total: BucketAllReduce
 
 
 def keep_freed_memory() -> None:
@@ -67,7 +67,7 @@ class Overlap:
         channel: Between all instances of the job.
         layout: Which replicas each of them owns.
         gradients: Of the model.
-        neighbours: Collectives of this host's instances, for the program's thread; None where each is alone.
+        local_collectives: Those of this host, for the program's thread; None where each is alone.
         narrow: The dtype of what is added over the replicas; None for that of the gradients' rows.
 
     Attributes:
@@ -80,15 +80,21 @@ class Overlap:
         channel: Channel,
         layout: ReplicaLayout,
         gradients: FlatGradients,
-        neighbours: HostCollectives | None = None,
+        local_collectives: HostCollectives | None = None,
         narrow: torch.dtype | None = None,
     ) -> None:
         self.channel = channel
-        self._neighbours: Neighbours | None = None
+        self._local_collectives: LocalRanks | None = None
         self._nodes_of_hosts: list[list[Node]] | None = None
-        if channel.neighbours is not None and neighbours is not None and ALIGNMENT % neighbours.size == 0:
-            self._neighbours = Neighbours(of_channel=channel.neighbours, of_program=neighbours)
-            self._nodes_of_hosts = nodes_of_hosts(layout, neighbours.size)
+        if (
+            channel.local_collectives is not None
+            and local_collectives is not None
+            and ALIGNMENT % local_collectives.size == 0
+        ):
+            self._local_collectives = LocalRanks(
+                of_channel=channel.local_collectives, of_program=local_collectives
+            )
+            self._nodes_of_hosts = nodes_of_hosts(layout, local_collectives.size)
         self.gradients = gradients
         self.buckets = make_buckets(gradients.kinds)
         self.expected: set[int] = set()
@@ -135,12 +141,12 @@ class Overlap:
         row = sums.rows[bucket.kind]
         return [BucketPiece(run=run, total=self._early_sum(row[run])) for run in runs_of(bucket)]
 
-    def _early_sum(self, into: Tensor) -> EarlySum:
+    def _early_sum(self, into: Tensor) -> BucketAllReduce:
         channel, num_replicas, op = self.channel, self._num_replicas, sum_of(into.dtype)
         if into.is_cuda:
             return QueuedSum(channel, self.nodes, num_replicas, into, op)
-        if self._neighbours is not None and self._nodes_of_hosts is not None:
-            return HostSum(self._neighbours, channel, self._nodes_of_hosts, num_replicas, into, op)
+        if self._local_collectives is not None and self._nodes_of_hosts is not None:
+            return HostSum(self._local_collectives, channel, self._nodes_of_hosts, num_replicas, into, op)
         return PostedSum(channel, range(len(self.nodes)), self.nodes, num_replicas, into)
 
     def num_expected(self) -> list[int]:
@@ -161,7 +167,7 @@ class Overlap:
 
     def offer(self) -> int:
         """A number for what this instance would send early in the step that begins; 0 for nothing."""
-        if self._has_given_up or self.channel.is_taken or self.channel.is_broken or not self.buckets:
+        if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
             self._all()
@@ -174,9 +180,9 @@ class Overlap:
 
     def expect(self) -> None:
         """All instances have agreed to send every bucket."""
-        self.channel.calm()
+        self.channel.wait_until_idle()
         for piece in self._all_pieces():
-            piece.total.expect()
+            piece.total.post_receives()
 
     def _all_pieces(self) -> Iterable[BucketPiece]:
         return (piece for pieces in self._pieces for piece in pieces)
@@ -188,7 +194,7 @@ class Overlap:
             piece.total.send([row[piece.run.start - first : piece.run.stop - first] for row in own])
         if number == len(self.buckets) - 1:
             for piece in self._all_pieces():
-                piece.total.settle()
+                piece.total.start_waiting()
 
     def finish(self, over: float) -> GradientRows:
         """The sums over the job divided by ``over``, in wide rows, when all buckets were sent."""
@@ -324,7 +330,7 @@ class OverlappedSum:
         self._num_awaited = overlap.num_expected()
         self._num_sent = self._num_early = 0
         self._last: LastMicroBatch | None = None
-        overlap.channel.is_taken = True
+        overlap.channel.is_in_use = True
 
     def listen(self, announced: Exchange) -> None:
         """Take the headers with everybody's :attr:`number`, of which this instance's was just sent."""
@@ -400,7 +406,7 @@ class OverlappedSum:
                 self._overlap.channel.break_off()  # the others may still agree, without this one
             if self._num_sent:
                 self._overlap.leave_rows()
-            self._overlap.channel.is_taken = False
+            self._overlap.channel.is_in_use = False
 
     def _arrive(self, parameter: Tensor) -> None:
         bucket = self._overlap.bucket_of.get(id(parameter))

@@ -34,7 +34,7 @@ from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
-from popdist.groups import Exchange, Group, let_the_cause_come_first
+from popdist.groups import Exchange, Group, wait_for_first_error
 from popdist.headers import as_floats, as_words, name_instances
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
@@ -293,7 +293,7 @@ class GradientSum:
                     try:
                         self._tell_of_abandonment(ABANDON_SECONDS)
                     except BackendError:
-                        self._group.owe(self._tell_late)
+                        self._group.send_before_next(self._tell_late)
         finally:
             self._is_awaited = False
             self._end_early()
@@ -356,8 +356,8 @@ class GradientSum:
         if memory.overlap is None and self._announced is not None:  # all instances are together here
             channel = self._group.backend.channel([kind.device for kind in self._gradients.kinds])
             if channel is not None:
-                neighbours = self._group.backend.neighbours
-                memory.overlap = Overlap(channel, memory.layout, self._gradients, neighbours, memory.narrow)
+                local_collectives = self._group.backend.local_collectives
+                memory.overlap = Overlap(channel, memory.layout, self._gradients, local_collectives, memory.narrow)
         return own[0]
 
     def _say(self, state: str, way: int = 0) -> Exchange:
@@ -459,7 +459,7 @@ def _state_of(reduction: MeanOrSum, not_finite: NotFinite | None, fault: str | N
 
 def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
     """The error of a step that ``instances`` have spoiled, after a moment in which they can end with their own."""
-    let_the_cause_come_first()
+    wait_for_first_error()
     return MicroBatchError(
         f"{name_instances(instances)} {reason}, so this step has no gradient on any instance; if all instances "
         "catch what they raise, the next loop works on all of them"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from popdist.comm.backend import Backend
 from popdist.errors import OptimizerError
+from popdist.transport.backend import Backend
 
 Ranges: TypeAlias = tuple[range, ...]
 """For each instance the elements of a parameter that it has, in the order of memory; empty for none."""

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from popdist import context
-from popdist.comm.backend import host_group_of
 from popdist.data.batch import Batch, MicroBatch, Share
 from popdist.data.data_loader import LoaderPlan
 from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
@@ -33,6 +32,7 @@ from popdist.packing.packed_rows import PackedRows
 from popdist.packing.sample_lengths import TOO_LONG, LengthSource, Pieces, TooLong, cut_to_fit, find_lengths
 from popdist.packing.strategies import Algorithm, PackingStrategy, check_limit, lpfhp, spfhp
 from popdist.packing.stream_packing import PackedStream, StreamRow
+from popdist.transport.backend import host_group_of
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {
     "lpfhp": lpfhp,

@@ -12,7 +12,7 @@ from torch import Tensor
 from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.offers import MayMove
-from popdist.process_group.several_hosts import SeveralHosts
+from popdist.transport.several_hosts import SeveralHosts
 
 Collectives = HostCollectives | SeveralHosts
 

@@ -46,10 +46,10 @@ from popdist.process_group.dispatched_calls import (
     num_modes,
 )
 from popdist.process_group.group_calls import GroupCalls
-from popdist.process_group.host_placement import connect
 from popdist.process_group.movable import MovableTensors
 from popdist.process_group.torch_groups import TorchGroups, accept_monitored_barriers, never_traced
 from popdist.process_group.work_queue import DONE, WorkQueue, outside_inference
+from popdist.transport.host_placement import connect
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import OptimizerError
-from popdist.groups import Group, let_the_cause_come_first
+from popdist.groups import Group, wait_for_first_error
 from popdist.headers import name_instances
 from popdist.optim.pieces import NodeSums, Piece
 from popdist.optim.square_sums import BLOCK
@@ -61,7 +61,7 @@ class NormExchange:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])
         if failed := [i for i, row in zip(self._group.instances, received, strict=True) if row[0]]:
-            let_the_cause_come_first()
+            wait_for_first_error()
             raise OptimizerError(
                 f"{name_instances(failed)} failed in a step (see the error there), so norms of parameters are not "
                 "known"

@@ -21,7 +21,7 @@ from popdist import context
 from popdist.errors import OptimizerError, check_flags
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
-from popdist.groups import Group, let_the_cause_come_first
+from popdist.groups import Group, wait_for_first_error
 from popdist.headers import name_instances
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
@@ -67,7 +67,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
     if trouble is not None:
         raise trouble
     if failed := [i for i, (has_failed, _) in zip(group.instances, told, strict=True) if has_failed]:
-        let_the_cause_come_first()
+        wait_for_first_error()
         raise OptimizerError(
             f"{name_instances(failed)} failed in {text} (see the error there), so a part of the weights was not "
             "updated"

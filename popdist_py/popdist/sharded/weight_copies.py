@@ -15,7 +15,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from popdist.comm.backend import Backend, host_group_of
 from popdist.errors import BackendError
 from popdist.gradients.shards import ShardExchange, flat_view, group_by_kind
 from popdist.groups import Group
@@ -23,6 +22,7 @@ from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import SharedBlock
 from popdist.sharded.parameters import Named, ShardedParameter
 from popdist.training import optimizer_steps
+from popdist.transport.backend import Backend, host_group_of
 
 
 class WeightCopies:

@@ -25,7 +25,7 @@ from popdist.errors import BatchError, MicroBatchError, WeightsError
 from popdist.gradients.buffer_changes import agree_on_changes, changes_of
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
-from popdist.groups import let_the_cause_come_first
+from popdist.groups import wait_for_first_error
 from popdist.headers import name_instances
 from popdist.training.micro_batches import Nest, split_batch, to_device
 from popdist.training.norm_meetings import NormTurn, Row, Rows, Stop, layer_number, tree_sum_of_rows
@@ -328,7 +328,7 @@ class _Passes:
 def _check(failed: list[int]) -> None:
     """Raise if instances have ``failed``, after a moment in which they can end with their own errors."""
     if failed:
-        let_the_cause_come_first()
+        wait_for_first_error()
         raise MicroBatchError(
             f"update_bn: {name_instances(failed)} could not compute a batch (see the error there), so it changed "
             "nothing on any instance"

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from popdist.errors import BatchError, MicroBatchError, PopdistError, whole_number
-from popdist.groups import Group, let_the_cause_come_first
+from popdist.groups import Group, wait_for_first_error
 from popdist.layout import ReplicaLayout
 from popdist.weights import gather_bytes
 
@@ -210,7 +210,7 @@ def _check(stops: Mapping[int, Stop], own: Mapping[int, Stop] | None = None) -> 
     if len(set(stops.values())) == 1 and next(iter(stops.values())) != LEFT:
         return
     if own is not None and LEFT in stops.values() and LEFT not in own.values():
-        let_the_cause_come_first()
+        wait_for_first_error()
     first, *rest = [next(it for it in sorted(stops) if stops[it] == stop) for stop in sorted(set(stops.values()))]
     told = "; ".join(f"replica {it} {stops[it]}" for it in [first, *rest])
     raise MicroBatchError(

@@ -1,8 +1,8 @@
 """Collectives of a group of torch's on several hosts: in the memory of each host, and by messages between them.
 
 Every host has as many ranks in a row, a power of two of them, so they make up one node of the tree over the ranks,
-and reductions are those of `popdist.comm.two_level`. Where the hosts are not like that, or their ranks may not
-share memory, each rank counts as a host of its own.
+and reductions are those of `popdist.transport.two_level`. Where the hosts are not like that, or their ranks
+may not share memory, each rank counts as a host of its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from popdist.comm.two_level import Arrival, TwoLevelReduction
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.offers import MayMove
-from popdist.process_group.host_messages import HostMessages
+from popdist.transport.host_messages import HostMessages
+from popdist.transport.two_level import Arrival, TwoLevelReduction
 from popdist.tree import Node
 
 
@@ -57,7 +57,7 @@ class RankPlace:
 
 
 class MessagePeers:
-    """The peers of a rank, which send each other messages; see `popdist.comm.two_level.Peers`."""
+    """The peers of a rank, which send each other messages; see `popdist.transport.two_level.Peers`."""
 
     def __init__(self, place: RankPlace, messages: HostMessages) -> None:
         self._place = place
@@ -93,14 +93,16 @@ class SeveralHosts:
     first, and every later call does so again.
     """
 
-    def __init__(self, place: RankPlace, messages: HostMessages, neighbours: HostCollectives | None) -> None:
+    def __init__(
+        self, place: RankPlace, messages: HostMessages, local_collectives: HostCollectives | None
+    ) -> None:
         self.rank, self.size = place.rank, place.size
         self._place = place
         self._messages = messages
         self._peers = MessagePeers(place, messages)
-        self._neighbours = neighbours
+        self._local_collectives = local_collectives
         hosts = [[Node(0, host)] for host in range(place.num_hosts)]
-        self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, neighbours)
+        self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, local_collectives)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
         """Combine the tensors of all ranks, in place: the same bits on each of them. No tensor is moved."""
@@ -124,19 +126,19 @@ class SeveralHosts:
                 self._messages.swap(dict.fromkeys(peers, tensor), {})
             elif root in peers:
                 self._messages.swap({}, {root: tensor})
-            if self._neighbours is not None:
-                self._neighbours.broadcast(tensor, root % self._place.num_local)
+            if self._local_collectives is not None:
+                self._local_collectives.broadcast(tensor, root % self._place.num_local)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
         place = self._place
         with self._call():
             mine = self._peers.all_gather(tensor)()
-            if self._neighbours is None:
+            if self._local_collectives is None:
                 rows = [mine]
             else:
                 rows = [torch.empty_like(mine) for _ in range(place.num_local)]
-                self._neighbours.all_gather([row.view(-1) for row in rows], mine.view(-1))
+                self._local_collectives.all_gather([row.view(-1) for row in rows], mine.view(-1))
             for rank, output in enumerate(outputs):
                 output.copy_(rows[rank % place.num_local][rank // place.num_local])
 
@@ -158,29 +160,29 @@ class SeveralHosts:
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait for all ranks."""
         with self._call():
-            if self._neighbours is not None:
-                self._neighbours.barrier(timeout_seconds)
+            if self._local_collectives is not None:
+                self._local_collectives.barrier(timeout_seconds)
             self._peers.all_gather(torch.zeros(1, dtype=torch.uint8))()
-            if self._neighbours is not None:
-                self._neighbours.barrier(timeout_seconds)
+            if self._local_collectives is not None:
+                self._local_collectives.barrier(timeout_seconds)
 
     def set_timeout(self, timeout_seconds: float) -> None:
         """Set how long a lost or late rank is waited for from now on."""
         self._messages.timeout_seconds = timeout_seconds
-        if self._neighbours is not None:
-            self._neighbours.set_timeout(timeout_seconds)
+        if self._local_collectives is not None:
+            self._local_collectives.set_timeout(timeout_seconds)
 
     def close(self) -> None:
         """Leave: the other ranks see it."""
         self._messages.close()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        if self._local_collectives is not None:
+            self._local_collectives.close()
 
     def break_off(self) -> None:
         """End a call that is going on in another thread, with an error."""
         self._messages.close()
-        if self._neighbours is not None:
-            self._neighbours.break_off()
+        if self._local_collectives is not None:
+            self._local_collectives.break_off()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -188,6 +190,6 @@ class SeveralHosts:
             with self._messages.collective():
                 yield
         except BackendError as error:
-            if self._neighbours is not None:
-                self._neighbours.group.flags.fail(str(error))
+            if self._local_collectives is not None:
+                self._local_collectives.group.flags.fail(str(error))
             raise

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from popdist.comm.channel import Channel
     from popdist.host_memory.host_collectives import HostCollectives
     from popdist.host_memory.host_group import HostGroup
+    from popdist.transport.channel import Channel
 
 
 class HeaderExchange(Protocol):
@@ -59,7 +59,7 @@ class Backend(Protocol):
         """The memory that the instances of the whole job share; None where they do not, and for a part of it."""
 
     @property
-    def neighbours(self) -> "HostCollectives | None":
+    def local_collectives(self) -> "HostCollectives | None":
         """In a job of several hosts, collectives in the memory of this host, among its instances.
 
         Every host has as many instances, in a row in the order of the job; else None on all instances.
@@ -92,7 +92,7 @@ class Backend(Protocol):
     def subgroup(self, instances: tuple[int, ...]) -> "Backend":
         """The same connections, limited to ``instances``, of which this instance must be one."""
 
-    def settle(self) -> None:
+    def stop_threads(self) -> None:
         """Get ready for the end of the process without letting the others notice; nothing can be sent any more."""
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class SerialBackend:
         device_types: Types of the devices whose tensors are accepted.
     """
 
-    host_group = neighbours = None
+    host_group = local_collectives = None
     """There is nobody to share memory with."""
 
     def __init__(self, instance_index: int = 0, *, device_types: frozenset[str]) -> None:
@@ -158,7 +158,7 @@ class SerialBackend:
         del instances
         return self
 
-    def settle(self) -> None:
+    def stop_threads(self) -> None:
         """Nothing to do: there is no thread to end."""
 
     def close(self) -> None:
@@ -167,4 +167,6 @@ class SerialBackend:
 
 def host_group_of(backend: Backend) -> "HostGroup | None":
     """The instances that share this one's memory: all of the job, or those of its host; None where none do."""
-    return backend.host_group or (backend.neighbours.group if backend.neighbours is not None else None)
+    return backend.host_group or (
+        backend.local_collectives.group if backend.local_collectives is not None else None
+    )

@@ -14,8 +14,8 @@ from popdist.host_memory.flags import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.segment_exchange import tell_all
-from popdist.process_group.host_messages import HostMessages
-from popdist.process_group.several_hosts import RankPlace, SeveralHosts
+from popdist.transport.host_messages import HostMessages
+from popdist.transport.several_hosts import RankPlace, SeveralHosts
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK: Final = Path("/proc/self/ns/net")
@@ -39,23 +39,25 @@ def connect(
     called = [names.of([rank]) for rank in range(size)]
     machines = tell_all(PrefixStore("machine", store), rank, called, machine(), timeout_seconds)
     num_local = ranks_of_each(machines)
-    neighbours = None
+    local_collectives = None
     if num_local == size or num_local > 1:
-        neighbours = HostCollectives.connect(store, rank, num_local, names=names, timeout_seconds=timeout_seconds)
-    if num_local == size and neighbours is not None:
-        return neighbours
-    found = tell_all(PrefixStore("found", store), rank, called, neighbours is not None, timeout_seconds)
-    if neighbours is not None and not all(found):
-        neighbours.close()
-        neighbours = None
+        local_collectives = HostCollectives.connect(
+            store, rank, num_local, names=names, timeout_seconds=timeout_seconds
+        )
+    if num_local == size and local_collectives is not None:
+        return local_collectives
+    found = tell_all(PrefixStore("found", store), rank, called, local_collectives is not None, timeout_seconds)
+    if local_collectives is not None and not all(found):
+        local_collectives.close()
+        local_collectives = None
     gloo: Any = dist.ProcessGroupGloo
     own = PrefixStore("messages", store)
     connected = gloo(own, rank, size, timedelta(seconds=timeout_seconds))
     never_destroy_in_children(connected)
     messages = HostMessages(connected, own, rank, names, timeout_seconds)
-    num_local = 1 if neighbours is None else num_local
+    num_local = 1 if local_collectives is None else num_local
     place = RankPlace(rank=rank, num_hosts=size // num_local, num_local=num_local)
-    return SeveralHosts(place, messages, neighbours)
+    return SeveralHosts(place, messages, local_collectives)
 
 
 def ranks_of_each(machines: list[str]) -> int:

@@ -102,13 +102,13 @@ class Channel:
         instance_index: This instance.
         break_off: Ends the waits of that process group with errors, here and on the other instances.
         find_lost: Asks which instances are known to be lost.
-        neighbours: Collectives of this host's instances, for the thread of this channel alone; None for none.
+        local_collectives: Collectives of this host's instances, for this channel's thread alone; None for none.
 
     Attributes:
         instance_index: This instance.
-        neighbours: As given.
+        local_collectives: As given.
         num_issued: How often something was issued; the same on all instances when they agree to issue more.
-        is_taken: Whether somebody still has something to issue; nobody else may begin then.
+        is_in_use: Whether somebody still has something to issue; nobody else may begin then.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class Channel:
         *,
         break_off: Callable[[Any], None],
         find_lost: Callable[[], list[int]],
-        neighbours: HostCollectives | None = None,
+        local_collectives: HostCollectives | None = None,
     ) -> None:
         self.num_issued = 0
-        self.is_taken = False
+        self.is_in_use = False
         self._process_group = process_group
         self._num_instances = num_instances
         self.instance_index = instance_index
         self._break_off = break_off
         self._find_lost = find_lost
-        self.neighbours = neighbours
+        self.local_collectives = local_collectives
         self._works: SimpleQueue[ChannelWork | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._progress = Condition()
@@ -214,7 +214,7 @@ class Channel:
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
-    def calm(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until all that was issued is done, or has failed; never raises."""
         with self._progress:
             self._progress.wait_for(lambda: self._num_done >= self.num_issued)
@@ -232,8 +232,8 @@ class Channel:
         self._failure = self._failure or BackendError("the exchange of gradients was broken off")
         with suppress(RuntimeError):
             self._break_off(self._process_group)
-        if self.neighbours is not None:
-            self.neighbours.break_off()
+        if self.local_collectives is not None:
+            self.local_collectives.break_off()
 
     def close(self) -> None:
         """End the thread, and what still waits for an instance; on CUDA such a wait would outlast the program."""

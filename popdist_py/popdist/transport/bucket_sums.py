@@ -9,13 +9,13 @@ instead: one round of messages in place of two.
 Instances of one host add in its memory first, in the channel's thread, each a part of the row; those with the same
 place on their hosts go on with it. The parts are put together at the end, in the program's thread.
 
-On GPUs the channel does the same reduction as everywhere (`popdist.comm.two_level`), in a stream of its own.
+On GPUs the channel does the same reduction as everywhere (`popdist.transport.two_level`), in a stream of its own.
 
 The additions are those of the tree (`popdist.tree`), so the bits are those of a sum that is made at once.
 
 Nobody waits in a circle. All begin their sums in one order. The thread waits for its own host before it waits for
-others, and for results only when it has added all that was sent (:meth:`EarlySum.settle`): so who waits
-for a sum waits for somebody who waits for an earlier one, or for nobody.
+others, and for results only when it has added all that was sent (:meth:`BucketAllReduce.start_waiting`). So who
+waits for a sum waits for somebody who waits for an earlier one, or for nobody.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.comm import two_level
-from popdist.comm.channel import Channel, FollowUp
-from popdist.comm.two_level import TwoLevelReduction, WaitingPeers
 from popdist.host_memory.addition import Op, node_additions
 from popdist.host_memory.host_collectives import HostCollectives
+from popdist.transport import two_level
+from popdist.transport.channel import Channel, FollowUp
+from popdist.transport.two_level import TwoLevelReduction, WaitingPeers
 from popdist.tree import Node
 
 _SHARE_TAG: Final = 2
@@ -40,16 +40,16 @@ _RESULT_TAG: Final = 3
 _PAIR: Final = 2
 
 
-class EarlySum(Protocol):
+class BucketAllReduce(Protocol):
     """The sum of one row, again and again; all instances call its methods in the same order."""
 
-    def expect(self) -> None:
+    def post_receives(self) -> None:
         """Say where to put what will come: all have agreed to send."""
 
     def send(self, own: Sequence[Tensor]) -> None:
         """Have ``own``, one row for each node of this instance, added to those of the others; does not wait."""
 
-    def settle(self) -> None:
+    def start_waiting(self) -> None:
         """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
 
     def finish(self) -> None:
@@ -94,8 +94,8 @@ class PostedSum:
         self._arrivals: list[dist.Work] = []
         self._rest: list[dist.Work] = []
 
-    def expect(self) -> None:
-        """See :class:`EarlySum`."""
+    def post_receives(self) -> None:
+        """See :class:`BucketAllReduce`."""
         with self._channel.posting():
             for place, other in self._others:
                 for row in [row for (owner, _), row in self._received.items() if owner == place]:
@@ -104,7 +104,7 @@ class PostedSum:
                     self._rest += self._channel.receive(self._into[self._runs[place]], other, _RESULT_TAG)
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """See :class:`EarlySum`."""
+        """See :class:`BucketAllReduce`."""
         with self._channel.posting():
             self.post(own)
         self._channel.issue(lambda: self.combine(own), [*own, self._into])
@@ -130,16 +130,16 @@ class PostedSum:
         for _, other in () if self._is_whole else self._others:
             self._rest += self._channel.send(self._total, other, _RESULT_TAG)
 
-    def settle(self) -> None:
-        """See :class:`EarlySum`."""
+    def start_waiting(self) -> None:
+        """See :class:`BucketAllReduce`."""
         self._channel.issue(lambda: partial(_wait, self._rest), [self._into])
 
     def finish(self) -> None:
-        """See :class:`EarlySum`; nothing is left to do."""
+        """See :class:`BucketAllReduce`; nothing is left to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbours:
+class LocalRanks:
     """The memory of a host, for two threads.
 
     Attributes:
@@ -165,7 +165,7 @@ class HostSum:
     """The sum of a row on CPUs, in the memory of each host first.
 
     Args:
-        neighbours: The instances of this host.
+        local_collectives: The instances of this host.
         channel: Between all instances.
         nodes: For each host, the node of the tree that its instances bring together.
         num_items: Items of the whole tree.
@@ -175,43 +175,43 @@ class HostSum:
 
     def __init__(
         self,
-        neighbours: Neighbours,
+        local_collectives: LocalRanks,
         channel: Channel,
         nodes: Sequence[Sequence[Node]],
         num_items: int,
         into: Tensor,
         op: Op,
     ) -> None:
-        self._neighbours = neighbours
+        self._local_collectives = local_collectives
         self._channel = channel
-        self._parts = into.chunk(neighbours.size)
-        part = self._parts[neighbours.rank]
+        self._parts = into.chunk(local_collectives.size)
+        part = self._parts[local_collectives.rank]
         self._mine = torch.empty_like(part)
-        peers = range(neighbours.rank, neighbours.size * len(nodes), neighbours.size)
+        peers = range(local_collectives.rank, local_collectives.size * len(nodes), local_collectives.size)
         self._peers = PostedSum(channel, peers, nodes, num_items, part)
         self._op = op
 
-    def expect(self) -> None:
-        """See :class:`EarlySum`."""
-        self._peers.expect()
+    def post_receives(self) -> None:
+        """See :class:`BucketAllReduce`."""
+        self._peers.post_receives()
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """See :class:`EarlySum`."""
+        """See :class:`BucketAllReduce`."""
         self._channel.issue(lambda: self._add_here(own[0]), [*own, self._mine])
 
     def _add_here(self, own: Tensor) -> FollowUp:
-        parts = own.chunk(self._neighbours.size)
-        self._neighbours.of_channel.reduce_scatter(self._mine, parts, self._op)
+        parts = own.chunk(self._local_collectives.size)
+        self._local_collectives.of_channel.reduce_scatter(self._mine, parts, self._op)
         self._peers.post([self._mine])
         return partial(self._peers.combine, [self._mine])
 
-    def settle(self) -> None:
-        """See :class:`EarlySum`."""
-        self._peers.settle()
+    def start_waiting(self) -> None:
+        """See :class:`BucketAllReduce`."""
+        self._peers.start_waiting()
 
     def finish(self) -> None:
-        """See :class:`EarlySum`; the instances of the host give each other their parts."""
-        self._neighbours.of_program.all_gather(self._parts, self._parts[self._neighbours.rank])
+        """See :class:`BucketAllReduce`; the instances of the host give each other their parts."""
+        self._local_collectives.of_program.all_gather(self._parts, self._parts[self._local_collectives.rank])
 
 
 class QueuedSum:
@@ -233,18 +233,18 @@ class QueuedSum:
         self._into = into
         self._op = op
 
-    def expect(self) -> None:
-        """See :class:`EarlySum`; NCCL needs no such word."""
+    def post_receives(self) -> None:
+        """See :class:`BucketAllReduce`; NCCL needs no such word."""
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """See :class:`EarlySum`."""
+        """See :class:`BucketAllReduce`."""
         self._channel.issue(lambda: self._reduction.all_reduce(own, self._op, self._into), [*own, self._into])
 
-    def settle(self) -> None:
-        """See :class:`EarlySum`; nothing is left to wait for."""
+    def start_waiting(self) -> None:
+        """See :class:`BucketAllReduce`; nothing is left to wait for."""
 
     def finish(self) -> None:
-        """See :class:`EarlySum`; as above."""
+        """See :class:`BucketAllReduce`; as above."""
 
 
 def _wait(works: list[dist.Work]) -> None:

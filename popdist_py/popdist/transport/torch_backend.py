@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.comm.backend import SerialBackend
-from popdist.comm.channel import Channel, as_backend_error, swap
-from popdist.comm.connections import Connections
 from popdist.errors import BackendError
 from popdist.headers import name_instances, pack, unpack
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
 from popdist.host_memory.short_messages import ShortMessages
+from popdist.transport.backend import SerialBackend
+from popdist.transport.channel import Channel, as_backend_error, swap
+from popdist.transport.connections import Connections
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -58,7 +58,7 @@ class GlooHeaderExchange:
                 self._failures[peer] = error
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every member's header, in order; see `popdist.comm.backend`."""
+        """Every member's header, in order; see `popdist.transport.backend`."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
@@ -73,7 +73,7 @@ class GlooHeaderExchange:
         return self._headers()
 
     def peek(self) -> list[bytes] | None:
-        """Every member's header if all have come; see `popdist.comm.backend`."""
+        """Every member's header if all have come; see `popdist.transport.backend`."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
@@ -126,14 +126,14 @@ class MemoryHeaderExchange:
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every member's header, in order; see `popdist.comm.backend`."""
+        """Every member's header, in order; see `popdist.transport.backend`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
             raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
-        """Every member's header if all have come; see `popdist.comm.backend`."""
+        """Every member's header if all have come; see `popdist.transport.backend`."""
         with suppress(BackendError):
             if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
@@ -263,9 +263,9 @@ class TorchBackend:
         return self._connections.host.group if is_used and self._connections.host is not None else None
 
     @property
-    def neighbours(self) -> HostCollectives | None:
+    def local_collectives(self) -> HostCollectives | None:
         """Collectives in the memory of this host, for a whole job of several hosts."""
-        return self._connections.neighbours if self._is_whole_job and "cpu" in self.device_types else None
+        return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_types else None
 
     def share_memory(self) -> HostCollectives | None:
         """Collectives in the memory of the host; a part of the job begins to share it when it first asks."""
@@ -349,9 +349,9 @@ class TorchBackend:
             return SerialBackend(self.instance_index, device_types=self.device_types)
         return TorchBackend(self._connections, instances, self.device_types, self._parts)
 
-    def settle(self) -> None:
+    def stop_threads(self) -> None:
         """End the threads of this process; the headers' connections stay open, so it is not seen to leave yet."""
-        self._connections.settle()
+        self._connections.stop_threads()
 
     def close(self) -> None:
         """Drop the connections of the job."""

@@ -84,8 +84,8 @@ class TwoLevelReduction:
         peers: The peers of this member.
         nodes: For each peer, in their order: the nodes of the tree that its host brings.
         num_items: Items of the whole tree.
-        neighbours: Collectives of the members of this host, which bring one row each; None where each member
-            counts as a host of its own.
+        local_collectives: Collectives of the members of this host, one row of each; None where
+            each member counts as a host of its own.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class TwoLevelReduction:
         peers: Peers,
         nodes: Sequence[Sequence[Node]],
         num_items: int,
-        neighbours: HostCollectives | None = None,
+        local_collectives: HostCollectives | None = None,
     ) -> None:
         self._peers = peers
-        self._neighbours = neighbours
+        self._local_collectives = local_collectives
         self._num_hosts = len(nodes)
-        self._num_local, self._local = (1, 0) if neighbours is None else (neighbours.size, neighbours.group.rank)
+        self._num_local, self._local = (
+            (1, 0) if local_collectives is None else (local_collectives.size, local_collectives.group.rank)
+        )
         self._size = self._num_hosts * self._num_local
         self._num_rows = max(map(len, nodes))
         self._places = [(peer, row) for peer, owned in enumerate(nodes) for row in range(len(owned))]
@@ -108,7 +110,7 @@ class TwoLevelReduction:
         """Combine the rows of all members: the same bits on each of them.
 
         Args:
-            rows: Flat tensors of equal length, one for each node of this member; used up where it has neighbours.
+            rows: Flat tensors of equal length, one for each node of this member; used up if hosts have several.
             op: How they are combined; "mean" divides the sum by the number of members.
             into: Where the result goes; None means the first of ``rows``.
         """
@@ -143,8 +145,8 @@ class TwoLevelReduction:
         wide = [row.float() if is_widened(op, row.dtype) else row for row in rows]
         step, length = _step(op), len(out)
         if length <= FEW:
-            if self._neighbours is not None:
-                self._neighbours.all_reduce(wide[0], step)
+            if self._local_collectives is not None:
+                self._local_collectives.all_reduce(wide[0], step)
             arrival = self._peers.all_gather(self._spread(wide, 1, 1)[0, 0])
             yield
             total = self._combine(arrival(), step)
@@ -155,8 +157,8 @@ class TwoLevelReduction:
             arrival = self._peers.all_gather(arrival())
             yield
             total = arrival().view(-1)
-            if self._neighbours is not None:
-                self._neighbours.all_gather(_parts(shares), total)
+            if self._local_collectives is not None:
+                self._local_collectives.all_gather(_parts(shares), total)
                 total = shares.view(-1)
         total = self._divided(total[:length], op)
         if total.data_ptr() != out.data_ptr():
@@ -179,9 +181,9 @@ class TwoLevelReduction:
     def _start_scatter(self, shares: Tensor, step: Op) -> Arrival:
         """Combine the shares of this host's members in its memory, and send the peers theirs."""
         mine = shares[self._local]
-        if self._neighbours is not None:
+        if self._local_collectives is not None:
             mine = torch.empty_like(mine)
-            self._neighbours.reduce_scatter(mine.view(-1), _parts(shares), step)
+            self._local_collectives.reduce_scatter(mine.view(-1), _parts(shares), step)
         arrival = self._peers.all_to_all(mine)
         return lambda: self._combine(arrival(), step)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from popdist.comm import two_level
-from popdist.comm.early_sums import PostedSum
+from popdist.transport import two_level
+from popdist.transport.bucket_sums import PostedSum
 from popdist.tree import TreeSum, aligned_nodes, tree_sum
 from tests.running import DEADLINE_SECONDS
 
@@ -89,7 +89,7 @@ def test_any_split_of_the_replicas_has_the_bits_of_one_instance(
         for _ in range(2):
             befores: list[tuple[list[Tensor], list[Tensor]]] = []
             for made in sums:
-                made.expect()
+                made.post_receives()
             for made, length in zip(sums, lengths, strict=True):
                 mine: TreeSum[Tensor] = TreeSum(num_items, torch.add, start=starts[rank])
                 for item in range(starts[rank], starts[rank] + split[rank]):
@@ -99,7 +99,7 @@ def test_any_split_of_the_replicas_has_the_bits_of_one_instance(
                 made.send(own)
                 befores.append((own, before))
             for made in sums:
-                made.settle()
+                made.start_waiting()
             channel.do_all()
             assert all(torch.equal(*rows) for kept in befores for rows in zip(*kept, strict=True))
         return outs

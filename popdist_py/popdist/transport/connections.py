@@ -20,13 +20,13 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.comm.channel import Channel, as_backend_error
 from popdist.errors import BackendError
 from popdist.headers import HEADER_BYTES
 from popdist.host_memory.flags import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.short_messages import ShortMessages
+from popdist.transport.channel import Channel, as_backend_error
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
@@ -128,23 +128,21 @@ class Connections:
         self._address = address
         self._nccl: Any = None
         self._waiting: list[Thread] = []
-        self._is_settled = False
+        self._is_stopped = False
         self.control = self._connect("control")
         self.gloo = self._connect("gloo")
         is_one_host = num_local_instances == num_instances
         self.host = self._share_memory(num_instances) if is_one_host else None
-        self.neighbours = None if is_one_host else self._share_with_neighbours(num_local_instances)
+        self.local_collectives = None if is_one_host else self._share_with_host(num_local_instances)
         self.short_messages = None if self.host is None else ShortMessages(self.host.group, HEADER_BYTES)
         self._channels: dict[str, Channel] = {}
-        self._channel_neighbours: HostCollectives | None = None
+        self._channel_host: HostCollectives | None = None
         if self.host is None:
             with short_buffers(), ThreadPoolExecutor(1, initializer=step_back) as creator:
                 connected = creator.submit(self._connect, "channel").result()
-            if self.neighbours is not None:
-                self._channel_neighbours = self._share_with_neighbours(num_local_instances, "channel/hosts")
-            self._channels["cpu"] = self._channel_over(
-                connected, self._close_connections, self._channel_neighbours
-            )
+            if self.local_collectives is not None:
+                self._channel_host = self._share_with_host(num_local_instances, "channel/hosts")
+            self._channels["cpu"] = self._channel_over(connected, self._close_connections, self._channel_host)
 
     def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
         gloo: Any = dist.ProcessGroupGloo
@@ -169,7 +167,7 @@ class Connections:
             store, self.instance_index, num_local, names=names, timeout_seconds=self.timeout_seconds
         )
 
-    def _share_with_neighbours(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
+    def _share_with_host(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
         """Collectives in this host's memory; None on all instances unless each host has as many in a row."""
         if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
             return None
@@ -225,7 +223,7 @@ class Connections:
         self,
         process_group: Any,  # noqa: ANN401 - as above
         break_off: Callable[[Any], None],
-        neighbours: HostCollectives | None = None,
+        local_collectives: HostCollectives | None = None,
     ) -> Channel:
         others = self.peers_among(range(self.num_instances))
         return Channel(
@@ -234,7 +232,7 @@ class Connections:
             self.instance_index,
             break_off=break_off,
             find_lost=lambda: [other for other in others if self.is_lost(other)],
-            neighbours=neighbours,
+            local_collectives=local_collectives,
         )
 
     def peers_among(self, instances: Iterable[int]) -> list[int]:
@@ -251,7 +249,7 @@ class Connections:
 
     def check_open(self) -> None:
         """Raise BackendError if this instance has left or is leaving: a thread that starts then may never run."""
-        if self._is_settled:
+        if self._is_stopped:
             raise BackendError(f"instance {self.instance_index} has left the job")
 
     def in_background(self, wait: Callable[[], None]) -> Thread:
@@ -262,9 +260,9 @@ class Connections:
         thread.start()
         return thread
 
-    def settle(self) -> None:
+    def stop_threads(self) -> None:
         """End all threads: one that lets go of a tensor when the interpreter is gone aborts the process."""
-        self._is_settled = True
+        self._is_stopped = True
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
@@ -286,8 +284,8 @@ class Connections:
 
     def close(self) -> None:
         """Drop the connections."""
-        self.settle()
+        self.stop_threads()
         self.control = None
-        for shared in (self.host, self.neighbours, self._channel_neighbours):
+        for shared in (self.host, self.local_collectives, self._channel_host):
             if shared is not None:
                 shared.close()
