@@ -23,10 +23,10 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
+from poprun.devices.pool.folder import PoolFolder
+from poprun.devices.pool.pool import Pool, wait_for_turn
+from poprun.devices.pool.requests import Wish
 from poprun.plan.inventory import cpu_cluster
-from poprun.pool.folder import PoolFolder
-from poprun.pool.pool import Pool, wait_for_turn
-from poprun.pool.requests import Wish
 
 _PATIENCE_SECONDS = 600.0
 

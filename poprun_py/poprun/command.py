@@ -152,7 +152,7 @@ def _under_pool(
     """The facts with the GPUs that the job may get, and the pod to plan for, if there is one."""
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
-    from poprun.lease.pool_client import facts_under_pool  # noqa: PLC0415 - a machine without GPUs asks nobody
+    from poprun.devices.lease.pool_client import facts_under_pool  # noqa: PLC0415 - a machine without GPUs asks nobody
 
     return facts_under_pool(vipu, facts, asks_server=asks_server)
 
@@ -222,7 +222,7 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
         return
     if not plan.takes_lease:
         return
-    from poprun.lease.pool_client import would_hold  # noqa: PLC0415 - most jobs take nothing
+    from poprun.devices.lease.pool_client import would_hold  # noqa: PLC0415 - most jobs take nothing
 
     is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
     screen.tell(would_hold(plan, facts, is_here=is_here))

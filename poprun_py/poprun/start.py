@@ -20,10 +20,10 @@ from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 
 if TYPE_CHECKING:
+    from poprun.devices.pool.records import HeldLease
     from poprun.hosts.preflight import Examination
     from poprun.hosts.routes import JobNetwork
     from poprun.job.outcome import JobEnd
-    from poprun.pool.records import HeldLease
 
 _MAX_TOLD_ROUTES: Final = 4
 
@@ -92,7 +92,7 @@ def start_job(
         screen.tell(f"warning: {problem}")
     if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
         return _run(plan, network, verbosity, announce)
-    from poprun.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
+    from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
     with hold(plan, facts, network) as job:
         return _run(job.plan, job.network, verbosity, announce, job.leases, job.regain)

@@ -13,13 +13,12 @@ POPRUN: Final[Floors] = (
     {"plan": "from a request and facts to a plan; pure"},
     {"probe": "facts about this machine"},
     {"hosts": "other hosts: routes, and the look at them before a job starts"},
-    {"pool": "who holds which virtual IPUs and cores of this machine"},
     {
         "launch": "launchers, shim and agent",
         "render": "a plan as table, text, picture",
     },
+    {"devices": "who holds which virtual IPUs and cores: pools, leases, the server of a pool"},
     {
-        "lease": "the client of a pool, on this machine, on hosts, at a server",
         "job": "the supervisor: loop, policy, output, report",
         "monitor": "a live view of running jobs",
         "emit": "a plan as a job of Slurm or Kubernetes",
@@ -27,7 +26,7 @@ POPRUN: Final[Floors] = (
     },
     {
         "cli": "the table of options and its parser",
-        "vipu": "the command vipu and its server",
+        "vipu": "the words of the command vipu",
     },
     {"start": "from a plan to a job"},
     {"command": "from a command line to a plan, a print-out or a job"},

@@ -38,7 +38,8 @@ READERS = {
         "vipu",
         "probe",
         "launch",
-        "lease",
+        "devices/lease",
+        "devices/server",
         "hosts/remote_side.py",
         "process/spawn.py",
         "text/screen.py",
@@ -125,8 +126,8 @@ def test_the_environment_is_read_at_the_edges_only() -> None:
 
 
 def _may_read(module: Module) -> bool:
-    readers = READERS[module.name.partition(".")[0]]
-    return module.place in readers or PurePath(module.place).parts[0] in readers
+    place = PurePath(module.place)
+    return any(place.is_relative_to(reader) for reader in READERS[module.name.partition(".")[0]])
 
 
 def _touches(module: Module) -> Iterator[ast.AST]:

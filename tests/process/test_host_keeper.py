@@ -1,6 +1,6 @@
 """Who keeps a job's lease on a host: on this machine, without ssh, as it is on every other.
 
-Holds poprun.lease.host_keeper.
+Holds poprun.devices.lease.host_keeper.
 """
 
 import json
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from poprun.devices.lease import host_leases
+from poprun.devices.lease.host_leases import HostKeeper
+from poprun.devices.pool.pool import Pool
 from poprun.errors import HostsError, IpusTakenError, PartitionError
 from poprun.launch.fetched_lease import fetch_lease, give_up_lease
-from poprun.lease import host_leases
-from poprun.lease.host_leases import HostKeeper
 from poprun.plan.inventory import cpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.settings import VipuSettings
-from poprun.pool.pool import Pool
 from tests.leftovers import wait_until_none
 from tests.planning import LAPTOP, planned
 from tests.running import DEADLINE_SECONDS

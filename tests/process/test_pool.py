@@ -1,6 +1,7 @@
 """Jobs that share a machine: they never hold the same virtual IPU, and what they hold comes back at every end.
 
-Holds poprun.lease.claims, poprun.lease.pool_client, poprun.start, poprun.vipu.__main__ and poprun.vipu.listing.
+Holds poprun.devices.lease.claims, poprun.devices.lease.pool_client, poprun.devices.pool.listing, poprun.start and
+poprun.vipu.__main__.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from poprun.pool.pool import Pool
+from poprun.devices.pool.pool import Pool
 from tests.leftovers import wait_until_none
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
@@ -187,9 +188,9 @@ def waiting(job: Poprun, *words: str) -> "subprocess.Popen[bytes]":
 CONTENDER = """
 import fcntl, sys
 from poprun.plan.inventory import cpu_cluster
-from poprun.pool.pool import Pool
-from poprun.pool.pool import wait_for_turn
-from poprun.pool.requests import Wish
+from poprun.devices.pool.pool import Pool
+from poprun.devices.pool.pool import wait_for_turn
+from poprun.devices.pool.requests import Wish
 marks = {f"cpu/{index}": open(f"mark-{index}", "w") for index in range(3)}
 pool, wish = Pool(sys.argv[1]), Wish(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))
 for _ in range(int(sys.argv[2])):

@@ -1,6 +1,6 @@
 """A pool that users share: what one of them can do to the others, played by a process of another user.
 
-Holds poprun.pool.folder and poprun.pool.place.
+Holds poprun.devices.pool.folder and poprun.devices.pool.place.
 """
 
 import json
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from poprun.devices.lease.local_lease import _inherited
+from poprun.devices.pool.holders import is_served, sole_server, this_process
+from poprun.devices.pool.pool import Pool
+from poprun.devices.pool.requests import PartitionWish, Wish
 from poprun.errors import PartitionError, PoolError
-from poprun.lease.local_lease import _inherited
 from poprun.plan.inventory import cpu_cluster
-from poprun.pool.holders import is_served, sole_server, this_process
-from poprun.pool.pool import Pool
-from poprun.pool.requests import PartitionWish, Wish
 from poprun.process.process_tree import key_of
 from tests.running import DEADLINE_SECONDS
 

@@ -1,6 +1,6 @@
 """The page on security lists all that a job opens: watched with the system's tables while one runs.
 
-Holds poprun.vipu.server and poprun.job.agents.
+Holds poprun.devices.server.server and poprun.job.agents.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job.
 
-Holds poprun.lease.renewal, poprun.vipu.answers, poprun.vipu.serve_command, poprun.vipu.server and
-poprun.vipu.target_pool.
+Holds poprun.devices.lease.renewal, poprun.devices.server.answers, poprun.devices.server.server,
+poprun.devices.server.target_pool and poprun.vipu.serve_command.
 """
 
 import json
@@ -25,12 +25,12 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
+from poprun.devices.pool.pool import Pool
+from poprun.devices.pool.requests import IpuWish, PartitionWish, Wish
+from poprun.devices.server.server_client import RemotePool, make_token, read_token
+from poprun.devices.server.server_connection import ServerAddress
+from poprun.devices.server.server_messages import LeaseRequest
 from poprun.errors import PartitionError, ServerError, ServerLostError
-from poprun.lease.server_client import RemotePool, make_token, read_token
-from poprun.lease.server_connection import ServerAddress
-from poprun.pool.pool import Pool
-from poprun.pool.requests import IpuWish, PartitionWish, Wish
-from poprun.pool.server_messages import LeaseRequest
 from poprun.vipu.vipu_command import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run

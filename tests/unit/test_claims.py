@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from poprun.devices.lease.claims import Claim, held_ipus, in_only_partition, wished_ipus, with_gpus, with_ipus
+from poprun.devices.pool.records import Partition, PoolState
 from poprun.errors import IpusTakenError, PartitionError
-from poprun.lease.claims import Claim, held_ipus, in_only_partition, wished_ipus, with_gpus, with_ipus
 from poprun.plan.inventory import Cluster, VirtualIpu, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu
-from poprun.pool.records import Partition, PoolState
 from tests import planning
 from tests.planning import LAPTOP, planned
 

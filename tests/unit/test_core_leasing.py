@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from poprun.lease.local_lease import CoreClaim
+from poprun.devices.lease.local_lease import CoreClaim
 from poprun.plan.topology import ProcessPlacement
 from tests.machines import LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, Machine, facts_of
 from tests.planning import planned

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from popdist.contract import Endpoint
+from poprun.devices.lease.host_leases import check_machines
+from poprun.devices.lease.local_lease import ipu_claims
+from poprun.devices.pool.records import HeldLease, fold_names
 from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
 from poprun.job.identity import JobIdentity
 from poprun.job.orders import start_order
-from poprun.lease.host_leases import check_machines
-from poprun.lease.local_lease import ipu_claims
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod
@@ -18,7 +19,6 @@ from poprun.plan.program_environment import VISIBLE_DEVICES
 from poprun.plan.request import LaunchRequest
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.pool.records import HeldLease, fold_names
 from tests.planning import planned, with_gpus
 
 MEETING = [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]

@@ -1,6 +1,6 @@
 """The pool as a library: where it may be, what may stand in it, and whose leases live.
 
-Holds poprun.pool.contents and poprun.pool.folder.
+Holds poprun.devices.pool.contents and poprun.devices.pool.folder.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from poprun.devices.pool import place
+from poprun.devices.pool.holders import lives, this_process
+from poprun.devices.pool.pool import Pool, Ticket
+from poprun.devices.pool.requests import PartitionWish, Wish
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.plan.inventory import VirtualIpu, cpu_cluster
-from poprun.pool import place
-from poprun.pool.holders import lives, this_process
-from poprun.pool.pool import Pool, Ticket
-from poprun.pool.requests import PartitionWish, Wish
 
 CLUSTER = cpu_cluster("box", 8)
 MOUNTS = """\

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from poprun.devices.pool.holders import boot_id
+from poprun.devices.pool.listing import ipu_rows, partition_rows, render_json, render_rows
+from poprun.devices.pool.listing import partition_row as listed
+from poprun.devices.pool.pool import Pool
+from poprun.devices.pool.pool_rows import lease_row, partition_row, read_lease_row, read_partition_row
+from poprun.devices.pool.records import REMOTE, Holder, Lease, Partition, PoolState
+from poprun.devices.pool.requests import PartitionWish, Wish, refusal
 from poprun.errors import PlanError, PoolError
 from poprun.plan.inventory import cpu_cluster
-from poprun.pool.holders import boot_id
-from poprun.pool.pool import Pool
-from poprun.pool.pool_rows import lease_row, partition_row, read_lease_row, read_partition_row
-from poprun.pool.records import REMOTE, Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PartitionWish, Wish, refusal
-from poprun.vipu.listing import ipu_rows, partition_rows, render_json, render_rows
-from poprun.vipu.listing import partition_row as listed
 
 KEY = "0" * 32
 CLUSTER = cpu_cluster("box", 4)

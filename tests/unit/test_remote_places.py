@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.errors import PartitionError, PlanError
-from poprun.lease.server_lease import as_here, check_place, facts_under, hosts_in, on_ipus
-from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
-from poprun.plan.plan import LaunchPlan
-from poprun.plan.pods import named_pod, read_pod
-from poprun.plan.topology import Gpu, Occupant
-from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import IpuWish, PartitionWish
-from poprun.pool.server_messages import (
+from poprun.devices.lease.server_lease import as_here, check_place, facts_under, hosts_in, on_ipus
+from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
+from poprun.devices.pool.requests import IpuWish, PartitionWish
+from poprun.devices.server.server_messages import (
     LeaseRequest,
     ServedPool,
     pool_to_dict,
     read_pool,
     read_request,
 )
+from poprun.errors import PartitionError, PlanError
+from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
+from poprun.plan.plan import LaunchPlan
+from poprun.plan.pods import named_pod, read_pod
+from poprun.plan.topology import Gpu, Occupant
 from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import pytest
 
+from poprun.devices.lease import renewal
+from poprun.devices.lease.renewal import LeaseRenewal
+from poprun.devices.server.server_connection import ServerAddress
 from poprun.errors import LeaseEndedError, ServerLostError
-from poprun.lease import renewal
-from poprun.lease.renewal import LeaseRenewal
-from poprun.lease.server_connection import ServerAddress
 
 LEASE_SECONDS = 40.0
 

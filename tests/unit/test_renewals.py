@@ -1,6 +1,6 @@
 """A lease lasts while it is renewed; time in which the server did not run counts for nobody."""
 
-from poprun.vipu.served_leases import Renewals
+from poprun.devices.server.served_leases import Renewals
 
 
 class Clock:

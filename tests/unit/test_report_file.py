@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from poprun.devices.pool.records import HeldLease
 from poprun.job.outcome import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
 from poprun.job.report.report_file import job_to_dict, render_job
 from poprun.job.state import InstanceState, InstanceStatus, MemoryCurve
 from poprun.plan.plan_file import plan_to_dict
-from poprun.pool.records import HeldLease
 from poprun.text.atomic_file import check_target, write_whole
 from tests.planning import planned
 

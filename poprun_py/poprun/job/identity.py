@@ -8,8 +8,8 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.program_environment import launcher_environment
 
 if TYPE_CHECKING:
+    from poprun.devices.pool.records import HeldLease
     from poprun.hosts.routes import HostRoute, JobNetwork
-    from poprun.pool.records import HeldLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

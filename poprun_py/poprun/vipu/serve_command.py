@@ -8,15 +8,15 @@ from typing import Final
 
 import click
 
+from poprun.devices.pool.holders import sole_server
+from poprun.devices.server.served_leases import ClientLeases
+from poprun.devices.server.server_client import TOKEN_VARIABLE, make_token, read_token, token_file
+from poprun.devices.server.server_messages import MAX_IPUS
+from poprun.devices.server.target_pool import LocalPool, served_pool
 from poprun.errors import PlanError, ServerError
-from poprun.lease.server_client import TOKEN_VARIABLE, make_token, read_token, token_file
 from poprun.plan.inventory import Cluster
 from poprun.plan.settings import DEFAULT_PORT
-from poprun.pool.holders import sole_server
-from poprun.pool.server_messages import MAX_IPUS
 from poprun.text.screen import visible
-from poprun.vipu.served_leases import ClientLeases
-from poprun.vipu.target_pool import LocalPool, served_pool
 
 _LOOK_SECONDS: Final = 5.0
 """How long the server takes what it has seen of its devices for true."""
@@ -65,7 +65,7 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
     --vipu-server-host, and vipu --server-host shows them. Both need the token.
     """
     try:
-        from poprun.vipu import answers, server  # noqa: PLC0415 - the extra is needed here only
+        from poprun.devices.server import answers, server  # noqa: PLC0415 - the extra is needed here only
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("anyio", "starlette", "uvicorn", "h11"):
             raise

@@ -8,12 +8,7 @@ from typing import Final
 import click
 
 from popdist.contract import VERSION
-from poprun.errors import PartitionError, PoprunError
-from poprun.lease.server_client import RemotePool
-from poprun.plan.settings import DEFAULT_PORT, VipuSettings
-from poprun.pool.records import fold_names
-from poprun.text.screen import visible, write_any_letter
-from poprun.vipu.listing import (
+from poprun.devices.pool.listing import (
     Row,
     allocation_rows,
     cluster_rows,
@@ -23,8 +18,13 @@ from poprun.vipu.listing import (
     render_json,
     render_rows,
 )
+from poprun.devices.pool.records import fold_names
+from poprun.devices.server.server_client import RemotePool
+from poprun.devices.server.target_pool import LocalPool, target_pool
+from poprun.errors import PartitionError, PoprunError
+from poprun.plan.settings import DEFAULT_PORT, VipuSettings
+from poprun.text.screen import visible, write_any_letter
 from poprun.vipu.serve_command import serve
-from poprun.vipu.target_pool import LocalPool, target_pool
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 _INTERRUPTED: Final = 130

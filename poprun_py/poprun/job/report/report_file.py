@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from popdist import contract
+from poprun.devices.pool.records import HeldLease
 from poprun.job.outcome import JobEnd, exit_code, first_failure, shell_code
 from poprun.job.report.endings import name_code, signal_of
 from poprun.job.report.findings import Findings
 from poprun.job.state import InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
-from poprun.pool.records import HeldLease
 from poprun.text.ranges import fold_numbers
 
 VERSION: Final = 1

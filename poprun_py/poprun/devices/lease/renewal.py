@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
+from poprun.devices.server.server_connection import ServerAddress, ask
 from poprun.errors import LeaseEndedError, PoprunError
-from poprun.lease.server_connection import ServerAddress, ask
 from poprun.text.screen import own_line
 
 _INPUT = 0

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from poprun.devices.pool.records import Lease, PoolState, fold_names
+from poprun.devices.pool.requests import Wish
+from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest
+from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
-from poprun.pool.records import Lease, PoolState, fold_names
-from poprun.pool.requests import Wish
-from poprun.pool.server_messages import LeaseAnswer, LeaseRequest
-from poprun.vipu.target_pool import LocalPool
 
 
 class Renewals:

@@ -5,14 +5,14 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from poprun.devices.pool.clusters import check_names, choose_cluster, pod_of
+from poprun.devices.pool.folder import BUSY_SECONDS
+from poprun.devices.pool.place import POOL_VARIABLE, pool_folder
+from poprun.devices.pool.pool import Pool
+from poprun.devices.pool.records import Partition, PoolState
+from poprun.devices.server.server_client import RemotePool, pool_at
 from poprun.errors import PlanError
-from poprun.lease.server_client import RemotePool, pool_at
 from poprun.plan.inventory import Cluster
-from poprun.pool.clusters import check_names, choose_cluster, pod_of
-from poprun.pool.folder import BUSY_SECONDS
-from poprun.pool.place import POOL_VARIABLE, pool_folder
-from poprun.pool.pool import Pool
-from poprun.pool.records import Partition, PoolState
 from poprun.probe.hardware import find_gpus, usable_cores
 
 _SERVER_BUSY_SECONDS: Final = 10.0

@@ -20,6 +20,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from poprun.devices.pool.holders import boot_id
+from poprun.devices.pool.pool_rows import number_of, optional_text_of, text_of
+from poprun.devices.server.served_leases import LOOK_SECONDS, ClientLeases
+from poprun.devices.server.server_connection import PATH, kind_of
+from poprun.devices.server.server_messages import (
+    MAX_IPUS,
+    ServedPool,
+    key_of_lease,
+    pool_to_dict,
+    read_request,
+    reader,
+)
+from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import (
     IpusTakenError,
     LeaseEndedError,
@@ -30,20 +43,7 @@ from poprun.errors import (
     ServerError,
     ServerLostError,
 )
-from poprun.lease.server_connection import PATH, kind_of
-from poprun.pool.holders import boot_id
-from poprun.pool.pool_rows import number_of, optional_text_of, text_of
-from poprun.pool.server_messages import (
-    MAX_IPUS,
-    ServedPool,
-    key_of_lease,
-    pool_to_dict,
-    read_request,
-    reader,
-)
 from poprun.text.fields import FieldReader
-from poprun.vipu.served_leases import LOOK_SECONDS, ClientLeases
-from poprun.vipu.target_pool import LocalPool
 
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
+from poprun.devices.pool.place import opened_place
 from poprun.errors import PoolError
-from poprun.pool.place import opened_place
 from poprun.process.process_tree import user_name
 
 BUSY_SECONDS: Final = 120.0
@@ -237,7 +237,7 @@ class PoolFolder:
 
 @contextmanager
 def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
-    """The folder of the pool at ``path`` for the length of a block; see :func:`poprun.pool.place.opened_place`."""
+    """The folder of the pool at ``path`` for the length of a block; see `place.opened_place`."""
     with opened_place(path, makes=makes) as descriptor:
         yield PoolFolder(path, descriptor)
 

@@ -16,8 +16,8 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from poprun.devices.server.server_connection import VERSION, VERSION_HEADER
 from poprun.errors import ServerError
-from poprun.lease.server_connection import VERSION, VERSION_HEADER
 
 MAX_CONNECTIONS: Final = 256
 CONNECTION_SECONDS: Final = 20.0

@@ -8,8 +8,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+from poprun.devices.pool.records import Holder, Lease, Partition
 from poprun.errors import PlanError
-from poprun.pool.records import Holder, Lease, Partition
 from poprun.process.process_tree import user_name
 from poprun.text.fields import FieldReader
 from poprun.text.input_files import parse_json

@@ -10,12 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Final, TypeVar
 
-from poprun.errors import PlanError, ServerError
-from poprun.lease.server_connection import ServerAddress, ask
-from poprun.plan.inventory import Cluster
-from poprun.pool.pool_rows import read_partition
-from poprun.pool.records import Partition, PoolState
-from poprun.pool.server_messages import (
+from poprun.devices.pool.pool_rows import read_partition
+from poprun.devices.pool.records import Partition, PoolState
+from poprun.devices.server.server_connection import ServerAddress, ask
+from poprun.devices.server.server_messages import (
     LeaseAnswer,
     LeaseRequest,
     ServedPool,
@@ -23,6 +21,8 @@ from poprun.pool.server_messages import (
     read_pool,
     reader,
 )
+from poprun.errors import PlanError, ServerError
+from poprun.plan.inventory import Cluster
 from poprun.process.process_tree import user_name
 
 Answer = TypeVar("Answer")

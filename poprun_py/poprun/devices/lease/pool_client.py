@@ -9,20 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from poprun.devices.lease.claims import HeldJob
+from poprun.devices.lease.local_lease import LocalClaim, in_own_partition, ipu_claims, leased_here
+from poprun.devices.pool.clusters import check_names, pod_of
+from poprun.devices.pool.place import pool_folder
+from poprun.devices.pool.pool import Pool
+from poprun.devices.pool.records import PoolState, fold_names
+from poprun.devices.pool.requests import Wish, refusal
 from poprun.errors import IpusTakenError, PoprunError
 from poprun.hosts.routes import JobNetwork
-from poprun.lease.claims import HeldJob
-from poprun.lease.local_lease import LocalClaim, in_own_partition, ipu_claims, leased_here
 from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import allocation_of
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.pool.clusters import check_names, pod_of
-from poprun.pool.place import pool_folder
-from poprun.pool.pool import Pool
-from poprun.pool.records import PoolState, fold_names
-from poprun.pool.requests import Wish, refusal
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import counted
@@ -47,7 +47,7 @@ def facts_under_pool(
     if pod is not None:
         check_names(pod, allocation_of(pod, vipu))
     if vipu.server_host is not None and asks_server and not vipu.is_offline:
-        from poprun.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
+        from poprun.devices.lease.server_lease import under_server  # noqa: PLC0415 - few jobs ask a server
 
         facts, pod = under_server(vipu, facts)
         if pod is None:
@@ -79,13 +79,13 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
     with ExitStack() as stack:
         job = HeldJob(plan=plan, network=network)
         if plan.asks_server:
-            from poprun.lease.server_lease import leased_from_server  # noqa: PLC0415 - few jobs ask a server
+            from poprun.devices.lease.server_lease import leased_from_server  # noqa: PLC0415 - few jobs ask a server
 
             job = stack.enter_context(leased_from_server(job))
         if job.network is None:
             yield stack.enter_context(leased_here(job, facts, is_fixed=is_fixed))
         else:
-            from poprun.lease.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs have one host
+            from poprun.devices.lease.host_leases import leased_on_hosts  # noqa: PLC0415 - most jobs have one host
 
             yield stack.enter_context(leased_on_hosts(job, job.network, is_fixed=is_fixed))
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from poprun.devices.pool.clusters import check_hosts_of, check_names
+from poprun.devices.pool.records import Partition, PoolState, fold_names
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import CORE, GPU, Cluster, VirtualIpu, choose_ipus
 from poprun.plan.pods import share_of
-from poprun.pool.clusters import check_hosts_of, check_names
-from poprun.pool.records import Partition, PoolState, fold_names
 from poprun.text.ranges import counted
 
 _IPU: Final = "virtual IPU"

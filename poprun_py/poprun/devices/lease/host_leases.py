@@ -18,15 +18,15 @@ from typing import Any, Final, Self
 
 from popdist import contract
 from poprun import errors
+from poprun.devices.lease.claims import HeldJob
+from poprun.devices.pool.records import HeldLease
 from poprun.errors import HostsError, PoprunError
 from poprun.hosts.routes import JobNetwork, remote_words
-from poprun.lease.claims import HeldJob
 from poprun.messages.control import RECEIVE_BYTES
 from poprun.messages.json_lines import LineReader
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
 from poprun.plan.settings import RemoteSettings
-from poprun.pool.records import HeldLease
 from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 
@@ -50,7 +50,7 @@ _Message = dict[str, Any]
 def leased_on_hosts(job: HeldJob, network: JobNetwork, *, is_fixed: bool) -> Iterator[HeldJob]:
     """Hold what a job needs of each of its hosts for the length of a block; the job with it.
 
-    What a host's pool answers is raised with the host's name; see `poprun.lease.local_lease.leased_here`.
+    What a host's pool answers is raised with the host's name; see `poprun.devices.lease.local_lease.leased_here`.
     """
     if not (job.plan.takes_lease or job.plan.owns_cores):
         yield job

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from poprun.errors import PlanError
-from poprun.pool.folder import PoolFolder
-from poprun.pool.holders import lives
-from poprun.pool.pool_rows import (
+from poprun.devices.pool.folder import PoolFolder
+from poprun.devices.pool.holders import lives
+from poprun.devices.pool.pool_rows import (
     MAX_NUMBER,
     StoredLease,
     StoredPartition,
@@ -22,7 +21,8 @@ from poprun.pool.pool_rows import (
     read_lease_row,
     read_partition_row,
 )
-from poprun.pool.records import Lease, PoolState
+from poprun.devices.pool.records import Lease, PoolState
+from poprun.errors import PlanError
 
 _LEASE: Final = "lease"
 _LOCK: Final = "lock"

@@ -14,17 +14,18 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), *sys.argv[1:]]
+_ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
+sys.path[:0] = [_ROOT, *sys.argv[1:]]
 
+from poprun.devices.lease.claims import HeldJob  # noqa: E402 - as above
+from poprun.devices.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
+from poprun.devices.lease.local_lease import leased_here  # noqa: E402 - as above
+from poprun.devices.pool.holders import boot_id  # noqa: E402 - as above
+from poprun.devices.pool.place import opened_place, pool_folder  # noqa: E402 - as above
 from poprun.errors import PoprunError  # noqa: E402 - it has to be told where poprun is
 from poprun.launch.fetched_lease import FETCH, GIVE_UP, TALK_SECONDS  # noqa: E402 - as above
-from poprun.lease.claims import HeldJob  # noqa: E402 - as above
-from poprun.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
-from poprun.lease.local_lease import leased_here  # noqa: E402 - as above
 from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
 from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
-from poprun.pool.holders import boot_id  # noqa: E402 - as above
-from poprun.pool.place import opened_place, pool_folder  # noqa: E402 - as above
 
 
 def main() -> None:

@@ -8,11 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
-from poprun.plan.counts import check_count
-from poprun.plan.inventory import Cluster, VirtualIpu, size_of_partition
-from poprun.pool.clusters import check_names
-from poprun.pool.contents import (
+from poprun.devices.pool.clusters import check_names
+from poprun.devices.pool.contents import (
     Contents,
     clear,
     end_lease,
@@ -22,11 +19,14 @@ from poprun.pool.contents import (
     write_lease,
     write_partition,
 )
-from poprun.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
-from poprun.pool.holders import this_process
-from poprun.pool.pool_rows import StoredLease, StoredPartition
-from poprun.pool.records import Holder, Lease, Partition, PoolState
-from poprun.pool.requests import PartitionWish, Wish
+from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
+from poprun.devices.pool.holders import this_process
+from poprun.devices.pool.pool_rows import StoredLease, StoredPartition
+from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
+from poprun.devices.pool.requests import PartitionWish, Wish
+from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
+from poprun.plan.counts import check_count
+from poprun.plan.inventory import Cluster, VirtualIpu, size_of_partition
 from poprun.process.process_tree import user_name
 
 

@@ -15,8 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Final
 
-from poprun.errors import PlanError, PoolError
-from poprun.lease.claims import (
+from poprun.devices.lease.claims import (
     Claim,
     HeldJob,
     Tell,
@@ -26,18 +25,19 @@ from poprun.lease.claims import (
     with_gpus,
     with_ipus,
 )
+from poprun.devices.pool.clusters import choose_cluster, pod_of
+from poprun.devices.pool.holders import is_here, is_served
+from poprun.devices.pool.place import pool_folder
+from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
+from poprun.devices.pool.records import HeldLease, PoolState
+from poprun.devices.pool.requests import Wish, refusal
+from poprun.errors import PlanError, PoolError
 from poprun.plan.inventory import CORE, Cluster, VirtualIpu, gpu_cluster
 from poprun.plan.placement import flat_map
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import place
 from poprun.plan.pods import allocation_of
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.pool.clusters import choose_cluster, pod_of
-from poprun.pool.holders import is_here, is_served
-from poprun.pool.place import pool_folder
-from poprun.pool.pool import Pool, Ticket, wait_for_turn
-from poprun.pool.records import HeldLease, PoolState
-from poprun.pool.requests import Wish, refusal
 from poprun.probe.hardware import find_gpus
 from poprun.process.process_tree import ancestors, user_name
 from poprun.text import screen

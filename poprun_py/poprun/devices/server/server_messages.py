@@ -9,10 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from poprun.errors import PlanError
-from poprun.plan.inventory import Cluster, VirtualIpu
-from poprun.plan.topology import Occupant
-from poprun.pool.pool_rows import (
+from poprun.devices.pool.pool_rows import (
     MAX_PID,
     MAX_TEXT,
     number_of,
@@ -21,8 +18,11 @@ from poprun.pool.pool_rows import (
     read_partition,
     text_of,
 )
-from poprun.pool.records import REMOTE, Holder, PoolState, short_words
-from poprun.pool.requests import IpuWish, PartitionWish
+from poprun.devices.pool.records import REMOTE, Holder, PoolState, short_words
+from poprun.devices.pool.requests import IpuWish, PartitionWish
+from poprun.errors import PlanError
+from poprun.plan.inventory import Cluster, VirtualIpu
+from poprun.plan.topology import Occupant
 from poprun.text.fields import FieldReader
 
 MAX_IPUS: Final = 4096

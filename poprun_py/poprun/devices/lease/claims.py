@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from poprun.devices.pool.records import HeldLease, PoolState
+from poprun.devices.pool.requests import IpuWish, PartitionWish
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.hosts.routes import JobNetwork
 from poprun.plan.inventory import CPU, Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.settings import VipuSettings
-from poprun.pool.records import HeldLease, PoolState
-from poprun.pool.requests import IpuWish, PartitionWish
 from poprun.text.host_names import fold_hosts
 
 Tell = Callable[[str], None]

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Final
 
-from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
-from poprun.lease.claims import (
+from poprun.devices.lease.claims import (
     ATTEMPT_SECONDS,
     Claim,
     HeldJob,
@@ -30,18 +29,19 @@ from poprun.lease.claims import (
     with_gpus,
     with_ipus,
 )
-from poprun.lease.server_client import RemotePool, pool_at
-from poprun.lease.server_connection import ServerAddress
+from poprun.devices.pool.clusters import check_hosts_of
+from poprun.devices.pool.holders import boot_id
+from poprun.devices.pool.records import PoolState
+from poprun.devices.pool.requests import IpuWish, refusal
+from poprun.devices.server.server_client import RemotePool, pool_at
+from poprun.devices.server.server_connection import ServerAddress
+from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest, ServedPool
+from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
 from poprun.plan.inventory import CPU, GPU, POD, Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import allocation_of, share_of
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.pool.clusters import check_hosts_of
-from poprun.pool.holders import boot_id
-from poprun.pool.records import PoolState
-from poprun.pool.requests import IpuWish, refusal
-from poprun.pool.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.probe.hardware import find_gpus
 from poprun.probe.machine import names_of_this_machine
 from poprun.process.process_tree import ancestors, key_of, user_name

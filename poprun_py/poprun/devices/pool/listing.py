@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+from poprun.devices.pool.records import Lease, Partition, PoolState, fold_names
 from poprun.plan.inventory import IPUS_PER_MACHINE, Cluster
-from poprun.pool.records import Lease, Partition, PoolState, fold_names
 from poprun.text.ranges import fold_numbers
 from poprun.text.screen import visible
 
