@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from poprun.devices.pool.place import opened_place
 from poprun.errors import PoolError
-from poprun.pool.place import opened_place
 from poprun.text.atomic_file import check_target, write_whole
 
 
