@@ -190,7 +190,7 @@ def test_the_process_keeps_its_own_random_state() -> None:
     """What the loop draws does not depend on what the loader draws, nor on whether there is one."""
 
     def draw() -> list[float]:
-        return [random.random(), float(np.random.randn()), torch.rand(()).item()]  # noqa: NPY002, S311 - under test
+        return [random.random(), float(np.random.rand()), torch.rand(()).item()]  # noqa: NPY002, S311 - under test
 
     def drawn(loader: ReplicaLoader | range) -> list[list[float]]:
         random.seed(5)

@@ -1,9 +1,8 @@
 """Each replica's generators go on where they were, also where several loops take turns in one program."""
 
+import hashlib
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
-from popdist.data import process_generators
-from popdist.training import randomness
+import popdist
 from popdist.training.randomness import ReplicaRandomness
 
 CPU = torch.device("cpu")
@@ -38,7 +36,6 @@ DRAWS: tuple[Callable[[], object], ...] = (
     lambda: random.gauss(0, 1),
     lambda: np.random.rand(624).tolist(),  # noqa: NPY002 - the subject
     np.random.normal,
-    lambda: set_bit_generator(BITS),
     lambda: set_bit_generator(np.random.MT19937(4)),
     lambda: set_bit_generator(np.random.SFC64(4)),
     lambda: torch.rand(624).tolist(),
@@ -66,32 +63,8 @@ def drawn(program: list[Work], replica: list[Work]) -> tuple[list[object], list[
     return found
 
 
-WAYS = ("in one call", "in turn", "in turn, by get_state")
-
-
-@contextmanager
-def exchanged(way: str) -> Iterator[None]:
-    """Within it, states are exchanged in this way."""
-    with pytest.MonkeyPatch.context() as patch:
-        if way != "in one call":
-            patch.setattr(randomness, "exchange", process_generators.exchange_in_turn)
-            patch.setattr(randomness, "_programs", randomness._seeded(0, 0))
-        if way == "in turn, by get_state":
-            patch.setattr(process_generators, "_row", None)
-            patch.setattr(process_generators, "_torch_row", None)
-        yield
-
-
-def test_states_are_exchanged_in_one_call() -> None:
-    """Where there is the extension; the versions that are pinned keep their states where they are looked for."""
-    if find_spec("popdist.data._generators") is None:
-        pytest.skip("there was no C compiler that could make the extension")
-
-    assert process_generators.exchange is not process_generators.exchange_in_turn
-
-
-@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4), way=st.sampled_from(WAYS))
-def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], way: str) -> None:
+@given(turns=st.lists(st.tuples(WORK, WORK), max_size=4))
+def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]]) -> None:
     """Whatever each of them draws, also where it seeds, takes the second of a pair, or draws nothing."""
     program, replica, silent = (
         [turn[0] for turn in turns],
@@ -100,8 +73,7 @@ def test_program_and_replica_draw_as_if_alone(turns: list[tuple[Work, Work]], wa
     )
     states = random.getstate(), torch.get_rng_state()
     try:
-        with exchanged(way):
-            both, alone = drawn(program, replica), (drawn(program, silent)[0], drawn(silent, replica)[1])
+        both, alone = drawn(program, replica), (drawn(program, silent)[0], drawn(silent, replica)[1])
     finally:
         random.setstate(states[0])
         torch.set_rng_state(states[1])
@@ -147,3 +119,50 @@ def test_the_programs_own_generators_go_on_untouched() -> None:
         scope.__exit__(None, None, None)
 
     assert (random.random(), float(torch.rand(()))) == expected  # noqa: S311 - as above
+
+
+def test_a_seeded_replica_draws_what_the_seeded_generators_do() -> None:
+    """Its masks are the same in every version of popdist: a replica's states are those of a seed."""
+    numbers = {
+        name: int.from_bytes(hashlib.blake2b(f"7 3 {name}".encode(), digest_size=8).digest(), "little") >> 1
+        for name in ("python", "numpy", "torch")
+    }
+    expected = (
+        random.Random(numbers["python"]).random(),  # noqa: S311 - the subject
+        float(np.random.RandomState(np.random.MT19937(numbers["numpy"])).rand()),
+        float(torch.rand((), generator=torch.Generator().manual_seed(numbers["torch"]))),
+    )
+
+    with ReplicaRandomness(7, range(3, 4)).of(3, CPU):
+        assert draw() == expected
+
+
+def test_states_survive_being_written_down() -> None:
+    """Also with the second of a pair of normal numbers; a bit generator of the program's own is left out."""
+    states, loaded = ReplicaRandomness(1, range(2)), ReplicaRandomness(2, range(2))
+    with states.of(0, CPU):
+        random.gauss(0, 1)
+        torch.randn(())
+        draw()
+    with states.of(1, CPU):
+        set_bit_generator(np.random.SFC64(4))
+
+    written = states.state_dict()
+    loaded.load_state_dict(written)
+
+    assert written["1"]["numpy"] is None
+    found = []
+    for randomness in (states, loaded):
+        with randomness.of(0, CPU):
+            found.append((random.gauss(0, 1), draw(), float(torch.randn(()))))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("numbers", [[3], [3, *range(600)], [99, *range(625)]])
+def test_numbers_that_are_no_state_are_refused(numbers: list[int]) -> None:
+    """A checkpoint may hold anything."""
+    randomness = ReplicaRandomness(1, range(1))
+    values = randomness.state_dict()["0"] | {"python": torch.tensor(numbers)}
+
+    with pytest.raises(popdist.WeightsError, match="no random states"):
+        randomness.load_state_dict({0: values})

@@ -134,7 +134,8 @@ class StreamFetcher(IterableDataset[Any]):
 
         def read(reseed: Reseed) -> list[Any]:
             found = []
-            for _ in reseed.each(seeds):
+            for seed in seeds:
+                reseed(seed)
                 try:
                     found.append(next(items))
                 except StopIteration:

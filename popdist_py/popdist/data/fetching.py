@@ -53,7 +53,7 @@ class Collation:
             BatchError: If the collate function returns None.
         """
         if reseed is not None and self.collate_fn is not default_collate:
-            reseed.once(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
+            reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
         content = _collated(samples) if self.collate_fn is default_collate else self.collate_fn(samples)
         if content is None:
             name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__name__)
@@ -141,6 +141,10 @@ class MapFetcher(Dataset[Any]):
             return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
         seeds = self._collation.seeds(epoch, numbers)
         if read_all is not None and not isinstance(dataset, Subset):
-            reseed.once(seeds[0])
+            reseed(seeds[0])
             return list(read_all(indices))
-        return [dataset[index] for index, _ in zip(indices, reseed.each(seeds), strict=True)]
+        samples = []
+        for index, seed in zip(indices, seeds, strict=True):
+            reseed(seed)
+            samples.append(dataset[index])
+        return samples

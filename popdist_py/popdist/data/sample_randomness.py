@@ -6,39 +6,86 @@ are watched while the first samples are read, and afterwards only those are set 
 others are still watched: when one was drawn from after all, what was read is read again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from popdist.data.epoch import GOLDEN, round_keys, scramble
-from popdist.data.process_generators import GENERATORS, Generator
 
 T = TypeVar("T")
 
+Reseed: TypeAlias = Callable[[int], None]
+"""Sets generators from a 64-bit number, for the sample that is read next."""
 
-class Reseed(NamedTuple):
-    """Sets generators for what comes next.
+_WATCHED_SEED: Final = 0
+
+
+class _Generator(NamedTuple):
+    """A random generator of the process, by public calls only.
 
     Attributes:
-        once: From a 64-bit number.
-        each: From one number after the other, at each step of an iterator.
+        name: What it is called.
+        seed: Sets its state from a 64-bit number.
+        draw: Draws a number, which tells whether others were drawn since it was set.
+        set_aside: Gives the program's state, in whose place another one may now be put.
+        put_back: Lets it go on from what ``set_aside`` gave.
     """
 
-    once: Callable[[int], object]
-    each: Callable[[list[int]], Iterator[object]]
+    name: str
+    seed: Callable[[int], object]
+    draw: Callable[[], object]
+    set_aside: Callable[[], Any]
+    put_back: Callable[[Any], object]
+
+    def is_as_seeded(self, seed: int) -> bool:
+        """Whether nothing was drawn since it was set from ``seed``; it draws itself."""
+        found = self.draw()
+        self.seed(seed)
+        return found == self.draw()
+
+
+_bits: Final = np.random.MT19937()
+"""What numpy's functions draw from while samples are read."""
+
+
+def _set_numpy_aside() -> Any:  # noqa: ANN401 - a bit generator of any class
+    """Have numpy's functions draw from another bit generator: reading a state takes a hundred times longer."""
+    own: Any = get_bit_generator()
+    set_bit_generator(np.random.MT19937() if own is _bits else _bits)  # a dataset may read another loader
+    return own
+
+
+_GENERATORS: Final = (
+    _Generator("python", random.seed, lambda: random.getrandbits(64), random.getstate, random.setstate),
+    _Generator(
+        "numpy",
+        lambda seed: np.random.seed(seed % 2**32),  # noqa: NPY002 - what datasets draw from
+        lambda: np.random.bytes(8),  # noqa: NPY002 - as above
+        _set_numpy_aside,
+        set_bit_generator,
+    ),
+    _Generator(
+        "torch",
+        torch.default_generator.manual_seed,
+        lambda: torch.empty((), dtype=torch.int64).random_().item(),
+        torch.get_rng_state,
+        torch.set_rng_state,
+    ),
+)
 
 
 @dataclass(slots=True)
 class Randomness:
     """The generators that reading samples draws from: set for each sample, and afterwards as they were.
 
-    Attributes:
-        used: Names of the generators that the dataset was seen to draw from; None before the first work.
+    ``used`` holds the names of those that the dataset was seen to draw from, None before the first work.
     """
 
     used: frozenset[str] | None = None
@@ -49,74 +96,85 @@ class Randomness:
         It gets None where nothing is drawn, and else must reseed before it draws. The generators' states are
         afterwards what they were before.
         """
-        if self.used is None:
-            return isolated(lambda reseed: self._learn(work, reseed))
-        while True:
-            looks, was_drawn = _looks_at_others(self.used), False
-            before = [look() for look in looks]
-            try:
-                result = self._seeded(work)
-            finally:
-                after = [look() for look in looks]
-                if after != before:
-                    was_drawn = True
-                    self._undo(self.used, before, after)
-            if not was_drawn:
-                return result
+        own = [generator.set_aside() for generator in _GENERATORS]
+        try:
+            while True:
+                before = self.used
+                result = self._learn(work) if before is None else self._watch(work, before)
+                if before is None or self.used == before:
+                    return result
+        finally:
+            _put_back(own)
 
-    def _seeded(self, work: Callable[[Reseed | None], T]) -> T:
-        """What ``work`` returns when the generators that are known to be used are set."""
-        if not self.used:
-            return work(None)
-        return isolated(work, [generator for generator in GENERATORS if generator.name in self.used])
+    def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str]) -> T:
+        """Set the generators that are known to be used, and see whether others are."""
+        others = [generator for generator in _GENERATORS if generator.name not in used]
+        for generator in others:
+            generator.seed(_WATCHED_SEED)
+        try:
+            return work(_reseed(it for it in _GENERATORS if it.name in used) if used else None)
+        finally:
+            drawn = [it.name for it in others if it.draw() != _first_draws[it.name]]
+            self.used = used.union(drawn)
 
-    def _undo(self, used: frozenset[str], before: list[object], after: list[object]) -> None:
-        """Let generators that were drawn from go on as before, and count them as used."""
-        for generator, seen, found in zip(_others(used), before, after, strict=True):
-            if found != seen:
-                generator.undo(seen)
-                used |= {generator.name}
-        self.used = used
-
-    def _learn(self, work: Callable[[Reseed | None], T], reseed_all: Reseed) -> T:
+    def _learn(self, work: Callable[[Reseed | None], T]) -> T:
         """Set all generators, and see which of them each sample draws from."""
-        used: set[str] = set()
-        expected: dict[str, object] = {}
+        used, last = set[str](), cast("int | None", None)
+        reseed_all = _reseed(_GENERATORS)
 
         def find() -> None:
-            found = {generator.name: generator.look() for generator in GENERATORS}
-            used.update(name for name, look in found.items() if look != expected.get(name, look))
+            if last is not None:
+                used.update(it.name for it in _GENERATORS if not it.is_as_seeded(last))
 
         def reseed(seed: int) -> None:
+            nonlocal last
             find()
-            reseed_all.once(seed)
-            expected.update({generator.name: generator.look() for generator in GENERATORS})
+            reseed_all(seed)
+            last = seed
 
-        result = work(Reseed(reseed, lambda seeds: map(reseed, seeds)))
+        result = work(reseed)
         find()
         self.used = frozenset(used)
         return result
 
 
-def _others(used: frozenset[str]) -> list[Generator]:
-    """The generators that are watched, not set."""
-    return [generator for generator in GENERATORS if generator.name not in used]
-
-
-@lru_cache(maxsize=8)
-def _looks_at_others(used: frozenset[str]) -> list[Callable[[], object]]:
-    """What tells whether those were drawn from; it is asked twice for each step."""
-    return [generator.look for generator in _others(used)]
-
-
-def isolated(work: Callable[[Reseed], T], generators: Sequence[Generator] = GENERATORS) -> T:
+def isolated(work: Callable[[Reseed], T]) -> T:
     """What ``work`` returns, called once; the generators' states are afterwards what they were before."""
-    own = [generator.get() for generator in generators]
+    own = [generator.set_aside() for generator in _GENERATORS]
     try:
-        return work(_seeding(generators))
+        return work(_reseed(_GENERATORS))
     finally:
-        for generator, state in zip(generators, own, strict=True):
-            generator.set(state)
+        _put_back(own)
+
+
+def _put_back(own: list[Any]) -> None:
+    for generator, state in zip(_GENERATORS, own, strict=True):
+        generator.put_back(state)
+
+
+def _reseed(generators: Iterable[_Generator]) -> Reseed:
+    seeds = [generator.seed for generator in generators]
+    if len(seeds) == 1:
+        return seeds[0]  # type: ignore[return-value] # what it returns is not used
+
+    def reseed(number: int) -> None:
+        for seed in seeds:
+            seed(number)
+
+    return reseed
+
+
+def _find_first_draws() -> dict[str, object]:
+    """The first number of each generator after it was set as one that is watched."""
+
+    def draw(reseed: Reseed) -> dict[str, object]:
+        reseed(_WATCHED_SEED)
+        return {generator.name: generator.draw() for generator in _GENERATORS}
+
+    return isolated(draw)
+
+
+_first_draws: Final = _find_first_draws()
 
 
 def sample_seeds(indices: list[int], *, seed: int, epoch: int, what: int = 0) -> list[int]:
@@ -138,14 +196,3 @@ def draws_nothing(dataset: object) -> bool:
     if type(dataset) is ConcatDataset:
         return all(map(draws_nothing, dataset.datasets))
     return type(dataset) in (TensorDataset, torch.Tensor, np.ndarray, list, tuple, range)
-
-
-def _seeding(generators: Sequence[Generator]) -> Reseed:
-    if len(generators) == 1:
-        return Reseed(generators[0].seed, generators[0].seed_each)
-
-    def once(number: int) -> None:
-        for generator in generators:
-            generator.seed(number)
-
-    return Reseed(once, lambda seeds: zip(*[generator.seed_each(seeds) for generator in generators], strict=True))

@@ -189,7 +189,7 @@ class SampledShares(EpochShares):
         (seed,) = sample_seeds([0], seed=self._position.identity["seed"], epoch=epoch, what=_FOR_SAMPLER)
 
         def read(reseed: Reseed) -> list[Any]:
-            reseed.once(seed)
+            reseed(seed)
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
             return list(self._sampler)

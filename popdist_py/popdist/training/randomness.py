@@ -2,43 +2,38 @@
 
 Each replica owns a state of every generator that programs draw from unasked: Python's, numpy's, and torch's for
 the CPU and for the model's CUDA device. It is put in place for the replica's micro batches only, so a dropout mask
-is the same however replicas are dealt to instances, and outside the loop the program's own states go on as if
-nothing had been drawn. (But for numpy's second half of a pair of normal numbers, which is drawn anew.)
+is the same however replicas are dealt to instances. Outside the loop the program's own states go on as if nothing
+had been drawn, except for numpy's second half of a pair of normal numbers, which is drawn anew.
 """
 
 import hashlib
+import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch import Tensor
 
-from popdist.data import process_generators
-from popdist.data.process_generators import PythonState, States, TorchState, exchange
 from popdist.errors import WeightsError
 
 _CPU: Final = torch.device("cpu")
 
 
-class _States(States):
-    """A state of all generators: that of a replica while it does not draw, or that of the program meanwhile.
+@dataclass(slots=True)
+class _States:
+    """The states of all generators: those of a replica while it does not draw, or the program's meanwhile.
 
-    Attributes:
-        cuda: Of the generator of a CUDA device; None as long as there is none.
+    numpy's is the bit generator itself, because reading its state takes longer than all the rest. ``cuda`` is None
+    until a CUDA device is used.
     """
 
-    __slots__ = ("cuda",)
-
-    def __init__(self, python: PythonState, numpy: bytes, torch: TorchState, cuda: Tensor | None = None) -> None:
-        super().__init__(python, numpy, torch)
-        self.cuda = cuda
-
-    def go_on_from(self, other: "_States", ordinal: int) -> None:
-        """Become the state of a CUDA device's generator now, and let it go on from ``other``, if that has one."""
-        self.cuda = torch.cuda.default_generators[ordinal].get_state()
-        if other.cuda is not None:
-            torch.cuda.default_generators[ordinal].set_state(other.cuda)
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: Tensor
+    cuda: Tensor | None = None
 
 
 class ReplicaRandomness:
@@ -83,10 +78,10 @@ class ReplicaRandomness:
         """
         try:
             found = {int(replica): values for replica, values in state_dict.items()}
-            taken = {replica: _from_values(found[replica]) for replica in self._states if replica in found}
+            loaded = {replica: _from_values(found[replica]) for replica in self._states if replica in found}
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             raise WeightsError(f"these are no random states of replicas: {error!r}") from error
-        self._states.update(taken)
+        self._states.update(loaded)
 
 
 class RandomScope:
@@ -112,37 +107,25 @@ class RandomScope:
 
     def __enter__(self) -> None:
         if self._entered:
-            self._entered[-1].take_back()
+            self._entered[-1]._take_back()  # noqa: SLF001 - another scope
         self._entered.append(self)
-        if self._ordinal is None:
-            exchange(_programs, self._states[self._replica])  # as put_in_place(), with one call less
-        else:
-            self.put_in_place()
+        self._put_in_place()
 
     def __exit__(self, *_error: object) -> None:
         was_last = self._entered[-1] is self
         self._entered.remove(self)
         if was_last:
-            if self._ordinal is None:
-                exchange(self._states[self._replica], _programs)  # as take_back()
-            else:
-                self.take_back()
+            self._take_back()
             if self._entered:
-                self._entered[-1].put_in_place()
+                self._entered[-1]._put_in_place()  # noqa: SLF001 - as above
 
-    def put_in_place(self) -> None:
+    def _put_in_place(self) -> None:
         """Let the generators go on from the replica's states."""
-        states = self._states[self._replica]
-        exchange(_programs, states)
-        if self._ordinal is not None:
-            _programs.go_on_from(states, self._ordinal)
+        _exchange(_programs, self._states[self._replica], self._ordinal)
 
-    def take_back(self) -> None:
+    def _take_back(self) -> None:
         """Let them go on where they were, and keep what the replica's states have come to."""
-        states = self._states[self._replica]
-        exchange(states, _programs)
-        if self._ordinal is not None:
-            states.go_on_from(_programs, self._ordinal)
+        _exchange(self._states[self._replica], _programs, self._ordinal)
 
 
 class _ProgramScope(RandomScope):
@@ -157,17 +140,29 @@ class _ProgramScope(RandomScope):
         """Nothing has changed."""
 
 
+def _exchange(out: _States, into: _States, ordinal: int | None) -> None:
+    """Save the generators' states in ``out``, and let them go on from those of ``into``."""
+    out.python, out.numpy, out.torch = random.getstate(), get_bit_generator(), torch.get_rng_state()
+    random.setstate(into.python)
+    set_bit_generator(into.numpy)
+    torch.set_rng_state(into.torch)
+    if ordinal is not None:
+        out.cuda = torch.cuda.default_generators[ordinal].get_state()
+        if into.cuda is not None:
+            torch.cuda.default_generators[ordinal].set_state(into.cuda)
+
+
 def _number(seed: int, replica: int, generator: str) -> int:
-    """A seed of 63 bits that nobody else has."""
+    """A seed of 63 bits that no other replica and no other generator has."""
     digest = hashlib.blake2b(f"{seed} {replica} {generator}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _seeded(seed: int, replica: int) -> _States:
     return _States(
-        process_generators.seeded_python_state(_number(seed, replica, "python")),
-        process_generators.numpy_row(np.random.MT19937(_number(seed, replica, "numpy"))),
-        process_generators.seeded_torch_state(_number(seed, replica, "torch")),
+        random.Random(_number(seed, replica, "python")).getstate(),  # noqa: S311 - for training, not for secrets
+        np.random.MT19937(_number(seed, replica, "numpy")),
+        torch.Generator().manual_seed(_number(seed, replica, "torch")).get_state(),
     )
 
 
@@ -176,27 +171,36 @@ _programs: Final = _seeded(0, 0)
 
 
 def _as_values(states: _States) -> dict[str, object]:
-    numbers, gauss = process_generators.as_numbers(states.python)
-    *words, position = process_generators.NUMPY_ROW.unpack(states.numpy)
+    version, numbers, gauss = states.python
     return {
-        "python": torch.tensor(numbers, dtype=torch.int64),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
         "python_gauss": gauss,
-        "numpy": torch.tensor([position, *words], dtype=torch.int64),
-        "torch": process_generators.as_torch_tensor(states.torch),
+        "numpy": _numbers_of(states.numpy),
+        "torch": states.torch.clone(),
         "cuda": None if states.cuda is None else states.cuda.clone(),
     }
 
 
+def _numbers_of(bits: Any) -> Tensor | None:  # noqa: ANN401 - numpy's stubs do not know what it has
+    """The state of a Mersenne Twister; None of another bit generator that the program has set."""
+    if not isinstance(bits, np.random.MT19937):
+        return None
+    state: Any = bits.state["state"]
+    return torch.tensor([state["pos"], *state["key"].tolist()], dtype=torch.int64)
+
+
 def _from_values(values: Mapping[str, Any]) -> _States:
-    position, *key = values["numpy"].tolist()
-    generator = np.random.MT19937()
-    generator.state = {
-        "bit_generator": "MT19937",
-        "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
-    }
-    return _States(
-        process_generators.from_numbers(values["python"].tolist(), values["python_gauss"]),
-        process_generators.numpy_row(generator),
-        process_generators.from_torch_tensor(values["torch"]),
-        cuda=None if values["cuda"] is None else values["cuda"].clone(),
-    )
+    version, *numbers = values["python"].tolist()
+    python = random.Random()  # noqa: S311 - as above
+    python.setstate((version, tuple(numbers), values["python_gauss"]))
+    bits = np.random.MT19937()
+    if values["numpy"] is not None:
+        position, *key = values["numpy"].tolist()
+        bits.state = {
+            "bit_generator": "MT19937",
+            "state": {"key": np.array(key, dtype=np.uint32), "pos": position},
+        }
+    generator = torch.Generator()
+    generator.set_state(values["torch"])
+    cuda = None if values["cuda"] is None else values["cuda"].clone()
+    return _States(python.getstate(), bits, generator.get_state(), cuda)
