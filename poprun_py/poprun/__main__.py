@@ -74,18 +74,18 @@ def _open_closed_streams() -> None:
 
 def _run(words: "Sequence[str]") -> int:
     from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see run_command
-    from poprun.text.screen import show  # noqa: PLC0415 - see run_command
+    from poprun.text.screen import print_out  # noqa: PLC0415 - see run_command
 
     if (instruction := asked_completion()) is not None:
         from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
 
-        show(answer(instruction))
+        print_out(answer(instruction))
         return 0
     line = read_command_line(words)
     if line.help_option is not None:
         from poprun.cli.help_pages import help_page  # noqa: PLC0415 - click is expensive
 
-        show(help_page(line.help_option))
+        print_out(help_page(line.help_option))
         return 0
     from poprun.command import run  # noqa: PLC0415 - the help pages do without it
 
@@ -94,9 +94,9 @@ def _run(words: "Sequence[str]") -> int:
 
 def _fail(message: str, exit_code: int) -> int:
     if sys.stderr is not None:
-        from poprun.text.screen import say  # noqa: PLC0415 - see run_command
+        from poprun.text.screen import log  # noqa: PLC0415 - see run_command
 
-        say(f"error: {message}")
+        log(f"error: {message}")
     return exit_code
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
-from poprun.plan.advice import advise, check_fitness, idle_options
-from poprun.plan.mpi_options import job_words
+from poprun.plan.advice import check_fitness, idle_options
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.planner import facts_within, make_plan, request_within
+from poprun.plan.planner import make_advised_plan
 from poprun.plan.request import LauncherChoice
 from poprun.plan.settings import VipuSettings
 from poprun.plan.topology import MachineFacts
@@ -51,7 +50,7 @@ def run(line: CommandLine) -> int:
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
     if not starts:
         _preview_lease(plan, facts, line)
-        screen.show(_print_out(plan, line))
+        screen.print_out(_rendered(plan, line))
         return 0
     if not plan.program:
         raise _no_program(line)
@@ -77,7 +76,7 @@ def _no_program(line: CommandLine) -> UsageError:
 def _print_version(version_format: VersionFormat | None) -> int:
     from poprun.cli.versions import version_text  # noqa: PLC0415 - jobs go without
 
-    screen.show(version_text(version_format or VersionFormat.TEXT))
+    screen.print_out(version_text(version_format or VersionFormat.TEXT))
     return 0
 
 
@@ -88,23 +87,30 @@ def _examine_machine(report_format: ReportFormat) -> int:
 
     check_system()
     findings = diagnose(examine(os.environ))
-    screen.show(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
+    screen.print_out(render_findings(findings, report_format, width=screen.width(), has_color=screen.has_color()))
     return 0 if can_run(findings) else 1
 
 
 def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:
-    """Start the job of ``plan``, and see it to its end; poprun's exit code."""
-    from poprun.start import look_at_hosts, start_job  # noqa: PLC0415 - a dry run starts nothing
+    """Start the job of ``plan`` on what it holds, and see it to its end; poprun's exit code."""
+    from poprun.start import find_network, run_job  # noqa: PLC0415 - a dry run starts nothing
 
-    network = look_at_hosts(plan, line.verbosity)
+    network = find_network(plan, line.verbosity)
     if line.plan_file is not None and network is None:
         _check_fitness(plan, line.plan_file)
+    if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
+        _print_topology(plan, line)
+        return run_job(plan, network, verbosity=line.verbosity)
+    from poprun.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
-    def announce(placed: LaunchPlan) -> None:
-        if line.prints_topology:
-            screen.show(_print_out(placed, line))
+    with hold(plan, facts, network) as job:
+        _print_topology(job.plan, line)
+        return run_job(job.plan, job.network, verbosity=line.verbosity, leases=job.leases, regain=job.regain)
 
-    return start_job(plan, facts, network, verbosity=line.verbosity, announce=announce)
+
+def _print_topology(plan: LaunchPlan, line: CommandLine) -> None:
+    if line.prints_topology:
+        screen.print_out(_rendered(plan, line))
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
@@ -113,40 +119,38 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     program = _program(line, working_directory)
     request = line.request(program, working_directory)
     for misspelled in misspelled_variables(os.environ):
-        screen.tell(f"warning: {misspelled}")
-    allocation = find_allocation(os.environ)
-    request = request_within(request, allocation, is_counted="num_instances" in line.values.get("request", {}))
+        screen.log(f"warning: {misspelled}")
     has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
-    facts = facts_within(machine_facts(os.environ, with_mpi=has_mpi), allocation)
+    facts = machine_facts(os.environ, with_mpi=has_mpi).within(find_allocation(os.environ))
     starts = not (line.is_dry_run or line.emitted)
-    facts, pod = _under_pool(request.vipu, facts, asks_server=starts)
-    plan = make_plan(request, facts, pod)
+    facts, pod = _seen_by_pool(request.vipu, facts, asks_server=starts)
+    is_counted = "num_instances" in line.values.get("request", {})
+    plan, advice = make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=starts)
     if line.exported_file is not None:
         _export(line, line.exported_file)
-    left_out = job_words(request, plan.mpi).left_out
-    for advice in advise(plan, facts, left_out=left_out, are_hosts_seen=starts):
-        screen.tell(f"warning: {advice}")
+    for text in advice:
+        screen.log(f"warning: {text}")
     if line.verbosity:
-        _tell_decisions(plan, facts, request.launcher, line)
+        _log_decisions(plan, facts, request.launcher, line)
     return plan, facts
 
 
-def _tell_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
+def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
     """Say what ``-v`` adds: options without effect, MPI runtimes that are not used, and why this launcher."""
     idle = idle_options(plan)
     for option in (one.option for one in line.given):
         if why := option.why_no_effect or idle.get(option.name):
-            screen.tell(f"--{option.name} has no effect: {why}")
+            screen.log(f"--{option.name} has no effect: {why}")
     for found in facts.unknown_mpi:
-        screen.tell(f"{found} is neither MPICH's nor Open MPI's: not used")
+        screen.log(f"{found} is neither MPICH's nor Open MPI's: not used")
     if choice is LauncherChoice.AUTO:
         why = f"auto takes MPI where there is one, and {f'found {plan.mpi}' if plan.mpi else 'there is none'}"
     else:
         why = f"asked for, found {plan.mpi}" if plan.mpi else "asked for"
-    screen.tell(f"launcher {plan.launcher}: {why}")
+    screen.log(f"launcher {plan.launcher}: {why}")
 
 
-def _under_pool(
+def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
     """The facts with the GPUs that the job may get, and the pod to plan for, if there is one."""
@@ -173,7 +177,7 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     except (ProgramNotFoundError, ProgramNotExecutableError) as error:
         if not line.is_dry_run:
             raise
-        screen.tell(f"warning: {error}")
+        screen.log(f"warning: {error}")
         return line.program
 
 
@@ -190,7 +194,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
     source = _name_of(file)
     if line.verbosity:
-        screen.tell(f"reading the plan from {source}")
+        screen.log(f"reading the plan from {source}")
     try:
         text = read_text(file)
     except (OSError, ValueError) as error:
@@ -206,7 +210,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
     """Check that the machine has what a plan of another time or place counts on."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
-        screen.tell(f"warning: {difference}")
+        screen.log(f"warning: {difference}")
 
 
 def _name_of(plan_file: str) -> str:
@@ -218,17 +222,17 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
     if line.emitted is not None:
         return
     if plan.asks_server:
-        screen.tell(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
+        screen.log(f"the server of virtual IPUs at {plan.vipu.server_host} is not asked: nothing starts")
         return
     if not plan.takes_lease:
         return
     from poprun.devices.lease.pool_client import would_hold  # noqa: PLC0415 - most jobs take nothing
 
     is_here = len(plan.hosts) == 1 and plan.hosts[0] in own_names(socket.gethostname())
-    screen.tell(would_hold(plan, facts, is_here=is_here))
+    screen.log(would_hold(plan, facts, is_here=is_here))
 
 
-def _print_out(plan: LaunchPlan, line: CommandLine) -> str:
+def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
     """``plan`` in the form that the command line asks for."""
     if line.emitted is not None:
         from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here

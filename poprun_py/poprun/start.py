@@ -1,18 +1,20 @@
-"""From a plan to a job: its hosts looked at, its virtual IPUs and cores leased, its processes started."""
+"""From a plan to the end of its job: its hosts looked at, then attempt after attempt, until one ends well."""
 
 import os
+import select
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import PlanError, UsageError
+from poprun.errors import HostsError, PlanError, UsageError
 from poprun.job.identity import JobIdentity
-from poprun.job.launching import Launch
+from poprun.job.loop import Attempt
+from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
-from poprun.plan.topology import MachineFacts
 from poprun.probe.job_needs import find_loopback_problem, raise_open_files, users_open_files
 from poprun.probe.machine import names_of_this_machine
 from poprun.process.spawn import become_subreaper
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
     from poprun.devices.pool.records import HeldLease
     from poprun.hosts.preflight import Examination
     from poprun.hosts.routes import JobNetwork
-    from poprun.job.outcome import JobEnd
 
 _MAX_TOLD_ROUTES: Final = 4
+_LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
-def look_at_hosts(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
+def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
     """How the hosts of ``plan`` reach each other; None when there is only this machine.
 
     Raises:
@@ -49,78 +51,84 @@ def look_at_hosts(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
             "MPI, or leave out --host"
         )
     found = _examine(plan)
-    screen.tell(f"hosts talk over {_routes(found.network)}: {found.reason}")
+    routes = [f"{route.interface} {route.address} ({route.name})" for route in found.network.hosts]
+    shown = ", ".join([*routes[:_MAX_TOLD_ROUTES], *(["..."] if len(routes) > _MAX_TOLD_ROUTES else [])])
+    screen.log(f"hosts talk over {shown}: {found.reason}")
     if verbosity:
         passed = sorted(passed_environment(os.environ, plan.passed_names()))
-        screen.tell(f"variables that go to other hosts: {', '.join(passed)}")
+        screen.log(f"variables that go to other hosts: {', '.join(passed)}")
     return found.network
 
 
 def _examine(plan: LaunchPlan) -> "Examination":
     from poprun.hosts.preflight import examine_hosts  # noqa: PLC0415 - jobs of one host go without
 
-    return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.tell)
+    return examine_hosts(plan, names_of_this_machine(plan.hosts) & set(plan.hosts), screen.log)
 
 
-def _routes(network: "JobNetwork") -> str:
-    """The interfaces and addresses, of many hosts the first ones."""
-    told = [f"{route.interface} {route.address} ({route.name})" for route in network.hosts[:_MAX_TOLD_ROUTES]]
-    return ", ".join([*told, *(["..."] if len(network.hosts) > _MAX_TOLD_ROUTES else [])])
-
-
-def start_job(
+def run_job(
     plan: LaunchPlan,
-    facts: MachineFacts | None,
-    network: "JobNetwork | None",
+    network: "JobNetwork | None" = None,
     *,
-    verbosity: int,
-    announce: Callable[[LaunchPlan], None],
+    verbosity: int = 0,
+    leases: "Sequence[HeldLease]" = (),
+    regain: "Callable[[JobNetwork], JobNetwork] | None" = None,
 ) -> int:
-    """Start the job with what it holds, and see it to its end; poprun's exit code.
+    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
+
+    A job that fails is started again as often as the plan says. The exit code is 0 when all instances ended with
+    0, else that of the first that failed (128 + n for signal n); 130 after Ctrl-C, 143 after SIGTERM unless all
+    instances then ended with 0, 124 after the job's timeout, 75 after a hang.
 
     Args:
-        plan: The job.
-        facts: What the plan was made from; None for one that was read, which needs just what it names.
-        network: How the hosts reach each other; None when there is only this machine.
-        verbosity: How much to tell of what is done.
-        announce: Called with the plan on what the job holds, before it starts.
+        plan: What to start.
+        network: How the hosts of the plan reach each other; None when there is only this machine.
+        verbosity: 0 says nothing unless something fails, 1 names decisions, 2 every event.
+        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
+            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
+        regain: Takes anew, before a restart, what was lost with a host; None where nothing is held on other hosts.
 
     Raises:
-        PoprunError: If it cannot have what it needs, or cannot be started.
+        HostsError: If hosts are missing and there are no more restarts.
+        LaunchError: If the MPI runtime or an agent could not be started.
+        UsageError: If the report that the plan asks for could not be written.
     """
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
-        screen.tell(f"warning: {problem}")
-    if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
-        return _run(plan, network, verbosity, announce)
-    from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
-
-    with hold(plan, facts, network) as job:
-        return _run(job.plan, job.network, verbosity, announce, job.leases, job.regain)
-
-
-def _run(
-    plan: LaunchPlan,
-    network: "JobNetwork | None",
-    verbosity: int,
-    announce: Callable[[LaunchPlan], None],
-    leases: Sequence["HeldLease"] = (),
-    regain: "Callable[[JobNetwork], JobNetwork]" = lambda network: network,
-) -> int:
-    """Run the job on what it holds, ``leases``; ``regain`` takes anew what was lost with a host."""
-    announce(plan)
-    if verbosity:
-        for lease in leases:
-            screen.tell(f"holds {lease}")
-
-    def look_again() -> "JobNetwork | None":
-        return None if network is None else regain(replace(network, key=_examine(plan).network.key))
-
+        screen.log(f"warning: {problem}")
+    for lease in leases if verbosity else ():
+        screen.log(f"holds {lease}")
+    report_file = _checked_report_file(plan)
+    become_subreaper()
+    raise_open_files(plan.num_instances)
     environ = {**os.environ, **_library_variables(plan)}
-    return run_job(plan, environ=environ, verbosity=verbosity, leases=leases, network=network, look=look_again)
+    first = JobIdentity(
+        job_id=wished_job_id(environ) or os.urandom(6).hex(),
+        restart_count=0,
+        began_at_seconds=time.monotonic(),
+        network=network,
+        leases=tuple(leases),
+        open_files=users_open_files(),
+    )
+    identity: JobIdentity | None = first
+    ends: list[JobEnd] = []
+    error = ""
+    with ReceivedSignals() as signals:
+        try:
+            while identity is not None:
+                ends.append(Attempt(plan, environ, identity, signals, verbosity).run())
+                identity = _next_attempt(plan, identity, ends[-1], signals, regain)
+            _log_summary(ends, plan)
+            return exit_code(ends[-1])
+        except Exception as problem:
+            error = str(problem)
+            raise
+        finally:
+            if report_file is not None:
+                _write_report(report_file, plan, first, ends, error)
 
 
-def _library_variables(plan: LaunchPlan) -> dict[str, str]:
-    """What the library of the program needs to be told, and is not told by the variables of torch and MPI."""
+def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
+    """What the library of the program needs to know, and does not learn by the variables of torch and MPI."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
     from poprun.probe.fabric_script import fabric_variables  # noqa: PLC0415 - ast is expensive
@@ -129,70 +137,77 @@ def _library_variables(plan: LaunchPlan) -> dict[str, str]:
     return fabric_variables(plan.program, plan.working_directory, counts, os.environ, on_cpu=not plan.devices)
 
 
-def run_job(
-    plan: LaunchPlan,
-    *,
-    environ: Mapping[str, str],
-    verbosity: int = 0,
-    leases: "Sequence[HeldLease]" = (),
-    network: "JobNetwork | None" = None,
-    look: "Callable[[], JobNetwork | None]" = lambda: None,
-) -> int:
-    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
+def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
+    """How long to wait before a job that ended in this way is started again; None when it is not.
 
-    A job that fails is started again as often as the plan says.
-
-    0 when all instances ended with 0, else the code of the first that failed (128 + n for signal n); 130 after
-    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
-
-    Args:
-        plan: What to start.
-        environ: The environment that poprun was called in; the programs inherit it, on other hosts in part.
-        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
-        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
-            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
-        network: How the hosts of the plan reach each other; None when there is only this machine.
-        look: Called before each restart, gives the hosts a new key and returns how they reach each other then;
-            raises HostsError when some can take part no more.
-
-    Raises:
-        HostsError: If hosts are missing and there are no more restarts.
-        LaunchError: If the MPI runtime or an agent could not be started.
-        UsageError: If the report that the plan asks for could not be written.
+    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says
+    with its exit code that it was, nor one whose program cannot be executed: it would not be the next time.
     """
-    file = _checked_report_file(plan)
-    become_subreaper()
-    raise_open_files(plan.num_instances)
-    identity = _new_identity(environ, leases, network)
-    ends: list[JobEnd] = []
-    error = ""
-    with ReceivedSignals() as signals:
+    was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
+    failed = first_failure(end.statuses)
+    is_hopeless = failed is not None and failed.cannot_run
+    if restart_count >= max_restarts or exit_code(end) == 0 or was_asked or has_left(end) or is_hopeless:
+        return None
+    return min(2.0**restart_count, _LONGEST_PAUSE_SECONDS)
+
+
+def _next_attempt(
+    plan: LaunchPlan,
+    identity: JobIdentity,
+    end: JobEnd,
+    signals: ReceivedSignals,
+    regain: "Callable[[JobNetwork], JobNetwork] | None",
+) -> JobIdentity | None:
+    """The identity of the next attempt, when it is time for it; None when there is none.
+
+    Hosts get a new key before it. A restart at which hosts are missing counts as one, and the next may find them.
+    """
+    network = identity.network
+    while True:
+        pause_seconds = restart_pause_seconds(end, identity.restart_count, plan.ending.max_restarts)
+        if pause_seconds is None:
+            return None
+        identity = replace(identity, restart_count=identity.restart_count + 1)
+        screen.log(
+            f"restart {identity.restart_count} of at most {plan.ending.max_restarts} in {pause_seconds:g} s"
+        )
+        if not _pause(pause_seconds, signals):
+            return None
         try:
-            launch = Launch(plan, environ, identity)
-            launch.start()
-            from poprun.job.attempts import run_attempts  # noqa: PLC0415 - loaded while shims and agents start
-
-            return run_attempts(launch, signals, verbosity, look, ends)
-        except Exception as problem:
-            error = str(problem)
-            raise
-        finally:
-            if file is not None:
-                _write_report(file, plan, identity, ends, error)
+            if network is not None:
+                network = replace(network, key=_examine(plan).network.key)
+                network = network if regain is None else regain(network)
+        except HostsError as error:
+            if identity.restart_count >= plan.ending.max_restarts:
+                raise
+            screen.log(str(error))
+        else:
+            return replace(identity, network=network) if _pause(0.0, signals) else None
 
 
-def _new_identity(
-    environ: Mapping[str, str], leases: "Sequence[HeldLease]", network: "JobNetwork | None"
-) -> JobIdentity:
-    """What a job is known by, from now until its last restart has ended."""
-    return JobIdentity(
-        job_id=wished_job_id(environ) or os.urandom(6).hex(),
-        restart_count=0,
-        began_at_seconds=time.monotonic(),
-        network=network,
-        leases=tuple(leases),
-        open_files=users_open_files(),
-    )
+def _pause(seconds: float, signals: ReceivedSignals) -> bool:
+    """Wait; False when somebody asked for the end of the job meanwhile."""
+    deadline = time.monotonic() + seconds
+    while True:
+        signals.drain()
+        if signals.num_interrupts or signals.is_terminated or signal.SIGHUP in signals.passed_on:
+            return False
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return True
+        select.select((signals.descriptor,), (), (), left)
+
+
+def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
+    """Say what only all attempts together show."""
+    if len(ends) == 1 and plan.num_replicas == plan.num_instances and not ends[-1].lone_instances:
+        return
+    from poprun.job.report.printed_report import render_attempts, render_warning  # noqa: PLC0415 - for few jobs
+
+    for line in render_attempts(ends):
+        screen.log(line)
+    if exit_code(ends[-1]) == 0 and (line := render_warning(ends[-1], plan)):
+        screen.log(line)
 
 
 def _checked_report_file(plan: LaunchPlan) -> str | None:
@@ -209,9 +224,7 @@ def _checked_report_file(plan: LaunchPlan) -> str | None:
     return file
 
 
-def _write_report(
-    file: str, plan: LaunchPlan, identity: JobIdentity, ends: "Sequence[JobEnd]", error: str
-) -> None:
+def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequence[JobEnd], error: str) -> None:
     from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
     from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
 
@@ -219,4 +232,4 @@ def _write_report(
     try:
         write_whole(file, text)
     except OSError as problem:
-        screen.say(f"warning: --report {file} cannot be written: {problem.strerror}")
+        screen.log(f"warning: --report {file} cannot be written: {problem.strerror}")

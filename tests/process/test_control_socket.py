@@ -92,7 +92,7 @@ key = JobKey(text=new_key(), file=sys.argv[1] + "-key")
 assert hold({"file": key.file, "key": key.text}) == {"problem": ""}
 here = HostRoute(name="localhost", address=host, interface="lo")
 network = JobNetwork(control_host=host, hosts=(here,), key=key)
-sys.exit(run_job(plan, environ=os.environ, verbosity=2, network=network))
+sys.exit(run_job(plan, network, verbosity=2))
 """
 
 

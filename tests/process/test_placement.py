@@ -123,7 +123,7 @@ import os, sys
 from poprun.plan.plan_file import read_plan
 from poprun.start import run_job
 with open(sys.argv[1]) as file:
-    sys.exit(run_job(read_plan(file.read(), sys.argv[1]), environ=os.environ, verbosity=0))
+    sys.exit(run_job(read_plan(file.read(), sys.argv[1])))
 """
 
 

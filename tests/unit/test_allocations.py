@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from poprun.errors import PlanError
-from poprun.plan.planner import request_within
+from poprun.plan.planner import make_plan
 from poprun.plan.request import LaunchRequest
 from poprun.plan.topology import Allocation
 from poprun.probe.machine import find_allocation
+from tests.planning import CLUSTER_NODE
 
 SALLOC = {
     "SLURM_JOB_ID": "7",
@@ -25,6 +26,7 @@ ALLOCATION = Allocation(
     cpus_per_node=(8, 8),
     num_gpus_per_node=4,
 )
+NODE = replace(CLUSTER_NODE, hostname="login", mpi=None)
 UNEVEN = Allocation(job_id="7", nodes=("n1", "n2"), tasks_per_node=(3, 1))
 
 
@@ -62,39 +64,40 @@ def test_a_damaged_variable_is_named() -> None:
 
 def test_hosts_and_count_come_from_slurm() -> None:
     """`poprun train.py` in an allocation uses all of it."""
-    request = request_within(LaunchRequest(), ALLOCATION, is_counted=False)
-    assert (request.hosts, request.num_instances) == (("n1", "n2"), 4)
+    plan = make_plan(LaunchRequest(), NODE.within(ALLOCATION), is_counted=False)
+    assert (plan.hosts, plan.num_instances) == (("n1", "n2"), 4)
 
 
 def test_without_tasks_each_node_has_one_instance() -> None:
     """As `sbatch --nodes=2` alone would start."""
     free = Allocation(job_id="7", nodes=("n1", "n2"))
-    assert request_within(LaunchRequest(), free, is_counted=False).num_instances == 2
-    assert request_within(LaunchRequest(num_instances=8), free, is_counted=True).num_instances == 8
+    assert make_plan(LaunchRequest(), NODE.within(free), is_counted=False).num_instances == 2
+    assert make_plan(LaunchRequest(num_instances=8), NODE.within(free), is_counted=True).num_instances == 8
 
 
 def test_a_job_of_this_node_is_one_of_this_machine() -> None:
     """It needs no launcher that reaches other nodes."""
     single = Allocation(job_id="7", nodes=("n1",), node_here="n1", tasks_per_node=(4,))
-    request = request_within(LaunchRequest(), single, is_counted=False)
-    assert (request.hosts, request.num_instances) == ((), 4)
+    plan = make_plan(LaunchRequest(), NODE.within(single), is_counted=False)
+    assert (plan.hosts, plan.num_instances) == (("localhost",), 4)
 
 
 def test_an_interactive_shell_may_start_as_many_as_it_likes() -> None:
     """`srun --gres=gpu:4 --pty bash` is one task, and its GPUs are for all of them."""
     shell = Allocation(job_id="7", nodes=("n1",), node_here="n1", tasks_per_node=(1,))
-    assert request_within(LaunchRequest(num_instances=4), shell, is_counted=True).num_instances == 4
+    assert make_plan(LaunchRequest(num_instances=4), NODE.within(shell), is_counted=True).num_instances == 4
 
 
 def test_some_of_the_nodes_have_their_own_tasks() -> None:
     """`--host` chooses among those of the allocation."""
-    request = request_within(LaunchRequest(hosts=("n2",)), ALLOCATION, is_counted=False)
-    assert (request.hosts, request.num_instances) == (("n2",), 2)
+    plan = make_plan(LaunchRequest(hosts=("n2",)), NODE.within(ALLOCATION), is_counted=False)
+    assert (plan.hosts, plan.num_instances) == (("n2",), 2)
 
 
 def test_outside_of_slurm_nothing_changes() -> None:
-    """The request is the user's."""
-    assert request_within(LaunchRequest(num_instances=3), None, is_counted=True) == LaunchRequest(num_instances=3)
+    """The request is the user's, and the machine is as it is."""
+    assert CLUSTER_NODE.within(None) == CLUSTER_NODE
+    assert make_plan(LaunchRequest(num_instances=3), CLUSTER_NODE).num_instances == 3
 
 
 @pytest.mark.parametrize(
@@ -137,5 +140,5 @@ def test_outside_of_slurm_nothing_changes() -> None:
 def test_what_does_not_fit_is_an_error(request_: LaunchRequest, allocation: Allocation, words: str) -> None:
     """With the words that ask Slurm for it."""
     with pytest.raises(PlanError) as error:
-        request_within(request_, allocation, is_counted=True)
+        make_plan(request_, NODE.within(allocation))
     assert str(error.value) == words

@@ -7,22 +7,26 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.job.launching import Launch
+from poprun.job.agents import AgentLinks
+from poprun.job.identity import JobIdentity
 from poprun.job.orders import start_order
 from poprun.job.outcome import JobEnd, exit_code
+from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide
 from poprun.job.record import Record
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import Limits, Phase
-from poprun.launch.launchers import StartWatch
-from poprun.launch.mpi_leftovers import remove_abandoned
-from poprun.plan.plan import LauncherKind
+from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands
+from poprun.launch.mpi_leftovers import remove_abandoned, remove_abandoned_sessions, session_parent
+from poprun.launch.shim import CONTROL_ADDRESS, CONTROL_KEY_FILE
+from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.topology import MpiKind
 from poprun.probe.limits import kill_counts
 from poprun.process.process_tree import ProcessKey, own_tree, reap, send, terminate
-from poprun.text.screen import Level, say
+from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
     from poprun.job.hangs import Hang
@@ -38,21 +42,27 @@ _POLL_SECONDS: Final = 0.02
 
 
 class Attempt:
-    """One attempt of a job.
+    """One attempt of a job; its control socket is open and its logs are made.
 
-    Args:
-        launch: What it has begun with; its launcher runs.
-        signals: The signals that poprun receives.
-        verbosity: 0 says nothing unless something fails, 1 tells of decisions, 2 of every event.
+    Raises:
+        PlanError: If there are to be logs and they cannot be made.
+        LaunchError: If poprun may not open as many files.
     """
 
-    def __init__(self, launch: Launch, signals: ReceivedSignals, verbosity: int) -> None:
-        plan, identity = launch.plan, launch.identity
-        self._launch = launch
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        environ: Mapping[str, str],
+        identity: JobIdentity,
+        signals: ReceivedSignals,
+        verbosity: int,
+    ) -> None:
         self._plan = plan
+        self._environ = environ
         self._identity = identity
         self._signals = signals
         self._verbosity = verbosity
+        self._began_at_epoch_seconds = time.time()
         self._limits = Limits(
             start_seconds=plan.ending.start_timeout_seconds,
             job_seconds=plan.ending.timeout_seconds,
@@ -60,21 +70,26 @@ class Attempt:
             hang_timeout_seconds=plan.ending.hang_timeout_seconds,
             grace_seconds=plan.ending.stop_timeout_seconds,
         )
-        self._record = Record(plan, identity, launch.began_at_seconds)
+        self._record = Record(plan, identity, time.monotonic())
         self._kills_before = kill_counts()
         has_runtime = plan.launcher is LauncherKind.MPI and identity.network is None
         self._start_watch = StartWatch(time.monotonic(), has_runtime=has_runtime)
         self._launcher_ended_early = False
-        self._selector = launch.selector
-        self._links = launch.links
-        self._launcher = launch.launcher
-        self._streams = launch.streams
+        self._selector = selectors.DefaultSelector()
+        self._links = AgentLinks(plan.num_instances, self._selector, log, identity.network)
+        self._launcher = LauncherProcesses(self._selector)
+        self._streams = ProgramStreams(plan, environ, identity)
         self._inquiry: StackInquiry | None = None
         self._monitor: MonitorProcess | None = None
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """See the job to its end, and report a failure."""
+        """Start the job, see it to its end, and report a failure.
+
+        Raises:
+            LaunchError: If the launcher cannot be executed.
+        """
+        self._start_launcher()
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
         try:
             self._prepare()
@@ -84,12 +99,31 @@ class Attempt:
             self._selector.close()
         return self._report()
 
+    def _start_launcher(self) -> None:
+        self._remove_sessions()
+        network = self._identity.network
+        control = {
+            CONTROL_ADDRESS: self._links.address,
+            CONTROL_KEY_FILE: "" if network is None else network.key.file,
+        }
+        self._launcher.start(
+            launch_commands(self._plan, network),
+            {**self._identity.launcher_environment(self._environ), **control},
+            self._plan.working_directory,
+            self._identity.open_files_of_launcher,
+        )
+
+    def _remove_sessions(self) -> None:
+        """Remove what killed launchers of Open MPI have left, which would stop one with the same process id."""
+        if self._plan.mpi is not None and self._plan.mpi.kind is MpiKind.OPEN_MPI:
+            remove_abandoned_sessions(session_parent(self._environ))
+
     def _prepare(self) -> None:
         """Make ready what the job needs from the start of its programs on."""
         if self._plan.output.has_monitor:
             from poprun.job.monitors import MonitorProcess  # noqa: PLC0415 - most jobs draw nothing
 
-            self._monitor = MonitorProcess(self._launch.environment)
+            self._monitor = MonitorProcess(self._environ)
         if not self._streams.is_inherited:
             import poprun.job.output.relay  # noqa: F401, PLC0415 - there is time for it until the shims have started
 
@@ -189,7 +223,7 @@ class Attempt:
         viewers = self._links.viewers
         is_shown = viewers is not None and viewers.tell(text)
         if not is_shown or self._monitor is None:
-            say(text)
+            log(text)
 
     def _ask_for_stacks(self, hang: "Hang | None" = None) -> None:
         from poprun.job.stacks import StackInquiry  # noqa: PLC0415 - most jobs are never asked
@@ -227,7 +261,7 @@ class Attempt:
     def _start_programs(self) -> None:
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._launch.environment, self._identity, self._record.meeting)
+            order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
             self._links.tell(index, order, self._identity.with_leases(streams))
             self._streams.close(streams)
         self._record.has_started = True
@@ -259,7 +293,7 @@ class Attempt:
             self._monitor.wait()
         self._survivors = end_descendants(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
-        self._launch.remove_sessions()
+        self._remove_sessions()
         self._streams.finish(_DRAIN_SECONDS)
 
     def _await_launcher(self) -> None:
@@ -279,7 +313,7 @@ class Attempt:
             is_output_lost=signals.is_output_lost,
             is_timed_out=record.is_timed_out,
             is_hung=record.is_hung,
-            started_at_epoch_seconds=self._launch.began_at_epoch_seconds,
+            started_at_epoch_seconds=self._began_at_epoch_seconds,
             seconds=time.monotonic() - record.began_at_seconds,
             launcher_code=self._launcher.exit_code,
             has_started=record.has_started,
@@ -298,7 +332,7 @@ class Attempt:
 
     def _log(self, level: int, text: str) -> None:
         if self._verbosity >= level:
-            say(text, Level.DEBUG if level > 1 else Level.INFO)
+            log(text, Level.DEBUG if level > 1 else Level.INFO)
 
 
 def end_descendants(grace_seconds: float, kill_seconds: float, spared: Collection[int]) -> list[ProcessKey]:

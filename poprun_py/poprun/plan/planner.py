@@ -1,8 +1,8 @@
 """The planner: what was asked and what a machine or an allocation of Slurm has → what poprun will do.
 
-Pure: facts are arguments, and nothing here reads a clock, the environment or a disk. In an allocation of Slurm,
-:func:`request_within` fits the request to it first. Then :func:`make_plan` decides, as if every host were like the
-machine that poprun runs on. :func:`place` binds instances to cores, again when a lease gave the job other ones.
+Pure: facts are arguments, and nothing here reads a clock, the environment or a disk. :func:`make_plan` decides as
+if every host were like the machine that poprun runs on. :func:`place` binds instances to cores, again when a lease
+gave the job other ones.
 """
 
 import math
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from popdist.contract import NUM_THREADS
 from poprun.errors import MpiNotFoundError, PlanError
+from poprun.plan.advice import advise
 from poprun.plan.counts import check_count, check_counts, legal_instances
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
@@ -42,20 +43,125 @@ _BIND_TO: Final = "bind-to"
 _UNBOUND: Final = "none"
 
 
-def request_within(request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool) -> LaunchRequest:
+def make_plan(
+    request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None" = None, *, is_counted: bool = True
+) -> LaunchPlan:
+    """Decide everything that can be decided before a process starts.
+
+    Args:
+        request: What the user asked for.
+        facts: What is known about the machine; each host is taken to be like it.
+        pod: The pod that is planned for in place of this machine, or None.
+        is_counted: Whether the user asked for a number of instances; if not, an allocation of Slurm says it.
+
+    Raises:
+        PlanError: If the counts do not fit together or a value is out of its range; the message names the nearest
+            legal choices. In an allocation of Slurm, if poprun is itself one of several tasks, a host is not in
+            it, or the tasks are not as many as the instances; the message has the words for Slurm.
+        MpiNotFoundError: If MPI was asked for and there is none.
+    """
+    return _decide(request, facts, pod, is_counted=is_counted)[0]
+
+
+def make_advised_plan(
+    request: LaunchRequest,
+    facts: MachineFacts,
+    pod: "Cluster | None" = None,
+    *,
+    is_counted: bool,
+    are_hosts_seen: bool,
+) -> tuple[LaunchPlan, tuple[str, ...]]:
+    """What :func:`make_plan` decides, and the lines of advice on it.
+
+    Args:
+        request: As for :func:`make_plan`.
+        facts: As for :func:`make_plan`.
+        pod: As for :func:`make_plan`.
+        is_counted: As for :func:`make_plan`.
+        are_hosts_seen: Whether the other hosts of the job are looked at before it starts.
+
+    Raises:
+        PlanError: As :func:`make_plan`.
+        MpiNotFoundError: As :func:`make_plan`.
+    """
+    plan, left_out = _decide(request, facts, pod, is_counted=is_counted)
+    return plan, advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen)
+
+
+def _decide(
+    request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
+) -> tuple[LaunchPlan, tuple[str, ...]]:
+    """The plan, and the words for the MPI launcher that the launcher of the job cannot be told."""
+    request = _within_allocation(request, facts.allocation, is_counted=is_counted)
+    hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
+    _check_hosts(hosts, facts)
+    check_count("--ipus-per-replica", request.ipus_per_replica)
+    num_instances = _num_instances(request, facts, len(hosts), pod)
+    check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
+    num_replicas = request.num_replicas or num_instances
+    _check_settings(request, num_instances)
+    mpi = _choose_mpi(request, facts)
+    is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
+    words = job_words(request, mpi)
+    variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
+    check_instance_variables(words.instance_variables, num_instances)
+    plan = LaunchPlan(
+        program=request.program,
+        working_directory=request.working_directory,
+        hosts=hosts,
+        num_instances=num_instances,
+        num_replicas=num_replicas,
+        ipus_per_replica=request.ipus_per_replica,
+        cores=facts.cores,
+        devices=_choose_devices(request, facts, num_instances // len(hosts) * request.ipus_per_replica),
+        placement=_choose_placement(request),
+        bindings=(),
+        threads_per_replica=None,
+        is_deterministic=request.is_deterministic,
+        launcher=_launcher_kind(request, mpi),
+        mpi=mpi if is_here and not (words.global_words or words.local_words) else _without_forker(mpi),
+        mpi_global_args=words.global_words,
+        mpi_local_args=words.local_words,
+        variables=variables,
+        instance_variables=words.instance_variables,
+        executable_cache_path=request.executable_cache_path,
+        vipu=request.vipu,
+        output=_choose_output(request, words),
+        ending=request.ending,
+        remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
+    )
+    threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_replicas)
+    plan = replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod))
+    return place(plan, facts), words.left_out
+
+
+def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
+    """``plan`` with its instances bound to cores as it says, each near its own of the host's GPUs.
+
+    Raises:
+        PlanError: If the instances shall have cores of their own, and there are too few.
+    """
+    num_local, num_cores = plan.num_instances_per_host, len(plan.cores)
+    node_of = {gpu.name: gpu.node for gpu in facts.gpus}
+    host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
+    demand = Demand(
+        num_instances=num_local,
+        num_threads=plan.threads_per_replica or facts.num_user_threads or max(1, num_cores // num_local),
+        near=tuple(
+            frozenset(node for name in instance.devices if (node := node_of.get(name)) is not None)
+            for instance in map(plan.instance, range(num_local if plan.devices else 0))
+        ),
+    )
+    return replace(plan, bindings=place_instances(plan.placement, host, demand))
+
+
+def _within_allocation(
+    request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool
+) -> LaunchRequest:
     """``request`` with the hosts and the number of instances of ``allocation``: one task is one instance.
 
     An allocation of this one node leaves the hosts as they are: the job is one of this machine, and may have any
     number of instances in the one task of an interactive shell.
-
-    Args:
-        request: What the user asked for.
-        allocation: What Slurm has given; None outside Slurm.
-        is_counted: Whether the user asked for a number of instances.
-
-    Raises:
-        PlanError: If poprun is itself one of several tasks, a host is not in the allocation, or the tasks are not
-            as many as the instances, or not equally many on each node. The message has the words for Slurm.
     """
     if allocation is None:
         return request
@@ -74,15 +180,6 @@ def request_within(request: LaunchRequest, allocation: Allocation | None, *, is_
     if is_here:
         return replace(request, hosts=())
     return replace(request, hosts=hosts, remote=replace(request.remote, slurm_job=allocation.job_id))
-
-
-def facts_within(facts: MachineFacts, allocation: Allocation | None) -> MachineFacts:
-    """What each node of ``allocation`` is taken to have, where poprun runs on none of them and cannot look."""
-    if allocation is None or allocation.node_here is not None or facts.hostname in allocation.nodes:
-        return facts
-    cores = tuple(range(min(allocation.cpus_per_node, default=len(facts.cores))))
-    gpus = tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node))
-    return replace(facts, cores=cores, cpus=(), memory_nodes=(), gpus=gpus)
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
@@ -123,80 +220,6 @@ def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[st
             f"--num-instances {wanted} does not fit {job}, which has {num_tasks} tasks on {num_nodes} nodes: "
             f"{possible}, or leave out --num-instances to start {num_tasks}"
         )
-
-
-def make_plan(request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None" = None) -> LaunchPlan:
-    """Decide everything that can be decided before a process starts.
-
-    Args:
-        request: What the user asked for.
-        facts: What is known about the machine; each host is taken to be like it.
-        pod: The pod that is planned for in place of this machine, or None.
-
-    Raises:
-        PlanError: If the counts do not fit together or a value is out of its range; the message names the nearest
-            legal choices.
-        MpiNotFoundError: If MPI was asked for and there is none.
-    """
-    hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
-    _check_hosts(hosts, facts)
-    check_count("--ipus-per-replica", request.ipus_per_replica)
-    num_instances = _num_instances(request, facts, len(hosts), pod)
-    check_counts(num_instances=num_instances, num_replicas=request.num_replicas, num_hosts=len(hosts))
-    num_replicas = request.num_replicas or num_instances
-    _check_settings(request, num_instances)
-    mpi = _choose_mpi(request, facts)
-    is_here = len(hosts) == 1 and hosts[0] in facts.host_aliases
-    words = job_words(request, mpi)
-    variables = merged(DEBUG_VARIABLES if request.is_debugged else (), words.variables)
-    check_instance_variables(words.instance_variables, num_instances)
-    plan = LaunchPlan(
-        program=request.program,
-        working_directory=request.working_directory,
-        hosts=hosts,
-        num_instances=num_instances,
-        num_replicas=num_replicas,
-        ipus_per_replica=request.ipus_per_replica,
-        cores=facts.cores,
-        devices=_choose_devices(request, facts, num_instances // len(hosts) * request.ipus_per_replica),
-        placement=_choose_placement(request),
-        bindings=(),
-        threads_per_replica=None,
-        is_deterministic=request.is_deterministic,
-        launcher=_launcher_kind(request, mpi),
-        mpi=mpi if is_here and not (words.global_words or words.local_words) else _without_forker(mpi),
-        mpi_global_args=words.global_words,
-        mpi_local_args=words.local_words,
-        variables=variables,
-        instance_variables=words.instance_variables,
-        executable_cache_path=request.executable_cache_path,
-        vipu=request.vipu,
-        output=_choose_output(request, words),
-        ending=request.ending,
-        remote=replace(request.remote, subnet=request.remote.subnet or words.subnet),
-    )
-    threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_replicas)
-    return place(replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod)), facts)
-
-
-def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
-    """``plan`` with its instances bound to cores as it says, each near its own of the host's GPUs.
-
-    Raises:
-        PlanError: If the instances shall have cores of their own, and there are too few.
-    """
-    num_local, num_cores = plan.num_instances_per_host, len(plan.cores)
-    node_of = {gpu.name: gpu.node for gpu in facts.gpus}
-    host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
-    demand = Demand(
-        num_instances=num_local,
-        num_threads=plan.threads_per_replica or facts.num_user_threads or max(1, num_cores // num_local),
-        near=tuple(
-            frozenset(node for name in instance.devices if (node := node_of.get(name)) is not None)
-            for instance in map(plan.instance, range(num_local if plan.devices else 0))
-        ),
-    )
-    return replace(plan, bindings=place_instances(plan.placement, host, demand))
 
 
 def _check_settings(request: LaunchRequest, num_instances: int) -> None:

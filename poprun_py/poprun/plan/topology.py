@@ -143,6 +143,7 @@ class MachineFacts:
         mpi: The MPI runtime found, or None.
         unknown_mpi: Paths of MPI launchers that are of neither family.
         user_num_threads: ``OMP_NUM_THREADS`` as the user set it, or None.
+        allocation: What Slurm has given to the job; None outside Slurm.
     """
 
     hostname: str
@@ -154,12 +155,26 @@ class MachineFacts:
     mpi: MpiRuntime | None = None
     unknown_mpi: tuple[str, ...] = ()
     user_num_threads: str | None = None
+    allocation: Allocation | None = None
 
     @property
     def num_user_threads(self) -> int:
         """The number that the user set ``OMP_NUM_THREADS`` to; 0 when it is not set, or no number."""
         text = self.user_num_threads or ""
         return int(text) if text.isdecimal() else 0
+
+    def within(self, allocation: Allocation | None) -> "MachineFacts":
+        """The facts in ``allocation``; if this machine is none of its nodes, what each node is taken to have."""
+        if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
+            return replace(self, allocation=allocation)
+        return replace(
+            self,
+            cores=tuple(range(min(allocation.cpus_per_node, default=len(self.cores)))),
+            cpus=(),
+            memory_nodes=(),
+            gpus=tuple(Gpu(name=str(index)) for index in range(allocation.num_gpus_per_node)),
+            allocation=allocation,
+        )
 
     def with_cpus(self, cpus: tuple[Cpu, ...]) -> "MachineFacts":
         """The facts with another map, but as many cores' worth of time."""

@@ -54,7 +54,7 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
     return _ASCII.get(letter) or letter.encode("ascii", "backslashreplace"), end
 
 
-def show(text: str) -> None:
+def print_out(text: str) -> None:
     """Write ``text`` to standard output, at once.
 
     Raises:
@@ -69,11 +69,6 @@ def show(text: str) -> None:
     except OSError as error:
         abandon_stdout()
         raise OutputError(f"standard output cannot be written: {error.strerror}") from None
-
-
-def tell(text: str) -> None:
-    """Write a line about what poprun does to standard error; that it cannot be written is no error."""
-    say(text)
 
 
 def abandon_stdout() -> None:
@@ -142,8 +137,8 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
     return f"{clock}.{int(now_seconds % 1 * 1000):03} {pid} POPRUN [{level}] {text}\n"
 
 
-def say(text: str, level: Level = Level.INFO) -> None:
-    """Write a line as :func:`tell` does while a job runs: that nobody reads it any more is no error then."""
+def log(text: str, level: Level = Level.INFO) -> None:
+    """Write a line about what poprun does to standard error; an error of writing is ignored."""
     with suppress(OSError):
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()

@@ -217,7 +217,7 @@ class HostKeeper:
             if wanted in message:
                 return message
             if "told" in message:
-                screen.tell(f"host {self.host}: {message['told']}")
+                screen.log(f"host {self.host}: {message['told']}")
             elif "error" in message:
                 kind = getattr(errors, message["kind"], PoprunError)
                 raise kind(f"host {self.host}: {message['error']}")

@@ -51,7 +51,7 @@ _CORE_QUEUE: Final = "core/"
 
 @contextmanager
 def leased_here(
-    job: HeldJob, facts: MachineFacts | None, *, is_fixed: bool, tell: Tell = screen.tell
+    job: HeldJob, facts: MachineFacts | None, *, is_fixed: bool, tell: Tell = screen.log
 ) -> Iterator[HeldJob]:
     """Hold what a job needs of this machine for the length of a block; the job with it.
 

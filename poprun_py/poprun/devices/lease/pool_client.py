@@ -104,7 +104,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
         where = "each of " if len(plan.hosts) > 1 else ""
         return f"would lease {' and '.join(counts)} on {where}{fold_hosts(plan.hosts)}, from the pool of each host"
     try:
-        plan, state = in_own_partition(plan, screen.tell)
+        plan, state = in_own_partition(plan, screen.log)
         told = [_would_lease(claim, state) for claim in ipu_claims(plan, facts, is_fixed=False)]
     except PoprunError as error:
         return f"would not start now: {error}"

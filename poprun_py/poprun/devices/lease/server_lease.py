@@ -78,7 +78,7 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
     num_ipus = (job.plan.num_gpus_per_host if is_gpus else job.plan.num_ipus_per_host) * len(job.plan.hosts)
     user = user_name(os.getuid())
     plan = in_only_partition(
-        job.plan, served.state, num_ipus, lambda owner: owner.partition("@")[0] == user, screen.tell
+        job.plan, served.state, num_ipus, lambda owner: owner.partition("@")[0] == user, screen.log
     )
     aliases = names_of_this_machine(served.cluster.hosts)
     cluster = as_here(served.cluster, find_gpus(os.environ)) if is_gpus else served.cluster
@@ -95,7 +95,7 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
     wish = wished_ipus(plan, num_ipus, allocation_of(cluster, plan.vipu), hosts)
     claim = ServerClaim(pool, wish, shlex.join(plan.program))
     try:
-        names = claim.wait_until_granted(plan.vipu, screen.tell)
+        names = claim.wait_until_granted(plan.vipu, screen.log)
     except BaseException:
         claim.give_back()
         raise
@@ -164,7 +164,7 @@ class ServerClaim(Claim):
                 if time.monotonic() + ATTEMPT_SECONDS > deadline:
                     raise
                 if not is_told:
-                    screen.tell(f"warning: {error}; waiting for it, {patience_seconds:g} s at most")
+                    screen.log(f"warning: {error}; waiting for it, {patience_seconds:g} s at most")
                 is_told = True
                 time.sleep(ATTEMPT_SECONDS)
 

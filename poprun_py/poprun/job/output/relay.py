@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from poprun.job.output.lines import LineSplitter, Tags, tagged
 from poprun.plan.plan import LaunchPlan
 from poprun.process.spawn import start_thread
-from poprun.text.screen import Level, say
+from poprun.text.screen import Level, log
 
 if TYPE_CHECKING:
     from poprun.job.output.folding import Folded, Folder
@@ -94,7 +94,7 @@ class OutputStream:
                 self._is_closed = True
                 is_lost = error.errno != errno.EPIPE
                 if is_lost:
-                    say(f"standard output cannot be written: {error.strerror}", Level.ERROR)
+                    log(f"standard output cannot be written: {error.strerror}", Level.ERROR)
                 self._on_closed(is_lost=is_lost)
 
 

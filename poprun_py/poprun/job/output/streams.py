@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from poprun.errors import LaunchError, PlanError
 from poprun.job.identity import JobIdentity
 from poprun.plan.plan import LaunchPlan
-from poprun.text.screen import say
+from poprun.text.screen import log
 from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ def _open_logs(plan: LaunchPlan, identity: JobIdentity) -> "LogFiles | None":
 
     log_dir = os.path.join(plan.working_directory, plan.output.log_dir)
     try:
-        return LogFiles(log_dir, identity.job_id, identity.restart_count, plan.num_instances, say)
+        return LogFiles(log_dir, identity.job_id, identity.restart_count, plan.num_instances, log)
     except PlanError as error:
         if identity.restart_count == 0:
             raise
-        say(f"warning: {error}; the job goes on without logs")
+        log(f"warning: {error}; the job goes on without logs")
         return None

@@ -13,7 +13,7 @@ from poprun.job.report.last_words import last_words
 from poprun.job.state import SHIM_KILLED, InstanceStatus
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
-from poprun.text.screen import Level, say
+from poprun.text.screen import Level, log
 
 _MAX_SURVIVORS: Final = 10
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
@@ -200,5 +200,5 @@ def explain(
     )
     explained = replace(end, statuses=blame_aborter(end.statuses, tails, end.launcher_code), findings=findings)
     if lines := render_end(explained, plan):
-        say("\n".join(lines), Level.ERROR)
+        log("\n".join(lines), Level.ERROR)
     return explained

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.job.attempts import restart_pause_seconds
 from poprun.job.outcome import JobEnd
 from poprun.job.report.printed_report import render_attempts
 from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
+from poprun.start import restart_pause_seconds
 
 BAD = InstanceStatus(index=0, state=InstanceState.ENDED, exit_code=7, exited_at_seconds=1.0)
 FAILED = JobEnd(statuses=[BAD], seconds=12.34)
