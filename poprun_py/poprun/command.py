@@ -101,7 +101,7 @@ def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> i
     if not (plan.asks_server or plan.takes_lease or plan.owns_cores):
         _print_topology(plan, line)
         return run_job(plan, network, verbosity=line.verbosity)
-    from poprun.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
+    from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
     with hold(plan, facts, network) as job:
         _print_topology(job.plan, line)
