@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from popdist.context import current_group, device, shares_tensors
-from popdist.errors import CollectiveError
-from popdist.groups import Exchange
-from popdist.headers import name_instances
+from popdist.errors import CollectiveError, name_instances
+from popdist.groups import Backend, Exchange
 from popdist.host_memory import shared_storages
 from popdist.progress import progress_page
-from popdist.transport.backend import Backend
 from popdist.tree import tree_sum
 
 ReduceOp = Literal["sum", "mean", "min", "max"]

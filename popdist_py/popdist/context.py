@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 from popdist.contract import VERSION, Contract, read_share_tensors
 from popdist.environments import Environment, Launcher, detect
 from popdist.errors import BackendError, NotInitializedError, as_float
-from popdist.groups import Group, PreemptionNotice
+from popdist.groups import HEADER_BYTES, Group, PreemptionNotice
 from popdist.host_memory.forks import call_at_exit, never_destroy_in_children
 from popdist.process_group.registration import register
 from popdist.progress import progress_page
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
 
+    from popdist.groups import Backend
     from popdist.process_group.default_group import DefaultGroup
-    from popdist.transport.backend import Backend
 
 DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu"}), "nccl": frozenset({"cuda"})}
 """For each choice of ``init(backend=...)``: the types of the devices whose tensors may be sent."""
@@ -284,7 +284,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
     """The backend of the whole job. Imports torch only for the job that needs it."""
     contract = found.contract
     if contract.num_instances == 1:
-        from popdist.transport.backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
+        from popdist.transport.serial_backend import SerialBackend  # noqa: PLC0415 - one backend, the one that is used
 
         if "cpu" not in device_types:
             from popdist.transport.connections import check_available  # noqa: PLC0415 - torch is loaded only to be asked
@@ -306,6 +306,7 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         address=rendezvous.own_address(contract),
         num_local_instances=contract.num_local_instances,
         timeout_seconds=timeout_seconds,
+        header_bytes=HEADER_BYTES,
     )
     return torch_backend.TorchBackend(connected, tuple(range(contract.num_instances)), device_types)
 

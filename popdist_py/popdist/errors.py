@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Iterable
 from operator import index
 from typing import SupportsFloat, SupportsIndex
 
@@ -134,3 +135,16 @@ def _as_whole(value: object) -> int | None:
         return index(value)
     except TypeError:
         return None
+
+
+def name_instances(instances: Iterable[int], noun: str = "instance") -> str:
+    """The instances in words: ``instance 3``, ``instances 0 to 2 and 5``; runs of three or more are folded."""
+    runs: list[list[int]] = []
+    for instance in sorted(instances):
+        if runs and instance == runs[-1][-1] + 1:
+            runs[-1].append(instance)
+        else:
+            runs.append([instance])
+    words = [word for run in runs for word in ([f"{run[0]} to {run[-1]}"] if run[2:] else map(str, run))]
+    listed = " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    return f"{noun} {listed}" if listed.isdecimal() else f"{noun}s {listed}"

@@ -1,20 +1,221 @@
-"""A group: instances that do the same collectives in the same order, and prove it before each one.
+"""A group: instances that do the same collectives in the same order, and prove it by a header before each one.
 
-A :class:`Group` puts a header before every collective. Equal headers on all instances mean that the data which
-follows fits; different ones raise the same error everywhere, and the group can be used further, because every
-instance has taken the same number of headers.
+A header is a fixed number of bytes. Its text is what a person would write, such as
+``all_reduce(float32[3, 4] on cpu, op='sum')``, and equal texts mean equal collectives: so the same words serve the
+comparison and the message of the error. Equal headers on all instances mean that the data which follows fits.
+Different ones raise the same error everywhere, and the group can be used further, because every instance has taken
+the same number of headers.
 """
 
+import hashlib
+import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, Protocol
 
-from popdist import headers
-from popdist.errors import BackendError, CollectiveError
+from popdist.errors import BackendError, CollectiveError, name_instances
 from popdist.progress import progress_page
-from popdist.transport.backend import Backend, HeaderExchange
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from popdist.host_memory.host_collectives import HostCollectives
+    from popdist.host_memory.host_group import HostGroup
+    from popdist.transport.channel import Channel
+
+MAX_NUMBERS: Final = 32
+"""How many integers a header carries beside its text."""
+
+TEXT_BYTES: Final = 248
+"""Room for the text; a longer one is cut and ends in a digest of the whole."""
+
+HEADER_BYTES: Final = 8 * (1 + MAX_NUMBERS) + TEXT_BYTES
+"""Length of a header: a word that counts the numbers, room for them, and the text."""
+
+_TEXT_AT: Final = HEADER_BYTES - TEXT_BYTES
+
+_PREEMPTED_AT: Final = 4
+"""The byte that says whether the sender was asked to leave; those before it count the numbers."""
+
+_FORMS: Final = [struct.Struct(f"<i?3x{count}q{8 * (MAX_NUMBERS - count)}x") for count in range(1 + MAX_NUMBERS)]
+"""Of what stands before the text, by how many numbers there are."""
+
+_WORD: Final = struct.Struct("=q")
+_FLOAT: Final = struct.Struct("=d")
+
+
+def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
+    """A header, of ``HEADER_BYTES``.
+
+    Args:
+        text: What is about to be done, in words.
+        numbers: What the instance adds to that, as signed 64-bit integers.
+        is_preempted: Whether the instance was asked to leave.
+
+    Raises:
+        ValueError: If there are more than ``MAX_NUMBERS`` numbers, or one does not fit 64 bits.
+    """
+    count = len(numbers)
+    if count > MAX_NUMBERS:
+        raise ValueError(f"a header carries at most {MAX_NUMBERS} numbers, not {count}")
+    try:
+        return _FORMS[count].pack(count, is_preempted, *numbers) + _bytes_of(text)
+    except struct.error:
+        raise ValueError(f"a header carries 64-bit integers, not {list(numbers)}") from None
+
+
+def unpack(received: Sequence[bytes]) -> list[list[int]] | None:
+    """The numbers of each of these headers, at least one; None if they do not have the same text.
+
+    Equal headers share one list, so it is not to be written into.
+    """
+    first, *others = received
+    if others.count(first) == len(others):  # as most of the time
+        return [_numbers_of(first)] * len(received)
+    text = first[_TEXT_AT:]
+    return [_numbers_of(it) for it in received] if all(it.endswith(text) for it in others) else None
+
+
+def text_of(header: bytes) -> str:
+    """The text of a header, cut as :func:`pack` cut it."""
+    return header[_TEXT_AT:].rstrip(b"\0").decode(errors="replace")
+
+
+def _numbers_of(header: bytes) -> list[int]:
+    _, _, *numbers = _FORMS[header[0]].unpack_from(header)  # the first byte is enough to count them
+    return numbers
+
+
+def are_some_preempted(received: Sequence[bytes]) -> bool:
+    """Whether the sender of one of these headers was asked to leave."""
+    return any(header[_PREEMPTED_AT] for header in received)
+
+
+def as_words(numbers: Iterable[float]) -> list[int]:
+    """Floats as integers that a header can carry; every bit is kept."""
+    return [_WORD.unpack(_FLOAT.pack(number))[0] for number in numbers]
+
+
+def as_floats(words: Iterable[int]) -> list[float]:
+    """Inverse of :func:`as_words`."""
+    return [_FLOAT.unpack(_WORD.pack(word))[0] for word in words]
+
+
+@lru_cache(maxsize=64)
+def _bytes_of(text: str) -> bytes:
+    """``text``, cut if need be, as it stands in a header: a step says the same in every step."""
+    return _fit(text.encode()).ljust(TEXT_BYTES, b"\0")
+
+
+def _fit(text: bytes) -> bytes:
+    if len(text) <= TEXT_BYTES:
+        return text
+    digest = hashlib.sha256(text).hexdigest()[:32].encode()
+    return text[: TEXT_BYTES - len(digest) - 4] + b"... " + digest
+
+
+def disagreement(texts: Mapping[int, str]) -> str | None:
+    """Which instances brought which text, one line for each; None when all texts are equal."""
+    owners: dict[str, list[int]] = {}
+    for instance, text in texts.items():
+        owners.setdefault(text, []).append(instance)
+    if len(owners) == 1:
+        return None
+    lines = [f"  {name_instances(instances)}: {text}" for text, instances in owners.items()]
+    return "the instances are not in the same collective:\n" + "\n".join(lines)
+
+
+class HeaderExchange(Protocol):
+    """An exchange of headers that has been started."""
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
+        """Every instance's header, in the order of the backend's instances.
+
+        Args:
+            timeout_seconds: How long to wait at most; None waits as long as the backend was made to. After a
+                timeout the exchange goes on and can be waited for again.
+
+        Raises:
+            BackendError: If an instance was lost, or its header did not come in time; the message names it.
+        """
+
+    def peek(self) -> list[bytes] | None:
+        """Every instance's header, if all have come; None if not. Neither waits nor raises."""
+
+
+class Backend(Protocol):
+    """A set of instances that can reach each other. All tensors are dense and contiguous.
+
+    What waits for other instances raises BackendError if one was lost or did not come in time.
+    """
+
+    @property
+    def instances(self) -> tuple[int, ...]:
+        """Job-wide numbers of the instances in this set, ascending."""
+
+    @property
+    def instance_index(self) -> int:
+        """Job-wide number of this instance, one of :attr:`instances`."""
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Types of the devices whose tensors can be sent: ``cpu``, ``cuda``."""
+
+    @property
+    def host_group(self) -> "HostGroup | None":
+        """The memory that the instances of the whole job share; None where they do not, and for a part of it."""
+
+    @property
+    def local_collectives(self) -> "HostCollectives | None":
+        """In a job of several hosts, collectives in the memory of this host, among its instances.
+
+        Every host has as many instances, in a row in the order of the job; else None on all instances.
+        """
+
+    def share_memory(self) -> "HostCollectives | None":
+        """Collectives of CPU tensors in the memory that these instances share; None where they do not.
+
+        All of them ask at the same time, where their headers have proved that all are there.
+        """
+
+    def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
+        """A channel for tensors on ``devices`` while the program sends others; None where there is none.
+
+        All instances of the job are together in this call, with devices of the same types.
+        """
+
+    def start_exchange(self, header: bytes) -> HeaderExchange:
+        """Send a header to every instance, which must each send one as long; does not wait for them."""
+
+    def all_gather(self, tensor: "Tensor") -> "Tensor":
+        """Every instance's ``tensor``, of the same shape, dtype and type of device, stacked."""
+
+    def all_to_all(self, tensor: "Tensor") -> "Tensor":
+        """Row *j* goes to the *j*-th instance of the set; row *i* of the result came from the *i*-th."""
+
+    def broadcast(self, tensor: "Tensor", root: int) -> None:
+        """Overwrite ``tensor`` with that of instance ``root``."""
+
+    def subgroup(self, instances: tuple[int, ...]) -> "Backend":
+        """The same connections, limited to ``instances``, of which this instance must be one."""
+
+    def stop_threads(self) -> None:
+        """Get ready for the end of the process without letting the others notice; nothing can be sent any more."""
+
+    def close(self) -> None:
+        """Drop the connections; the others see that this instance has left."""
+
+
+def host_group_of(backend: Backend) -> "HostGroup | None":
+    """The instances that share this one's memory: all of the job, or those of its host; None where none do."""
+    return backend.host_group or (
+        backend.local_collectives.group if backend.local_collectives is not None else None
+    )
+
 
 FIRST_ERROR_SECONDS: Final = 1.0
 """How long an instance waits before it raises an error of which another one has the cause.
@@ -66,7 +267,7 @@ class Exchange:
         received = self._pending.peek()
         if received is None:
             return None
-        return headers.unpack(received) or []
+        return unpack(received) or []
 
     def wait(self, timeout_seconds: float | None = None) -> list[list[int]]:
         """Every instance's numbers, in the order of the group's instances. May be called again.
@@ -88,10 +289,10 @@ class Exchange:
                 progress_page.go_on()
             self._group.forget(self)
             self._group.read_preemption(received)
-            self._numbers = headers.unpack(received)
+            self._numbers = unpack(received)
             if self._numbers is None:
-                texts = dict(zip(self._group.instances, map(headers.text_of, received), strict=True))
-                raise CollectiveError(headers.disagreement(texts))
+                texts = dict(zip(self._group.instances, map(text_of, received), strict=True))
+                raise CollectiveError(disagreement(texts))
         return self._numbers
 
 
@@ -120,7 +321,7 @@ class Group:
 
         Args:
             text: The collective in words; must be the same on every member.
-            numbers: At most ``headers.MAX_NUMBERS`` 64-bit integers of this instance.
+            numbers: At most ``MAX_NUMBERS`` 64-bit integers of this instance.
 
         Raises:
             ValueError: If there are too many numbers, or one does not fit.
@@ -131,9 +332,9 @@ class Group:
         while self._before_next:
             self._before_next.pop(0)()
         if len(self.instances) < self._num_job_instances:
-            text = f"{text} among {headers.name_instances(self.instances)}"
+            text = f"{text} among {name_instances(self.instances)}"
         is_preempted = self._notice is not None and self._notice.is_given
-        header = headers.pack(text, numbers, is_preempted=is_preempted)
+        header = pack(text, numbers, is_preempted=is_preempted)
         try:
             pending = self.backend.start_exchange(header)
         except BackendError as error:
@@ -158,7 +359,7 @@ class Group:
     def read_preemption(self, received: Sequence[bytes]) -> None:
         """Learn from the headers of all members whether one was asked to leave."""
         notice = self._notice
-        if notice is not None and not notice.is_known and headers.are_some_preempted(received):
+        if notice is not None and not notice.is_known and are_some_preempted(received):
             notice.is_known = True
 
     def forget(self, exchange: Exchange) -> None:

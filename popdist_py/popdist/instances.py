@@ -6,9 +6,8 @@ from typing import Final, ParamSpec, TypeVar
 from weakref import WeakMethod
 
 from popdist.context import current_job, instance_index, limited_to, local_instance_index
-from popdist.errors import CollectiveError
+from popdist.errors import CollectiveError, name_instances
 from popdist.groups import Group, wait_for_first_error
-from popdist.headers import name_instances
 
 P = ParamSpec("P")
 R = TypeVar("R")

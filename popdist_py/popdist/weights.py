@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from popdist.context import current_group
-from popdist.errors import CollectiveError, WeightsError
-from popdist.groups import Group
-from popdist.headers import MAX_NUMBERS, name_instances
+from popdist.errors import CollectiveError, WeightsError, name_instances
+from popdist.groups import MAX_NUMBERS, Group
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
 """A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""

@@ -37,7 +37,7 @@ POPDIST: Final[Floors] = (
     {
         "errors": "what popdist raises, and checks of arguments",
         "layout": "which replicas each instance owns",
-        "headers": "what an instance says before a collective",
+        "torch_private": "the private names of torch that are used",
         "tree": "the one order of addition",
         "training_loop": "where a step of a training loop ends",
         "stack_signal": "stacks on request",
@@ -50,11 +50,11 @@ POPDIST: Final[Floors] = (
     {
         "environments": "jobs of other launchers",
         "progress": "how far a program has come",
-        "host_memory": "memory that the processes of a host share",
     },
+    {"host_memory": "memory that the processes of a host share"},
     {"transport": "how the instances of a job reach each other"},
+    {"groups": "instances that do the same things in the same order, and their headers"},
     {"process_group": "the backend popdist of torch.distributed"},
-    {"groups": "instances that do the same things in the same order"},
     {"context": "the one global: which job this process is in"},
     {
         "collectives": "sums, copies, barriers, values for all",

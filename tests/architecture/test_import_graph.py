@@ -40,6 +40,7 @@ HEAVY = frozenset({"torch", "mpi4py", "rich", "numpy"})
 
 TORCH_FACING = frozenset(
     {
+        "torch_private",
         "transport",
         "host_memory",
         "process_group",

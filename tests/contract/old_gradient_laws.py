@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import popdist
-from popdist.headers import name_instances
+from popdist.errors import name_instances
 from tests.contract.check_laws import loss_of, net
 from tests.contract.collective_laws import refused
 from tests.contract.training_laws import is_last, samples, share

@@ -1,6 +1,6 @@
 """Collectives obey the same laws in jobs of every size, the job of one included.
 
-Holds popdist.transport.backend, popdist.transport.connections, popdist.transport.torch_backend and
+Holds popdist.transport.serial_backend, popdist.transport.connections, popdist.transport.torch_backend and
 popdist.groups.
 """
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.headers import name_instances
+from popdist.errors import name_instances
 from popdist.progress import Progress
 from poprun.job.hangs import Hang, describe_hang, find_hang, find_idle
 from poprun.job.record import HangWatch

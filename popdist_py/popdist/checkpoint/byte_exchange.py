@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from popdist import context
-from popdist.errors import CheckpointError, CollectiveError
+from popdist.errors import CheckpointError, CollectiveError, name_instances
 from popdist.groups import Group
-from popdist.headers import name_instances
 
 WRITER: Final = 0
 """The instance that reads and writes."""

@@ -24,9 +24,8 @@ from popdist.data.position import EpochPosition, ReaderState
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.data.sampler import EpochShares
-from popdist.errors import CollectiveError, DatasetError
+from popdist.errors import CollectiveError, DatasetError, name_instances
 from popdist.groups import wait_for_first_error
-from popdist.headers import name_instances
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
 """How samplers that divide by rank call the number of ranks."""

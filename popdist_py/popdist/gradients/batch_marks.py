@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from popdist.errors import CollectiveError, PopdistWarning
+from popdist.errors import CollectiveError, PopdistWarning, name_instances
 from popdist.groups import Group
-from popdist.headers import name_instances
 
 _NOT_DEALT: Final = -1
 

@@ -17,10 +17,9 @@ from typing import Final
 
 from torch import Tensor
 
-from popdist.errors import CollectiveError, WeightsError
+from popdist.errors import CollectiveError, WeightsError, name_instances
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.groups import Group
-from popdist.headers import name_instances
 from popdist.weights import bytes_of, gather_bytes
 
 

@@ -20,8 +20,7 @@ from popdist.errors import BackendError
 from popdist.gradients.exchange import nodes_of
 from popdist.gradients.notes import is_used, module_parameters, take_gradients
 from popdist.gradients.rows import FlatGradients, GradientRows, Rows, add_rows, scale_rows, sum_of
-from popdist.groups import Group
-from popdist.headers import as_floats
+from popdist.groups import Group, as_floats
 from popdist.host_memory.addition import node_additions
 from popdist.host_memory.host_group import HostGroup
 from popdist.layout import ReplicaLayout

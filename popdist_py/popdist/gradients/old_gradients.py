@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from popdist.errors import GradientError
+from popdist.errors import GradientError, name_instances
 from popdist.gradients.memory import ModelGradients
 from popdist.gradients.notes import held_parameters, is_reduced, note_reduced, note_used
 from popdist.gradients.partial_gradients import PartialGradient
-from popdist.headers import name_instances
 
 _models: Final[weakref.WeakSet[ModelGradients]] = weakref.WeakSet()
 """The gradients of all models that have had a step."""

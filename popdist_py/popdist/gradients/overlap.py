@@ -24,8 +24,7 @@ from torch import Tensor
 from popdist.gradients.buckets import Bucket, digest_of, make_buckets, runs_of
 from popdist.gradients.exchange import nodes_of, nodes_of_hosts
 from popdist.gradients.rows import ALIGNMENT, FlatGradients, GradientRows, scale_rows, sum_of
-from popdist.groups import Exchange
-from popdist.headers import as_floats
+from popdist.groups import Exchange, as_floats
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
 from popdist.transport.bucket_sums import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum

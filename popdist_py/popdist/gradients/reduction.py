@@ -24,6 +24,7 @@ from popdist.errors import (
     MicroBatchError,
     PopdistError,
     WeightsError,
+    name_instances,
 )
 from popdist.gradients.batch_marks import BatchMark, refuse_other_steps, warn_of_equal_batches
 from popdist.gradients.buffer_changes import NO_CHANGES, agree_on_changes, changes_of, raise_fault
@@ -34,8 +35,7 @@ from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
-from popdist.groups import Exchange, Group, wait_for_first_error
-from popdist.headers import as_floats, as_words, name_instances
+from popdist.groups import Exchange, Group, as_floats, as_words, wait_for_first_error
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from popdist.errors import OptimizerError
-from popdist.transport.backend import Backend
+from popdist.groups import Backend
 
 Ranges: TypeAlias = tuple[range, ...]
 """For each instance the elements of a parameter that it has, in the order of memory; empty for none."""

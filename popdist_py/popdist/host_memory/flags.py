@@ -23,8 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from popdist.errors import BackendError, CollectiveError
-from popdist.headers import name_instances
+from popdist.errors import BackendError, CollectiveError, name_instances
 from popdist.host_memory.waiting import NUM_SPINS, YIELD_SECONDS, CrowdedYields, Futexes, ProcessWatch, wait_until
 
 _STORES_IN_ORDER: Final = frozenset({"x86_64", "AMD64", "i386", "i486", "i586", "i686"})

@@ -10,10 +10,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from popdist import headers
+from popdist import groups
 from popdist.context import current_group
-from popdist.errors import CollectiveError
-from popdist.headers import name_instances
+from popdist.errors import CollectiveError, name_instances
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +54,7 @@ class _ExactSum:
 
     def to_words(self) -> list[int]:
         """The sum as signed 64-bit integers: as many as its bits span, and three."""
-        (infinite,) = headers.as_words([self.infinite])
+        (infinite,) = groups.as_words([self.infinite])
         num_zero_words = 0
         if self.num_units:
             num_zero_words = ((self.num_units & -self.num_units).bit_length() - 1) // _WORD_BITS
@@ -74,7 +73,7 @@ class _ExactSum:
         data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[3 : 3 + num_words])
         del words[: 3 + num_words]
         num_units = int.from_bytes(data, "little", signed=True) << num_zero_words * _WORD_BITS
-        return cls(num_units, headers.as_floats([infinite])[0])
+        return cls(num_units, groups.as_floats([infinite])[0])
 
 
 def weighted_mean(total: Numbers, count: Numbers) -> float:
@@ -225,7 +224,7 @@ def _gather(message: list[int] | None, text: str, fault: str | None = None) -> l
     received: list[list[int]] = [[] for _ in group.instances]
     num_sent, longest = 0, 1
     while num_sent < longest:
-        piece = own[num_sent : num_sent + headers.MAX_NUMBERS - 1]
+        piece = own[num_sent : num_sent + groups.MAX_NUMBERS - 1]
         sent = group.start(text, [_REFUSED if message is None else len(own), *piece]).wait()
         lengths = [numbers[0] for numbers in sent]
         refused = [instance for instance, it in zip(group.instances, lengths, strict=True) if it == _REFUSED]
@@ -234,5 +233,5 @@ def _gather(message: list[int] | None, text: str, fault: str | None = None) -> l
             raise CollectiveError(fault or reason)
         for known, numbers in zip(received, sent, strict=True):
             known.extend(numbers[1:])
-        num_sent, longest = num_sent + headers.MAX_NUMBERS - 1, max(lengths)
+        num_sent, longest = num_sent + groups.MAX_NUMBERS - 1, max(lengths)
     return received

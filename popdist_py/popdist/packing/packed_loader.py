@@ -26,13 +26,13 @@ from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed
 from popdist.data.sampler import EpochShares
 from popdist.errors import MOST_PARTS, MOST_TOKENS, BackendError, DatasetError, whole_number
+from popdist.groups import host_group_of
 from popdist.packing.collation import TOKENS, Collator
 from popdist.packing.linear_programme import nnlshp, optimal
 from popdist.packing.packed_rows import PackedRows
 from popdist.packing.sample_lengths import TOO_LONG, LengthSource, Pieces, TooLong, cut_to_fit, find_lengths
 from popdist.packing.strategies import Algorithm, PackingStrategy, check_limit, lpfhp, spfhp
 from popdist.packing.stream_packing import PackedStream, StreamRow
-from popdist.transport.backend import host_group_of
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {
     "lpfhp": lpfhp,

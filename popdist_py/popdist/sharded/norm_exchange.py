@@ -12,9 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.errors import OptimizerError
+from popdist.errors import OptimizerError, name_instances
 from popdist.groups import Group, wait_for_first_error
-from popdist.headers import name_instances
 from popdist.optim.pieces import NodeSums, Piece
 from popdist.optim.square_sums import BLOCK
 from popdist.sharded.parameters import ShardedParameter

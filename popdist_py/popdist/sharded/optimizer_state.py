@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from popdist.errors import OptimizerError
+from popdist.errors import OptimizerError, name_instances
 from popdist.gradients.shards import flat_view
 from popdist.groups import Group
-from popdist.headers import name_instances
 from popdist.sharded.parameters import ShardedParameter
 from popdist.weights import gather_bytes
 

@@ -18,11 +18,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
-from popdist.errors import OptimizerError, check_flags
+from popdist.errors import OptimizerError, check_flags, name_instances
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
 from popdist.groups import Group, wait_for_first_error
-from popdist.headers import name_instances
 from popdist.optim.elementwise import check_elementwise, check_in_training, quiet_step
 from popdist.optim.low_precision import LowPrecision
 from popdist.optim.pieces import PieceOptimizer, load_uncast

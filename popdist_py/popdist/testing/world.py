@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
 
-from popdist.errors import WorldError
-from popdist.headers import name_instances
+from popdist.errors import WorldError, name_instances
 from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outcome, outcome_path
 
 P = ParamSpec("P")

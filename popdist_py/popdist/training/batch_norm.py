@@ -21,12 +21,11 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from popdist import context
-from popdist.errors import BatchError, MicroBatchError, WeightsError
+from popdist.errors import BatchError, MicroBatchError, WeightsError, name_instances
 from popdist.gradients.buffer_changes import agree_on_changes, changes_of
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
 from popdist.groups import wait_for_first_error
-from popdist.headers import name_instances
 from popdist.training.micro_batches import Nest, split_batch, to_device
 from popdist.training.norm_meetings import NormTurn, Row, Rows, Stop, layer_number, tree_sum_of_rows
 from popdist.training.randomness import ReplicaRandomness

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.errors import BackendError
-from popdist.headers import name_instances
+from popdist.errors import BackendError, name_instances
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.waiting import wait_until
 from popdist.progress import progress_page

@@ -21,7 +21,6 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.errors import BackendError
-from popdist.headers import HEADER_BYTES
 from popdist.host_memory.flags import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
@@ -108,9 +107,10 @@ class Connections:
         num_local_instances: Instances that are said to share this host. If these are all, CPU tensors go through
             its memory; if each host has as many, those of a host add there. Mapping it proves that they share it.
         timeout_seconds: How long a lost or late instance is waited for.
+        header_bytes: Length of a header.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts of the job, by name
         self,
         store: Store,
         *,
@@ -119,7 +119,9 @@ class Connections:
         address: str | None,
         num_local_instances: int,
         timeout_seconds: float,
+        header_bytes: int,
     ) -> None:
+        self.header_bytes = header_bytes
         self.num_instances = num_instances
         self.instance_index = instance_index
         self.timeout_seconds = timeout_seconds
@@ -134,7 +136,7 @@ class Connections:
         is_one_host = num_local_instances == num_instances
         self.host = self._share_memory(num_instances) if is_one_host else None
         self.local_collectives = None if is_one_host else self._share_with_host(num_local_instances)
-        self.short_messages = None if self.host is None else ShortMessages(self.host.group, HEADER_BYTES)
+        self.short_messages = None if self.host is None else ShortMessages(self.host.group, header_bytes)
         self._channels: dict[str, Channel] = {}
         self._channel_host: HostCollectives | None = None
         if self.host is None:

@@ -10,25 +10,25 @@ are as they tell headers. No store is asked: the instance that keeps the store m
 Where the instances share a host, headers and CPU tensors go through its memory in place of gloo.
 """
 
+import struct
 import time
 from collections.abc import Collection
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from popdist.errors import BackendError
-from popdist.headers import name_instances, pack, unpack
+from popdist.errors import BackendError, name_instances
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
 from popdist.host_memory.short_messages import ShortMessages
-from popdist.transport.backend import SerialBackend
 from popdist.transport.channel import Channel, as_backend_error, swap
 from popdist.transport.connections import Connections
+from popdist.transport.serial_backend import SerialBackend
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -58,7 +58,7 @@ class GlooHeaderExchange:
                 self._failures[peer] = error
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every member's header, in order; see `popdist.transport.backend`."""
+        """Every member's header, in order; see `popdist.groups`."""
         if timeout_seconds is None and self._thread is None:
             self._receive()
         else:
@@ -73,7 +73,7 @@ class GlooHeaderExchange:
         return self._headers()
 
     def peek(self) -> list[bytes] | None:
-        """Every member's header if all have come; see `popdist.transport.backend`."""
+        """Every member's header if all have come; see `popdist.groups`."""
         with suppress(BackendError):
             self._thread = self._thread or self._connections.in_background(self._receive)
         is_there = self._thread is not None and not self._thread.is_alive() and not self._failures
@@ -126,14 +126,14 @@ class MemoryHeaderExchange:
         self._numbers = dict(zip(peers, short_messages.send(peers, header), strict=True))
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
-        """Every member's header, in order; see `popdist.transport.backend`."""
+        """Every member's header, in order; see `popdist.groups`."""
         limit = self._connections.timeout_seconds if timeout_seconds is None else timeout_seconds
         if late := self._receive(limit):
             raise BackendError(f"{name_instances(late)} did not come within {limit:g} seconds")
         return [self._received[instance] for instance in self._instances]
 
     def peek(self) -> list[bytes] | None:
-        """Every member's header if all have come; see `popdist.transport.backend`."""
+        """Every member's header if all have come; see `popdist.groups`."""
         with suppress(BackendError):
             if not self._receive(0.0):
                 return [self._received[instance] for instance in self._instances]
@@ -156,7 +156,10 @@ class MemoryHeaderExchange:
         return late
 
 
-_NO_ROOM = -1
+_NO_ROOM: Final = -1
+
+_SUBSET_MARK: Final = b"memory of a part"
+_SUBSET_MESSAGE: Final = struct.Struct("<16sq")
 
 
 class MemoryOfSubsets:
@@ -197,21 +200,21 @@ class MemoryOfSubsets:
         if host is None or short_messages is None:
             return None
         page, part = _page_of(host.group), None
-        offsets = self._tell(short_messages, instances, _NO_ROOM if page is None else page.offset)
+        offsets = self._exchange(short_messages, instances, _NO_ROOM if page is None else page.offset)
         if page is not None and _NO_ROOM not in offsets:
             with suppress(OSError, ValueError):
                 part = host.group.part(instances, page, offsets)
-        have_all = all(self._tell(short_messages, instances, int(part is not None)))
+        have_all = all(self._exchange(short_messages, instances, int(part is not None)))
         return _collectives_of(part) if part is not None and have_all else None
 
-    def _tell(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
-        """The number of each of ``instances``."""
-        header = pack("share the memory of a part of the job", [number])
-        received = MemoryHeaderExchange(self._connections, short_messages, instances, header).wait()
-        told = unpack(received)
-        if told is None:
+    def _exchange(self, short_messages: ShortMessages, instances: tuple[int, ...], number: int) -> list[int]:
+        """The number of each of ``instances``, in a message that no header begins like."""
+        message = _SUBSET_MESSAGE.pack(_SUBSET_MARK, number).ljust(self._connections.header_bytes, b"\0")
+        received = MemoryHeaderExchange(self._connections, short_messages, instances, message).wait()
+        found = [_SUBSET_MESSAGE.unpack_from(theirs) for theirs in received]
+        if any(mark != _SUBSET_MARK for mark, _ in found):
             raise BackendError(f"{name_instances(instances)} do not share memory at the same time")
-        return [number for (number,) in told]
+        return [theirs for _, theirs in found]
 
 
 def _page_of(group: HostGroup) -> Reservation | None:

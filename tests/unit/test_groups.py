@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.headers import (
+from popdist.errors import name_instances
+from popdist.groups import (
     HEADER_BYTES,
     MAX_NUMBERS,
     TEXT_BYTES,
     are_some_preempted,
     disagreement,
-    name_instances,
     pack,
     text_of,
     unpack,
