@@ -21,12 +21,15 @@ class TrainingLoop:
         on_step_end: What to call; it may leave by an exception. None for nothing.
         num_step_ends: Ends of steps so far.
         num_optimizer_steps: Calls of ``step()`` so far, of any optimizer.
+        num_loader_passes: How often the program has begun to read a loader: the same on all instances, unless
+            one reads a loader that the others do not read.
     """
 
     def __init__(self) -> None:
         self.on_step_end: Callable[[], None] | None = None
         self.num_step_ends = 0
         self.num_optimizer_steps = 0
+        self.num_loader_passes = 0
         self._num_open_loaders = 0
         self._begun: set[object] = set()
         self._num_steps_before = 0
@@ -46,6 +49,7 @@ class TrainingLoop:
                 num_steps_before = self.num_optimizer_steps
                 self.end_step()
 
+        self.num_loader_passes += 1
         self._num_open_loaders += 1
         try:
             yield ask

@@ -1,7 +1,4 @@
-"""Data obeys the same laws in jobs of every size and split, the job of one included.
-
-Holds popdist.data.lone_reading.
-"""
+"""Data obeys the same laws in jobs of every size and split, the job of one included."""
 
 from pathlib import Path
 

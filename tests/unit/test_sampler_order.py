@@ -1,6 +1,6 @@
 """A loader in the order of a sampler: dealt by position, the same in any split, resumable in any other.
 
-Holds popdist.data.sampler_order.
+Holds popdist.data.sampler.
 """
 
 import itertools

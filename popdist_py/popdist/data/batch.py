@@ -1,16 +1,11 @@
 """The batches of a loader: one step of this instance, micro batch by micro batch."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from opcode import opmap
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
-
-_UNPACKING: Final = {opmap["UNPACK_SEQUENCE"], opmap["UNPACK_EX"]}
-"""What Python does in ``x, y = batch``, and in ``for x, y in loader``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +62,9 @@ class Batch:
     Iterating over it gives the contents of the micro batches that hold samples, which is the loop to write where
     no gradients are wanted: ``for x, y in batch``. An instance may have none. To number them for
     ``ReplicatedModel.micro_batch``, count ``micro_batches``. It is no sample of its own: to take it for one, in
-    ``for x, y in loader``, ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to write, and
-    ``batch.to(device)`` an AttributeError.
+    ``batch[0]`` or ``model(batch)``, is a BatchError that shows the loop to write, and ``batch.to(device)`` an
+    AttributeError. ``for x, y in loader`` unpacks a batch into its micro batches: a ValueError of Python's unless
+    there are as many micro batches as names.
 
     Attributes:
         micro_batches: Of each local replica in turn, ``accumulation`` of them.
@@ -107,9 +103,6 @@ class Batch:
         return len(self.indices)
 
     def __iter__(self) -> Iterator[Any]:
-        caller = sys._getframe(1)  # noqa: SLF001 - there is no other way to tell `x, y = batch` from a loop
-        if caller.f_code.co_code[caller.f_lasti] in _UNPACKING:
-            raise BatchError(_taken_apart("unpacked"))
         return (micro.content for micro in self.micro_batches if micro.num_samples)
 
     def __getitem__(self, key: object) -> NoReturn:

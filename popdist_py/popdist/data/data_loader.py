@@ -8,11 +8,9 @@ from torch.utils.data import default_collate
 from popdist import context
 from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
 from popdist.data.epoch import EpochPlan, check_sizes, length_of, plan_epochs
-from popdist.data.fetching import Collate, Collation, MapFetcher
 from popdist.data.position import EpochPosition
-from popdist.data.replica_loader import ReplicaLoader
-from popdist.data.sampler import EpochShares
-from popdist.data.sampler_order import SampledLoader, SampledPosition, SampledShares, check_sampler
+from popdist.data.replica_loader import Collate, Collation, MapFetcher, ReplicaLoader
+from popdist.data.sampler import EpochShares, SampledLoader, SampledPosition, SampledShares, check_sampler
 from popdist.errors import DatasetError, check_callable, check_flags
 
 _DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})

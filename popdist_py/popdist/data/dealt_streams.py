@@ -16,9 +16,8 @@ from torch.utils.data._utils import worker as torch_worker
 from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
-from popdist.data.fetching import Collation, Fetched
 from popdist.data.position import EpochPosition
-from popdist.data.replica_loader import ReplicaLoader
+from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
 from popdist.errors import DatasetError
 from popdist.training_loop import training_loop

@@ -1,19 +1,214 @@
-"""The loader that hands out batches, and knows which was the last one that the loop received."""
+"""The loader that hands out batches: how samples are read, become micro batches, and reach the loop.
 
-import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+Samples are read and collated in the loader's process or in a worker. The loader knows which batch the loop
+received last, whatever workers have read ahead.
+"""
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Final
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from popdist import context
 from popdist.data.batch import Batch, Share
-from popdist.data.fetching import Fetched, MapFetcher
-from popdist.data.lone_reading import warn_if_alone
 from popdist.data.position import EpochPosition, EpochReader
-from popdist.data.sending import SentContents
+from popdist.data.sample_randomness import Randomness, Reseed, draws_nothing, sample_seeds
+from popdist.errors import BatchError, PopdistWarning
 from popdist.training_loop import training_loop
+
+SMALL_BYTES: Final = 2**18
+"""Up to so many bytes a tensor is copied: of more, torch's way takes less of the loop's time."""
+
+Collate = Callable[[list[Any]], Any]
+Fetched = tuple[Share, list[Any]]
+"""A share, and the content of each of its micro batches; None for one without samples."""
+
+_FOR_COLLATE: Final = 1
+"""Tells the random numbers of a collate function from those of its first sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collation:
+    """How the samples of a step become micro batches.
+
+    Attributes:
+        collate_fn: Makes a micro batch of a list of samples.
+        num_replicas: Local replicas.
+        accumulation: Micro batches of each.
+        seed: With epoch and index it fixes what the samples' augmentation draws.
+    """
+
+    collate_fn: Collate
+    num_replicas: int
+    accumulation: int
+    seed: int
+
+    def split(self, share: Share) -> list[list[int]]:
+        """The indices of each micro batch of ``share``."""
+        return share.split(self.num_replicas, self.accumulation)
+
+    def seeds(self, epoch: int, indices: list[int]) -> list[int]:
+        """The seeds of the random numbers of each sample."""
+        return sample_seeds(indices, seed=self.seed, epoch=epoch)
+
+    def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes
+        """One micro batch of ``samples``; what is drawn for it follows from ``first``, as for its first sample.
+
+        Raises:
+            BatchError: If the collate function returns None.
+        """
+        if reseed is not None and self.collate_fn is not default_collate:
+            reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
+        content = _collated(samples) if self.collate_fn is default_collate else self.collate_fn(samples)
+        if content is None:
+            name = getattr(self.collate_fn, "__qualname__", type(self.collate_fn).__name__)
+            raise BatchError(
+                f"collate_fn {name} returned None for {len(samples)} samples: it must return the micro batch"
+            )
+        return content
+
+
+def _collated(samples: list[Any]) -> Any:  # noqa: ANN401 - as torch's
+    """What torch's ``default_collate`` makes of ``samples``, in less time where they are tuples, as most are."""
+    kinds = dict(default_collate_fn_map)
+    if kinds.get(Tensor) is collate_tensor_fn:
+        kinds[Tensor] = _stacked
+    if type(samples[0]) is not tuple or any(issubclass(tuple, kind) for kind in kinds):
+        return collate(samples, collate_fn_map=kinds)
+    try:
+        columns = list(zip(*samples, strict=True))
+    except (TypeError, ValueError):  # torch says what is wrong
+        return default_collate(samples)
+    return [collate(column, collate_fn_map=kinds) for column in columns]
+
+
+def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:  # noqa: ANN401 - torch's
+    """What torch makes of tensors; a worker does not put small ones into shared memory, since it sends a copy."""
+    first = samples[0]
+    if first.layout is torch.strided and not first.is_nested and first.nbytes * len(samples) <= SMALL_BYTES:
+        return torch.stack(samples)
+    made: Tensor = collate_tensor_fn(samples, collate_fn_map=collate_fn_map)
+    return made
+
+
+class MapFetcher(Dataset[Any]):
+    """A map-style dataset as DataLoader sees it: indexed by shares, it gives their micro batches.
+
+    Args:
+        dataset: Has a length, and a sample for each index; or ``__getitems__`` for a list of them.
+        collation: Makes the micro batches.
+    """
+
+    def __init__(self, dataset: Any, collation: Collation) -> None:  # noqa: ANN401 - anything with a length and items
+        self.dataset = dataset
+        self._collation = collation
+        is_plain = collation.collate_fn is default_collate
+        self._randomness = None if is_plain and draws_nothing(dataset) else Randomness()
+        self._are_rows = is_plain and type(dataset) is TensorDataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, share: Share) -> Fetched:
+        """The micro batches of ``share``."""
+        if self._are_rows:
+            return share, [self._rows(indices) if indices else None for indices in self._collation.split(share)]
+        if self._randomness is None:
+            return share, self._contents(share, None)
+        return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
+
+    def _rows(self, indices: list[int]) -> list[Any]:
+        """The rows at ``indices``, taken at once: what collating them one by one would give."""
+        rows = torch.tensor(indices, dtype=torch.int64)
+        return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
+
+    def _contents(self, share: Share, reseed: Reseed | None) -> list[Any]:
+        split = seeded = self._collation.split(share)
+        if share.positions is not None:
+            seeded = self._collation.split(share._replace(indices=list(share.positions)))
+        return [
+            self._collation.collate(
+                self._read(indices, numbers, share.epoch, reseed), share.epoch, numbers[0], reseed
+            )
+            if indices
+            else None
+            for indices, numbers in zip(split, seeded, strict=True)
+        ]
+
+    def _read(self, indices: list[int], numbers: list[int], epoch: int, reseed: Reseed | None) -> list[Any]:
+        """The samples, whose random numbers follow from ``numbers``.
+
+        A dataset that reads a list of them at once draws for all as for the first one.
+        """
+        dataset = self.dataset
+        read_all = getattr(dataset, "__getitems__", None)
+        if reseed is None:
+            return [dataset[index] for index in indices] if read_all is None else list(read_all(indices))
+        seeds = self._collation.seeds(epoch, numbers)
+        if read_all is not None and not isinstance(dataset, Subset):
+            reseed(seeds[0])
+            return list(read_all(indices))
+        samples = []
+        for index, seed in zip(indices, seeds, strict=True):
+            reseed(seed)
+            samples.append(dataset[index])
+        return samples
+
+
+class SentContents:
+    """The contents of micro batches as a worker sends them: small tensors as bytes, others as torch does.
+
+    torch puts each tensor into shared memory of its own and hands over a file descriptor, which takes longer for
+    all but large ones. They are pickled when this is made, where an error is that of the step: the thread that
+    sends would only print it, and the loop would wait for ever. Small tensors that shared memory share it no more.
+    """
+
+    def __init__(self, contents: list[Any]) -> None:
+        stream = io.BytesIO()
+        _Pickler(stream).dump(contents)
+        self._pickled = stream.getvalue()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._pickled,)
+
+
+class _Pickler(ForkingPickler):
+    """Copies small tensors."""
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as pickle has it
+        """What makes ``value`` again, and from what; NotImplemented leaves it to torch."""
+        if type(value) is not Tensor or not _is_copied(value):
+            return NotImplemented
+        content = bytearray(value.view(-1).view(torch.uint8).numpy())
+        return _tensor_of, (content, value.dtype, *value.shape)
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is small, and no more than its elements in their order."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and 0 < tensor.nbytes <= SMALL_BYTES
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A tensor in memory of torch's own: where it begins decides the bits of products."""
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+    tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
+    return tensor
 
 
 class ReplicaLoader(EpochReader, DataLoader[Batch]):
@@ -46,7 +241,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override] # torch promises an iterator class of its own
         """Start the next epoch, or the rest of the one that was loaded."""
-        warn_if_alone(sys._getframe(1))  # noqa: SLF001 - there is no other way to the caller
+        _warn_if_limited()
         number = self._position.start()
         self._begin()
         return self._received(self._fetched(), number)
@@ -77,6 +272,19 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
     def _batch(self, share: Share, contents: list[Any]) -> Batch:
         """What the loop gets of ``share``."""
         return Batch.of(share, contents, self._replicas, self._accumulation)
+
+
+def _warn_if_limited() -> None:
+    """Warn if only some instances read: each has its share of the samples, so they see a part of them."""
+    num_instances = context.environment().contract.num_instances
+    if context.is_initialized() and len(context.current_group().instances) < num_instances:
+        warnings.warn(
+            "a loader of popdist.data_loader is read in execute_on_instances, by a part of the instances only, "
+            f"and has a share of the samples for each of the {num_instances}: evaluate on all instances and join "
+            "what they find by popdist.weighted_mean or popdist.gather, or read a DataLoader of torch's there",
+            PopdistWarning,
+            stacklevel=3,
+        )
 
 
 def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch says so
