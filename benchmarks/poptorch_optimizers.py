@@ -1,4 +1,4 @@
-"""How long a step of poptorch's optimizers takes on a model's device, beside torch's.
+"""How long a step of poptorch's optimizers takes in a model, beside torch's.
 
     python benchmarks/poptorch_optimizers.py --rounds 9 --document docs/poptorch.md
 
@@ -21,7 +21,7 @@ from optimizers import timed
 from torch import nn
 
 from poptorch import Options, optim
-from poptorch.optim.device_optimizer import DeviceOptimizer
+from poptorch.optim.model_optimizer import ModelOptimizer
 
 LIMIT = 1.1
 HALF: dict[str, Any] = {"first_order_momentum_accum_type": torch.half}
@@ -77,18 +77,17 @@ def parameters_of(dtype: torch.dtype, shapes: list[tuple[int, int]]) -> list[nn.
     return parameters
 
 
-def on_device(make: Make, parameters: list[nn.Parameter]) -> DeviceOptimizer:
-    """An optimizer on the device, as a model that trains has it."""
+def in_model(make: Make, parameters: list[nn.Parameter]) -> ModelOptimizer:
+    """An optimizer as a model that trains has it."""
     options = Options()
     options.Precision.enableStochasticRounding(enabled=True)
-    names = {parameter: str(number) for number, parameter in enumerate(parameters)}
-    return DeviceOptimizer(make(parameters), {it: it for it in parameters}, names, options)
+    return ModelOptimizer(make(parameters), {str(number): it for number, it in enumerate(parameters)}, options)
 
 
 def compare(name: str, rounds: int, shapes: list[tuple[int, int]]) -> list[str]:
     """A row of the table."""
     dtype, make, their_name, make_theirs, most = COMPARISONS[name]
-    ours = on_device(make, parameters_of(dtype, shapes))
+    ours = in_model(make, parameters_of(dtype, shapes))
     theirs = make_theirs(parameters_of(torch.float32, shapes))
     timed(ours.step, theirs.step, 2)
     found, (mine, its, shown) = timed(ours.step, theirs.step, rounds)

@@ -1,6 +1,6 @@
 """What poptorch trains does not depend on the split into instances.
 
-Holds poptorch.executor.runs.
+Holds poptorch.executor.compiled_model.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """A program for PopTorch runs as it is under poprun, and under plain python.
 
 Holds popdist.neighbours.finder, popdist.neighbours.horovod_torch, popdist.poptorch and
-poptorch.executor.runs.
+poptorch.executor.compiled_model.
 """
 
 import json

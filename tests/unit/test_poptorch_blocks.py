@@ -32,6 +32,7 @@ from poptorch.blocks import (
 from poptorch.blocks.first_forward import seen_forward
 from poptorch.blocks.placing import ipus_of_parameters
 from poptorch.blocks.report import IPU_MEMORY_BYTES, IpuMemory
+from poptorch.executor.module_tensors import ModuleTensors
 
 AUTO = poptorch.AutoStage
 
@@ -472,14 +473,12 @@ def test_a_model_reports_what_it_needs() -> None:
     assert [(one.activation_bytes, one.optimizer_bytes) for one in inference.report().ipus] == [(0, 0)] * 2
 
 
-def test_a_model_lies_on_the_devices_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs go to the first, and what runs in a block to its own."""
+def test_a_model_lies_on_the_devices_of_its_blocks() -> None:
+    """Its own tensors stay on the host."""
     cpu, meta = torch.device("cpu"), torch.device("meta")
+    model = Trained(is_annotated=True)
     for devices, expected in (((cpu, meta), ["cpu", "meta"]), ((meta,), ["meta"] * 2)):
-        monkeypatch.setattr(popdist, "devices", lambda devices=devices: devices)
-        executor = poptorch.inferenceModel(Trained(is_annotated=True), _options(1, 2))
-        executor.compile(torch.ones(6, 8), torch.ones(6, 8))
-        found = executor._compiled_model().tensors.parameters
-        assert [found[f"{name}.weight"].device.type for name in ("first", "last")] == expected
-        assert {one.device for one in executor.model.parameters()} == {cpu}
-        executor.destroy()
+        places = devices_of_tensors(model, devices, _options(1, 2))
+        tensors = ModuleTensors(model, places, [], is_training=False, has_copies=True)
+        assert [tensors.copies[f"{name}.weight"].device.type for name in ("first", "last")] == expected
+        assert {one.device for one in model.parameters()} == {cpu}

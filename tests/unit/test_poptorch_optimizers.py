@@ -1,7 +1,7 @@
-"""poptorch.optim: what the optimizers are, and that a device's steps are those of torch.
+"""poptorch.optim: what the optimizers are, and that a model's steps are those of torch.
 
-Holds poptorch.optim.optimizers, poptorch.optim.optimizer_values, poptorch.optim.device_parts,
-poptorch.optim.device_optimizer and poptorch.optim.arithmetic.
+Holds poptorch.optim.optimizers, poptorch.optim.optimizer_values, poptorch.optim.group_stepper,
+poptorch.optim.model_optimizer and poptorch.optim.arithmetic.
 """
 
 import copy
@@ -19,36 +19,33 @@ import popdist
 import poptorch
 from poptorch import optim
 from poptorch.optim.arithmetic import TensorFlowRMSprop
-from poptorch.optim.device_optimizer import DeviceOptimizer, accept_optimizer
+from poptorch.optim.model_optimizer import ModelOptimizer, accept_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Pair:
-    """A module, its copy on a device, and the optimizer of both."""
+    """A module, and the optimizer of a model that trains it."""
 
     def __init__(
         self, make: Make, options: poptorch.Options | None = None, module: nn.Module | None = None
     ) -> None:
         torch.manual_seed(0)
-        self.host = module or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-        self.device = copy.deepcopy(self.host)
+        self.module = module or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
         self.options = options or poptorch.Options()
-        self.optimizer = make(self.host.parameters())
+        self.optimizer = make(self.module.parameters())
         accept_optimizer(self.optimizer, self.options)
         self.stepper = self.compile()
 
-    def compile(self) -> DeviceOptimizer:
-        """Put the optimizer on the device."""
-        device_of = dict(zip(self.host.parameters(), self.device.parameters(), strict=True))
-        names = {parameter: name for name, parameter in self.host.named_parameters()}
-        return DeviceOptimizer(self.optimizer, device_of, names, self.options)
+    def compile(self) -> ModelOptimizer:
+        """Make ready for steps."""
+        return ModelOptimizer(self.optimizer, dict(self.module.named_parameters()), self.options)
 
     def run(self, num_steps: int = 1, *, seed: int = 1, size: float = 1.0) -> None:
         """Make steps with random gradients."""
         generator = torch.Generator().manual_seed(seed)
         for _ in range(num_steps):
-            for it in self.device.parameters():
+            for it in self.module.parameters():
                 gradient = torch.randn(it.shape, generator=generator) * size * self.stepper.loss_scaling
                 it.grad = gradient.to(it.dtype)
             self.stepper.step()
@@ -73,7 +70,7 @@ def plain(
 
 def same(pair: Pair, expected: list[Any]) -> bool:
     """Whether the device's parameters have these bits."""
-    return all(torch.equal(a, b) for a, b in zip(pair.device.parameters(), expected, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(pair.module.parameters(), expected, strict=True))
 
 
 TORCH_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -161,10 +158,10 @@ def test_lamb_without_a_norm_is_adamw() -> None:
     for module in (None, nn.Linear(5, 4).bfloat16()):
         moments = {} if module is None else HALF
         lamb = Pair(partial(optim.LAMB, max_weight_norm=0.0, weight_decay=0.1, **moments), module=module)
-        adamw = Pair(partial(optim.AdamW, weight_decay=0.1, **moments), module=copy.deepcopy(lamb.host))
+        adamw = Pair(partial(optim.AdamW, weight_decay=0.1, **moments), module=copy.deepcopy(lamb.module))
         lamb.run(20)
         adamw.run(20)
-        for ours, other in zip(lamb.device.parameters(), adamw.device.parameters(), strict=True):
+        for ours, other in zip(lamb.module.parameters(), adamw.module.parameters(), strict=True):
             assert torch.allclose(ours.float(), other.float(), atol=1e-6 if module is None else 0.02)
 
 
@@ -211,12 +208,12 @@ def test_a_training_goes_on_from_a_state() -> None:
     whole.run(3)
     first.run(3)
     state = first.optimizer.state_dict()
-    second = Pair(make, module=first.device)
+    second = Pair(make, module=first.module)
     second.optimizer.load_state_dict(state)
     second.run(3, seed=2)
     whole.run(3, seed=2)
 
-    assert same(second, [it.detach() for it in whole.device.parameters()])
+    assert same(second, [it.detach() for it in whole.module.parameters()])
 
 
 def test_a_changed_rate_acts_after_set_optimizer_only() -> None:
@@ -263,17 +260,17 @@ HALF_MAKES: dict[str, Make] = {
 def test_the_state_has_the_dtypes_asked_for(kind: str, weights: torch.dtype) -> None:
     """Before the first step, after it, and once loaded; the weights stay near those of float32."""
     pair = Pair(HALF_MAKES[kind], module=nn.Linear(40, 30).to(weights))
+    exact = Pair(HALF_MAKES[kind], module=copy.deepcopy(pair.module).float())
     names = {"SGD": {"Accl1": torch.half}, "RMSprop": {"Accl1": torch.half, "Accl3": torch.half}}
     expected = names.get(kind, {"Accl1": torch.half, "Accl2": torch.float32})
     for num_steps in (0, 3):
         pair.run(num_steps)
         state = pair.optimizer.state_dict()["ipu_state"]
         assert {name: state[f"{name}___weight"].dtype for name in expected} == expected
-    exact = Pair(HALF_MAKES[kind], module=copy.deepcopy(pair.host).float())
     exact.run(3)
 
-    assert [it.dtype for it in pair.device.parameters()] == [weights] * 2
-    for ours, its in zip(pair.device.parameters(), exact.device.parameters(), strict=True):
+    assert [it.dtype for it in pair.module.parameters()] == [weights] * 2
+    for ours, its in zip(pair.module.parameters(), exact.module.parameters(), strict=True):
         assert torch.allclose(ours.float(), its, atol=0.02)
 
 
@@ -290,10 +287,10 @@ def test_rounding_by_chance_moves_the_weights_in_the_mean(kind: str) -> None:
         pair.optimizer.param_groups[0]["lr"] = 1e-5
         pair.stepper.update(pair.optimizer)
         for _ in range(20):
-            for it in pair.device.parameters():
+            for it in pair.module.parameters():
                 it.grad = torch.ones_like(it)
             pair.stepper.step()
-        return next(pair.device.parameters()).detach()
+        return next(pair.module.parameters()).detach()
 
     moved = trained(by_chance=True)
 
@@ -403,7 +400,7 @@ def test_the_reduction_strategy_follows_the_optimizer() -> None:
 
     assert strategies == [poptorch.MeanReductionStrategy.Running, poptorch.MeanReductionStrategy.Post]
     with pytest.raises(ValueError, match="is already compiled"):
-        running.stepper.update(optim.SGD(running.host.parameters(), lr=0.1))
+        running.stepper.update(optim.SGD(running.module.parameters(), lr=0.1))
 
 
 def test_constant_attributes_keep_their_values() -> None:
@@ -421,9 +418,9 @@ def test_constant_attributes_keep_their_values() -> None:
         attributes.markAsVariable("speed")
 
     pair = Pair(lambda it: torch.optim.SGD(it, lr=0.1, momentum=0.5))
-    pair.stepper.update(torch.optim.SGD(pair.host.parameters(), lr=0.2, momentum=0.7))
+    pair.stepper.update(torch.optim.SGD(pair.module.parameters(), lr=0.2, momentum=0.7))
     with pytest.raises(poptorch.Error, match=r"dampening is constant, 0, and setOptimizer was given 0\.5"):
-        pair.stepper.update(torch.optim.SGD(pair.host.parameters(), lr=0.2, momentum=0.7, dampening=0.5))
+        pair.stepper.update(torch.optim.SGD(pair.module.parameters(), lr=0.2, momentum=0.7, dampening=0.5))
 
 
 def test_dtypes_and_velocity_scaling_are_checked(caplog: pytest.LogCaptureFixture) -> None:
@@ -458,9 +455,9 @@ def test_only_states_of_poptorch_are_loaded() -> None:
     pair.run()
     state = pair.optimizer.state_dict()
     with pytest.raises(RuntimeError, match="Only IPU optimizer states can be loaded"):
-        pair.optimizer.load_state_dict(torch.optim.Adam(pair.host.parameters()).state_dict())
+        pair.optimizer.load_state_dict(torch.optim.Adam(pair.module.parameters()).state_dict())
 
-    other = optim.Adam(pair.host.parameters(), lr=0.5, loss_scaling=2.0)
+    other = optim.Adam(pair.module.parameters(), lr=0.5, loss_scaling=2.0)
     other.load_state_dict(state)
     assert other.param_groups[0]["lr"] == 0.1
     assert other.state_dict()["ipu_param"].keys() == state["ipu_param"].keys()
@@ -481,15 +478,15 @@ def test_a_new_optimizer_takes_over_the_state() -> None:
     pair = Pair(partial(make, lr=0.1))
     pair.run(2)
     before = pair.optimizer.state_dict()["ipu_state"]
-    other = make(pair.host.parameters(), lr=0.0)
+    other = make(pair.module.parameters(), lr=0.0)
     pair.stepper.update(other)
-    weights = [it.detach().clone() for it in pair.device.parameters()]
+    weights = [it.detach().clone() for it in pair.module.parameters()]
     pair.run(1)
 
     assert same(pair, weights)
     assert other.state_dict()["ipu_state"].keys() == before.keys()
     with pytest.raises(poptorch.Error, match="compiled with SGD and 1 groups"):
-        pair.stepper.update(optim.Adam(pair.host.parameters()))
+        pair.stepper.update(optim.Adam(pair.module.parameters()))
 
 
 def test_the_loss_scaling_follows_the_gradients() -> None:
@@ -502,7 +499,7 @@ def test_the_loss_scaling_follows_the_gradients() -> None:
         factors.append(float(pair.optimizer.state_dict()["ipu_state"]["lossScaleUpdateFactor"]))
         assert pair.stepper.loss_scaling == 16 * factors[-1]
         pair.run(size=size)
-    weights = [it.detach().clone() for it in pair.device.parameters()]
+    weights = [it.detach().clone() for it in pair.module.parameters()]
     pair.run(size=float("inf"))
 
     assert factors == [1, 2, 4]
@@ -518,12 +515,12 @@ def test_ordinary_steps_are_torchs() -> None:
         assert all(map(torch.equal, ours, theirs))
     for make in (HALF_MAKES["LAMB"], HALF_MAKES["RMSprop"], HALF_MAKES["AdamW"]):
         pair = Pair(make, module=nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
-        start = [it.detach().clone() for it in pair.host.parameters()]
+        start = [it.detach().clone() for it in pair.module.parameters()]
         pair.optimizer.zero_grad()
-        for it in pair.host.parameters():
+        for it in pair.module.parameters():
             it.grad = torch.ones_like(it)
         assert pair.optimizer.step(lambda: 3.0) == 3.0
-        assert not any(map(torch.equal, start, pair.host.parameters()))
+        assert not any(map(torch.equal, start, pair.module.parameters()))
 
 
 def test_adamw_without_bias_correction_against_its_equations() -> None:

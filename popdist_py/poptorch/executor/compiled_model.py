@@ -1,6 +1,11 @@
-"""A model that its first call has made ready: its copy on the device, what calls look like, and its runs."""
+"""A model that its first call has made ready: what later calls must look like, and what each of them computes."""
 
-from typing import Any
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -8,34 +13,35 @@ from torch import Tensor, nn
 import popdist
 from poptorch.blocks import ModelReport, check_stages, devices_of_tensors, memory_of, report_of
 from poptorch.custom_types import tensors_of, with_tensors
+from poptorch.enums import ReductionType
 from poptorch.errors import Error
 from poptorch.executor.arguments import CallArguments, MicroBatch
-from poptorch.executor.device_tensors import DeviceTensors, Modes
-from poptorch.executor.host_tensors import HostWatch
-from poptorch.executor.runs import InferenceRuns, Runs, TrainingRuns
+from poptorch.executor.module_tensors import ModuleTensors
+from poptorch.executor.outputs import AnchoredTensors, Outputs
 from poptorch.executor.traced_forward import TracedForward
 from poptorch.losses import refuse_backward_of
+from poptorch.optim.model_optimizer import ModelOptimizer
 from poptorch.options import Options
+from poptorch.options.combined_batch import CombinedBatch
 
 PerfCounters = tuple[list[list[float]], list[list[float]], list[list[float]], list[list[float]]]
 """For each input and each output: when each micro batch's began and ended to be read and to be written."""
 
 
 class CompiledModel:
-    """One model on its device.
+    """One module, ready for calls with arguments like those of the first one.
 
     Args:
-        module: A shallow copy of the user's.
-        modes: Those that it runs in.
-        options: Its own.
-        arguments: Of the first call, by position,
-        named_arguments: and by name.
-        watch: Of the host's tensors.
+        module: The user's module.
+        modes: Submodules, and whether each runs in training mode.
+        options: The executor's own.
+        arguments: Of the first call, by position.
+        named_arguments: Of the first call, by name.
         optimizer: The program's; None for inference.
 
     Attributes:
-        tensors: The device's copy.
-        runs: Its calls.
+        tensors: The module's parameters and buffers.
+        runs: What the calls compute.
 
     Raises:
         AssertionError: If the first call's samples are no whole number of micro batches.
@@ -45,46 +51,49 @@ class CompiledModel:
     def __init__(
         self,
         module: nn.Module,
-        modes: Modes,
+        modes: Sequence[tuple[nn.Module, bool]],
         options: Options,
         arguments: tuple[Any, ...],
         named_arguments: dict[str, Any],
-        *,
-        watch: HostWatch,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         is_training = optimizer is not None
         self._module = module
         self._arguments = CallArguments.of(module.forward, arguments, named_arguments, options)
         self._is_shared = popdist.num_instances() * options.replication_factor > 1 and options.broadcast_buffers
-        num_own = 1 if options.broadcast_buffers else options.replication_factor
-        adopt = watch.watch if is_training else _leave_alone
         self._devices = popdist.devices()
         self._is_on_cpu = self._devices[0].type == "cpu"
-        places = devices_of_tensors(module, self._devices, options)
-        self.tensors = DeviceTensors(module, places, modes, num_own, adopt)
+        self.tensors = ModuleTensors(
+            module,
+            devices_of_tensors(module, self._devices, options),
+            modes,
+            is_training=is_training,
+            has_copies=any(device.type != "cpu" for device in self._devices),
+            num_buffer_sets=1 if options.broadcast_buffers else options.replication_factor,
+        )
         self._updatable = _updatable_buffers(options, self.tensors)
-        first = self.micro_batches(arguments, named_arguments)[0]
-        forward = self._trace(module, first, is_training=is_training)
-        self._seen = forward.seen
-        check_stages(self._seen, options, is_training=is_training)
+        first = self._micro_batches(arguments, named_arguments)[0]
+        with self.tensors.running():
+            forward = self._trace(first, is_training=is_training)
+            self._seen = forward.seen
+            check_stages(self._seen, options, is_training=is_training)
+            self.runs: Runs
+            if optimizer is None:
+                self.runs = InferenceRuns(forward, self.tensors, options)
+            else:
+                self.runs = TrainingRuns(forward, self.tensors, options, optimizer)
         self._num_inputs = len(tensors_of(first))
         self._num_outputs = len(tensors_of(forward.result))
-        self.runs: Runs
-        if optimizer is None:
-            self.runs = InferenceRuns(forward, self.tensors, options)
-        else:
-            self.runs = TrainingRuns(forward, self.tensors, options, optimizer)
 
-    def _trace(self, module: nn.Module, first: MicroBatch, *, is_training: bool) -> TracedForward:
-        """The first forward, which leaves the buffers as they are.
+    def _trace(self, first: MicroBatch, *, is_training: bool) -> TracedForward:
+        """Run the first forward, which leaves the buffers as they are.
 
         Raises:
             Error: If it changes a buffer that all replicas share.
         """
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
         device = self._devices[0] if len({*self._devices}) > 1 else None
-        forward = self.tensors.call(TracedForward, module, first, is_training=is_training, device=device)
+        forward = TracedForward(self._module, first, is_training=is_training, device=device)
         for name, buffer in self.tensors.buffers.items():
             if self._is_shared and not _has_same_bits(buffer, before[name]):
                 raise Error(
@@ -92,44 +101,44 @@ class CompiledModel:
                     "something else of it: poptorch does not support broadcasting buffers that change. "
                     "Call options.broadcastBuffers(False), with which each replica keeps its own"
                 )
-            buffer.copy_(before[name])
+            buffer.detach().copy_(before[name])
         return forward
 
-    def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """Those of one call, where the model begins.
-
-        Raises:
-            Error: If its arguments are not like those of the first one.
-        """
+    def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
+        """Those of one call, on the device where the model begins."""
         if not self._is_on_cpu:
             args, kwargs = with_tensors((args, kwargs), lambda it: it.to(self._devices[0], non_blocking=True))
         return self._arguments.micro_batches(args, kwargs)
 
-    def run(self, micro_batches: list[MicroBatch]) -> Any:  # noqa: ANN401 - whatever forward gives
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The results of one call.
 
         Raises:
-            Error: If a micro batch fails.
+            Error: If its arguments are not like those of the first one, or a micro batch fails.
         """
-        return refuse_backward_of(self.tensors.call(self.runs.run, micro_batches))
+        micro_batches = self._micro_batches(args, kwargs)
+        with self.tensors.running():
+            return refuse_backward_of(self.runs.run(micro_batches))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare arguments with those of the first call.
-
-        Raises:
-            Error: If they are not like those.
-        """
+        """Raise an Error if these arguments are not like those of the first call."""
         self._arguments.check(args, kwargs)
 
-    def upload_buffers(self) -> None:
-        """Take the host's values of the buffers that may be uploaded alone.
+    def copy_to_device(self) -> None:
+        """Use the module's weights and buffers as they are now, on all instances those of instance 0."""
+        self.tensors.copy_to_device()
+        if isinstance(self.runs, TrainingRuns):
+            self.runs.must_agree = True
+
+    def copy_named_buffers_to_device(self) -> None:
+        """Use the values that the module has in those buffers that may be uploaded alone.
 
         Raises:
-            Error: If there are none.
+            Error: If the options name none.
         """
         if not self._updatable:
             raise Error("no buffers may be uploaded alone: name them, as options.updatableNamedBuffers(['mean'])")
-        self.tensors.upload(self._updatable)
+        self.tensors.copy_to_device(self._updatable)
 
     def report(self, memory_bytes: int | None) -> ModelReport:
         """What each virtual IPU holds; ``memory_bytes`` is what each has, None for what its device has."""
@@ -139,17 +148,212 @@ class CompiledModel:
         return report_of(self._module, self._seen, optimizer_bytes=states, memory_bytes=memory_bytes)
 
     def perf_counters(self) -> PerfCounters:
-        """Of the last call."""
+        """When each micro batch of the last call read its inputs and wrote its outputs."""
         begins, ends = [begin for begin, _ in self.runs.moments], [end for _, end in self.runs.moments]
         inputs, outputs = [begins] * self._num_inputs, [ends] * self._num_outputs
         return inputs, inputs, outputs, outputs
 
 
-def _leave_alone(_tensor: Tensor) -> None:
-    """The host's tensors of a model that does not train are not watched."""
+class Runs(ABC):
+    """What the calls of one model compute, while its tensors are in place.
+
+    Attributes:
+        moments: For each micro batch of the last call, when it began and when it ended, in seconds.
+        anchors: The tensors that the options anchor.
+    """
+
+    def __init__(self, forward: TracedForward, tensors: ModuleTensors, options: Options) -> None:
+        self._forward = forward
+        self._tensors = tensors
+        self._batch = batch = CombinedBatch.of(options)
+        self._outputs = Outputs(
+            *(options.output_mode, options.output_return_period),
+            *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
+        )
+        self._model: popdist.ReplicatedModel | None = None
+        self.moments: list[tuple[float, float]] = []
+        self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
+
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
+        """The results of a call's micro batches, put together."""
+        outputs = self._outputs
+        outputs.begin()
+        self.moments = []
+        self.anchors.begin()
+        num_in_step = len(micro_batches) // self._batch.num_iterations
+        for first in range(0, len(micro_batches), num_in_step):
+            self._step(micro_batches[first : first + num_in_step], outputs)
+        result = outputs.result()
+        outputs.begin()  # and keep no result
+        return result
+
+    @abstractmethod
+    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        """Run those of one device iteration."""
+
+    @property
+    def rng_state(self) -> list[int]:
+        """The states of the generators that the replicas draw from, laid end to end; one is the program's own."""
+        states = {} if self._model is None else self._model.randomness.state_dict()
+        found = [state["torch"] for state in states.values() if isinstance(state["torch"], Tensor)]
+        return torch.cat(found or [torch.get_rng_state()]).tolist()
+
+    @rng_state.setter
+    def rng_state(self, state: Sequence[int]) -> None:
+        states = {} if self._model is None else self._model.randomness.state_dict()
+        parts = torch.tensor(state, dtype=torch.uint8).split(len(state) // (len(states) or 1))
+        if self._model is None or not states:
+            torch.set_rng_state(parts[0])
+            return
+        for number, part in zip(states, parts, strict=False):
+            self._model.randomness.load_state_dict({number: {**states[number], "torch": part.clone()}})
 
 
-def _updatable_buffers(options: Options, tensors: DeviceTensors) -> list[str]:
+class InferenceRuns(Runs):
+    """Calls that compute results only; this process's replicas take turns, and no other process takes part."""
+
+    @torch.no_grad()
+    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        for position, (args, kwargs) in enumerate(micro_batches):
+            self._tensors.select_replica(position % self._batch.num_replicas)
+            begin = perf_counter()
+            result = self._forward.infer(args, kwargs)
+            self.moments.append((begin, perf_counter()))
+            outputs.add(result)
+        self.anchors.add_step(1.0)
+
+
+class TrainingRuns(Runs):
+    """Calls that train: one step of the optimizer for each device iteration, over all replicas of the job.
+
+    Where a step is one micro batch, of the one replica of the job, there is nothing to add up.
+
+    Attributes:
+        optimizer: Makes the steps.
+        must_agree: Whether the next call gives all instances the weights of instance 0.
+
+    Raises:
+        Error: If the options are of another number of processes than the job has.
+        PopdistError: As ``popdist.ReplicatedModel``.
+    """
+
+    def __init__(
+        self, forward: TracedForward, tensors: ModuleTensors, options: Options, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(forward, tensors, options)
+        self._reduction = reduction_of(options)
+        is_alone = popdist.num_instances() * options.replication_factor == 1
+        seed = None if is_alone else int(options.random_seed) if options.exists("random_seed") else 0
+        if not is_alone or self._batch.num_accumulations > 1:
+            self._model = _replicated(tensors.parameters, seed, options.replication_factor)
+            outside = ExitStack()
+            outside.enter_context(self._model.no_sync())  # a backward pass of the program's own is its own matter
+            weakref.finalize(self, outside.close).atexit = False
+        elif not popdist.is_initialized():
+            popdist.init()
+        self.optimizer = ModelOptimizer(optimizer, tensors.parameters, options, self._model, tensors.running)
+        self._parameters = list(tensors.parameters.values())
+        self.must_agree = False
+
+    @torch.enable_grad()
+    def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - as above
+        """The results of a call's micro batches, put together; gradients are computed also under ``no_grad``."""
+        return super().run(micro_batches)
+
+    def _step(self, micro_batches: Sequence[MicroBatch], outputs: Outputs) -> None:
+        scaling = self.optimizer.loss_scaling
+        try:
+            if self._model is None:
+                outputs.add(self._train(micro_batches[0], scaling))
+            else:
+                self._train_replicas(self._model, micro_batches, outputs, scaling)
+            self.optimizer.step()
+            self.anchors.add_step(scaling)
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _train_replicas(
+        self,
+        model: popdist.ReplicatedModel,
+        micro_batches: Sequence[MicroBatch],
+        outputs: Outputs,
+        scaling: float,
+    ) -> None:
+        """Compute the gradients of this process's replicas, and reduce those of the whole job."""
+        if self.must_agree:
+            self.must_agree = False
+            popdist.broadcast_weights(model)
+        num_replicas, num_accumulations = self._batch.num_replicas, self._batch.num_accumulations
+        is_in_order = num_replicas == 1 or num_accumulations == 1
+        results: dict[int, Any] = {}
+        for index in range(len(micro_batches)):
+            replica, step = divmod(index, num_accumulations)
+            position = step * num_replicas + replica
+            self._tensors.select_replica(replica)
+            with model.micro_batch(index, accumulation=num_accumulations):
+                result = self._train(micro_batches[position], scaling)
+            if is_in_order:
+                outputs.add(result)
+            else:
+                results[position] = with_tensors(result, Tensor.detach)
+            del result
+        for position in range(len(results)):
+            outputs.add(results[position])
+        model.reduce_gradients(self._reduction)
+
+    def _train(self, micro_batch: MicroBatch, scaling: float) -> Any:  # noqa: ANN401 - whatever the model gives
+        """The result of a micro batch, whose gradients are there then."""
+        begin = perf_counter()
+        result = self._forward.train(*micro_batch, scaling)
+        self.moments.append((begin, perf_counter()))
+        return result
+
+
+def _replicated(
+    parameters: Mapping[str, nn.Parameter], seed: int | None, num_local_replicas: int
+) -> popdist.ReplicatedModel:
+    """The parameters as a model of popdist; the buffers are poptorch's own matter."""
+    holder = nn.Module()
+    for name, parameter in parameters.items():
+        holder.register_parameter(name.replace(".", "/"), parameter)  # torch allows no dot
+    return popdist.ReplicatedModel(holder, seed, num_local_replicas=num_local_replicas)
+
+
+_REDUCTIONS: Final[dict[ReductionType, Literal["mean", "sum"]]] = {
+    ReductionType.Mean: "mean",
+    ReductionType.Sum: "sum",
+}
+
+
+def reduction_of(options: Options) -> Literal["mean", "sum"]:
+    """How gradients of micro batches and replicas become one.
+
+    Raises:
+        Error: If they do not, or the options are of another number of processes or replicas than the job has.
+    """
+    kind = options.Training.accumulation_and_replication_reduction_type
+    if kind not in _REDUCTIONS:
+        raise Error(
+            f"accumulationAndReplicationReductionType is {kind}: choose ReductionType.Mean or ReductionType.Sum, "
+            "without which replicas would have different weights"
+        )
+    if options.Distributed.numProcesses != popdist.num_instances():
+        raise Error(
+            f"the options are those of process {options.Distributed.processId} of "
+            f"{options.Distributed.numProcesses}, and this job has {popdist.num_instances()} instances, which "
+            "train together: make them as popdist.poptorch.Options(), and leave Distributed as it is"
+        )
+    if popdist.isPopdistEnvSet() and options.replication_factor != popdist.num_local_replicas():
+        raise Error(
+            f"options.replicationFactor({options.replication_factor}), and poprun gave this instance "
+            f"{popdist.num_local_replicas()} replicas: make the options as popdist.poptorch.Options(), or start "
+            f"the program with --num-replicas {popdist.num_instances() * options.replication_factor}"
+        )
+    return _REDUCTIONS[kind]
+
+
+def _updatable_buffers(options: Options, tensors: ModuleTensors) -> list[str]:
     """The names of ``updatableNamedBuffers``.
 
     Raises:
@@ -165,5 +369,5 @@ def _updatable_buffers(options: Options, tensors: DeviceTensors) -> list[str]:
 
 
 def _has_same_bits(left: Tensor, right: Tensor) -> bool:
-    one, other = (it.contiguous().reshape(-1).view(torch.uint8) for it in (left, right))
+    one, other = (it.detach().contiguous().reshape(-1).view(torch.uint8) for it in (left, right))
     return torch.equal(one, other)

@@ -1,9 +1,10 @@
-"""The results of micro batches, put together as `OutputMode` says."""
+"""What a call of a model leaves: its micro batches' results, put together, and the tensors that are anchored."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from poptorch.custom_types import Structure, put_together, taken_apart
 from poptorch.enums import OutputMode
@@ -11,7 +12,7 @@ from poptorch.errors import Error
 
 
 class Outputs:
-    """What one call of a model gives: some micro batches' results, one after the other in dim 0.
+    """The result of one call: the results of some micro batches, one after the other in dim 0.
 
     Args:
         mode: Final keeps the last result of each replica; EveryN each replica's N-th, 2N-th ...; All all of them;
@@ -45,14 +46,14 @@ class Outputs:
         self.begin()
 
     def begin(self) -> None:
-        """A call begins: nothing was kept yet."""
+        """Start a call, for which nothing is kept yet."""
         self._num_seen = 0
         self._result: Any = None
-        self._joined: list[_Joined] = []
+        self._joined: list[_JoinedTensor] = []
         self._structure: Structure | None = None
 
     def add(self, value: Any) -> None:  # noqa: ANN401 - whatever a model gives
-        """Take the next micro batch's result, in order of iteration, step of accumulation and replica.
+        """Add the next micro batch's result, in order of iteration, step of accumulation and replica.
 
         Tensors are copied, so that the model may change them later.
 
@@ -60,7 +61,7 @@ class Outputs:
             Error: If it has another structure, shape or dtype than an earlier one, or cannot be joined.
         """
         if self._is_one:
-            self._result = _result_of_one(value)
+            self._result = _copy_of_one(value)
             if self._result is not None:
                 return
         step, replica = divmod(self._num_seen, self._num_replicas)
@@ -71,7 +72,7 @@ class Outputs:
         tensors: list[Tensor] = []
         structure = taken_apart(value, tensors)
         if self._structure is None:
-            self._joined = [_Joined(tensor, self._num_kept) for tensor in tensors]
+            self._joined = [_JoinedTensor(tensor, self._num_kept) for tensor in tensors]
             if self._num_kept == 1:
                 self._structure = structure
                 return
@@ -97,17 +98,17 @@ class Outputs:
         return put_together(self._structure, iter([joined.values.cpu() for joined in self._joined]))
 
 
-class _Joined:
-    """One tensor of the result: room for those of all micro batches that are kept."""
+class _JoinedTensor:
+    """One tensor of the result, with room for those of all micro batches that are kept."""
 
     def __init__(self, first: Tensor, num_kept: int) -> None:
         self._shape = first.shape
-        if num_kept == 1:
-            self._num_rows, self.values = first.shape[0] if first.shape else 1, _kept(first)
-            return
         self._num_rows = first.shape[0] if first.dim() else 1
-        shape = (num_kept * self._num_rows, *first.shape[1:]) if first.dim() or num_kept > 1 else ()
-        self.values = torch.empty(shape, dtype=first.dtype, device=first.device)
+        if num_kept == 1:
+            self.values = first.detach().clone()
+        else:
+            shape = (num_kept * self._num_rows, *first.shape[1:])
+            self.values = torch.empty(shape, dtype=first.dtype, device=first.device)
 
     def put(self, place: int, tensor: Tensor, *, adds: bool) -> None:
         """Copy a micro batch's tensor to its place, or add it there.
@@ -133,18 +134,81 @@ class _Joined:
             rows.add_(tensor.detach())
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    """A tensor that the model will not change: a copy, unless an operation has just made it."""
-    if tensor.is_leaf or tensor._is_view() or tensor._version:  # noqa: SLF001 - torch's only names for it
-        return tensor.detach().clone()
-    return tensor.detach()
-
-
-def _result_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
-    """The result of a call's only micro batch: fast, for tensors, tuples and lists; None for others."""
+def _copy_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
+    """The result of a call's only micro batch, copied to the CPU: of tensors, tuples and lists; else None."""
     if type(value) is Tensor:
-        return _kept(value) if value.is_cpu else value.detach().cpu()
+        return value.detach().to("cpu", copy=True)
     if type(value) is not tuple and type(value) is not list:
         return None
-    parts = [_result_of_one(part) for part in value]
+    parts = [_copy_of_one(part) for part in value]
     return None if any(part is None for part in parts) else type(value)(parts)
+
+
+_GRADIENT: Final = "Gradient___"
+_UPDATED: Final = "UpdatedVar___"
+_LOSS_SCALE: Final = "finalLossScale"
+
+
+class AnchoredTensors:
+    """What the options anchor: a parameter by its name, its gradient, or the loss scaling, after each step.
+
+    Args:
+        anchored: Short name → long name, mode, period.
+        parameters: Of the model, by name.
+
+    Raises:
+        Error: If there is no tensor of that name.
+    """
+
+    def __init__(self, anchored: Mapping[str, list[Any]], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._anchored = dict(anchored)
+        self._parameters = dict(parameters)
+        self._seen: dict[str, list[Tensor]] = {}
+        for short, (long, *_) in anchored.items():
+            if long != _LOSS_SCALE and _parameter_name(long) not in parameters:
+                raise Error(
+                    f"anchorTensor({short!r}, {long!r}): there is no tensor {long}. {_LOSS_SCALE} can be "
+                    f"anchored, and for each parameter NAME its value NAME or {_UPDATED}NAME, and its gradient "
+                    f"{_GRADIENT}NAME. The parameters are {', '.join(parameters)}"
+                )
+
+    def begin(self) -> None:
+        """Start a call, for which nothing is kept yet."""
+        self._seen = {}
+
+    def add_step(self, loss_scaling: float) -> None:
+        """Keep the values of a step that has ended, while its gradients are still there."""
+        for short, (long, *_) in self._anchored.items():
+            if long == _LOSS_SCALE:
+                value = torch.tensor(loss_scaling, dtype=torch.float32)
+            else:
+                parameter = self._parameters[_parameter_name(long)]
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                value = (gradient if long.startswith(_GRADIENT) else parameter).detach().clone().cpu()
+            self._seen.setdefault(short, []).append(value)
+
+    def get(self, short: str) -> Tensor:
+        """What was anchored under that name in the last call: one value for each step that its mode keeps.
+
+        Raises:
+            Error: If nothing was.
+        """
+        if short not in self._anchored:
+            raise Error(
+                f"{short!r} is not the name of an anchored tensor: {', '.join(self._anchored) or 'none is'}"
+            )
+        if short not in self._seen:
+            raise Error(f"there is no value of {short!r} yet: run the model at least once")
+        values, (_, mode, period) = self._seen[short], self._anchored[short]
+        if mode is OutputMode.Sum:
+            return torch.stack(values).sum(0)
+        if mode is OutputMode.EveryN:
+            values = values[period - 1 :: period]
+        elif mode is OutputMode.Final:
+            values = values[-1:]
+        return values[0] if len(values) == 1 else torch.stack(values)
+
+
+def _parameter_name(long: str) -> str:
+    """The parameter's own name, as the module has it."""
+    return long.removeprefix(_GRADIENT).removeprefix(_UPDATED).removeprefix("model.")

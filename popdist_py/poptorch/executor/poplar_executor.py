@@ -1,6 +1,5 @@
 """`PoplarExecutor`: a module that runs on its device, a combined batch at a call."""
 
-import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -16,12 +15,9 @@ from poptorch._logging import logger
 from poptorch.blocks import ModelReport, module_repr
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error, is_whole
-from poptorch.executor.compiled_model import CompiledModel, PerfCounters
-from poptorch.executor.device_tensors import Modes
-from poptorch.executor.host_tensors import HostWatch, watches_of
-from poptorch.executor.runs import TrainingRuns
+from poptorch.executor.compiled_model import CompiledModel, PerfCounters, TrainingRuns
 from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, write, write_files
-from poptorch.optim.device_optimizer import accept_optimizer
+from poptorch.optim.model_optimizer import accept_optimizer
 from poptorch.options import Options
 
 _NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call it, or compile(), first"
@@ -30,7 +26,8 @@ _NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call 
 class PoplarExecutor:
     """A module that runs on its device; `trainingModel` and `inferenceModel` make it.
 
-    The user's module has the host's copy of weights and buffers, and this has the device's. Attributes that it
+    On a CPU it computes with the module's own weights and buffers, and training changes them in place. With a GPU
+    it computes on copies there, and the module's own have the trained values after each call. Attributes that it
     does not have are the module's.
 
     Args:
@@ -51,20 +48,18 @@ class PoplarExecutor:
         self._options._freeze()  # noqa: SLF001 - as a loader does
         is_offline = self._options.connection_type is ConnectionType.Never
         self._has_no_device = is_offline or self._options.log_cycle_count
-        self._module = copy.copy(model)
-        self._modes = Modes(self._module)
-        self._watch = HostWatch(self._update_host, self.destroy)
+        modes = ((part, getattr(part, "training", None)) for part in model.modules())
+        self._modes = [(part, mode) for part, mode in modes if isinstance(mode, bool)]  # a frozen part has none
         self._compiled: CompiledModel | None = None
-        self._is_attached = self._has_run = False
+        self._is_attached = False
         self._compilation_seconds: float | None = None
         self._example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self._num_changes = 0
-        self._versions: dict[HostWatch, int] = {}
         self._wrap()
 
     def _wrap(self) -> None:
+        """Give the user's module ``destroy()``, which says that a training model wraps it."""
         if self._is_training:
-            self._watch.begin(self._user_model, [*self._module.parameters(), *self._module.buffers()])
+            self._user_model.destroy = _Destroy(self)  # type: ignore[assignment] # as programs call it
 
     @property
     def model(self) -> nn.Module:
@@ -93,17 +88,7 @@ class PoplarExecutor:
             self._compile(args, kwargs)
         elif not self._is_attached:
             self.attachToDevice()
-        elif HostWatch.num_changes != self._num_changes and not self._is_training:
-            self._refresh()
-        compiled = self._compiled_model()
-        micro_batches = compiled.micro_batches(args, kwargs)
-        try:
-            result = compiled.run(micro_batches)
-        finally:
-            if self._is_training:
-                self._watch.mark_stale()
-        self._has_run = True
-        return result
+        return self._compiled_model().call(args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever forward takes
         """Make ready for calls with such arguments: check the model, and upload its weights.
@@ -122,18 +107,8 @@ class PoplarExecutor:
         for fault in poptorch_core.log_options(self._options.toDict()):
             logger.warning("%s: it has no effect, as no option of PopART has here", fault)
         self._wrap()
-        self._compiled = CompiledModel(
-            self._module,
-            self._modes,
-            self._options,
-            args,
-            kwargs,
-            watch=self._watch,
-            optimizer=self._optimizer,
-        )
+        self._compiled = CompiledModel(self._user_model, self._modes, self._options, args, kwargs, self._optimizer)
         self._is_attached = self._options.connection_type is not ConnectionType.Never
-        self._watch.is_stale = False
-        self._note_versions()
         self._example = example_of(args, kwargs)
         self._compilation_seconds = perf_counter() - begin
         tensors = self._compiled.tensors
@@ -145,13 +120,13 @@ class PoplarExecutor:
         return self._compiled is not None
 
     def destroy(self) -> None:
-        """Take the model off its device: the host has its weights, and the next call may have other arguments."""
-        self._watch.look()
-        self._watch.end(self._user_model)
+        """Take the model off its device; the next call compiles anew, and may have other arguments."""
         if self._is_training and self._compiled is not None:
             self._training_runs().optimizer.release()
         self._compiled = None
-        self._is_attached = self._has_run = False
+        self._is_attached = False
+        if is_wrapped(self._user_model) and self._is_training:
+            del self._user_model.destroy
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with the values that ``optimizer`` has now, from the next call on.
@@ -159,7 +134,7 @@ class PoplarExecutor:
         Raises:
             AssertionError: If the model does not train.
             ValueError: If it asks for another way to reduce a mean than the compiled model has.
-            Error: As ``DeviceOptimizer.update``.
+            Error: If it is another kind of optimizer, or changes an attribute that is constant.
         """
         if not self._is_training:
             raise AssertionError(
@@ -174,58 +149,35 @@ class PoplarExecutor:
         self._optimizer = optimizer
 
     def copyWeightsToHost(self) -> None:
-        """Give the user's module the device's weights and buffers.
+        """Give the user's module the device's weights and buffers, which it has after each call anyway.
 
         Raises:
             Error: If the model is not compiled.
         """
         compiled = self._compiled_model()
         logger.debug("copyWeightsToHost()")
-        compiled.tensors.download()
-        self._watch.is_stale = False
+        compiled.tensors.copy_to_host()
 
     def copyWeightsToDevice(self) -> None:
-        """Take the weights and buffers of the user's module as they are, in place of the device's.
+        """Use the weights and buffers that the user's module has now, on all instances those of instance 0.
+
+        On a CPU a change on all instances alike has effect without it.
 
         Raises:
             Error: If the model is not compiled.
         """
-        compiled = self._compiled_model()
-        self._watch.is_stale = False
-        compiled.tensors.upload()
-        if isinstance(compiled.runs, TrainingRuns):
-            compiled.runs.weights_were_written()
-        self._note_versions()
+        self._compiled_model().copy_to_device()
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Take the buffers of ``options.updatableNamedBuffers`` from the user's module.
+        """Use the values that the user's module has in the buffers of ``options.updatableNamedBuffers``.
 
         Raises:
             Error: If the model is not compiled, or none were named.
         """
-        self._compiled_model().upload_buffers()
-
-    def _update_host(self) -> None:
-        """Somebody looks at the user's module, and it is stale."""
-        logger.debug("Implicit copyWeightsToHost()")
-        self.copyWeightsToHost()
-
-    def _refresh(self) -> None:
-        """Take the weights that models have trained since they were uploaded here."""
-        self._num_changes = HostWatch.num_changes
-        watches = watches_of(self._compiled_model().tensors.hosts)
-        if any(watch.version != self._versions.get(watch, 0) for watch in watches):
-            for watch in watches:
-                watch.look()
-            self.copyWeightsToDevice()
-
-    def _note_versions(self) -> None:
-        """What the host has was uploaded: of models that train, as far as they have given it to the host."""
-        watches = watches_of(self._compiled_model().tensors.hosts)
-        self._versions = {watch: watch.version for watch in watches if not watch.is_stale}
+        self._compiled_model().copy_named_buffers_to_device()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - torch's own signature
-        """That of the user's module, with the trained weights."""
+        """The state dict of the user's module, with the trained weights."""
         state: dict[str, Any] = self._user_model.state_dict(*args, **kwargs)
         return state
 
@@ -263,7 +215,6 @@ class PoplarExecutor:
         self._compiled_model()
         if not self._is_attached:
             raise Error("the model is not attached to a device")
-        self._watch.look()
         self._is_attached = False
 
     def compileAndExport(
@@ -277,9 +228,9 @@ class PoplarExecutor:
 
         Args:
             filename: A file; or a folder, which gets ``model.poptorch``.
-            *args: As of a call.
+            *args: The arguments of a call, by position.
             export_model: Pickle the module, the options and the optimizer too, which ``load`` needs.
-            **kwargs: As of a call.
+            **kwargs: The arguments of a call, by name.
 
         Raises:
             Error: As ``compile``; or if the module cannot be pickled.
@@ -294,15 +245,14 @@ class PoplarExecutor:
         """Write the compiled model with its weights, the state of its optimizer, and its random states.
 
         Args:
-            filename: As of ``compileAndExport``,
-            export_model: as is this.
+            filename: A file; or a folder, which gets ``model.poptorch``.
+            export_model: Pickle the module, the options and the optimizer too, which ``load`` needs.
             save_rng_state: Whether the random states of this process's replicas are written.
 
         Raises:
             Error: If the model is not compiled, or the module cannot be pickled.
         """
         compiled = self._compiled_model()
-        self._watch.look()
         runs = compiled.runs
         is_offline = self._options.connection_type is ConnectionType.Never
         state = runs.optimizer.read_state() if isinstance(runs, TrainingRuns) and not is_offline else {}
@@ -329,10 +279,10 @@ class PoplarExecutor:
         saved = read(filename)
         if saved.is_training != self._is_training:
             raise Error(f"{filename} is of {'a training' if saved.is_training else 'an inference'} model")
-        self._restore(saved)
+        self.restore(saved)
 
-    def _restore(self, saved: SavedModel) -> None:
-        """Take weights and states of a file, and compile for its example.
+    def restore(self, saved: SavedModel) -> None:
+        """Use the weights and states of a file, and compile for its example.
 
         Raises:
             Error: If they do not fit the module.
@@ -469,4 +419,22 @@ class PoplarExecutor:
         return getattr(self._user_model, name)
 
     def __repr__(self) -> str:
-        return module_repr(self._module)
+        return module_repr(self._user_model)
+
+
+class _Destroy:
+    """The ``destroy()`` of a module that a training model wraps; copies of the module have None there."""
+
+    def __init__(self, executor: PoplarExecutor) -> None:
+        self._executor = executor
+
+    def __call__(self) -> None:
+        self._executor.destroy()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a training model wraps ``module``."""
+    return isinstance(vars(module).get("destroy"), _Destroy)

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from poptorch.custom_types import Structure, put_together, taken_apart
 from poptorch.environment import setting
 from poptorch.errors import Error
-from poptorch.executor.host_tensors import WatchedBuffer, WatchedParameter
 from poptorch.options import Options
 
 _FORMAT: Final = "poptorch model 1"
 _SUFFIX: Final = ".poptorch"
-_TENSORS: Final = frozenset({Tensor, nn.Parameter, WatchedParameter, WatchedBuffer})
+_TENSORS: Final = (Tensor, nn.Parameter)
 _PLAIN: Final = frozenset({Tensor, tuple, list, dict, type(None), bool, int, float, str})
 
 

@@ -16,7 +16,7 @@ from poptorch.blocks import MovedArguments, look_at_forward
 from poptorch.custom_types import with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
-from poptorch.executor.host_tensors import Running
+from poptorch.executor.module_tensors import ModuleTensors
 from poptorch.losses import LossPlace, LossSearch
 
 _CONVOLUTIONS: Final = (
@@ -30,7 +30,7 @@ _WITH_WEIGHTS: Final = {functional.linear, *_CONVOLUTIONS}
 
 def isRunningOnIpu() -> bool:
     """Whether this is called by the forward of a model that poptorch runs."""
-    return Running.tensors is not None
+    return ModuleTensors.num_running > 0
 
 
 class WeightCasts(TorchFunctionMode):
@@ -64,7 +64,7 @@ class TracedForward:
     """The forward of one model.
 
     Args:
-        module: The model, with the device's tensors in place.
+        module: The user's module, while its tensors are in place.
         first: Arguments of the first micro batch. They are not changed, nor is what the generators draw next.
         is_training: Whether the loss is looked for.
         device: Where tensors meet that lie on several devices; None where there is one.
@@ -103,13 +103,7 @@ class TracedForward:
             return self._called(args, kwargs)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
-        """The result for a micro batch; afterwards the parameters have their gradients.
-
-        Args:
-            args: By position.
-            kwargs: By name.
-            loss_scaling: What the gradients are multiplied by.
-        """
+        """The result for a micro batch; afterwards the parameters have gradients, times ``loss_scaling``."""
         if self._has_casts:
             with WeightCasts():
                 return self._train(args, kwargs, loss_scaling)
@@ -137,7 +131,7 @@ class TracedForward:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """No mode sees the operations of torch.jit: say what to do where one would have needed a cast."""
+    """Explain errors of operations that torch.jit compiled: no mode sees where these needed a cast of weights."""
     try:
         yield
     except RuntimeError as error:
@@ -153,7 +147,7 @@ def _explained() -> Iterator[None]:
 
 @contextmanager
 def _generators_as_before() -> Iterator[None]:
-    """Afterwards Python, numpy and torch draw what they would have drawn."""
+    """Put back the generators of Python, numpy and torch when the block ends."""
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - what programs draw from unasked
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):

@@ -2,18 +2,18 @@
 
 import os
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import nn
 
 from poptorch.blocks import is_pipeline
 from poptorch.errors import Error
-from poptorch.executor.host_tensors import WrappedModule
-from poptorch.executor.poplar_executor import PoplarExecutor
+from poptorch.executor.poplar_executor import PoplarExecutor, is_wrapped
 from poptorch.executor.saved_models import read, unpickled
 from poptorch.options import Options, check_options
 
-_DEFAULT_RATE = 0.01
+_DEFAULT_RATE: Final = 0.01
 
 
 def trainingModel(
@@ -33,7 +33,7 @@ def trainingModel(
         RuntimeError: If another training model wraps it.
     """
     module = _module_of(model)
-    if isinstance(module, WrappedModule):
+    if is_wrapped(module):
         raise RuntimeError(
             "the module has already been wrapped by poptorch.trainingModel: call destroy() on it to wrap it again"
         )
@@ -91,7 +91,7 @@ def load(
     if edit_opts_fn is not None:
         edit_opts_fn(options)
     model = PoplarExecutor(module, options, optimizer)
-    model._restore(saved)  # noqa: SLF001 - a part of its making
+    model.restore(saved)
     return model
 
 

@@ -36,7 +36,7 @@ class StateHolder(Protocol):
     def read_state(self) -> dict[str, dict[str, Tensor]]:
         """The state, as ``ipu_state`` and ``ipu_param``."""
 
-    def take_state(self) -> None:
+    def load_held_state(self) -> None:
         """Go on from the state that was loaded into the optimizer."""
 
 
@@ -140,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
         self._holder = (lambda: None) if holder is None else weakref.ref(holder)
 
     @property
-    def loaded(self) -> dict[str, dict[str, Tensor] | None]:
+    def held_state(self) -> dict[str, dict[str, Tensor] | None]:
         """What was read last, or loaded, as ``ipu_state`` and ``ipu_param``."""
         return self._held
 
@@ -177,7 +177,7 @@ class Optimizer(torch.optim.Optimizer):
         self._held = {name: state_dict[name] and dict(state_dict[name]) for name in _STATES}
         holder = self._holder()
         if holder is not None:
-            holder.take_state()
+            holder.load_held_state()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy has: no model has its state."""

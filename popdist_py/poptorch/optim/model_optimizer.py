@@ -1,7 +1,8 @@
-"""The arithmetic of the program's optimizer on the device's parameters, with the values that it was told."""
+"""The optimizer of a model: the program's, with the settings that it had at the last ``setOptimizer``."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -12,7 +13,7 @@ import popdist
 from poptorch._logging import logger
 from poptorch.enums import ConnectionType
 from poptorch.errors import Error
-from poptorch.optim.device_parts import Placement, make_part
+from poptorch.optim.group_stepper import GroupStepper, Placement
 from poptorch.optim.optimizer_values import (
     OptimizerValues,
     is_subclass,
@@ -30,9 +31,9 @@ _FACTOR: Final = "lossScaleUpdateFactor"
 
 
 def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None:
-    """Take ``optimizer`` for a model that is not compiled yet; ``options`` are the executor's own.
+    """Check ``optimizer`` for a model that is not compiled yet, and set in its ``options`` when a mean is divided.
 
-    Warns of a class that a program derived. Sets when a mean of gradients is divided.
+    Warns of a class that a program derived.
 
     Raises:
         Error: If it is no optimizer that PopTorch has.
@@ -48,19 +49,19 @@ def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None
     options.Training.setMeanAccumulationAndReplicationReductionStrategy(strategy)
 
 
-class DeviceOptimizer:
-    """Updates a device's parameters as the program's optimizer would.
+class ModelOptimizer:
+    """Updates a model's parameters as the program's optimizer would.
 
     A step is: ``(loss * loss_scaling).backward()``, the mean of the gradients, ``step()``. What the program
     changes in its optimizer has effect once ``update`` is called.
 
     Args:
-        optimizer: The program's.
-        device_of: The program's parameters → those on the device. Others of the optimizer are left alone.
-        names: The program's parameters → their names in the model.
+        optimizer: The program's. Its parameters that are not of the model are left alone.
+        parameters: Of the model, by name.
         options: The executor's.
         model: Whose parameters these are. With it, the state is dealt to the instances where the options ask for
             replicated tensor sharding.
+        placed: Within what it gives, the parameters lie on the device where the steps are made.
 
     Attributes:
         has_news: Whether there was a step since the state was read.
@@ -69,35 +70,32 @@ class DeviceOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        device_of: Mapping[Parameter, Parameter],
-        names: Mapping[Parameter, str],
+        parameters: Mapping[str, Parameter],
         options: Options,
         model: popdist.ReplicatedModel | None = None,
+        placed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._placed = placed
         self._options = options
         self._optimizer = optimizer
         self._strategy = mean_reduction_strategy(optimizer)
         self._values = values_of(optimizer)
         self._attributes = _attributes_of(optimizer)
-        groups = [[it for it in group["params"] if it in device_of] for group in optimizer.param_groups]
-        self._group_names = [[names[it] for it in group] for group in groups]
-        self._parameters = [device_of[it] for group in groups for it in group]
+        names = {parameter: name for name, parameter in parameters.items()}
+        groups = [{names[it]: it for it in group["params"] if it in names} for group in optimizer.param_groups]
+        self._group_names = [list(group) for group in groups]
+        self._parameters = [it for group in groups for it in group.values()]
         placement = Placement.of(options, model)
-        self._parts = [
-            make_part(
-                index,
-                self._values.kind,
-                group,
-                self._values.moment_types,
-                {names[it]: device_of[it] for it in groups[index]},
-                placement,
-            )
-            for index, group in enumerate(optimizer.param_groups)
-            if groups[index]
+        kind, types = self._values.kind, self._values.moment_types
+        self._steppers = [
+            GroupStepper(index, kind, optimizer.param_groups[index], types, group, placement)
+            for index, group in enumerate(groups)
+            if group
         ]
         self._is_automatic = bool(options.Training.auto_loss_scaling)
         self._factor = 1.0
         self._was_scaled = False
+        self._seen_step: object = None
         self.has_news = True
         for line in self._values.lines():
             logger.debug(line)
@@ -105,7 +103,7 @@ class DeviceOptimizer:
         if placement.model is not None:
             popdist.before_execute_on_instances(self._have_state_read)
         self._hold(optimizer)
-        self.take_state()
+        self.load_held_state()
 
     @property
     def loss_scaling(self) -> float:
@@ -118,11 +116,10 @@ class DeviceOptimizer:
         With automatic loss scaling, a step whose gradients are not finite is left out.
         """
         self.has_news = True
-        vars(self._optimizer)["_opt_called"] = True  # without it torch's schedulers warn of a missing step()
-        if not self._prepare_gradients():
-            return
-        for part in self._parts:
-            part.stepper.step()
+        if self._prepare_gradients():
+            for stepper in self._steppers:
+                stepper.step()
+        self._show_step_to_schedulers()
 
     def _prepare_gradients(self) -> bool:
         """Unscale and limit the gradients; whether the step is made."""
@@ -151,11 +148,27 @@ class DeviceOptimizer:
             total = torch.linalg.vector_norm(torch.stack(norms)) / scaling
             factor = torch.clamp(limit / (total + _EPSILON), max=1.0) / scaling
         self._was_scaled = factor is not None
-        for part in self._parts:
-            part.scale_gradients(factor)
+        for stepper in self._steppers:
+            stepper.scale_gradients(factor)
+
+    def _show_step_to_schedulers(self) -> None:
+        """Call the ``step`` that a scheduler of torch put into the program's optimizer: it warns of a missing one.
+
+        There are no gradients then, so nothing is updated.
+        """
+        step = vars(self._optimizer).get("step")
+        if step is self._seen_step or is_subclass(self._optimizer):
+            return
+        self._seen_step = step
+        gradients = [(it, it.grad) for it in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._optimizer.step()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the values of ``optimizer`` from now on; the state stays.
+        """Use the values of ``optimizer`` from now on; the state stays.
 
         Raises:
             Error: If it is of another kind, or has other groups, or another value of a constant attribute.
@@ -165,38 +178,39 @@ class DeviceOptimizer:
         self._warn_of_others(optimizer)
         if optimizer is not self._optimizer:
             self._hand_over(optimizer)
-        self._settle(optimizer)
+        self._use_values(optimizer)
 
     def state_bytes(self) -> dict[str, int]:
         """What the optimizer keeps for each parameter, by name, from its first step on."""
-        return {name: size for part in self._parts for name, size in part.state_bytes().items()}
+        return {name: size for stepper in self._steppers for name, size in stepper.state_bytes().items()}
 
     def read_state(self) -> dict[str, dict[str, Tensor]]:
         """``ipu_state``, what the optimizer keeps for parameters, and ``ipu_param``, its values; on the CPU."""
         logger.debug("Writing optimiser state tensors from IPU to host.")
         self.has_news = False
-        state = {name: value for part in self._parts for name, value in part.read().items()}
+        state = {name: value for stepper in self._steppers for name, value in stepper.read().items()}
         if self._is_automatic:
             state[_FACTOR] = torch.tensor(self._factor, dtype=torch.float32)
-        return {"ipu_state": state, "ipu_param": self._parameters_of_steps()}
+        return {"ipu_state": state, "ipu_param": self._values_by_parameter()}
 
     def write_state(self, state: Mapping[str, Mapping[str, Tensor] | None]) -> None:
         """Go on from what ``read_state`` gave; what is missing in it stays as it is."""
         if given := state.get("ipu_state"):
             logger.debug("Writing optimiser state tensors from host to IPU memory.")
-            for part in self._parts:
-                part.write(given)
+            with self._placed():
+                for stepper in self._steppers:
+                    stepper.write(given)
             if self._is_automatic and _FACTOR in given:
                 self._factor = float(given[_FACTOR])
 
-    def take_state(self) -> None:
+    def load_held_state(self) -> None:
         """Go on from the state that the program loaded into its optimizer, and from its settings."""
         if isinstance(self._optimizer, Optimizer):
-            self.write_state(self._optimizer.loaded)
-            self._settle(self._optimizer)
+            self.write_state(self._optimizer.held_state)
+            self._use_values(self._optimizer)
 
     def release(self) -> None:
-        """Leave the state with the program's optimizer: the device's is given up."""
+        """Give the state to the program's optimizer: the model is destroyed."""
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.read_device()
             self._optimizer.hold(None)
@@ -217,9 +231,9 @@ class DeviceOptimizer:
         self._hold(optimizer)
         self.has_news = True
         if isinstance(optimizer, Optimizer):
-            self.write_state(optimizer.loaded)
+            self.write_state(optimizer.held_state)
 
-    def _settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def _use_values(self, optimizer: torch.optim.Optimizer) -> None:
         """Use the values of ``optimizer``, and log those that are new."""
         values = values_of(optimizer)
         for before, after in zip(self._values.lines(), values.lines(), strict=True):
@@ -228,8 +242,9 @@ class DeviceOptimizer:
         if values != self._values:
             self.has_news = True
         self._values = values
-        for part in self._parts:
-            part.set(optimizer.param_groups[part.group])
+        with self._placed():
+            for stepper in self._steppers:
+                stepper.set(optimizer.param_groups[stepper.group])
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
         values = values_of(optimizer)
@@ -254,16 +269,16 @@ class DeviceOptimizer:
                 self._attributes[owner] |= names
                 log("Ignoring unexpected %s attribute in %s optimizer: %s", owner, type(optimizer).__name__, new)
 
-    def _parameters_of_steps(self) -> dict[str, Tensor]:
+    def _values_by_parameter(self) -> dict[str, Tensor]:
         """The values of ``ipu_param``, by PopTorch's names."""
         named: dict[str, float] = {"lossScaling_FLOAT": self._values.graph["lossScaling"].number}
         for group, names in zip(self._values.groups, self._group_names, strict=True):
             for name in names:
-                named |= _specific(self._values.kind, group, name, named["lossScaling_FLOAT"])
+                named |= _values_of_parameter(self._values.kind, group, name, named["lossScaling_FLOAT"])
         return {name: torch.tensor(number, dtype=torch.float32) for name, number in named.items()}
 
 
-def _specific(kind: str, group: Mapping[str, Any], name: str, scaling: float) -> dict[str, float]:
+def _values_of_parameter(kind: str, group: Mapping[str, Any], name: str, scaling: float) -> dict[str, float]:
     numbers = {key: value.number for key, value in group.items()}
     if kind != "SGD":
         return {f"{key}___specific___{name}": number for key, number in numbers.items()}
@@ -303,15 +318,10 @@ _SMALLEST_SCALING: Final = 2.0**-24
 
 
 def next_factor(factor: float, scaling: float, gradients: Iterable[Tensor]) -> float:
-    """What the loss scaling is multiplied by in the next step.
+    """What the loss ``scaling`` is multiplied by in the next step; ``factor`` in this one.
 
     It is halved if of all gradients more than one in ten million is above 8188 or no number, and else doubled,
     within 2**-24 to 2**15.
-
-    Args:
-        factor: In this step.
-        scaling: The program's loss scaling.
-        gradients: Of the scaled loss, in this step.
     """
     found = [(it.numel(), torch.count_nonzero(it.abs() <= _LARGE)) for it in gradients]
     num_elements = sum(number for number, _ in found)

@@ -1,0 +1,213 @@
+"""A module's tensors and modes while poptorch runs it: on its device, and with the buffers of one replica.
+
+On a CPU these are the module's own tensors, and training changes them in place. For a GPU each tensor has a copy
+there: while the model runs, ``tensor.data`` is that copy, so that whoever holds a parameter holds the one that is
+trained. Afterwards ``tensor.data`` is the host's memory again, with the values that training has made.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from poptorch.errors import Error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """One attribute of a submodule that holds a parameter or a buffer; two places may hold the same tensor."""
+
+    name: str
+    part: nn.Module
+    key: str
+    tensor: Tensor
+    is_persistent: bool
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the attribute still holds the tensor."""
+        return getattr(self.part, self.key, None) is self.tensor
+
+    def put_back(self) -> str:
+        """Have the attribute hold the tensor again, and say in words what had become of it."""
+        kind = "Parameter" if isinstance(self.tensor, nn.Parameter) else "Buffer"
+        what = "removed from" if getattr(self.part, self.key, None) is None else "reassigned within"
+        if isinstance(self.tensor, nn.Parameter):
+            self.part.register_parameter(self.key, self.tensor)
+        else:
+            self.part.register_buffer(self.key, self.tensor, persistent=self.is_persistent)
+        return (
+            f"{kind} {self.name} is {what} the model, by its forward or since it was compiled. Write into it, as "
+            f"{self.name}.copy_(value) does, so that the tensor stays; or call destroy() before it is replaced"
+        )
+
+
+class ModuleTensors:
+    """The parameters and buffers of one wrapped module.
+
+    Args:
+        module: The user's module.
+        devices: Where each tensor lies while the model runs, by its name.
+        modes: Submodules, and whether each was in training mode when the module was wrapped.
+        is_training: Whether running the model trains the parameters.
+        has_copies: Whether the model computes on copies, and the module's own tensors stay where they are.
+        num_buffer_sets: Replicas of this process that have buffers of their own; 1 where all share the module's.
+
+    Attributes:
+        parameters: The module's parameters by name, each once.
+        buffers: The module's buffers by name, each once.
+        copies: The values of all of them on the device, by name; empty without copies.
+        num_running: How many models run just now, one within another.
+        num_trainings: How many training calls there were in this process, of all models.
+    """
+
+    num_running: ClassVar[int] = 0
+    num_trainings: ClassVar[int] = 0
+
+    _all_copies: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
+    """Tensor of the host → device → the copy there, which all models of the tensor share."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Mapping[str, torch.device],
+        modes: Sequence[tuple[nn.Module, bool]],
+        *,
+        is_training: bool,
+        has_copies: bool,
+        num_buffer_sets: int = 1,
+    ) -> None:
+        self._module = module
+        self._devices = devices
+        self._modes = modes
+        self._is_training = is_training
+        self._has_copies = has_copies
+        self._num_buffer_sets = num_buffer_sets
+        self._is_running = False
+        self._find_tensors()
+
+    def _find_tensors(self) -> None:
+        self._num_trainings_seen = ModuleTensors.num_trainings
+        self._places = list(_places(self._module))
+        tensors = {id(place.tensor): place for place in reversed(self._places)}  # the first name of each
+        named = {place.name: place.tensor for place in reversed(tensors.values())}
+        self.parameters = {name: it for name, it in named.items() if isinstance(it, nn.Parameter)}
+        self.buffers = {name: it for name, it in named.items() if not isinstance(it, nn.Parameter)}
+        self._buffer_places = [place for place in self._places if not isinstance(place.tensor, nn.Parameter)]
+        self.copies: dict[str, Tensor] = {}
+        if self._has_copies:
+            self.copies = {name: self._copy_of(name, tensor) for name, tensor in named.items()}
+        values = [self.copies.get(name, it.data) for name, it in self.buffers.items()]
+        others = range(self._num_buffer_sets - 1)
+        self._other_sets = [copy.deepcopy(values) for _ in others]  # together: views of one memory stay that
+
+    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
+        device = self._devices[name]
+        known: dict[torch.device, Tensor] = ModuleTensors._all_copies.setdefault(tensor, {})
+        if device not in known:
+            known[device] = tensor.detach().to(device, copy=True)
+        return known[device]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it the module has its modes, its device's values and replica 0's buffers, and no gradients.
+
+        Raises:
+            Error: If a parameter or a buffer was assigned or deleted.
+        """
+        if self._is_running:  # within a call, or while the model is compiled
+            yield
+            return
+        if not all(place.is_kept for place in self._buffer_places):
+            self._find_tensors()  # the program has put others there, as module.half() does
+        if not self._is_training and self._num_trainings_seen != ModuleTensors.num_trainings:
+            self._num_trainings_seen = ModuleTensors.num_trainings
+            self._fill_other_sets()
+        changed_modes = [(part, mode) for part, mode in self._modes if part.training is not mode]
+        gradients = self._put_gradients_aside() if self._is_training else []
+        host_values = {name: self._tensor(name).data for name in self.copies}
+        for part, mode in changed_modes:
+            part.training = mode
+        for name, value in self.copies.items():
+            self._tensor(name).data = value
+        self._own_buffers = [buffer.data for buffer in self.buffers.values()] if self._other_sets else []
+        self._is_running = True
+        ModuleTensors.num_running += 1
+        try:
+            yield
+        finally:
+            self._is_running = False
+            ModuleTensors.num_running -= 1
+            ModuleTensors.num_trainings += self._is_training
+            self.select_replica(0)
+            faults = [place.put_back() for place in self._places if not place.is_kept]
+            for name, value in host_values.items():
+                self._tensor(name).data = value
+            self.copy_to_host()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for part, mode in changed_modes:
+                part.training = not mode
+        if faults:
+            raise Error(faults[0])
+
+    def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The gradients of a backward pass of the program's own, which the parameters do not have then."""
+        found = [(it, it.grad) for it in self.parameters.values() if it.grad is not None]
+        for parameter, _ in found:
+            parameter.grad = None
+        return found
+
+    def _tensor(self, name: str) -> Tensor:
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
+
+    def select_replica(self, replica: int) -> None:
+        """While the model runs: give the module the buffers of local replica ``replica``."""
+        if not self._other_sets:
+            return
+        values = self._other_sets[replica - 1] if replica else self._own_buffers
+        for buffer, value in zip(self.buffers.values(), values, strict=True):
+            buffer.data = value
+
+    @torch.no_grad()
+    def copy_to_device(self, names: Iterable[str] | None = None) -> None:
+        """Give the device and all replicas the module's values: of all tensors, or of the buffers ``names``."""
+        chosen = {*self.copies} if names is None else {*names}
+        for name, value in self.copies.items():
+            if name in chosen:
+                value.copy_(self._tensor(name))
+        self._fill_other_sets(names)
+
+    @torch.no_grad()
+    def copy_to_host(self) -> None:
+        """Give the module, and copies on other devices, the device's values, as far as running changes them."""
+        for name, value in self.copies.items():
+            tensor = self._tensor(name)
+            if name in self.buffers or (self._is_training and tensor.requires_grad):
+                tensor.copy_(value)
+                for other in ModuleTensors._all_copies[tensor].values():
+                    if other is not value:
+                        other.copy_(value)
+
+    @torch.no_grad()
+    def _fill_other_sets(self, names: Iterable[str] | None = None) -> None:
+        """Give all replicas the module's buffers."""
+        chosen = {*self.buffers} if names is None else {*names}
+        for values in self._other_sets:
+            for (name, buffer), value in zip(self.buffers.items(), values, strict=True):
+                if name in chosen:
+                    value.copy_(buffer)
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    persistent = module.state_dict().keys()
+    for path, part in module.named_modules():
+        own = *part.named_parameters(recurse=False), *part.named_buffers(recurse=False)
+        for key, tensor in own:
+            name = f"{path}.{key}" if path else key
+            yield _Place(name=name, part=part, key=key, tensor=tensor, is_persistent=name in persistent)

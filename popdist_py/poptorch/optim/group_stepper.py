@@ -1,0 +1,223 @@
+"""What updates the parameters of one group, and its state by PopTorch's names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import popdist
+from poptorch._logging import logger
+from poptorch.optim.arithmetic import UNCORRECTED_STEPS, WidenedLAMB, arithmetic_of
+from poptorch.options import Options
+
+_EXACT: Final = (torch.float32, torch.float64)
+
+_SEEDS_OF_A_JOB: Final = 1 << 62
+
+_FIRST: Final = "first_order_momentum_accum_type"
+_SECOND: Final = "second_order_momentum_accum_type"
+
+_ADAM: Final = {
+    "exp_avg": ("Accl1", _FIRST),
+    "exp_avg_sq": ("Accl2", _SECOND),
+    "max_exp_avg_sq": ("Accl3", _SECOND),
+}
+
+_MOMENTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
+    "SGD": {"momentum_buffer": ("Accl1", "velocity_accum_type")},
+    "RMSprop": {
+        "grad_avg": ("Accl1", _FIRST),
+        "square_avg": ("Accl2", _SECOND),
+        "momentum_buffer": ("Accl3", _FIRST),
+    },
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "LAMB": _ADAM,
+}
+"""torch's name of what has a number for each element → PopTorch's, and the attribute that says its dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """How the state of an optimizer is kept.
+
+    Attributes:
+        model: Whose instances share it; None where each instance keeps all of it.
+        rounding: "stochastic" or "nearest".
+        seed: Of the random bits.
+    """
+
+    model: popdist.ReplicatedModel | None
+    rounding: str
+    seed: int
+
+    @classmethod
+    def of(cls, options: Options, model: popdist.ReplicatedModel | None) -> "Placement":
+        """What ``options`` ask for."""
+        location = options.TensorLocations.location_optimizer
+        is_sharded = bool(location.get("useReplicatedTensorSharding")) and popdist.num_instances() > 1
+        return cls(
+            model=model if is_sharded else None,
+            rounding="stochastic" if options.Precision.stochastic_rounding else "nearest",
+            seed=options.random_seed if options.exists("random_seed") else 0,
+        )
+
+
+class GroupStepper:
+    """Updates the parameters of one group of the program's optimizer.
+
+    Args:
+        group: Its index.
+        kind: SGD, Adam, AdamW, RMSprop or LAMB.
+        settings: Of the group.
+        types: Dtypes of the state that were asked for, by attribute.
+        parameters: Those of the group that the model has, by name; at least one.
+        placement: How the state is kept.
+
+    Attributes:
+        group: As given.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        kind: str,
+        settings: Mapping[str, Any],
+        types: Mapping[str, torch.dtype],
+        parameters: Mapping[str, Parameter],
+        placement: Placement,
+    ) -> None:
+        self.group = group
+        self._kind = kind
+        self._types = types
+        self._parameters = parameters
+        self._counts_steps = kind == "LAMB" or (kind != "SGD" and bool(settings.get("bias_correction", True)))
+        moments = _moments_of(kind, settings, types)
+        own = list(parameters.values())
+        self._inside = _optimizer_of(kind, settings, own, moments, placement, group)
+        self._scales_itself = _scales_gradients(self._inside)
+        self.step = self._inside.step
+        if kind != "SGD" and {*self._moments().values()} != {torch.float32}:
+            self._load(self.read())  # so that the state has the dtypes asked for, not those of torch
+
+    def set(self, settings: Mapping[str, Any]) -> None:
+        """Use the settings of the group from the next step on."""
+        before = self._moments()
+        _, known = arithmetic_of(self._kind, settings)
+        self._inside.param_groups[0].update(known)
+        if self._kind != "SGD" and self._moments().keys() - before.keys():
+            self._load(self.read())
+
+    def scale_gradients(self, factor: float | Tensor | None) -> None:
+        """Have the next step multiply its gradients by ``factor``, in float32; None: leave them as they are."""
+        if self._scales_itself:
+            vars(self._inside)["grad_scale"] = None if factor is None else 1 / torch.as_tensor(factor)
+        elif factor is not None:
+            gradients = [it.grad for it in self._parameters.values() if it.grad is not None]
+            torch._foreach_mul_(gradients, factor)
+
+    def state_bytes(self) -> dict[str, int]:
+        """What is kept for each parameter, by name, from the first step on."""
+        element = sum(dtype.itemsize for dtype in self._moments().values())
+        count = torch.float32.itemsize if self._counts_steps else 0
+        return {name: it.numel() * element + count for name, it in self._parameters.items()}
+
+    def read(self) -> dict[str, Tensor]:
+        """The state by PopTorch's names: text → tensor on the CPU. What there is none of yet is 0."""
+        states = self._inside.state_dict()["state"]
+        moments = self._moments()
+        read = {}
+        for index, (name, parameter) in enumerate(self._parameters.items()):
+            state = states.get(index, {})
+            for moment, dtype in moments.items():
+                value = state.get(moment)
+                if value is None:
+                    value = torch.zeros_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
+                read[self._text(moment, name)] = value.detach().to("cpu", copy=True)
+            if self._counts_steps:
+                step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
+                read[f"Step___{name}"] = step.detach().to("cpu", copy=True)
+        return read
+
+    def write(self, named: Mapping[str, Tensor]) -> None:
+        """Go on from a state that ``read`` gave; what is missing stays as it is."""
+        before = self.read()
+        if found := {name: torch.as_tensor(named[name]) for name in before if name in named}:
+            self._load({**before, **found})
+
+    def _load(self, named: Mapping[str, Tensor]) -> None:
+        moments = self._moments()
+        states: dict[int, dict[str, Tensor]] = {}
+        for index, (name, parameter) in enumerate(self._parameters.items()):
+            state = {
+                moment: named[self._text(moment, name)]
+                .to(parameter.device, dtype, copy=True)
+                .view(parameter.shape)
+                for moment, dtype in moments.items()
+            }
+            if self._counts_steps:
+                state["step"] = named[f"Step___{name}"].clone().float().view(())
+            elif self._kind != "SGD":
+                state["step"] = torch.tensor(UNCORRECTED_STEPS, dtype=torch.float32)
+            elif not any(bool(value.any()) for value in state.values()):
+                continue  # torch's first step, which has no velocity yet
+            states[index] = state
+        self._inside.load_state_dict({**self._inside.state_dict(), "state": states})
+
+    def _moments(self) -> dict[str, torch.dtype]:
+        return _moments_of(self._kind, self._inside.param_groups[0], self._types)
+
+    def _text(self, moment: str, name: str) -> str:
+        return f"{_MOMENTS[self._kind][moment][0]}___{name}"
+
+
+def _optimizer_of(
+    kind: str,
+    settings: Mapping[str, Any],
+    parameters: Sequence[Parameter],
+    moments: Mapping[str, torch.dtype],
+    placement: Placement,
+    number: int,
+) -> torch.optim.Optimizer:
+    """The optimizer of torch or popdist that updates ``parameters``; ``number`` is that of their group."""
+    found, known = arithmetic_of(kind, settings)
+    is_exact = all(it.dtype in _EXACT for it in parameters) and set(moments.values()) <= {torch.float32}
+    own: dict[str, Any] = {
+        "rounding": placement.rounding,
+        "seed": (placement.seed + number * 0x9E3779B97F4A7C15) % _SEEDS_OF_A_JOB,  # other bits for each group
+    }
+    if not is_exact and found is popdist.optim.LAMB:
+        if placement.model is not None:
+            logger.debug("LAMB in half precision needs whole parameters: its state is not sharded")
+        return WidenedLAMB(parameters, moments=moments, **own, **known)
+    if not is_exact:
+        first = next(iter(moments.values()), torch.float32)
+        held = first if set(moments.values()) == {first} and kind == "SGD" else torch.float32
+        known |= {"optimizer_class": found, "moments": held, **own}
+        found = popdist.optim.LowPrecision
+    if placement.model is not None:
+        return popdist.ShardedOptimizer(placement.model, found, parameters, **known)
+    return found(parameters, **known)
+
+
+def _scales_gradients(inside: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides gradients by its ``grad_scale``, once they are in float32."""
+    if isinstance(inside, popdist.ShardedOptimizer):
+        return "moments" in inside.param_groups[0]
+    return isinstance(inside, WidenedLAMB | popdist.optim.LowPrecision)
+
+
+def _moments_of(
+    kind: str, settings: Mapping[str, Any], types: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
+    """What an optimizer with these settings has a number in for each element, and the dtype that was asked for."""
+    is_kept = {
+        "momentum_buffer": bool(settings.get("momentum")),
+        "grad_avg": bool(settings.get("centered")),
+        "max_exp_avg_sq": bool(settings.get("amsgrad")),
+    }
+    moments = _MOMENTS[kind].items()
+    return {it: types.get(asked, torch.float32) for it, (_, asked) in moments if is_kept.get(it, True)}
