@@ -9,10 +9,6 @@ import errno
 import os
 import sys
 
-TYPE_CHECKING = False  # as typing has it
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 BROKEN_PIPE = 141
 
 
@@ -28,7 +24,7 @@ def main() -> None:
     os._exit(exit_code)  # nothing is left to be torn down, and the interpreter would take a tenth of a short job
 
 
-def run_command(words: "Sequence[str]") -> int:
+def run_command(words: list[str]) -> int:
     """Run poprun with ``words``, which do not include its name.
 
     Returns:
@@ -36,12 +32,14 @@ def run_command(words: "Sequence[str]") -> int:
         what poprun prints.
     """
     from poprun.errors import PoprunError  # noqa: PLC0415 - Ctrl-C is heard before this import
-    from poprun.text.screen import abandon_stdout, write_any_letter  # noqa: PLC0415 - see above
+    from poprun.text.screen import abandon_stdout, write_any_letter  # noqa: PLC0415 - as above
 
     try:
         _open_closed_streams()
         write_any_letter()
-        return _run(words)
+        from poprun.command import run  # noqa: PLC0415 - as above
+
+        return run(words)
     except PoprunError as error:
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -72,29 +70,9 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
-def _run(words: "Sequence[str]") -> int:
-    from poprun.cli.command_line import asked_completion, read_command_line  # noqa: PLC0415 - see run_command
-    from poprun.text.screen import print_out  # noqa: PLC0415 - see run_command
-
-    if (instruction := asked_completion()) is not None:
-        from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
-
-        print_out(answer(instruction))
-        return 0
-    line = read_command_line(words)
-    if line.help_option is not None:
-        from poprun.cli.help_pages import help_page  # noqa: PLC0415 - click is expensive
-
-        print_out(help_page(line.help_option))
-        return 0
-    from poprun.command import run  # noqa: PLC0415 - the help pages do without it
-
-    return run(line)
-
-
 def _fail(message: str, exit_code: int) -> int:
     if sys.stderr is not None:
-        from poprun.text.screen import log  # noqa: PLC0415 - see run_command
+        from poprun.text.screen import log  # noqa: PLC0415 - as in run_command
 
         log(f"error: {message}")
     return exit_code
@@ -102,8 +80,8 @@ def _fail(message: str, exit_code: int) -> int:
 
 def _fail_of_system(error: OSError) -> int:
     """Say what the system refuses: what there is too much of, or the file that it is about."""
-    from poprun.errors import LaunchError, OutputError, PoprunError  # noqa: PLC0415 - see run_command
-    from poprun.text.system_errors import SHORTAGES, describe_error  # noqa: PLC0415 - see run_command
+    from poprun.errors import LaunchError, OutputError, PoprunError  # noqa: PLC0415 - as in run_command
+    from poprun.text.system_errors import SHORTAGES, describe_error  # noqa: PLC0415 - as in run_command
 
     if error.errno in SHORTAGES:
         return _fail(describe_error(error.errno), LaunchError.exit_code)

@@ -1,12 +1,15 @@
-"""From a command line to a plan, and from a plan to a print-out or a job."""
+"""From a command line to what it asks for: a help page, a plan, a print-out or a job."""
 
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.cli.command_line import CommandLine, misspelled_variables, origins
+from poprun.cli.click_command import help_page
+from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
+from poprun.cli.option import COMPLETION
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import check_fitness, idle_options
 from poprun.plan.plan import LaunchPlan
@@ -29,15 +32,17 @@ _ENGINES_OWN: Final = ("host", "num-instances", "image")
 """Options that a batch script leaves to what it asks Slurm for."""
 
 
-def run(line: CommandLine) -> int:
-    """Do what ``line`` asks for.
+def run(words: Sequence[str]) -> int:
+    """Do what ``words``, without the name of poprun, ask for; poprun's exit code: the job's, 0 after a dry run."""
+    if (instruction := os.environ.get(COMPLETION)) is not None:
+        from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
 
-    Returns:
-        poprun's exit code: that of the job, or 0 after a dry run.
-
-    Raises:
-        PoprunError: If there is no such plan or program, or the job cannot be started.
-    """
+        screen.print_out(answer(instruction))
+        return 0
+    line = read_command_line(words)
+    if line.shows_help:
+        screen.print_out(help_page(is_whole=line.shows_whole_help))
+        return 0
     if line.prints_version or line.version_format is not None:
         return _print_version(line.version_format)
     if line.asks_doctor:

@@ -1,6 +1,6 @@
 """The command from its words to its exit code, as a real process that starts no other.
 
-Holds poprun.cli.help_pages and poprun.render.mermaid.
+Holds poprun.render.mermaid.
 """
 
 import json

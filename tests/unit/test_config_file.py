@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poprun.cli.command_line import NOT_LOCAL
 from poprun.cli.config_file import config_text, export_config, read_config
-from poprun.cli.option import Given
+from poprun.cli.option import OptionValue
 from poprun.errors import UsageError
 
 TEXTS = st.text(max_size=12) | st.sampled_from(
@@ -17,11 +17,11 @@ TEXTS = st.text(max_size=12) | st.sampled_from(
 
 
 @st.composite
-def gifts(draw: st.DrawFn) -> tuple[Given, ...]:
+def gifts(draw: st.DrawFn) -> tuple[OptionValue, ...]:
     """Any options with any texts; those that are not repeated have one."""
     options = draw(st.lists(st.sampled_from(list(NOT_LOCAL.values())), unique=True, max_size=6))
     return tuple(
-        Given(
+        OptionValue(
             option=option,
             texts=tuple(draw(st.lists(TEXTS, min_size=1, max_size=3 if option.kind.read_all else 1))),
         )
@@ -35,7 +35,7 @@ def read(text: str) -> dict[str, tuple[str, ...]]:
 
 
 @given(gifts())
-def test_a_file_reads_back(given: tuple[Given, ...]) -> None:
+def test_a_file_reads_back(given: tuple[OptionValue, ...]) -> None:
     """read_config is the inverse of config_text, whatever the texts are, in ASCII."""
     text = config_text(given)
 
@@ -46,9 +46,9 @@ def test_a_file_reads_back(given: tuple[Given, ...]) -> None:
 def test_a_file_is_made_for_people() -> None:
     """Numbers, yes and no stand without quotes; a value that is repeated is a list."""
     given = [
-        Given(option=NOT_LOCAL["num-instances"], texts=("4",)),
-        Given(option=NOT_LOCAL["update-partition"], texts=("yes",)),
-        Given(option=NOT_LOCAL["mpi-local-args"], texts=("-x A", "-x B=1")),
+        OptionValue(option=NOT_LOCAL["num-instances"], texts=("4",)),
+        OptionValue(option=NOT_LOCAL["update-partition"], texts=("yes",)),
+        OptionValue(option=NOT_LOCAL["mpi-local-args"], texts=("-x A", "-x B=1")),
     ]
 
     assert config_text(given) == "num-instances: 4\nupdate-partition: yes\nmpi-local-args:\n- -x A\n- -x B=1\n"
@@ -107,7 +107,7 @@ def test_what_is_refused(text: str, what: str) -> None:
 def test_a_file_is_not_replaced_unasked(tmp_path: Path) -> None:
     """Only --overwrite-config does so; a place where no file can be is named."""
     file = tmp_path / "job.yaml"
-    given = [Given(option=NOT_LOCAL["num-instances"], texts=("4",))]
+    given = [OptionValue(option=NOT_LOCAL["num-instances"], texts=("4",))]
     file.write_text("mine")
 
     with pytest.raises(UsageError, match="there is such a file: give another name, or --overwrite-config"):

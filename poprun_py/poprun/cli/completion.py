@@ -1,10 +1,11 @@
 """What the shell offers when Tab is pressed behind `poprun`: options, their values, hosts and partitions.
 
-Click's own resolution is left out: it does not know PopRun's spellings, nor that the program's words are its own.
+click has the scripts for the shells; what stands before the word is read as poprun reads it.
 """
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,7 +13,8 @@ from typing import Final
 from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
-from poprun.cli.option import COMPLETION, FILE, FOLDER, HELP, HELP_ALL, HOSTS, Option
+from poprun.cli.click_command import begins_with_option, long_names, take_options
+from poprun.cli.option import COMPLETION, FILE, FOLDER, HOSTS, Option
 from poprun.cli.options import OPTIONS
 from poprun.errors import PoprunError, UsageError
 
@@ -36,11 +38,9 @@ def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
 
 
 def host_names_in(kind: str, text: str) -> Iterator[str]:
-    """The names of hosts in the text of a file.
+    """The names of hosts in the text of a file; hashed names, patterns and addresses are left out.
 
-    Args:
-        kind: ``config`` (ssh_config(5)), ``known_hosts`` (sshd(8)), or ``hosts`` (hosts(5)).
-        text: What the file holds. Hashed names, patterns and addresses are left out.
+    Its ``kind`` is ``config`` (ssh_config(5)), ``known_hosts`` (sshd(8)), or ``hosts`` (hosts(5)).
     """
     for line in text.splitlines():
         words = line.partition("#")[0].split()
@@ -66,12 +66,7 @@ def _partitions() -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Where names are looked for that only the machine knows; nothing is looked for before it is needed.
-
-    Attributes:
-        hosts: Gives the hosts.
-        partitions: Gives the partitions of virtual IPUs.
-    """
+    """What finds names that only the machine knows; called when they are needed."""
 
     hosts: Callable[[], Sequence[str]] = known_hosts
     partitions: Callable[[], Sequence[str]] = _partitions
@@ -81,9 +76,6 @@ def answer(instruction: str, names: Names | None = None) -> str:
     """The script for a shell, or what its script is to offer, as ``instruction`` says: ``bash_source``.
 
     Without ``names`` this machine is asked for hosts and partitions.
-
-    Raises:
-        UsageError: If it names another shell, or asks for something else.
     """
     shell, _, what = instruction.partition("_")
     known = get_completion_class(shell)
@@ -99,52 +91,29 @@ def answer(instruction: str, names: Names | None = None) -> str:
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> list[Item]:
     """What may stand for ``incomplete``, the beginning of a word, behind the words ``args``."""
-    option, has_program = _walk(args)
+    rest, awaiting = deque(word for word in args if word != "="), None  # bash takes a stroke for a word of its own
+    while begins_with_option(rest):
+        awaiting = next((option for option, text in _options(rest) if text is None), None)
     word = "" if incomplete == "=" else incomplete
-    if option is not None:
-        return _values(option, word, names)
-    if has_program or not word.startswith("-"):
+    if awaiting is not None:
+        return _values(awaiting, word, names)
+    if rest or not word.startswith("-"):
         return [CompletionItem(word, type="file")]
     name, equals, value = word.partition("=")
-    option = _option(name)
     if equals:
-        items = [] if option is None else _values(option, value, names)
-        return [CompletionItem(f"{name}={item.value}", type=item.type) for item in items]
-    return [CompletionItem(found) for found in _option_names(word) if found.startswith(word)]
-
-
-def _walk(args: Sequence[str]) -> tuple[Option | None, bool]:
-    """The option whose value comes next, if one does, and whether the program stands there already."""
-    pending: Option | None = None
-    for word in args:
-        if word == "=":  # bash takes it for a word of its own
-            continue
-        if pending is not None:
-            pending = None
-        elif word == "--" or not word.startswith("-"):
-            return None, True
-        else:
-            pending = None if "=" in word else _option(word)
-            if pending is not None and (pending.kind.is_switch or pending.kind.is_counted):
-                pending = None
-    return pending, False
-
-
-def _option(word: str) -> Option | None:
-    """The option that ``word`` is, or begins; None where there is none, or several."""
-    if not word.startswith("--"):
-        return next((option for option in OPTIONS if option.short and word == f"-{option.short}"), None)
-    written = word.removeprefix("--")
-    exact = [option for option in OPTIONS if option.name == written]
-    found = exact or [option for option in OPTIONS if option.name.startswith(written)]
-    return found[0] if len(found) == 1 else None
-
-
-def _option_names(word: str) -> list[str]:
-    long = [f"--{option.name}" for option in OPTIONS]
+        offered = [item for option, _ in _options(deque([name])) for item in _values(option, value, names)]
+        return [CompletionItem(f"{name}={item.value}", type=item.type) for item in offered]
     short = [f"-{option.short}" for option in OPTIONS if option.short]
-    negated = [f"--no-{option.name}" for option in OPTIONS if option.kind.is_switch]
-    return sorted([HELP, HELP_ALL, *long, *short, *(negated if word.startswith("--no-") else [])])
+    long = [name for name in long_names() if word.startswith("--no-") or not name.startswith("--no-")]
+    return [CompletionItem(found) for found in sorted([*short, *long]) if found.startswith(word)]
+
+
+def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
+    """The options of the first word, with their texts; none where that is a mistake."""
+    try:
+        return take_options(words)
+    except UsageError:
+        return []
 
 
 def _values(option: Option, begun: str, names: Names) -> list[Item]:

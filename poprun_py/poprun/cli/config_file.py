@@ -14,7 +14,7 @@ from typing import Final
 
 import yaml
 
-from poprun.cli.option import HELP_ALL, Given, Option
+from poprun.cli.option import HELP_ALL, Option, OptionValue
 from poprun.errors import UsageError
 from poprun.text.atomic_file import check_target, write_whole
 from poprun.text.input_files import YamlError, compose_yaml
@@ -25,39 +25,29 @@ _MAPPING: Final = "tag:yaml.org,2002:map"
 _SEQUENCE: Final = "tag:yaml.org,2002:seq"
 
 
-def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[Given, ...]:
-    """The options that ``text``, the file ``source``, gives; an empty file gives none.
-
-    Args:
-        text: YAML.
-        source: Name of the file, for messages.
-        options: Every option that a file may hold, by its name.
-
-    Raises:
-        UsageError: If it is no YAML or no mapping, a key is unknown or comes twice, or its value is none. What a
-            value stands for is not looked at here.
-    """
-    root = _compose(text, source)
+def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
+    """What ``text``, the file ``source``, gives to ``options``; what a value stands for is not looked at here."""
+    try:
+        root = compose_yaml(text)
+    except YamlError as error:
+        line = "" if error.line is None else f":{error.line}"
+        raise UsageError(f"{source}{line}: this is no YAML: {error}") from None
     if root is None:
         return ()
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(f"{_place(source, root)}: a file of options has lines such as num-instances: 4")
-    given: dict[str, Given] = {}
+    given: dict[str, OptionValue] = {}
     for key, value in root.value:
         place = _place(source, key)
         option = _option(key, place, options)
         if option.name in given:
             raise UsageError(f"{place}: {option.name} comes twice: {given[option.name].place} has it, too")
-        given[option.name] = Given(option=option, texts=_texts(option, value, place), place=place)
+        given[option.name] = OptionValue(option=option, texts=_texts(option, value, place), place=place)
     return tuple(given.values())
 
 
-def export_config(given: Iterable[Given], path: str, *, may_overwrite: bool) -> None:
-    """Write ``given`` as a file of options to ``path``.
-
-    Raises:
-        UsageError: If there is a file and ``may_overwrite`` is false, or it cannot be written.
-    """
+def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: bool) -> None:
+    """Write ``given`` as a file of options to ``path``."""
     if not may_overwrite and os.path.lexists(path):
         raise UsageError(f"--export-config {path}: there is such a file: give another name, or --overwrite-config")
     try:
@@ -67,7 +57,7 @@ def export_config(given: Iterable[Given], path: str, *, may_overwrite: bool) -> 
         raise UsageError(f"--export-config {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def config_text(given: Iterable[Given]) -> str:
+def config_text(given: Iterable[OptionValue]) -> str:
     """``given`` as a file of options, in ASCII."""
     writer = yaml.SafeDumper(StringIO())
     pairs = [
@@ -76,15 +66,6 @@ def config_text(given: Iterable[Given]) -> str:
     ]
     text: str = yaml.serialize(yaml.MappingNode(_MAPPING, pairs, flow_style=False), Dumper=yaml.SafeDumper)
     return text if pairs else ""
-
-
-def _compose(text: str, source: str) -> yaml.Node | None:
-    try:
-        node = compose_yaml(text)
-    except YamlError as error:
-        line = "" if error.line is None else f":{error.line}"
-        raise UsageError(f"{source}{line}: this is no YAML: {error}") from None
-    return node
 
 
 def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option:

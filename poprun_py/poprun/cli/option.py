@@ -22,7 +22,6 @@ REQUEST: Final = "request"
 
 VARIABLE_PREFIX: Final = "POPRUN_"
 
-HELP: Final = "--help"
 HELP_ALL: Final = "--help-all"
 
 COMPLETION: Final = "_POPRUN_COMPLETE"
@@ -35,32 +34,17 @@ BOOLEANS: Final = dict.fromkeys(("yes", "on", "1", "true"), True) | dict.fromkey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A kind of value, such as a number of seconds.
-
-    Attributes:
-        metavar: How the help page calls it.
-        read: The value that a text stands for; a :class:`ValueError` says what to write instead.
-        read_all: For an option that may be repeated: the value that all its texts together stand for. The last
-            text counts where this is None.
-        is_switch: Whether the option is on without a value, and ``--no-…`` is off.
-        choices: All values that there are, if they are few.
-        is_counted: Whether the option takes no value and how often it is written counts.
-    """
+    """A kind of value, such as a number of seconds."""
 
     metavar: str
-    read: Callable[[str], Any]
-    read_all: Callable[[Sequence[str]], Any] | None = None
-    is_switch: bool = False
-    choices: tuple[str, ...] = ()
-    is_counted: bool = False
+    read: Callable[[str], Any]  # the ValueError that it raises says what to write instead
+    read_all: Callable[[Sequence[str]], Any] | None = None  # of what may be repeated; else the last text counts
+    is_switch: bool = False  # on without a value; --no-… is off
+    is_counted: bool = False  # without a value: how often it is written counts
+    choices: tuple[str, ...] = ()  # all values, where they are few
 
     def value(self, texts: Sequence[str]) -> Any:  # noqa: ANN401 - whatever the kind makes of them
-        """What ``texts``, in the order in which they were given, stand for. At least one.
-
-        Raises:
-            ValueError: If they stand for nothing.
-            PlanError: If they name hosts that cannot be.
-        """
+        """What ``texts``, one or more in the order in which they were given, stand for."""
         return self.read_all(texts) if self.read_all else self.read(texts[-1])
 
 
@@ -172,83 +156,48 @@ def one_of(choices: type[Enum], metavar: str = "") -> Kind:
 class Option:
     """An option of the command line.
 
-    Attributes:
-        name: Its long name without dashes.
-        field: The value that it sets, as ``section.name``. Sections are ``request``, whose names are fields of
-            :class:`LaunchRequest`, its fields that hold settings (``output``, ``ending``, ``vipu``, ``remote``),
-            and ``line``; empty for an option that is accepted and has no effect here.
-        kind: What its value may be.
-        help: Its line on the help page; a default that is no number and no name is named here.
-        short: Its one letter, or empty.
-        is_local: Whether it is given on the command line only: no file of options and no variable holds it.
-        goes_with_plan: Whether it may stand beside ``--plan``.
-        why_no_effect: Why it has no effect, for an option that has none.
-        group: The heading under which it stands on the help page.
+    ``field`` is the value that it sets, as ``section.name``. Sections are ``request``, whose names are fields of a
+    :class:`LaunchRequest`, its fields that hold settings (``output``, ``ending``, ``vipu``, ``remote``), and
+    ``line``. It is empty for an option that is accepted and has no effect; ``why_no_effect`` then says why.
     """
 
     name: str
     field: str
     kind: Kind
-    help: str
+    help: str  # with the default, where it is neither a number nor a name that the request has
     short: str = ""
-    is_local: bool = False
+    is_local: bool = False  # no file of options and no variable holds it
     goes_with_plan: bool = False
     why_no_effect: str = ""
     group: str = ""
 
     @property
-    def parameter(self) -> str:
-        """The name of the option as an identifier."""
-        return self.name.replace("-", "_")
-
-    @property
     def variable(self) -> str:
         """The variable that sets the option where no flag does."""
-        return VARIABLE_PREFIX + self.parameter.upper()
+        return VARIABLE_PREFIX + self.name.replace("-", "_").upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """A value that somebody has given to an option.
-
-    Attributes:
-        option: Which one.
-        texts: What was written, once for each time it was.
-        place: Where, such as ``POPRUN_HOST`` or ``job.yaml:3``; empty for the command line.
-    """
+class OptionValue:
+    """The texts that somebody has given to an option, once for each time it was written."""
 
     option: Option
     texts: tuple[str, ...]
-    place: str = ""
+    place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
     def value(self) -> Any:  # noqa: ANN401 - whatever the option's kind makes of it
-        """The value that the texts stand for.
-
-        Raises:
-            PoprunError: If they stand for none; the message says where they were written.
-        """
-        label = f"--{self.option.name} {' '.join(self.texts) or repr('')}"
+        """The value that the texts stand for; the error if they stand for none says where they were written."""
+        where = f"{self.place}: " if self.place else ""
         try:
             return self.option.kind.value(self.texts)
         except ValueError as error:
-            raise UsageError(f"{self._where()}{label}: {error}") from None
+            raise UsageError(f"{where}--{self.option.name} {' '.join(self.texts) or repr('')}: {error}") from None
         except PoprunError as error:
-            raise type(error)(f"{self._where()}{error}") from None
-
-    def shown(self) -> str:
-        """The texts as one, for people."""
-        return " ".join(self.texts)
-
-    def _where(self) -> str:
-        return f"{self.place}: " if self.place else ""
+            raise type(error)(f"{where}{error}") from None
 
 
-def values_by_section(given: Iterable[Given]) -> dict[str, dict[str, Any]]:
-    """The values that ``given`` sets, by section and name of their fields; of two for one field the later counts.
-
-    Raises:
-        PoprunError: If a text stands for no value.
-    """
+def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]:
+    """The values that ``given`` sets, by section and name of their fields; the later of two counts."""
     values: dict[str, dict[str, Any]] = {}
     for one in given:
         section, _, name = one.option.field.partition(".")

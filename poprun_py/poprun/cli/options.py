@@ -66,6 +66,10 @@ _NUMA: Final = Kind(metavar="", read=_numa_placement, is_switch=True)
 OPTIONS: Final[tuple[Option, ...]] = (
     *_group(
         "Generic",
+        Option("help", "line.shows_help", FLAG,
+               "Show the options that most jobs use, and exit.", short="h", is_local=True, goes_with_plan=True),
+        Option("help-all", "line.shows_whole_help", FLAG,
+               "Show this page and exit.", is_local=True, goes_with_plan=True),
         Option("version", "line.prints_version", FLAG,
                "Print the version and exit.", is_local=True, goes_with_plan=True),
         Option("version-format", "line.version_format", one_of(VersionFormat, "FORMAT"),
@@ -85,9 +89,9 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Option("num-instances", "request.num_instances", NUMBER_OR_AUTO,
                "Processes in all; auto: one per free GPU. [default: 1 on each host]", short="n"),
         Option("num-replicas", "request.num_replicas", NUMBER,
-               "Model replicas in all, dealt evenly to the instances. [default: one per instance]"),
+               "Model replicas in all, shared out evenly. [default: one per instance]"),
         Option("ipus-per-replica", "request.ipus_per_replica", NUMBER,
-               "Virtual IPUs per replica: GPUs or shares of the cores."),
+               "GPUs, or shares of the cores, of a replica."),
         Option("host", "request.hosts", HOSTS,
                "Where to run: a,b or host[0-2,4]. [default: this machine]", short="H"),
         Option("hostfile", "line.host_file", FILE, "File with a host on each line, in place of --host."),
@@ -181,8 +185,8 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Option("tag-format", "output.tag_format", TEXT,
                "The tag, with {instance}, {host}, {stream} and the like."),
         Option("fold-output", "output.is_folded", SWITCH, "Show lines that several instances print alike once."),
-        Option("log-dir", "output.log_dir", FOLDER, "Keep each instance's output in a file of its own."),
-        Option("monitor", "output.has_monitor", SWITCH, "Show the instances live in place of their output."),
+        Option("log-dir", "output.log_dir", FOLDER, "Keep each instance's output in a file."),
+        Option("monitor", "output.has_monitor", SWITCH, "Show the instances live, not their output."),
         Option("print-topology", "line.prints_topology", SWITCH,
                "Print the plan, then start it.", goes_with_plan=True),
         Option("topology-format", "line.topology_format", one_of(TopologyFormat, "FORMAT"),
@@ -196,7 +200,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         Option("dry-run", "line.is_dry_run", SWITCH,
                "Print the plan and start nothing.", is_local=True, goes_with_plan=True),
         Option("doctor", "line.asks_doctor", FLAG,
-               "Tell what poprun would use on this machine, and what is missing.", is_local=True),
+               "Tell what this machine has and what it lacks.", is_local=True),
         Option("format", "line.report_format", one_of(ReportFormat),
                "How --doctor tells it. [default: table]", is_local=True),
         Option("emit", "line.emitted", one_of(EmitKind, "KIND"),
@@ -209,21 +213,13 @@ OPTIONS: Final[tuple[Option, ...]] = (
     ),
 )
 # fmt: on
-"""Every option but ``--help`` and ``--help-all``, in the order of the help page."""
+"""Every option, in the order of the help page."""
 
-COMMON: Final = {
-    "num-instances": "Processes in all; auto: one per free GPU.",
-    "num-replicas": "Model replicas in all, shared out evenly.",
-    "ipus-per-replica": "GPUs, or shares of the cores, of a replica.",
-    "host": "Where to run: a,b or host[0-2,4].",
-    "max-restarts": "Times a failed job is started again.",
-    "log-dir": "Keep each instance's output in a file.",
-    "monitor": "Show the instances live, not their output.",
-    "dry-run": "Print the plan and start nothing.",
-    "doctor": "Tell what this machine has and what it lacks.",
-    "verbose": "Say what is done and why; -vv: more of it.",
-}
-"""What the short help page says of the options that most jobs use: a line of each."""
+COMMON: Final = (
+    *("num-instances", "num-replicas", "ipus-per-replica", "host", "max-restarts", "log-dir"),
+    *("monitor", "dry-run", "doctor", "verbose"),
+)
+"""The options that most jobs use, as the short help page lists them: their help has one line of it."""
 
 INTRO: Final = "Start PROGRAM as many instances (processes) that train a number of model replicas together."
 

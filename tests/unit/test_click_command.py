@@ -4,16 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.cli.spelling import Vocabulary, normalise
+from poprun.cli.click_command import read_words
 from poprun.errors import UsageError
 
-VOCABULARY = Vocabulary(
-    valued=frozenset({"--num-instances", "--num-replicas", "--host", "--topology-format"}),
-    switches=frozenset({"--dry-run", "--tag-output"}),
-    flags=frozenset({"--verbose", "--version", "--help", "--help-all"}),
-    short={"-n": "--num-instances", "-H": "--host", "-v": "--verbose", "-h": "--help"},
-    clusters={"--vv": "-vv"},
-)
+
+def spelled(words: list[str]) -> list[str]:
+    """What is read of ``words``, spelled out: each option with its text, and the program behind ``--``."""
+    texts, program = read_words(words)
+    options = [f"--{name}={text}" for name, given in texts.items() for text in given]
+    return [*options, "--", *program] if program else options
 
 
 @pytest.mark.parametrize(
@@ -24,19 +23,19 @@ VOCABULARY = Vocabulary(
         ("--num-instances 2 prog", "--num-instances=2 -- prog"),
         ("--num-instances=2 prog", "--num-instances=2 -- prog"),
         ("--num-instance 2 prog", "--num-instances=2 -- prog"),
-        ("--num-i=2 prog", "--num-instances=2 -- prog"),
+        ("--num-in=2 prog", "--num-instances=2 -- prog"),
         ("-n 2 prog", "--num-instances=2 -- prog"),
         ("-n2 prog", "--num-instances=2 -- prog"),
         ("-n=2 prog", "--num-instances=2 -- prog"),
-        ("-vn2 prog", "--verbose --num-instances=2 -- prog"),
-        ("-vn 2 prog", "--verbose --num-instances=2 -- prog"),
+        ("-vn2 prog", "--verbose=1 --num-instances=2 -- prog"),
+        ("-vn 2 prog", "--verbose=1 --num-instances=2 -- prog"),
         ("-n -2 prog", "--num-instances=-2 -- prog"),
         ("-H a=b prog", "--host=a=b -- prog"),
-        ("-vv prog", "--verbose --verbose -- prog"),
-        ("--vv prog", "--verbose --verbose -- prog"),
-        ("--verb prog", "--verbose -- prog"),
-        ("--help prog", "--help -- prog"),
-        ("--help-a prog", "--help-all -- prog"),
+        ("-vv prog", "--verbose=2 -- prog"),
+        ("--vv prog", "--verbose=2 -- prog"),
+        ("--verb prog", "--verbose=1 -- prog"),
+        ("--help prog", "--help=1 -- prog"),
+        ("--help-a prog", "--help-all=1 -- prog"),
         ("--dry-run prog", "--dry-run=yes -- prog"),
         ("--dry prog", "--dry-run=yes -- prog"),
         ("--dry-run yes prog", "--dry-run=yes -- prog"),
@@ -57,7 +56,7 @@ VOCABULARY = Vocabulary(
 )
 def test_spellings(line: str, read: str) -> None:
     """Each option becomes one long word; the first word that is none starts the program."""
-    assert normalise(line.split(), VOCABULARY) == read.split()
+    assert spelled(line.split()) == read.split()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_spellings(line: str, read: str) -> None:
         ("-vx prog", "there is no option -x"),
         (
             "--num=ilds 4 prog",
-            "--num is the beginning of --num-instances and of --num-replicas: write one of them",
+            "--num is the beginning of --num-ilds and of --num-instances and of --num-replicas and of",
         ),
         ("--ver prog", "--ver is the beginning of --verbose and of --version"),
         ("--dry-run=maybe prog", "--dry-run=maybe is neither yes nor no: write --dry-run=yes or --dry-run=no"),
@@ -83,12 +82,12 @@ def test_spellings(line: str, read: str) -> None:
 def test_what_is_refused(line: str, what: str) -> None:
     """Unknown options with the nearest name, ambiguous beginnings with the candidates, values that are none."""
     with pytest.raises(UsageError) as caught:
-        normalise(line.split(), VOCABULARY)
+        read_words(line.split())
     assert what in str(caught.value)
 
 
 @given(st.lists(st.text(max_size=5), max_size=5))
 def test_the_program_keeps_its_words(arguments: list[str]) -> None:
     """Whatever stands behind the program is the program's."""
-    assert normalise(["-v", "prog", *arguments], VOCABULARY) == ["--verbose", "--", "prog", *arguments]
-    assert normalise(["--", *arguments, "end"], VOCABULARY) == ["--", *arguments, "end"]
+    assert read_words(["-v", "prog", *arguments]) == ({"verbose": ("1",)}, ("prog", *arguments))
+    assert read_words(["--", *arguments, "end"]) == ({}, (*arguments, "end"))
