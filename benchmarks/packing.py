@@ -1,6 +1,6 @@
 """Packing: rows, proved gaps and seconds of each strategy; and beside other packers.
 
-    python benchmarks/packing.py --document docs/packing.md --plot docs/packing.svg
+    python benchmarks/packing.py --document docs/packing.md
 
 The histograms are those that were published with "Efficient Sequence Packing without Cross-contamination"
 (https://arxiv.org/abs/2107.02027), whose figures stand beside ours. The other packers get a million lengths
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 
 from popdist.packing import PackingStrategy, lpfhp, nnlshp, optimal, spfhp, unpacked
 from popdist.packing.packed_rows import PackedRows
-from popdist.packing.row_drawing import draw
 
 DATA = Path(__file__).parent / "data" / "packing_histograms.json"
 WIKIPEDIA, SQUAD = ("wikipedia-512", 512), ("squad-1.1-384", 384)
@@ -58,7 +57,7 @@ def timed(call: Callable[[], Any]) -> Timed:
     return Timed(value, time.perf_counter() - start)
 
 
-def strategies_table(name: tuple[str, int], *, with_nnlshp: bool) -> tuple[str, list[PackingStrategy]]:
+def strategies_table(name: tuple[str, int], *, with_nnlshp: bool) -> str:
     """All strategies on one histogram."""
     max_length = name[1]
     histogram = json.loads(DATA.read_text(encoding="utf-8"))[name[0]]
@@ -86,7 +85,7 @@ def strategies_table(name: tuple[str, int], *, with_nnlshp: bool) -> tuple[str, 
         )
         for strategy, seconds in made
     ]
-    return table(head, rows), [strategy for strategy, _ in made]
+    return table(head, rows)
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], max_length: int) -> int:
@@ -163,12 +162,11 @@ def main() -> None:
     parser.add_argument("--only-squad", action="store_true", help="leave out Wikipedia's table")
     parser.add_argument("--without-nnlshp", action="store_true", help="leave out what takes half a minute")
     parser.add_argument("--document", type=Path, help="put the tables between its comments")
-    parser.add_argument("--plot", type=Path, help="an SVG of SQuAD's rows")
     arguments = parser.parse_args()
     wikipedia = "left out"
     if not arguments.only_squad:
-        wikipedia, _ = strategies_table(WIKIPEDIA, with_nnlshp=not arguments.without_nnlshp)
-    squad, strategies = strategies_table(SQUAD, with_nnlshp=not arguments.without_nnlshp)
+        wikipedia = strategies_table(WIKIPEDIA, with_nnlshp=not arguments.without_nnlshp)
+    squad = strategies_table(SQUAD, with_nnlshp=not arguments.without_nnlshp)
     text = "\n\n".join(
         [
             f"On one core: `python {shlex.join(sys.argv)}`",
@@ -183,8 +181,6 @@ def main() -> None:
     sys.stdout.write(text + "\n")
     if arguments.document:
         put(arguments.document, "strategies", text)
-    if arguments.plot:
-        arguments.plot.write_text(draw(strategies[0], strategies[-1]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ POPDIST: Final[Floors] = (
     {
         "checkpoint": "states on the disk",
         "compat": "PopDist's own names",
-        "neighbours": "libraries that programs for PopTorch import beside it",
+        "stubs": "libraries that programs for PopTorch import, where they are not installed",
         "poptorch": "options of a poptorch program that is a job's instance",
         "preemption": "leaving when the machine is wanted back",
         "testing": "small real jobs for tests",

@@ -56,7 +56,7 @@ TORCH_FACING = frozenset(
         "instances",
         "testing",
         "checkpoint",
-        "neighbours",
+        "stubs",
         "preemption",
     }
 )

@@ -13,8 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from popdist.neighbours import finder, operation_loading, popart_enums
-from popdist.neighbours.finder import LastFinder
+import popdist
+from popdist.stubs import finder, operation_loading, popart_enums
+from popdist.stubs.finder import LastFinder
 
 SERVED = ("horovod", "popart", "examples_utils")
 
@@ -103,10 +104,12 @@ def test_it_is_asked_only_where_popdist_is_used(monkeypatch: pytest.MonkeyPatch)
         if holds and not name.startswith("popdist"):
             monkeypatch.delitem(sys.modules, name)
     assert not finder._is_popdist_used()
-    popdist = sys.modules["popdist"]
-    assert finder._is_popdist_used()
-    del popdist
+    program = ModuleType("program")
+    monkeypatch.setitem(sys.modules, "program", program)
     assert not finder._is_popdist_used()
+    vars(program)["popdist"] = popdist
+    assert finder._is_popdist_used()
+    del program.popdist
     monkeypatch.setitem(sys.modules, "poptorch", ModuleType("poptorch"))
     assert finder._is_popdist_used()
 

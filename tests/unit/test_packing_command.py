@@ -7,13 +7,9 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner, Result
-
-from popdist.packing import lpfhp, unpacked
-from popdist.packing.row_drawing import draw
 
 
 @pytest.fixture
@@ -59,18 +55,6 @@ def test_json_and_a_histogram(lengths: Path, tmp_path: Path) -> None:
     assert json.loads(called(listed, *words).output) == found
 
 
-def test_the_picture(lengths: Path, tmp_path: Path) -> None:
-    """Padding and the best packing, side by side; a rectangle for each sequence of each pack."""
-    path = tmp_path / "rows.svg"
-    assert called(lengths, "--max-length", 8, "--svg", path).exit_code == 0
-    panels = ET.fromstring(path.read_text()).findall("{*}g")  # noqa: S314 - our own text
-    assert [panel.findtext("{*}text") for panel in panels] == ["no packing: 7 rows", "lpfhp: 4 rows"]
-
-    strategy = lpfhp([0, 2, 2, 1, 1, 0, 0, 1], 8)
-    [_, panel] = ET.fromstring(draw(unpacked([1], 8), strategy)).findall("{*}g")  # noqa: S314 - our own text
-    assert len(panel.findall("{*}rect")) == 1 + sum(map(len, strategy.packs))
-
-
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
@@ -82,7 +66,6 @@ def test_the_picture(lengths: Path, tmp_path: Path) -> None:
         ("5 900", [], "1 of 2 samples are longer than max_length=512"),
         ("1 -2", ["--histogram"], "counts -2 sequences of length 2"),
         ("5", ["--max-length", 0], "Invalid value for '--max-length'"),
-        ("5", ["--svg", "/no/such/folder/x.svg"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, text: str, words: list[object], message: str) -> None:

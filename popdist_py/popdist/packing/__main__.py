@@ -11,7 +11,6 @@ import numpy as np
 
 from popdist.errors import PopdistError
 from popdist.packing.linear_programme import SMALL_PACK, nnlshp, optimal
-from popdist.packing.row_drawing import draw
 from popdist.packing.sample_lengths import TOO_LONG, TooLong, as_lengths, cut_to_fit
 from popdist.packing.strategies import Histogram, PackingStrategy, check_histogram, lpfhp, spfhp, table, unpacked
 
@@ -29,7 +28,6 @@ _MAX_BYTES: Final = 2**30
 )
 @click.option("--nnlshp", "with_nnlshp", is_flag=True, help="Show nnlshp, too; it may take a minute.")
 @click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Draw padding and the best packing.")
 def main(  # noqa: PLR0913 - click hands each option by itself
     file: Path,
     max_length: int,
@@ -39,7 +37,6 @@ def main(  # noqa: PLR0913 - click hands each option by itself
     too_long: TooLong,
     with_nnlshp: bool,
     form: str,
-    svg: Path | None,
 ) -> None:
     """Show how many rows the sequences of FILE take, by each strategy.
 
@@ -51,9 +48,6 @@ def main(  # noqa: PLR0913 - click hands each option by itself
         strategies = _strategies(counts, max_length, max_sequences_per_pack, with_nnlshp=with_nnlshp)
     except PopdistError as error:
         raise click.ClickException(str(error)) from None
-    best = min(strategies, key=lambda strategy: strategy.num_packs)
-    if svg is not None:
-        _write(svg, draw(strategies[0], best))
     click.echo(table(strategies) if form == "table" else json.dumps([_as_json(each) for each in strategies]))
 
 
@@ -114,13 +108,6 @@ def _as_json(strategy: PackingStrategy) -> dict[str, Any]:
         "lower_bound": strategy.lower_bound,
         "gap": strategy.gap,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise click.ClickException(f"{path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

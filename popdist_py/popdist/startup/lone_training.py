@@ -41,7 +41,7 @@ def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
 
 
 def _is_there(modules: Mapping[str, Any], name: str) -> bool:
-    """Whether a library was imported, and not what popdist has in its place: see `popdist.neighbours.finder`."""
+    """Whether a library was imported, and not what popdist has in its place: see `popdist.stubs.finder`."""
     spec = getattr(modules.get(name), "__spec__", None)
     return name in modules and getattr(spec, "origin", None) != "popdist"
 

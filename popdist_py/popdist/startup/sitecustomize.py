@@ -36,7 +36,7 @@ def begin() -> None:
     descriptor = os.environ.get(PROGRESS_DESCRIPTOR, "")
     if not descriptor.isdecimal():
         return
-    load_module("neighbours", "finder").begin(is_for_all=True)
+    load_module("stubs", "finder").begin(is_for_all=True)
     page, signals = int(descriptor), load_module("stack_signal")
     if not signals.is_page(page):
         return

@@ -13,13 +13,13 @@ from _frozen_importlib import ModuleSpec
 
 TYPE_CHECKING = False  # importing typing takes longer than all of this
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from types import FrameType, ModuleType
 
 ORIGIN = "popdist"
 """What the specs of modules that are served here have for their origin."""
 
-_FOLDER = "popdist.neighbours"
+_FOLDER = "popdist.stubs"
 
 _SERVED = {
     "horovod": "",
@@ -102,21 +102,13 @@ def _is_popdist_here() -> bool:
 
 
 def _is_popdist_used() -> bool:
-    """Whether the program has imported popdist or poptorch: a function under way, or a module that has it."""
+    """Whether the program has imported poptorch, or a module that is not ours has imported popdist."""
     popdist = sys.modules.get("popdist")
     if popdist is None or "poptorch" in sys.modules:
         return popdist is not None
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as above
-    while frame is not None:
-        if frame.f_code is not _is_popdist_used.__code__ and _holds(frame.f_locals, popdist):
-            return True
-        frame = frame.f_back
-    modules = [module for name, module in list(sys.modules.items()) if not name.startswith("popdist")]
-    return any(_holds(getattr(module, "__dict__", {}), popdist) for module in modules)
-
-
-def _holds(names: Mapping[str, object], value: object) -> bool:
-    return any(each is value for each in list(names.values()))
+    others = [module for name, module in list(sys.modules.items()) if not name.startswith("popdist")]
+    values = (value for module in others for value in list(getattr(module, "__dict__", {}).values()))
+    return any(value is popdist for value in values)
 
 
 def begin(*, is_for_all: bool = False) -> None:
