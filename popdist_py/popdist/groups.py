@@ -280,7 +280,7 @@ class Exchange:
             BackendError: If an instance was lost or did not come in time.
         """
         if self._numbers is None:
-            progress_page.wait(self._text)
+            progress_page.wait(self._text, self._group.part)
             try:
                 received = self._pending.wait(timeout_seconds)
             except BackendError as error:
@@ -306,13 +306,14 @@ class Group:
 
     Attributes:
         instances: Job-wide numbers of the members, ascending.
+        part: The same where the group is a part of the job, and empty where it is the whole.
     """
 
     def __init__(self, backend: Backend, num_job_instances: int, notice: PreemptionNotice | None = None) -> None:
         self.backend = backend
         self.instances = backend.instances
         self._notice = notice
-        self._num_job_instances = num_job_instances
+        self.part = self.instances if len(self.instances) < num_job_instances else ()
         self._unfinished: list[Exchange] = []
         self._before_next: list[Callable[[], object]] = []
 
@@ -331,8 +332,8 @@ class Group:
             exchange.wait()
         while self._before_next:
             self._before_next.pop(0)()
-        if len(self.instances) < self._num_job_instances:
-            text = f"{text} among {name_instances(self.instances)}"
+        if self.part:
+            text = f"{text} among {name_instances(self.part, max_runs=None)}"
         is_preempted = self._notice is not None and self._notice.is_given
         header = pack(text, numbers, is_preempted=is_preempted)
         try:

@@ -17,6 +17,7 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Self
@@ -28,11 +29,14 @@ from popdist.errors import PopdistError, whole_number
 PAGE_BYTES: Final = 4096
 """Where the page ends and the text about threads begins."""
 
-USED_BYTES: Final = 192
+USED_BYTES: Final = 264
 """So much of the page is in use; the rest is zeros."""
 
 MAX_NAME_BYTES: Final = 96
 """Longest name of a collective; a longer one is cut."""
+
+MAX_MEMBER_RUNS: Final = 12
+"""Runs of consecutive instances that the page has room for; a group of more runs is named as all instances."""
 
 FINALIZE: Final = "MPI_Finalize"
 """What a program of an MPI job waits in at its end, until every other one is there."""
@@ -43,7 +47,9 @@ ANNOUNCEMENT_FORMAT: Final = "=qi"
 
 _COUNT: Final = struct.Struct("=Q")
 _VALUES: Final = struct.Struct(f"{ANNOUNCEMENT_FORMAT}4?QqdQd{MAX_NAME_BYTES}s")
-_BEGUN_AT: Final = ANNOUNCEMENT_AT + _VALUES.size
+_RUNS: Final = struct.Struct(f"={2 * MAX_MEMBER_RUNS}I")
+_RUNS_AT: Final = ANNOUNCEMENT_AT + _VALUES.size
+_BEGUN_AT: Final = _RUNS_AT + _RUNS.size
 _HAS_JOINED_AT, _HAS_STEP_AT, _HAS_LOSS_AT = 20, 21, 22
 _NUM_STEPS, _STEP, _LOSS, _NUM_WAITS, _WAITING_SINCE, _BEGUN = 3, 4, 5, 6, 7, _BEGUN_AT // 8
 _NAME_AT: Final = 64
@@ -66,6 +72,8 @@ class Progress:
         num_waits: How often it has waited for other instances.
         waiting_since_seconds: Monotonic time at which it began to wait for them, or None when it does not.
         collective: What it waited for last, in words; empty before the first time.
+        member_runs: The instances that take part in it, as runs from a first one up to a last one; none when all
+            instances of the job do.
         has_trained_alone: Whether it had an optimizer of torch's, and nothing that it used connected it to others.
             The start-up hook says so when the program ends (``startup/sitecustomize.py``).
     """
@@ -79,6 +87,7 @@ class Progress:
     num_waits: int = 0
     waiting_since_seconds: float | None = None
     collective: str = ""
+    member_runs: tuple[tuple[int, int], ...] = ()
     has_trained_alone: bool = False
 
     @classmethod
@@ -89,6 +98,8 @@ class Progress:
         pid, signum, has_joined, has_step, has_loss, is_alone, num_steps, step, loss, num_waits, since, name = (
             _VALUES.unpack_from(page, ANNOUNCEMENT_AT)
         )
+        bounds = _RUNS.unpack_from(page, _RUNS_AT)
+        runs = zip(bounds[::2], bounds[1::2], strict=True)
         return cls(
             pid=pid,
             stack_signal=signum,
@@ -99,6 +110,7 @@ class Progress:
             num_waits=num_waits,
             waiting_since_seconds=since or None,
             collective=name.rstrip(b"\0").decode(errors="replace"),
+            member_runs=tuple((first, stop - 1) for first, stop in runs if stop),
             has_trained_alone=is_alone,
         )
 
@@ -169,6 +181,7 @@ class ProgressPage:
             progress.waiting_since_seconds or 0.0,
             _encode(progress.collective),
         )
+        _RUNS.pack_into(self._memory, _RUNS_AT, *_bounds_of(progress.member_runs))
         self._collective = progress.collective
         self._words[0] = self._words[_BEGUN]
 
@@ -189,12 +202,16 @@ class ProgressPage:
         """Say that the gradients of a step have been reduced."""
         self._words[_NUM_STEPS] += 1
 
-    def wait(self, collective: str) -> None:
-        """Say that the program waits for other instances now, in ``collective``."""
+    def wait(self, collective: str, members: Sequence[int] = ()) -> None:
+        """Write that the program waits in ``collective``, for ``members`` only when these are not all instances.
+
+        The text of a collective among some instances names them, so members change only with the text.
+        """
         if collective != self._collective:
             self._words[_BEGUN] += 1
             self._floats[_WAITING_SINCE] = 0.0
             self._memory[_NAME_AT : _NAME_AT + MAX_NAME_BYTES] = _encode(collective)
+            _RUNS.pack_into(self._memory, _RUNS_AT, *_bounds_of(_runs_of(members)))
             self._collective = collective
             self._words[0] = self._words[_BEGUN]
         self._words[_NUM_WAITS] += 1
@@ -212,6 +229,27 @@ class ProgressPage:
 def _one_nan(loss: float) -> float:
     """The same object for every NaN, so that two pages that say NaN are equal."""
     return math.nan if math.isnan(loss) else loss
+
+
+def _runs_of(members: Iterable[int]) -> list[tuple[int, int]]:
+    """The runs of consecutive numbers in ``members``, ascending, each from its first to its last."""
+    runs: list[tuple[int, int]] = []
+    for member in sorted(members):
+        if runs and member == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], member)
+        else:
+            runs.append((member, member))
+    return runs
+
+
+def _bounds_of(runs: Sequence[tuple[int, int]]) -> list[int]:
+    """The numbers that the page has for ``runs``: a first one and the one after the last; zeros for no run."""
+    bounds = [bound for first, last in runs for bound in (first, last + 1)]
+    return (
+        [0] * 2 * MAX_MEMBER_RUNS
+        if len(runs) > MAX_MEMBER_RUNS
+        else bounds + [0] * (2 * MAX_MEMBER_RUNS - len(bounds))
+    )
 
 
 @lru_cache(maxsize=64)

@@ -168,17 +168,6 @@ def test_a_look_at_a_program_says_what_it_uses_and_how_far_it_is() -> None:
     assert (second.memory.peak_bytes, second.memory.samples) == (100, ((NOW, 100), (NOW + 1, 80)))
 
 
-def test_a_program_that_was_seen_in_mpi_finalize_waits_there() -> None:
-    """As long as nothing else is seen it makes no progress."""
-    event = {"event": "stats", "progress": page(Progress()), "finalizes_since_seconds": 41.5}
-
-    found = after_event(RUNNING, event, Phase.RUNNING, NOW)
-
-    expected = Progress(collective="MPI_Finalize", waiting_since_seconds=41.5)
-    assert found == replace(RUNNING, progress=expected, progressed_at_seconds=NOW)
-    assert after_event(found, event, Phase.RUNNING, NOW + 5) == found
-
-
 def test_the_last_look_is_at_the_page_only() -> None:
     """The program has ended: nothing of it can be measured."""
     status = after_event(RUNNING, {"event": "stats", "progress": page(STEP)}, Phase.RUNNING, NOW)

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.errors import name_instances
 from popdist.progress import Progress
 from poprun.job.hangs import Hang, describe_hang, find_hang, find_idle
 from poprun.job.record import HangWatch
@@ -26,16 +25,22 @@ def status(index: int, progress: Progress | None = None, *, idle_seconds: float 
     )
 
 
-def waiting(index: int, collective: str = "barrier()", *, idle_seconds: float = 10.0) -> InstanceStatus:
-    """An instance that waits."""
-    progress = Progress(has_joined=True, collective=collective, waiting_since_seconds=1.0)
+def waiting(
+    index: int,
+    collective: str = "barrier()",
+    member_runs: tuple[tuple[int, int], ...] = (),
+    *,
+    idle_seconds: float = 10.0,
+) -> InstanceStatus:
+    """An instance that waits, in a collective of all instances or of those in the runs."""
+    progress = Progress(has_joined=True, collective=collective, member_runs=member_runs, waiting_since_seconds=1.0)
     return status(index, progress, idle_seconds=idle_seconds)
 
 
 ENDED = replace(status(3), state=InstanceState.ENDED)
 UNSEEN = replace(status(1), usage=None, progress=None, progressed_at_seconds=None)
 PAIR = "barrier() among instances 0 and 1"
-MANY = "all_gather(int64[2] on cpu) among instances 0 to 2 and 5"
+PAIR_RUNS = ((0, 1),)
 
 TABLE = [
     ([status(0), status(1)], None),
@@ -51,11 +56,11 @@ TABLE = [
         Hang(idle_seconds=10.0, waiting={"barrier()": (0, 1)}, absent=(2,), ended=(3,)),
     ),
     (
-        [waiting(0, PAIR), status(1), status(2)],
+        [waiting(0, PAIR, PAIR_RUNS), status(1), status(2)],
         Hang(idle_seconds=10.0, waiting={PAIR: (0,)}, absent=(1,)),
     ),
     (
-        [waiting(0, PAIR), waiting(1, "init()"), status(2)],
+        [waiting(0, PAIR, PAIR_RUNS), waiting(1, "init()"), status(2)],
         Hang(idle_seconds=10.0, waiting={PAIR: (0,), "init()": (1,)}, absent=(2,)),
     ),
 ]
@@ -68,10 +73,10 @@ def test_who_waits_and_who_does_not(statuses: list[InstanceStatus], hang: Hang |
 
 
 @given(st.sets(st.integers(0, 40), min_size=1))
-def test_members_are_read_as_they_are_named(members: set[int]) -> None:
-    """The words with which a group of some instances names them are understood."""
-    collective = f"barrier() among {name_instances(members)}"
-    statuses = [waiting(41, collective), *(status(index) for index in range(41))]
+def test_only_members_are_waited_for(members: set[int]) -> None:
+    """Those that the page names, of a collective among some instances."""
+    runs = tuple((member, member) for member in sorted(members))
+    statuses = [waiting(41, "barrier() among some", runs), *(status(index) for index in range(41))]
 
     hang = find_hang(sorted(statuses, key=lambda it: it.index))
 

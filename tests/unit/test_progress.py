@@ -13,6 +13,7 @@ from popdist import stack_signal
 from popdist.contract import PROGRESS_DESCRIPTOR
 from popdist.progress import (
     FINALIZE,
+    MAX_MEMBER_RUNS,
     MAX_NAME_BYTES,
     PAGE_BYTES,
     USED_BYTES,
@@ -22,10 +23,10 @@ from popdist.progress import (
 )
 from popdist.stack_signal import PAGE_NAME
 from popdist.startup import sitecustomize
-from poprun.launch import mpi_calls
 from poprun.launch.program_watch import _PAGE_NAME
 
 counts = st.integers(0, 2**63 - 1)
+counts_of_instances = st.integers(0, 2**20)
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=MAX_NAME_BYTES // 4)
 pages = st.builds(
     Progress,
@@ -38,6 +39,7 @@ pages = st.builds(
     num_waits=counts,
     waiting_since_seconds=st.none() | st.floats(1e-3, 1e9),
     collective=names,
+    member_runs=st.lists(st.tuples(counts_of_instances, counts_of_instances), max_size=MAX_MEMBER_RUNS).map(tuple),
     has_trained_alone=st.booleans(),
 )
 
@@ -86,6 +88,20 @@ def test_waits_are_counted_and_named(waits: list[str | None]) -> None:
     found, begun = page.read(), [collective for collective in waits if collective]
     assert (found.num_waits, found.collective) == (len(begun), begun[-1] if begun else "")
     assert (found.waiting_since_seconds is None) is (waits[-1] is None)
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_the_members_of_a_part_of_the_job_are_numbers_on_the_page(members: set[int]) -> None:
+    """As runs, as far as the page has room for them; else all instances may be meant."""
+    page = ProgressPage()
+    page.wait(f"barrier() among {members}", tuple(members))
+
+    runs = page.read().member_runs
+
+    assert {index for first, last in runs for index in range(first, last + 1)} in (members, set())
+    assert runs or len(members) > MAX_MEMBER_RUNS
+    page.wait("barrier()")
+    assert page.read().member_runs == ()
 
 
 def test_a_name_that_is_too_long_keeps_both_ends() -> None:
@@ -161,7 +177,7 @@ def test_the_hook_writes_what_the_page_says(descriptor: int) -> None:
     assert read(descriptor) == Progress(pid=os.getpid(), stack_signal=63)
     assert stack_signal.announced_pid(descriptor) == os.getpid()
     assert sitecustomize.PROGRESS_DESCRIPTOR == PROGRESS_DESCRIPTOR
-    assert sitecustomize.FINALIZE.decode() == FINALIZE == mpi_calls.FINALIZE
+    assert sitecustomize.FINALIZE.decode() == FINALIZE
     assert sitecustomize.load_module("stack_signal").PAGE_NAME == PAGE_NAME == _PAGE_NAME
 
 

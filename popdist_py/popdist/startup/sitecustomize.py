@@ -25,8 +25,8 @@ MPI_PREFIXES = ("PMI_", "PMIX_")
 """How variables begin that the launcher of an MPI runtime gives a program, and no other launcher."""
 
 FINALIZE = b"MPI_Finalize"
-WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s", 160
-"""Where the page says what the program waits in: number of waits, time, name; and where its changes end."""
+WAIT_AT, WAIT_FORMAT, CHANGES_ENDED_AT = 48, "=Qd96s96x", 256
+"""Where the page says what the program waits in: number, time, name, no members; and its end."""
 
 FIRST_OF_SIGNALS, LARGEST_CODE, LONG_BITS = 128, 255, 64
 

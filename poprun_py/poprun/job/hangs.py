@@ -10,7 +10,6 @@ main thread that stands in torch.distributed waits for others. One that spins wh
 computed, and is not found.
 """
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,10 +18,7 @@ from popdist.progress import FINALIZE, Progress
 from poprun.job.report.endings import name_instances
 from poprun.job.state import InstanceState, InstanceStatus
 
-_MEMBERS: Final = r" among instances? ([0-9, andto]+)$"
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)
-_RUN: Final = r"(\d+)(?: to (\d+))?"
-
 _MOST_LETTERS: Final = 80
 
 
@@ -60,8 +56,8 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     if not waiting:
         return None
     absent = {status.index for status in running}.difference(*waiting.values())
-    members = [_members(collective) for collective in waiting]
-    awaited = absent if None in members else absent & frozenset().union(*filter(None, members))
+    pages = [status.progress for status in running if status.is_waiting and status.progress is not None]
+    awaited = {index for index in absent if any(_takes_part(index, page) for page in pages)}
     return Hang(
         idle_seconds=min(_idle_seconds(status, since_seconds) for status in running),
         waiting={collective: tuple(indices) for collective, indices in waiting.items()},
@@ -108,13 +104,10 @@ def _idle_seconds(status: InstanceStatus, since_seconds: float) -> float:
     return looked_at - max(status.progressed_at_seconds or 0.0, since_seconds)
 
 
-def _members(collective: str) -> frozenset[int] | None:
-    """The instances that take part in a collective of some instances only; None when all do."""
-    found = re.search(_MEMBERS, collective)
-    if found is None:
-        return None
-    runs = ((int(first), int(last or first)) for first, last in re.findall(_RUN, found[1]))
-    return frozenset(index for first, last in runs for index in range(first, last + 1))
+def _takes_part(index: int, progress: Progress) -> bool:
+    """Whether an instance takes part in the collective that the program of ``progress`` waits in."""
+    runs = progress.member_runs
+    return not runs or any(first <= index <= last for first, last in runs)
 
 
 def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:

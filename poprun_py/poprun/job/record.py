@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
-from popdist.progress import FINALIZE, Progress
+from popdist.progress import Progress
 from poprun.job.identity import JobIdentity
 from poprun.job.outcome import first_failure
 from poprun.job.state import (
@@ -89,8 +89,6 @@ def _after_stats(status: InstanceStatus, event: dict[str, Any], now_seconds: flo
         memory = status.memory.after(now_seconds, usage.memory_bytes)
         status = replace(status, usage=usage, busy_at_seconds=busy_at_seconds, memory=memory)
     progress = Progress.read(bytes.fromhex(event["progress"]))
-    if progress is not None and event.get("finalizes_since_seconds"):
-        progress = replace(progress, collective=FINALIZE, waiting_since_seconds=event["finalizes_since_seconds"])
     if progress is None or progress == status.progress:
         return status
     return replace(status, progress=progress, progressed_at_seconds=now_seconds)

@@ -99,20 +99,10 @@ def describe_process(pid: int) -> str:
         parts[0] += _system_call(pid) if state != _RUNNING else ""
         channel = _read(pid, "wchan")
         parts += [f"wait channel {channel}"] if channel not in _NO_CHANNEL and state != _RUNNING else []
-        parts += _mpi_parts(pid, state)
     num_threads = fields.get("Threads", "1")
     if num_threads != "1":
         parts.append(f"{num_threads} threads")
     return f"process {pid}: {', '.join(parts)} ({_name(pid, fields)})"
-
-
-def _mpi_parts(pid: int, state: str) -> list[str]:
-    """What can be seen of MPI: the call that it waits in, or that a wait may poll."""
-    from poprun.launch.mpi_calls import find_mpi_call, find_mpi_library  # noqa: PLC0415 - most agents are never asked
-
-    call = find_mpi_call(pid)
-    library = find_mpi_library(pid) if state == _RUNNING and not call else ""
-    return [f"in {call}"] if call else [f"perhaps in a wait of {library} that polls"] if library else []
 
 
 def _name(pid: int, fields: dict[str, str]) -> str:
@@ -238,7 +228,6 @@ class ProgramWatch:
         self._tree: list[ProcessKey] = []
         self._num_looks = 0
         self._next_seconds = 0.0
-        self._finalizes_since_seconds = 0.0
 
     def open_page(self, order: dict[str, Any]) -> int:
         """Make the page that a ``start`` order describes; its descriptor, for the program to inherit."""
@@ -276,22 +265,8 @@ class ProgramWatch:
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
-            self._look_for_finalize()
         self._num_looks += 1
-        return {
-            "event": "stats",
-            **measure(self._tree),
-            "progress": self._read_page(),
-            "finalizes_since_seconds": self._finalizes_since_seconds,
-        }
-
-    def _look_for_finalize(self) -> None:
-        """Take note when a program that says nothing on its page waits in MPI_Finalize, which it never leaves."""
-        from poprun.launch.mpi_calls import FINALIZE, find_mpi_call  # noqa: PLC0415 - short programs do without
-
-        if self._finalizes_since_seconds == 0.0 and self._announced()[0] == 0:
-            calls = (find_mpi_call(key.pid) for key in self._tree[:_MOST_PROCESSES])
-            self._finalizes_since_seconds = time.monotonic() if FINALIZE in calls else 0.0
+        return {"event": "stats", **measure(self._tree), "progress": self._read_page()}
 
     def ask_for_stacks(self) -> StackQuestion:
         """Ask the program where it stands."""
