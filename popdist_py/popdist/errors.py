@@ -137,14 +137,19 @@ def _as_whole(value: object) -> int | None:
         return None
 
 
-def name_instances(instances: Iterable[int], noun: str = "instance") -> str:
-    """The instances in words: ``instance 3``, ``instances 0 to 2 and 5``; runs of three or more are folded."""
+def name_instances(instances: Iterable[int], noun: str = "instance", *, max_runs: int | None = 6) -> str:
+    """The instances in words: ``instance 3``, ``instances 0 to 2 and 5``; runs of three or more are folded.
+
+    Of more than ``max_runs`` runs only the count and the bounds are named: ``9 instances from 0 to 40``.
+    """
     runs: list[list[int]] = []
     for instance in sorted(instances):
         if runs and instance == runs[-1][-1] + 1:
             runs[-1].append(instance)
         else:
             runs.append([instance])
+    if max_runs is not None and len(runs) > max_runs:
+        return f"{sum(map(len, runs))} {noun}s from {runs[0][0]} to {runs[-1][-1]}"
     words = [word for run in runs for word in ([f"{run[0]} to {run[-1]}"] if run[2:] else map(str, run))]
     listed = " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
     return f"{noun} {listed}" if listed.isdecimal() else f"{noun}s {listed}"

@@ -47,7 +47,7 @@ def test_the_report_shows_the_users_own_traceback(launcher: Poprun, tmp_path: Pa
     assert len(report) <= 15
     assert report[-2:] == [
         "  | ValueError: bad batch",
-        "  instances 0-1, 3   stopped by poprun: SIGTERM",
+        "  instances 0, 1 and 3   stopped by poprun: SIGTERM",
     ]
 
 
@@ -131,7 +131,7 @@ finally:
 
     logs = "".join(file.read_text() for file in (tmp_path / "logs").rglob("*") if file.is_file())
     assert process.returncode == 130
-    assert without_stamps(err).splitlines()[-1] == "[E] instances 0-2: KeyboardInterrupt"
+    assert without_stamps(err).splitlines()[-1] == "[E] instances 0 to 2: KeyboardInterrupt"
     assert sorted(line[-6:] for line in err.splitlines() if line.startswith("[1,")) == [":saved"] * 3
     assert logs.count("Traceback (most recent call last):") == 3
 

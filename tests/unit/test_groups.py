@@ -66,6 +66,7 @@ def test_a_disagreement_names_who_brought_what() -> None:
         ([0, 1, 2], "instances 0 to 2"),
         ([0, 2], "instances 0 and 2"),
         ([5, 0, 1, 2, 7], "instances 0 to 2, 5 and 7"),
+        (list(range(0, 14, 2)), "7 instances from 0 to 12"),
     ],
 )
 def test_instances_in_words(instances: list[int], words: str) -> None:

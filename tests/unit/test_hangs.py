@@ -139,7 +139,7 @@ def test_the_words_of_a_hang() -> None:
         status(6, Progress(has_joined=True, collective="init(backend=None, " + "x" * 80)),
     ]
     assert words(statuses) == [
-        "no progress for 10 s: instances 0, 2 wait in barrier()",
+        "no progress for 10 s: instances 0 and 2 wait in barrier()",
         "instance 1 did not arrive: it reported step 17; its last call was all_gather()",
         "instance 3 did not arrive: it has not called popdist yet",
         "instance 4 did not arrive: it has done 1 step",
@@ -209,7 +209,7 @@ def test_who_stands_in_a_collective_of_torch_waits_for_the_others() -> None:
         idle_seconds=7.0, waiting={REDUCE: (0, 2)}, absent=(1,), ended=(3,), is_told_by_programs=False
     )
     assert describe_hang(hang, [idle(0, 7.0), idle(1, 0.0), idle(2, 9.0), ENDED]) == [
-        f"no progress for 7 s: instances 0, 2 wait in {REDUCE}",
+        f"no progress for 7 s: instances 0 and 2 wait in {REDUCE}",
         "instance 1 did not arrive",
         "instance 3 has ended",
     ]

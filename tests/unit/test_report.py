@@ -115,8 +115,8 @@ def test_the_report_of_a_failure() -> None:
     assert render_end(end, plan) == [
         "instance 1 failed first: exit code 7 (host localhost, replicas 2-3)",
         "  | ValueError: bad batch",
-        "  instance 0      ended with 0",
-        "  instances 2-3   stopped by poprun: SIGTERM",
+        "  instance 0          ended with 0",
+        "  instances 2 and 3   stopped by poprun: SIGTERM",
     ]
 
 
@@ -131,9 +131,9 @@ def test_failures_alike_are_one_line() -> None:
     )
 
     assert render_end(end, planned(num_instances=10))[1:] == [
-        "  instances 1, 3-7   failed in the same way",
-        "  instance 2         failed, too: exit code 7: KeyError: 'lr'",
-        "  the others         ended in 2 further ways",
+        "  instances 1 and 3 to 7   failed in the same way",
+        "  instance 2               failed, too: exit code 7: KeyError: 'lr'",
+        "  the others               ended in 2 further ways",
     ]
 
 
@@ -169,7 +169,7 @@ def test_the_tracebacks_of_ctrl_c_are_one_line() -> None:
     """Whose they were."""
     end = JobEnd(statuses=[STOPPED], num_interrupts=1, interrupted=(0, 1, 2, 3))
 
-    assert render_end(end, planned()) == ["instances 0-3: KeyboardInterrupt"]
+    assert render_end(end, planned()) == ["instances 0 to 3: KeyboardInterrupt"]
 
 
 def test_a_program_that_left_has_not_failed() -> None:

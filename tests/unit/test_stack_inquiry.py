@@ -62,6 +62,6 @@ def test_whoever_did_not_arrive_is_shown_first() -> None:
         inquiry.take(index, answer(f"process {index}"))
     said = inquiry.text(RUNNING, 1.0) or ""
 
-    assert said.splitlines()[0] == "no progress for 5 s: instances 0-1 wait in barrier()"
+    assert said.splitlines()[0] == "no progress for 5 s: instances 0 and 1 wait in barrier()"
     assert said.index("process 2") < said.index("process 0") < said.index("process 1")
     assert said.endswith("the job goes on: an instance that compiles or saves for long looks the same")

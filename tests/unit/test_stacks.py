@@ -54,7 +54,7 @@ def test_instances_that_stand_alike_are_shown_once() -> None:
     assert render_standings(standings, read_line) == [
         "instance 2:",
         "  | process 7: sleeping (sleep 600)",
-        "instances 0-1:",
+        "instances 0 and 1:",
         '  | File "train.py", line 14, in <module>',
         "instance 3:",
         "  | it has no process",

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from popdist.errors import name_instances
 from popdist.progress import FINALIZE, Progress
-from poprun.job.report.endings import name_instances
 from poprun.job.state import InstanceState, InstanceStatus
 
 _GONE: Final = (InstanceState.EXITED, InstanceState.ENDED)

@@ -16,8 +16,8 @@ from itertools import takewhile
 from typing import Any, Final
 
 from popdist import contract
+from popdist.errors import name_instances
 from poprun.job.hangs import Hang, describe_hang
-from poprun.job.report.endings import name_instances
 from poprun.job.state import InstanceState, InstanceStatus
 from poprun.messages.json_lines import Message
 from poprun.process.spawn import start_thread

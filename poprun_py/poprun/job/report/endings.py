@@ -5,8 +5,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from popdist.errors import name_instances
 from poprun.job.state import EXIT_OF_SIGNAL, InstanceStatus
-from poprun.text.ranges import fold_numbers
 
 if TYPE_CHECKING:
     from poprun.job.report.last_words import LastWords
@@ -25,7 +25,6 @@ _TOLD_BY_SHELLS: Final = frozenset(
 )
 
 MAX_OTHER_LINES: Final = 3
-_MAX_RANGES: Final = 6
 _MAX_SUMMARY: Final = 120
 _NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
@@ -115,13 +114,3 @@ def _describe_end(status: InstanceStatus, words: Mapping[int, "LastWords"]) -> s
     summary = _summary(status, words)[:_MAX_SUMMARY]
     how = "ended while poprun stopped the job" if status.was_stopped else "failed, too"
     return f"{how}: {describe_code(status.exit_code)}{f': {summary}' if summary else ''}"
-
-
-def name_instances(indices: Sequence[int]) -> str:
-    """``instance 3``, ``instances 0, 4-7``; of many ranges the first ones."""
-    if len(indices) == 1:
-        return f"instance {indices[0]}"
-    ranges = fold_numbers(indices).split(",")
-    if len(ranges) <= _MAX_RANGES:
-        return f"instances {', '.join(ranges)}"
-    return f"{len(indices)} instances from {indices[0]} to {indices[-1]}"

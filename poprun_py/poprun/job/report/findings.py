@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from poprun.job.report.endings import name_instances, signal_of
+from popdist.errors import name_instances
+from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
 from poprun.probe.limits import Evidence, MemoryLimits

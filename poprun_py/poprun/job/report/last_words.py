@@ -1,8 +1,9 @@
 """The last words of a program: of all that it wrote to its standard error, the lines that tell most. Pure.
 
-Python's own form is that of its `traceback` module: a header, indented frames, the exception's line and further
-lines of its message. torch.distributed puts the rank before each line, a worker's traceback stands inside the
-message of the one that brought it, and a group is drawn as a tree.
+They are those of the last traceback, in the form of Python's `traceback` module: a header, indented frames, the
+exception's line and further lines of its message. torch.distributed puts the rank before each line, and a worker's
+traceback stands inside the message of the one that brought it. Groups of exceptions and the boxes that rich draws
+are not read: of those the last lines are shown, which name the exception.
 """
 
 import re
@@ -10,10 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+MAX_EXCERPT_LINES: Final = 9
+_MAX_LINE: Final = 200
+_KEPT_END: Final = 50
+_MAX_MESSAGE_LINES: Final = 4
+_MAX_LINES_AFTER: Final = 30
+
 _PLAIN_HEADER: Final = "Traceback (most recent call last):"
 _HEADER: Final = re.compile(r"(?:Original )?Traceback \(most recent call last\):$")
-_GROUP_HEADER: Final = re.compile(r"\s*\+ Exception Group Traceback \(most recent call last\):$")
-_BOX_HEADER: Final = re.compile(r"╭─+ Traceback \(most recent call last\) ─+╮$")
+_DRAWN: Final = re.compile(r"\s*\+ Exception Group Traceback |╭─+ Traceback ")
 _LINK: Final = re.compile(r"(?:During handling of the above|The above exception was the direct cause)")
 _ORIGIN: Final = re.compile(
     r"Exception in thread |Process \S+:$|Exception ignored |-- Process \d+ terminated|--- Logging error ---"
@@ -24,9 +30,6 @@ _SYNTAX_ERROR: Final = re.compile(r'  File "[^"]*", line \d+$')
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit)\b")
 _LIBRARY: Final = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|<frozen ")
 _RANK: Final = re.compile(r"\[rank(\d+)\]: ?")
-_BRANCH: Final = re.compile(r"\s*(?:\+-)?\+-+(?: \d+ -+)?$")
-_BOX_FRAME: Final = re.compile(r"│ (\S.*:\d+ in .*?)\s*│$")
-_BOX_CODE: Final = re.compile(r"│ ❱ +\d+ (.*?)\s*│$")
 
 NOISE: Final = re.compile(
     r"(?:\[rank\d+\]:)?\[[IWEF]\d* ?.*\.(?:cpp|cc|cu|h):\d+\]"  # torch's own logger
@@ -37,53 +40,46 @@ NOISE: Final = re.compile(
 )
 """What the runtime's shutdown writes after a program's own last words, and the frames of C and C++."""
 
-MAX_EXCERPT_LINES: Final = 9
-_MAX_LINE: Final = 200
-_KEPT_END: Final = 50
-_MAX_MESSAGE_LINES: Final = 4
-_MAX_GROUP_LINES: Final = 6
-_MAX_LINES_AFTER: Final = 30
 _CODES: Final = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|\x1b.|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]"
 )
 _PROGRESS: Final = re.compile(r"[\d\s.,:%|?█▏▎▍▌▋▊▉]+")
 _ABORT: Final = re.compile(r"terminate called |.*Assertion .* failed")
+
 _IGNORED: Final = ("Exception ignored ", "--- Logging error ---")
-_BESIDE: Final = ("Exception in thread ", "Process ")
-_MESSENGERS: Final = (
+_THREAD_OR_CHILD: Final = ("Exception in thread ", "Process ")
+_LAUNCHERS_ERRORS: Final = (
     "torch.distributed.elastic.multiprocessing.errors.ChildFailedError",
     "subprocess.CalledProcessError",
 )
+"""Exceptions that only say that another process has failed, which said why itself."""
+
 _ROOT_CAUSE: Final = "Root Cause (first observed failure):"
 _ROOT_RANK: Final = re.compile(r"\s+rank\s+: (\d+)")
 _ROOT_FACTS: Final = re.compile(r"\s+(?:host|rank|exitcode)\s+: ")
 
+Frame = tuple[str, ...]
+"""The printed lines of one call: its file, and the line of code if there is one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """One call: the line that names its file, the line of code if there is one.
+class LastWords:
+    """What a program said before it ended.
 
-    Attributes:
-        lines: As they were printed.
-        is_library: Whether the file belongs to an installed package or to Python itself.
+    ``summary`` is the line that says most: the exception's, else the last one. ``lines`` is the excerpt, of at
+    most ``MAX_EXCERPT_LINES``. Both are empty for a program that said nothing.
     """
 
-    lines: tuple[str, ...]
-    is_library: bool
+    summary: str = ""
+    lines: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traceback:
-    """One traceback.
+    """One traceback: its calls in the order in which they were printed, and the exception's line with its message.
 
-    Attributes:
-        at: Number of the line that names the exception.
-        header: The line above the frames; empty for an error of syntax, which has none.
-        frames: Its calls, in the order in which they were printed.
-        message: The exception's line, then the further lines of its message.
-        origin: The line before the header that says whose it is (a thread's, a worker's); empty for the main one.
-        link: How it follows from the exception before it, in Python's words; empty when it stands alone.
-        rank: The rank that torch.distributed put before its lines, or None.
+    ``at`` is the number of the exception's line. ``origin`` says whose it is if not the main thread's, ``link``
+    how it follows from the traceback before it, and ``rank`` what torch.distributed put before its lines.
     """
 
     at: int
@@ -94,9 +90,31 @@ class Traceback:
     link: str = ""
     rank: int | None = None
 
+    @property
+    def root_cause(self) -> tuple[str, ...]:
+        """The part of torchrun's message about the process that failed first."""
+        return self.message[self.message.index(_ROOT_CAUSE) :] if _ROOT_CAUSE in self.message else ()
 
-def find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
-    """Every traceback of ``lines``, which hold no control codes, in the order in which they were told."""
+    @property
+    def is_a_launchers(self) -> bool:
+        """Whether it only says that another process has failed."""
+        return bool(self.message) and self.message[0].startswith(_LAUNCHERS_ERRORS)
+
+
+def last_words(tail: Sequence[str]) -> LastWords:
+    """The lines of a standard error that tell why its program ended: the last traceback, or what came last."""
+    lines = [_shorten(_CODES.sub("", line).expandtabs(4).rstrip()) for line in tail]
+    tracebacks = _find_tracebacks(lines)
+    chosen = _choose(tracebacks, lines)
+    if chosen is None:
+        excerpt = _last_lines(lines)
+        return LastWords(summary=excerpt[-1].strip() if excerpt else "", lines=tuple(excerpt))
+    excerpt = [_shorten(line) for line in _condense(chosen, tracebacks)[:MAX_EXCERPT_LINES]]
+    return LastWords(summary=chosen.message[0] if chosen.message else chosen.header, lines=tuple(excerpt))
+
+
+def _find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
+    """Every traceback of ``lines``, ordered by where it names its exception."""
     streams: dict[int | None, list[tuple[int, str]]] = {}
     for number, line in enumerate(lines):
         tag = _RANK.match(line)
@@ -109,66 +127,67 @@ def find_tracebacks(lines: Sequence[str]) -> list[Traceback]:
     return sorted(found, key=lambda traceback: traceback.at)
 
 
-def _parse(lines: list[str]) -> list[Traceback]:
-    """The tracebacks of one process, in order."""
+def _parse(lines: Sequence[str]) -> list[Traceback]:
+    """The tracebacks that one process printed, in order, each with what the lines above it say of it."""
     found: list[Traceback] = []
-    gap_start = number = 0
+    start = number = 0
     while number < len(lines):
         traceback = _read_at(lines, number)
         if traceback is None:
             number += 1
             continue
-        gap = lines[gap_start:number]
-        link = next((line for line in gap if found and _LINK.match(line)), "")
-        origin = next((line.strip() for line in reversed(gap[-2:]) if _ORIGIN.match(line)), "")
-        if lines[number].startswith("Original") and found:
-            origin = found[-1].message[0] if found[-1].message else ""
+        above = lines[start:number]
+        link = next((line for line in above if found and _LINK.match(line)), "")
+        origin = next((line.strip() for line in reversed(above[-2:]) if _ORIGIN.match(line)), "")
+        if lines[number].startswith("Original") and found:  # a data loader's worker: who brought it says which
+            origin = "".join(found[-1].message[:1])
         found.append(replace(traceback, link=link, origin=origin))
-        gap_start = number = traceback.at + 1
+        start = number = traceback.at + 1
     return found
 
 
-def _read_at(lines: list[str], number: int) -> Traceback | None:
-    """The traceback that begins at a line, or None."""
-    line = lines[number]
-    if _HEADER.match(line):
-        return _read_plain(lines, number + 1, header=line.removeprefix("Original "))
-    if _GROUP_HEADER.match(line):
-        return _read_group(lines, number)
-    if _BOX_HEADER.match(line):
-        return _read_box(lines, number)
-    if line.startswith(_FATAL):
-        return _read_fatal(lines, number)
-    if _SYNTAX_ERROR.match(line):
-        traceback = _read_plain(lines, number, header="")
-        return traceback if traceback.message and _EXCEPTION.match(traceback.message[0]) else None
-    return None
-
-
-def _read_plain(lines: Sequence[str], number: int, header: str) -> Traceback:
-    end = number
-    while end < len(lines) and (lines[end].startswith("  ") or (end > number and not lines[end])):
+def _read_at(lines: Sequence[str], number: int) -> Traceback | None:
+    """The traceback that begins at the line ``number``, or None. An error of syntax has no header."""
+    is_syntax_error = bool(_SYNTAX_ERROR.match(lines[number]))
+    if lines[number].startswith(_FATAL):
+        return _read_crash(lines, number)
+    if not is_syntax_error and not _HEADER.match(lines[number]):
+        return None
+    start = end = number if is_syntax_error else number + 1
+    while end < len(lines) and (lines[end].startswith("  ") or (end > start and not lines[end])):
         end += 1  # Python marks some calls with a line of blanks
-    frames = _frames([line for line in lines[number:end] if line])
-    return Traceback(header=header, frames=frames, message=_message(lines, end), at=min(end, len(lines) - 1))
+    message = _message(lines, end)
+    if is_syntax_error and not (message and _EXCEPTION.match(message[0])):
+        return None
+    return Traceback(
+        at=min(end, len(lines) - 1),
+        header="" if is_syntax_error else _PLAIN_HEADER,
+        frames=_frames([line for line in lines[start:end] if line]),
+        message=message,
+    )
+
+
+def _read_crash(lines: Sequence[str], number: int) -> Traceback | None:
+    """The interpreter's own report of a crash: the stack of the thread that crashed, turned as in a traceback."""
+    start = next((at + 1 for at in range(number, len(lines)) if _FATAL_THREAD.match(lines[at])), None)
+    if start is None:
+        return None
+    end = start
+    while end < len(lines) and lines[end].startswith("  "):
+        end += 1
+    frames = _frames(lines[start:end])[::-1]
+    return Traceback(at=end - 1, header=_PLAIN_HEADER, frames=frames, message=(lines[number],))
 
 
 def _frames(body: Sequence[str]) -> tuple[Frame, ...]:
+    """The calls: of code that spans several lines the first is kept, of an error of syntax the mark below, too."""
     calls: list[list[str]] = []
     for line in body:
         if line.startswith("  File ") or not calls:
             calls.append([line])
-        else:
+        elif len(calls[-1]) < (3 if _SYNTAX_ERROR.match(calls[-1][0]) else 2) or line.startswith("  [Previous"):
             calls[-1].append(line)
-    return tuple(map(_frame, calls))
-
-
-def _frame(lines: Sequence[str]) -> Frame:
-    """Of code that spans several lines the first is kept; of an error of syntax the mark below it, too."""
-    marks = lines[2:3] if _SYNTAX_ERROR.match(lines[0]) else ()
-    repeated = [line for line in lines[1:] if line.startswith("  [Previous line repeated")]
-    code = [line for line in lines[1:2] if line not in repeated]
-    return Frame(lines=(lines[0], *code, *marks, *repeated), is_library=bool(_LIBRARY.search(lines[0])))
+    return tuple(map(tuple, calls))
 
 
 def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
@@ -183,206 +202,96 @@ def _message(lines: Sequence[str], start: int) -> tuple[str, ...]:
 
 
 def _is_other(line: str) -> bool:
-    patterns = (_HEADER, _GROUP_HEADER, _BOX_HEADER, _LINK, _ORIGIN, NOISE)
+    patterns = (_HEADER, _DRAWN, _LINK, _ORIGIN, NOISE)
     return line in ('"""', "'''") or line.startswith(_FATAL) or any(pattern.match(line) for pattern in patterns)
 
 
-def _read_group(lines: list[str], start: int) -> Traceback:
-    """A group: its own traceback, then one line for each of its exceptions."""
-    end = start + 1
-    while end < len(lines) and lines[end].lstrip().startswith(("|", "+")):
-        end += 1
-    parts: list[tuple[str, list[str]]] = [("", [])]
-    for line in lines[start + 1 : end]:
-        if _BRANCH.match(line):
-            parts.append((" " * (line.rindex("+") - 2), []))
-        else:
-            parts[-1][1].append(re.sub(r"^\s*\| ?", "", line))
-    own = _read_plain(parts[0][1], 0, header="")
-    told = tuple(f"{indent}{_in_one_line(part)}" for indent, part in parts[1:] if part)
-    message = (*own.message[:1], *told)
-    return Traceback(header=lines[start].strip(" +"), frames=own.frames, message=message, at=end - 1)
-
-
-def _in_one_line(part: list[str]) -> str:
-    start = next((number + 1 for number, line in enumerate(part) if _HEADER.match(line)), 0)
-    read = _read_plain(part, start, header="")
-    return summary(read) if read.message else part[0]
-
-
-def summary(traceback: Traceback) -> str:
-    """A traceback in one line: the exception, and the place in the user's code that is nearest to it, if any."""
-    said = traceback.message[0] if traceback.message else traceback.header
-    frames = [frame for frame in traceback.frames if not frame.is_library]
-    return f"{said} ({frames[-1].lines[0].strip()})" if frames else said
-
-
-def _read_box(lines: list[str], start: int) -> Traceback:
-    """A traceback as rich draws it: of each call the file, and the line of code that the arrow marks."""
-    end = start + 1
-    calls: list[list[str]] = []
-    while end < len(lines) and lines[end].startswith("│"):
-        if call := _BOX_FRAME.match(lines[end]):
-            calls.append([f"  {call[1]}"])
-        elif calls and (code := _BOX_CODE.match(lines[end])):
-            calls[-1].append(f"    {code[1].lstrip('│ ')}")
-        end += 1
-    end += end < len(lines) and lines[end].startswith("╰")
-    message = _message(lines, end)
-    return Traceback(
-        header=_PLAIN_HEADER, frames=tuple(map(_frame, calls)), message=message, at=min(end, len(lines) - 1)
-    )
-
-
-def _read_fatal(lines: list[str], start: int) -> Traceback | None:
-    """The interpreter's own report of a crash: the stack of the thread that crashed, turned as in a traceback."""
-    number = next((at for at in range(start, len(lines)) if _FATAL_THREAD.match(lines[at])), None)
-    if number is None:
-        return None
-    end = number + 1
-    while end < len(lines) and lines[end].startswith("  "):
-        end += 1
-    frames = _frames(lines[number + 1 : end])
-    return Traceback(header=_PLAIN_HEADER, frames=frames[::-1], message=(lines[start],), at=end - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastWords:
-    """What a program said before it ended.
-
-    Attributes:
-        summary: The line that says most: the exception's, else the last one; empty when it said nothing.
-        lines: The excerpt, at most ``MAX_EXCERPT_LINES``.
-    """
-
-    summary: str = ""
-    lines: tuple[str, ...] = ()
-
-
-def last_words(tail: Sequence[str]) -> LastWords:
-    """The lines of a standard error that tell why its program ended.
-
-    They are the traceback of the exception that ended it, if there is one, else what it printed last. A traceback
-    after which the program went on to print much is one that it survived.
-    """
-    lines = [_shorten(_CODES.sub("", line).expandtabs(4).rstrip()) for line in tail]
-    tracebacks = find_tracebacks(lines)
-    chosen = _choose(tracebacks, lines)
-    if chosen is None:
-        excerpt = _without_traceback(lines)
-        return LastWords(summary=excerpt[-1].strip() if excerpt else "", lines=tuple(excerpt))
-    excerpt = _condense(chosen, _chain_before(tracebacks, chosen))
-    lines = [_shorten(line) for line in excerpt[:MAX_EXCERPT_LINES]]
-    return LastWords(summary=chosen.message[0] if chosen.message else chosen.header, lines=tuple(lines))
-
-
 def _choose(tracebacks: Sequence[Traceback], lines: Sequence[str]) -> Traceback | None:
-    """The one nearest to the cause: the last one, and a thread's or a child's only when there is no other."""
+    """The traceback nearest to the cause; None where the last lines tell more.
+
+    It is the last one, a thread's or a child's only when there is no other, and a launcher's only when no process
+    that it speaks of has one. The program survived a traceback after which it went on to print much.
+    """
     candidates = [traceback for traceback in tracebacks if not traceback.origin.startswith(_IGNORED)]
     if not candidates:
         return None
-    last = max(candidates, key=lambda traceback: (not traceback.origin.startswith(_BESIDE), traceback.at))
-    if not _is_messenger(last):
-        return None if _num_told(lines[last.at + 1 :]) > _MAX_LINES_AFTER else last
-    earlier = [traceback for traceback in candidates if traceback.at < last.at and not _is_messenger(traceback)]
-    rank = _root_rank(last)
-    by_rank = [traceback for traceback in earlier if rank is not None and traceback.rank == rank]
-    if by_rank or not earlier:
-        return by_rank[-1] if by_rank else last
-    return earlier[0] if _root_cause(last) else earlier[-1]
+    last = max(candidates, key=lambda traceback: (not traceback.origin.startswith(_THREAD_OR_CHILD), traceback.at))
+    after = [line for line in lines[last.at + 1 :] if line and not NOISE.match(line)]
+    if any(map(_DRAWN.match, after)):
+        return None
+    if not last.is_a_launchers:
+        return None if len(after) > _MAX_LINES_AFTER else last
+    earlier = [traceback for traceback in candidates if traceback.at < last.at and not traceback.is_a_launchers]
+    rank = next((int(match[1]) for match in map(_ROOT_RANK.match, last.root_cause) if match), None)
+    of_rank = [traceback for traceback in earlier if rank is not None and traceback.rank == rank]
+    if of_rank or not earlier:
+        return of_rank[-1] if of_rank else last
+    return earlier[0] if last.root_cause else earlier[-1]
 
 
-def _num_told(lines: Sequence[str]) -> int:
-    return sum(1 for line in lines if line and not NOISE.match(line))
-
-
-def _is_messenger(traceback: Traceback) -> bool:
-    """Whether it only says that another process has failed, which said why itself."""
-    return bool(traceback.message) and traceback.message[0].startswith(_MESSENGERS)
-
-
-def _root_rank(messenger: Traceback) -> int | None:
-    for line in _root_cause(messenger):
-        if rank := _ROOT_RANK.match(line):
-            return int(rank[1])
-    return None
-
-
-def _root_cause(messenger: Traceback) -> tuple[str, ...]:
-    message = messenger.message
-    return message[message.index(_ROOT_CAUSE) :] if _ROOT_CAUSE in message else ()
-
-
-def _chain_before(tracebacks: Sequence[Traceback], chosen: Traceback) -> list[Traceback]:
-    """The exceptions that led to the chosen one, the first one first."""
-    same = [traceback for traceback in tracebacks if traceback.rank == chosen.rank]
-    at = same.index(chosen)
-    start = at
-    while start > 0 and same[start].link:
-        start -= 1
-    return same[start:at]
-
-
-def _condense(traceback: Traceback, before: Sequence[Traceback]) -> list[str]:
-    """At most ``MAX_EXCERPT_LINES`` of a traceback: the exception, then the user's calls."""
+def _condense(traceback: Traceback, tracebacks: Sequence[Traceback]) -> list[str]:
+    """The exception that led to this one in a line, then this one: calls, as there is room, and message."""
+    same = [other for other in tracebacks if other.rank == traceback.rank]
+    first = at = same.index(traceback)
+    while first > 0 and same[first].link:
+        first -= 1
     head = [traceback.origin] if traceback.origin else []
-    if before:
-        between = len(before) - 1
-        head += [summary(before[0]), f"… {between} more …" if between else traceback.link]
+    if first < at:
+        between = at - first - 1
+        head += [_summary(same[first]), f"… {between} more …" if between else traceback.link]
     head += [traceback.header] if traceback.header else []
     message = _condense_message(traceback)
     return [*head, *_condense_frames(traceback.frames, MAX_EXCERPT_LINES - len(head) - len(message)), *message]
 
 
+def _summary(traceback: Traceback) -> str:
+    """A traceback in one line: the exception, and the place in the user's code that is nearest to it, if any."""
+    said = traceback.message[0] if traceback.message else traceback.header
+    own = [frame for frame in traceback.frames if not _LIBRARY.search(frame[0])]
+    return f"{said} ({own[-1][0].strip()})" if own else said
+
+
 def _condense_message(traceback: Traceback) -> list[str]:
-    if _is_messenger(traceback) and _root_cause(traceback):
-        return [traceback.message[0], *(line for line in _root_cause(traceback) if _ROOT_FACTS.match(line))]
-    lines = [line for line in traceback.message if line.strip() and not NOISE.match(line)] or list(
-        traceback.message[:1]
-    )
-    most = _MAX_GROUP_LINES if traceback.header.startswith("Exception Group") else _MAX_MESSAGE_LINES
-    if len(lines) <= most:
+    if traceback.is_a_launchers and traceback.root_cause:
+        return [traceback.message[0], *filter(_ROOT_FACTS.match, traceback.root_cause)]
+    lines = [line for line in traceback.message if line.strip() and not NOISE.match(line)]
+    lines = lines or list(traceback.message[:1])
+    if len(lines) <= _MAX_MESSAGE_LINES:
         return lines
-    kept = lines[: most - 1]
+    kept = lines[: _MAX_MESSAGE_LINES - 1]
     return [*kept, f"… {len(lines) - len(kept)} more lines"]
 
 
 def _condense_frames(frames: Sequence[Frame], max_lines: int) -> list[str]:
-    """All calls if they fit, else as many of the user's as fit, and the very last one."""
-    kept = set(range(len(frames)))
-    if len(_render_frames(frames, kept)) <= max_lines:
-        return _render_frames(frames, kept)
-    kept = set()
-    for number in _by_worth(frames):
-        if len(_render_frames(frames, kept | {number})) <= max_lines:
-            kept.add(number)
-    return _render_frames(frames, kept) if kept else []
-
-
-def _by_worth(frames: Sequence[Frame]) -> list[int]:
-    """The calls worth telling: the user's last, the very last, the user's first, the user's others upwards."""
+    """All calls if they fit; else the user's last call, the very last one, and more of the user's."""
     every = range(len(frames))
-    own = [number for number in every if not frames[number].is_library] or list(every)
-    return list(dict.fromkeys([own[-1], every[-1], own[0], *reversed(own)]))
+    own = [number for number in every if not _LIBRARY.search(frames[number][0])] or list(every)
+    kept: set[int] = set(every)
+    if len(_render_frames(frames, kept)) > max_lines:
+        kept = set()
+        for number in (own[-1], every[-1], *reversed(own)):
+            if len(_render_frames(frames, kept | {number})) <= max_lines:
+                kept.add(number)
+    return _render_frames(frames, kept) if kept else []
 
 
 def _render_frames(frames: Sequence[Frame], kept: set[int]) -> list[str]:
     lines: list[str] = []
     num_left_out = 0
     for number, frame in enumerate(frames):
-        num_left_out += number not in kept
-        if number in kept:
-            lines += _gap(num_left_out)
-            lines += frame.lines
-            num_left_out = 0
-    return lines + _gap(num_left_out)
+        if number not in kept:
+            num_left_out += 1
+            continue
+        lines += [*_left_out(num_left_out), *frame]
+        num_left_out = 0
+    return lines + _left_out(num_left_out)
 
 
-def _gap(num_left_out: int) -> list[str]:
-    return [f"  … {num_left_out} more call{'s' if num_left_out > 1 else ''}"] if num_left_out else []
+def _left_out(num_calls: int) -> list[str]:
+    return [f"  … {num_calls} more call{'s' if num_calls > 1 else ''}"] if num_calls else []
 
 
-def _without_traceback(lines: Sequence[str]) -> list[str]:
+def _last_lines(lines: Sequence[str]) -> list[str]:
     """What was printed last: an abort's message if there is one; of the steps of a progress bar only the last."""
     aborts = [number for number, line in enumerate(lines) if _ABORT.match(line)]
     kept: list[str] = []

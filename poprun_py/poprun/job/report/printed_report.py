@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from popdist.errors import name_instances
 from poprun.job.outcome import JobEnd, first_failure, has_left
-from poprun.job.report.endings import describe_code, describe_others, name_code, name_instances
+from poprun.job.report.endings import describe_code, describe_others, name_code
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import last_words
 from poprun.job.state import SHIM_KILLED, InstanceStatus
