@@ -18,7 +18,6 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGES: Final = "popdist_py"
 EXTENSIONS: Final = {
-    "popdist/gradients": "_notes.abi3.so",
     "popdist/host_memory": "_quick.abi3.so",
     "popdist/optim": "_arithmetic.abi3.so",
 }

@@ -83,7 +83,7 @@ def without_overlap(step: Step) -> Step:
     """``step`` with all gradients at its end."""
 
     def changed() -> None:
-        with mock.patch.object(Overlap, "offer", return_value=0):
+        with mock.patch.object(Overlap, "number_of_step", return_value=0):
             step()
 
     return changed

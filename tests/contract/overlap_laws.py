@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import popdist
 from popdist import context
-from popdist.gradients import buckets, reduction
+from popdist.gradients import overlap, reduction
+from popdist.gradients.flat_buffers import FlatGradient
 from popdist.gradients.overlap import Overlap, OverlappedSum
-from popdist.gradients.rows import GradientRows
 from popdist.host_memory.waiting import wait_until
 from popdist.transport import two_level
 from popdist.transport.channel import Channel
@@ -77,9 +77,9 @@ def run_recipes() -> tuple[dict[str, str], int]:
 def tiny_sizes() -> Iterator[None]:
     """Within it a small model has several buckets, of several pieces each."""
     with (
-        mock.patch.object(buckets, "BUCKET_SIZE", BUCKET_SIZE),
-        mock.patch.object(buckets, "NUM_DOUBLINGS", 0),
-        mock.patch.object(buckets, "PIECE_SIZE", PIECE_SIZE),
+        mock.patch.object(overlap, "BUCKET_SIZE", BUCKET_SIZE),
+        mock.patch.object(overlap, "NUM_DOUBLINGS", 0),
+        mock.patch.object(overlap, "PIECE_SIZE", PIECE_SIZE),
         mock.patch.object(two_level, "FEW", FEW),
     ):
         yield
@@ -91,7 +91,7 @@ def counted() -> Iterator[list[bool]]:
     ends: list[bool] = []
     wait = OverlappedSum.wait
 
-    def count(step: OverlappedSum, over: float, *, are_right: bool) -> GradientRows | None:
+    def count(step: OverlappedSum, over: float, *, are_right: bool) -> FlatGradient | None:
         if step._is_closed:
             ends.append(are_right)
         return wait(step, over, are_right=are_right)
@@ -102,7 +102,7 @@ def counted() -> Iterator[list[bool]]:
 
 def never_early() -> AbstractContextManager[object]:
     """Within it, this instance offers nothing."""
-    return mock.patch.object(Overlap, "offer", return_value=0)
+    return mock.patch.object(Overlap, "number_of_step", return_value=0)
 
 
 def meet() -> None:

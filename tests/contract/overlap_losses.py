@@ -154,7 +154,7 @@ def live(end: str) -> None:
 
 def _prepare_to_die(model: nn.Module, way: str) -> None:
     if way == "as all agree to send":
-        mock.patch.object(Overlap, "expect", side_effect=_die).start()
+        mock.patch.object(Overlap, "post_receives", side_effect=_die).start()
     elif way == "in its backward pass":
         next(iter(model.parameters())).register_hook(lambda _: _die())
     else:  # all have come to the end of the step, and the thread has sent no results

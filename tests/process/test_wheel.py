@@ -20,7 +20,6 @@ NEEDED_BY_THE_LAUNCHER = ("click", "pyyaml", "psutil", "rich", "markdown-it-py",
 EXTENSIONS = {
     "_quick": "popdist/host_memory/_quick.abi3.so",
     "_arithmetic": "popdist/optim/_arithmetic.abi3.so",
-    "_notes": "popdist/gradients/_notes.abi3.so",
 }
 
 LOAD = """

@@ -6,7 +6,7 @@ Holds popdist.training.ddp_answers.
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import HashStore
 
 import popdist
-from popdist.gradients import notes
 
 
 @pytest.fixture(autouse=True)
@@ -367,94 +366,6 @@ def test_a_checksum_takes_any_dtype_and_ties() -> None:
     assert popdist.checksum({"x": torch.zeros(())}) != popdist.checksum({"x": torch.zeros(0)})
     tied = Named()
     assert popdist.checksum(tied) == popdist.checksum(dict([*tied.named_parameters(), *tied.named_buffers()]))
-
-
-class Given(nn.Module):
-    """A module whose parameters are no attribute of its own, as those of scripted modules."""
-
-    @property
-    def _parameters(self) -> dict[str, nn.Parameter | None]:
-        return given
-
-    @_parameters.setter
-    def _parameters(self, found: object) -> None:
-        """What nn.Module sets."""
-
-
-given: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(torch.ones(1))}
-
-
-def test_parameters_are_found_alike_with_and_without_the_extension() -> None:
-    """Those of a tied module once, and those that a class of modules gives itself."""
-    tied = Named()
-    lists = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))])
-    whole = nn.ModuleDict(
-        {"a": tied, "b": nn.Linear(2, 2, bias=False), "c": nn.Sequential(tied, lists, nn.ReLU())}
-    )
-    whole.register_parameter("own", nn.Parameter(torch.ones(3)))
-    whole.register_module("none", None)
-
-    for module, count in ((whole, 10), (Given(), 1), (nn.Linear(2, 2, bias=False), 1), (None, 0)):
-        found, expected = notes.module_parameters(module), notes._module_parameters(module)
-        assert list(map(id, found)) == list(map(id, expected))
-        assert len(found) == count
-        buffers = notes.module_buffers(module), notes._module_buffers(module)
-        assert [list(map(id, them)) for them in buffers] == [
-            [id(it) for it in module.buffers()] if module else []
-        ] * 2
-
-
-WAYS = ((notes.note_used, notes.take_gradients), (notes._note_used, notes._take_gradients))
-
-
-@pytest.mark.parametrize(("note", "take"), WAYS)
-def test_gradients_are_noted_and_taken(note: Callable[[Any], None], take: Callable[[Any], notes.Taken]) -> None:
-    """With and without the extension: one that was written since its note is waited for again."""
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    for parameter in parameters[1:]:
-        parameter.grad = torch.ones(2)
-    written, used, unnoted = (parameter.grad for parameter in parameters[1:])
-    note(iter(parameters[:3]))
-    assert written is not None
-    written += 1
-
-    waited_for, are_some_used = take(parameters)
-
-    assert waited_for == {id(parameters[1]): written, id(parameters[3]): unnoted}
-    assert waited_for[id(parameters[1])] is written
-    assert are_some_used is True
-    assert used is not None
-    assert notes.is_used(used)
-    assert [parameter.grad for parameter in parameters] == [None] * 4
-    assert take(parameters) == ({}, False)
-    with pytest.raises(AttributeError):
-        take([1])
-    with pytest.raises(TypeError):
-        note(1)
-
-
-GIVERS = ((notes.give_slots, notes.unreduced), (notes._give_slots, notes._unreduced))
-
-
-@pytest.mark.parametrize(("give", "find"), GIVERS)
-def test_slots_become_gradients_that_popdist_has_made(
-    give: notes.GiveSlots, find: Callable[[Any], list[torch.Tensor]]
-) -> None:
-    """With and without the extension: views of the slots; others and written ones are told from them."""
-    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
-    slots = [torch.full((2,), float(i)) for i in range(2)]
-    give(parameters[:2], slots)
-    parameters[2].grad = torch.ones(2)
-
-    for parameter, slot in zip(parameters[:2], slots, strict=True):
-        assert parameter.grad is not None
-        assert parameter.grad is not slot
-        assert parameter.grad.data_ptr() == slot.data_ptr()
-        assert notes.is_reduced(parameter.grad)
-    notes.note_reduced(parameters[1].grad, is_reduced=False)
-    assert list(map(id, find(iter(parameters)))) == [id(parameters[1]), id(parameters[2])]
-    with pytest.raises(AttributeError):
-        find([1])
 
 
 def test_a_body_is_a_function() -> None:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from popdist.errors import WeightsError
 from popdist.gradients.exchange import ReplicaTree
+from popdist.gradients.flat_buffers import flatten, unflatten, wide_dtype
 from popdist.gradients.model_buffers import LARGE, ModelBuffer, ModelBuffers, find_changed, mark_of
-from popdist.gradients.rows import cut, join, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.weights import broadcast_tensors, sums_of
@@ -228,12 +228,12 @@ class ReplicaBuffers(ModelBuffers):
             values = [(made or {}).get(key, start) for key, start in zip(keys, starts, strict=True)]
             one = torch.ones(1, dtype=torch.float32)
             rows = [
-                join([values[i] for i in members] + [one.to(device)], dtype)
+                flatten([values[i] for i in members] + [one.to(device)], dtype)
                 for (device, dtype), members in groups.items()
             ]
-            tree.push([torch.zeros_like(row) for row in rows] if made is None else rows)
+            tree.add([torch.zeros_like(row) for row in rows] if made is None else rows)
         for row, members in zip(tree.finish(), groups.values(), strict=True):
-            means = cut(row[:-1] / row[-1], [starts[i] for i in members])
+            means = unflatten(row[:-1] / row[-1], [starts[i] for i in members])
             for i, mean in zip(members, means, strict=True):
                 self._tracked[keys[i]].become(mean)
 

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.gradients.rows import Rows, add_rows, sum_of
+from popdist.gradients.flat_buffers import FlatTensors, add_flat, sum_of
 from popdist.gradients.shards import in_rounds
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
@@ -59,7 +59,7 @@ def add_instances(group: Group, layout: ReplicaLayout, own: list[Tensor]) -> Non
 
 
 NEAR: Final = 16
-"""Runs with fewer numbers than this between them go as one: those between two slots belong to no parameter."""
+"""Runs with fewer numbers than this between them are joined: those between two slots belong to no parameter."""
 
 
 def joined(runs: Sequence[range]) -> list[range]:
@@ -78,13 +78,8 @@ def scatter_sum(
 ) -> None:
     """Make what this instance wants of the first of ``own`` the sum over the partial sums of all instances.
 
-    What this instance does not want of it is undefined afterwards.
-
-    Args:
-        group: All instances of the job.
-        layout: Which replicas each of them owns.
-        own: This instance's partial sums, as :func:`nodes_of` names them.
-        wanted: For each instance the runs of numbers that it wants, without overlap.
+    ``own`` are this instance's partial sums, as :func:`nodes_of` names them, and ``wanted`` is for each instance
+    the runs of numbers that it wants, without overlap. What it does not want is undefined afterwards.
     """
     reduction, op = sum_over_hosts(group, layout, own[0].device), sum_of(own[0].dtype)
     rounds = [in_rounds(runs, max(1, CHUNK_SIZE // len(wanted))) for runs in wanted]
@@ -92,8 +87,10 @@ def scatter_sum(
         runs = [parts[number] if number < len(parts) else [] for parts in rounds]
         shares = reduction.empty_shares(own[0], max(sum(map(len, asked)) for asked in runs), op)
         for instance, asked in enumerate(runs):
-            for row, share in zip(own, reduction.share_of(shares, instance), strict=False):
-                _take(row, asked, share)
+            for flat, share in zip(own, reduction.share_of(shares, instance), strict=False):
+                if asked:
+                    parts = [flat[run.start : run.stop] for run in asked]
+                    torch.cat(parts, out=share[: sum(map(len, asked))])
         total = reduction.reduce_scatter(shares, op)
         mine = runs[group.backend.instance_index]
         lengths = [len(run) for run in mine]
@@ -101,30 +98,24 @@ def scatter_sum(
             own[0][run.start : run.stop] = part
 
 
-def _take(row: Tensor, runs: Sequence[range], into: Tensor) -> None:
-    """Copy ``runs`` of ``row`` to the beginning of ``into``."""
-    if runs:
-        torch.cat([row[run.start : run.stop] for run in runs], out=into[: sum(map(len, runs))])
-
-
 class ReplicaTree:
-    """The sum of rows over all replicas of the job, while this instance's replicas bring theirs."""
+    """The sum of flat tensors over all replicas of the job, to which local replicas are added one by one."""
 
     def __init__(self, group: Group, layout: ReplicaLayout) -> None:
         self._group = group
         self._layout = layout
         first = layout.replicas_of(group.backend.instance_index).start
-        self._tree: TreeSum[Rows] = TreeSum(layout.num_replicas, add_rows, start=first)
+        self._tree: TreeSum[FlatTensors] = TreeSum(layout.num_replicas, add_flat, start=first)
 
-    def push(self, rows: Rows) -> None:
-        """Take the rows of the next local replica, which then belong to this object."""
-        self._tree.push(rows)
+    def add(self, tensors: FlatTensors) -> None:
+        """Add the next local replica's tensors, which then belong to this object."""
+        self._tree.push(tensors)
 
-    def finish(self) -> Rows:
-        """The sum over all replicas, the same on every instance, when every local replica has brought its rows."""
+    def finish(self) -> FlatTensors:
+        """The sum over all replicas, the same on every instance, when every local replica was added."""
         own = self._tree.nodes
         if self._layout.num_instances == 1:
-            return finish(own, self._layout.num_replicas, add_rows)
-        for row_of_nodes in zip(*(rows for rows in own.values()), strict=True):
-            add_instances(self._group, self._layout, list(row_of_nodes))
+            return finish(own, self._layout.num_replicas, add_flat)
+        for nodes in zip(*own.values(), strict=True):
+            add_instances(self._group, self._layout, list(nodes))
         return next(iter(own.values()))

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from popdist.gradients.notes import module_buffers
-
 LARGE: Final = 1 << 16
 """Numbers above which a buffer to which torch has counted no write is compared in checked steps only."""
 
@@ -119,7 +117,7 @@ class ModelBuffers:
     @property
     def has_none(self) -> bool:
         """Whether there are no buffers now and were none; most models have none, and every step asks."""
-        return not self.buffers and not module_buffers(self.module)
+        return not self.buffers and next(self.module.buffers(), None) is None
 
     def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
         """Name, owner, key and tensor of every buffer that is there now."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.errors import GradientError, name_instances
+from popdist.gradients.gradient_flags import is_reduced, mark_reduced, mark_used, stepped_parameters
 from popdist.gradients.memory import ModelGradients
-from popdist.gradients.notes import held_parameters, is_reduced, note_reduced, note_used
 from popdist.gradients.partial_gradients import PartialGradient
 
 _models: Final[weakref.WeakSet[ModelGradients]] = weakref.WeakSet()
@@ -62,12 +62,10 @@ class OldGradients:
         self._gradients = gradients
         self.kept: Sequence[_Kept] = ()
         self._is_settled = False
-        if not gradients.has_begun:
-            gradients.has_begun = True
-            _models.add(gradients)
-        unused, are_some_used = gradients.take_unused()
+        _models.add(gradients)
+        unused, are_some_used = gradients.remove()
         if unused:
-            self._keep(unused, held_parameters() if are_some_used else None)
+            self._keep(unused, stepped_parameters() if are_some_used else None)
 
     def _keep(self, unused: Mapping[int, Tensor], held: set[int] | None) -> None:
         found = []
@@ -129,7 +127,7 @@ class OldGradients:
         if min(numbers.values()) < 0:
             for model in _models:
                 if model is not self._gradients:
-                    note_used(model.parameters())
+                    mark_used(model.parameters())
             return
         place = max(numbers.values())
         names = [name for name, _ in self._module.named_parameters()]
@@ -148,13 +146,13 @@ class OldGradients:
             parameter, new = kept.parameter, kept.parameter.grad
             if new is None:
                 parameter.grad = kept.gradient
-                note_reduced(kept.gradient, is_reduced=kept.is_reduced)
+                mark_reduced(kept.gradient, is_reduced=kept.is_reduced)
                 continue
             if isinstance(new, PartialGradient) and _is_part_of_same(kept.gradient, new):
                 new.content.add_(kept.gradient.content)  # type: ignore[attr-defined] # it is one of these, too
             else:
                 new.add_(kept.gradient)
-            note_reduced(new, is_reduced=is_reduced(new) and kept.is_reduced)
+            mark_reduced(new, is_reduced=is_reduced(new) and kept.is_reduced)
 
 
 def _is_part_of_same(old: Tensor, new: PartialGradient) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients that go early: added over the instances, bucket by bucket, while the last backward pass still runs.
+"""Overlap of gradient reduction with the backward pass: buckets are sent while the last backward pass still runs.
 
 Where the sum goes over a network or between GPUs, its time is hidden behind the rest of the last backward pass of
 a step. What an instance sends early is a copy, made as the end of the step would make it; its own gradients stay
@@ -10,6 +10,11 @@ A step goes early only if all instances have said, in its first header, that the
 the buckets and how many have been sent before. From then on each of them sends every bucket of the step, whatever
 becomes of it, because the others wait for them. A bucket travels in pieces: one is added while the next is on its
 way, and the first ones are divided while the last ones still travel.
+
+A bucket is complete when all gradients in it are there, and then it is sent, in pieces. The first one is small, so
+that a slow network begins early. Each next one has twice as many numbers, up to eight times the first: a slow
+network is still busy with the one before, and on a fast one few large messages take less time of the cores than
+many small ones, because the threads that carry them wake less often beside the computation.
 """
 
 import hashlib
@@ -21,9 +26,16 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.gradients.buckets import Bucket, digest_of, make_buckets, runs_of
 from popdist.gradients.exchange import nodes_of, nodes_of_hosts
-from popdist.gradients.rows import ALIGNMENT, FlatGradients, GradientRows, scale_rows, sum_of
+from popdist.gradients.flat_buffers import (
+    ALIGNMENT,
+    FlatBuffer,
+    FlatGradient,
+    GradientLayout,
+    num_real_elements,
+    scale_flat,
+    sum_of,
+)
 from popdist.groups import Exchange, as_floats
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
@@ -35,14 +47,70 @@ KEPT_BYTES: Final = 31 << 20
 """The largest block that counts, of at most 32 MiB, with room for what the C library adds."""
 
 
+BUCKET_SIZE: Final = 1 << 20
+"""Numbers in the first bucket of a flat buffer, or more where the last gradient in it is large."""
+
+NUM_DOUBLINGS: Final = 3
+"""How often the next bucket has at least twice as many."""
+
+PIECE_SIZE: Final = 1 << 21
+"""Numbers that travel together, about: three quarters to one and a half of it, or a bucket of fewer.
+
+What is left of a bucket travels with the others: few numbers would cost a message and two changes of thread, too.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Gradients that are sent together: from ``start`` to ``stop`` of flat buffer number ``buffer``.
+
+    ``members`` are the positions of their parameters among all.
+    """
+
+    buffer: int
+    start: int
+    stop: int
+    members: tuple[int, ...]
+
+    @property
+    def run(self) -> slice:
+        """Where its numbers are in the flat buffer."""
+        return slice(self.start, self.stop)
+
+
+def make_buckets(buffers: Sequence[FlatBuffer]) -> list[Bucket]:
+    """All flat buffers in buckets, from the end of each to its beginning: the last parameters come first."""
+    buckets = [bucket for number, buffer in enumerate(buffers) for bucket in _buckets_of(number, buffer)]
+    return sorted(buckets, key=lambda bucket: min(bucket.members), reverse=True)
+
+
+def _buckets_of(number: int, buffer: FlatBuffer) -> Iterable[Bucket]:
+    stop, members, size = buffer.size, [], BUCKET_SIZE
+    for index, parameter, start in reversed(buffer.members):
+        if num_real_elements(parameter):
+            members.append(index)
+        if members and (stop - start >= size or start == 0):
+            yield Bucket(buffer=number, start=start, stop=stop, members=tuple(members))
+            stop, members, size = start, [], min(2 * size, BUCKET_SIZE << NUM_DOUBLINGS)
+
+
+def runs_of(bucket: Bucket) -> list[slice]:
+    """The pieces of a bucket in its flat buffer: equal but for the last, and beginning at cache lines."""
+    size = bucket.stop - bucket.start
+    num_pieces = max(1, (size + PIECE_SIZE // 2) // PIECE_SIZE)
+    width = -(-size // (num_pieces * ALIGNMENT)) * ALIGNMENT
+    starts = range(bucket.start, bucket.stop, width)
+    return [slice(start, min(start + width, bucket.stop)) for start in starts]
+
+
+def _digest_of(buckets: Iterable[Bucket]) -> bytes:
+    """A digest that is the same for the same buckets."""
+    return hashlib.blake2b(repr(list(buckets)).encode(), digest_size=16).digest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPiece:
-    """A part of a bucket, which travels by itself.
-
-    Attributes:
-        run: Where its numbers are in the row.
-        total: Its sum over the job.
-    """
+    """A part of a bucket, which travels by itself: where its numbers are in the flat buffer, and their sum."""
 
     run: slice
     total: BucketAllReduce
@@ -60,25 +128,17 @@ def keep_freed_memory() -> None:
 
 
 class Overlap:
-    """The buckets of one model's gradients, and what their steps need again: rows, and which gradients come.
+    """The buckets of one model's gradients, in the order in which they are sent, and the memory that steps reuse.
 
-    Args:
-        channel: Between all instances of the job.
-        layout: Which replicas each of them owns.
-        gradients: Of the model.
-        local_collectives: Those of this host, for the program's thread; None where each is alone.
-        narrow: The dtype of what is added over the replicas; None for that of the gradients' rows.
-
-    Attributes:
-        buckets: In the order in which they are sent.
-        expected: Identities of the parameters that have ever got a gradient in a last micro batch.
+    ``local_collectives`` are those of this host's instances for the program's thread, None where each is alone.
+    ``expected`` has the identities of parameters that have ever got a gradient in a last micro batch.
     """
 
     def __init__(
         self,
         channel: Channel,
         layout: ReplicaLayout,
-        gradients: FlatGradients,
+        gradients: GradientLayout,
         local_collectives: HostCollectives | None = None,
         narrow: torch.dtype | None = None,
     ) -> None:
@@ -95,50 +155,50 @@ class Overlap:
             )
             self._nodes_of_hosts = nodes_of_hosts(layout, local_collectives.size)
         self.gradients = gradients
-        self.buckets = make_buckets(gradients.kinds)
+        self.buckets = make_buckets(gradients.flat_buffers)
         self.expected: set[int] = set()
-        members = {index: parameter for kind in gradients.kinds for index, parameter, _ in kind.members}
+        members = {index: parameter for buffer in gradients.flat_buffers for index, parameter, _ in buffer.members}
         self.bucket_of = {
             id(members[index]): k for k, bucket in enumerate(self.buckets) for index in bucket.members
         }
         self.members = [[members[index] for index in bucket.members] for bucket in self.buckets]
         self.nodes = [nodes_of(layout, instance) for instance in range(layout.num_instances)]
         self._num_replicas = layout.num_replicas
-        self._digest = digest_of(self.buckets)
+        self._digest = _digest_of(self.buckets)
         self._narrow = narrow
         self._has_given_up = False
-        self._rows: tuple[GradientRows, GradientRows, GradientRows] | None = None
+        self._memory: tuple[FlatGradient, FlatGradient, FlatGradient] | None = None
         self._pieces: list[list[BucketPiece]] = []
 
     @property
-    def replica(self) -> GradientRows:
+    def replica(self) -> FlatGradient:
         """The gradient of this instance's last replica; :attr:`sent` itself if it is not rounded."""
-        return self._all()[0]
+        return self._allocated()[0]
 
     @property
-    def sent(self) -> GradientRows:
+    def sent(self) -> FlatGradient:
         """What this instance has sent early."""
-        return self._all()[1]
+        return self._allocated()[1]
 
     @property
-    def sums(self) -> GradientRows:
+    def sums(self) -> FlatGradient:
         """The sums over the job."""
-        return self._all()[2]
+        return self._allocated()[2]
 
-    def _all(self) -> tuple[GradientRows, GradientRows, GradientRows]:
-        if self._rows is None:
+    def _allocated(self) -> tuple[FlatGradient, FlatGradient, FlatGradient]:
+        if self._memory is None:
             keep_freed_memory()
-            wide, make = self.gradients.make_rows(), self.gradients.make_narrow
+            wide, make = self.gradients.make_wide(), self.gradients.make_narrow
             if self._narrow is None:
-                self._rows = (wide, wide, self.gradients.make_rows())
+                self._memory = (wide, wide, self.gradients.make_wide())
             else:
-                self._rows = (wide, make(self._narrow), make(self._narrow))
-            self._pieces = [self._pieces_of(bucket, self._rows[2]) for bucket in self.buckets]
-        return self._rows
+                self._memory = (wide, make(self._narrow), make(self._narrow))
+            self._pieces = [self._pieces_of(bucket, self._memory[2]) for bucket in self.buckets]
+        return self._memory
 
-    def _pieces_of(self, bucket: Bucket, sums: GradientRows) -> list[BucketPiece]:
-        row = sums.rows[bucket.kind]
-        return [BucketPiece(run=run, total=self._early_sum(row[run])) for run in runs_of(bucket)]
+    def _pieces_of(self, bucket: Bucket, sums: FlatGradient) -> list[BucketPiece]:
+        flat = sums.tensors[bucket.buffer]
+        return [BucketPiece(run=run, total=self._early_sum(flat[run])) for run in runs_of(bucket)]
 
     def _early_sum(self, into: Tensor) -> BucketAllReduce:
         channel, num_replicas, op = self.channel, self._num_replicas, sum_of(into.dtype)
@@ -158,18 +218,17 @@ class Overlap:
     def begin_step(self, *, scales: bool) -> "OverlappedSum | None":
         """The sum of the step that begins; None where its gradients shall not go early.
 
-        Args:
-            scales: Whether weights are divided by the heaviest one of the job.
+        ``scales`` says whether weights are divided by the heaviest one of the job.
         """
-        number = self.offer()
+        number = self.number_of_step()
         return OverlappedSum(self, number, scales=scales) if number else None
 
-    def offer(self) -> int:
+    def number_of_step(self) -> int:
         """A number for what this instance would send early in the step that begins; 0 for nothing."""
         if self._has_given_up or self.channel.is_in_use or self.channel.is_broken or not self.buckets:
             return 0
         try:
-            self._all()
+            self._allocated()
         except (RuntimeError, MemoryError):
             self._has_given_up = True
             return 0
@@ -177,8 +236,8 @@ class Overlap:
         number = hashlib.blake2b(self._digest + issued, digest_size=7).digest()
         return 1 + int.from_bytes(number, "little")
 
-    def expect(self) -> None:
-        """All instances have agreed to send every bucket."""
+    def post_receives(self) -> None:
+        """Post a receive for every bucket, when all instances have agreed to send them."""
         self.channel.wait_until_idle()
         for piece in self._all_pieces():
             piece.total.post_receives()
@@ -187,60 +246,54 @@ class Overlap:
         return (piece for pieces in self._pieces for piece in pieces)
 
     def send(self, number: int, own: Sequence[Tensor]) -> None:
-        """Have a bucket added over the job, of which ``own`` are this instance's parts."""
+        """Send a bucket, of which ``own`` are the tree nodes that this instance has computed, to be added."""
         first = self.buckets[number].start
         for piece in self._pieces[number]:
-            piece.total.send([row[piece.run.start - first : piece.run.stop - first] for row in own])
+            piece.total.send([flat[piece.run.start - first : piece.run.stop - first] for flat in own])
         if number == len(self.buckets) - 1:
             for piece in self._all_pieces():
                 piece.total.start_waiting()
 
-    def finish(self, over: float) -> GradientRows:
-        """The sums over the job divided by ``over``, in wide rows, when all buckets were sent."""
-        rows = self.sums if self._narrow is None else self.replica
+    def finish(self, over: float) -> FlatGradient:
+        """The sums over the job divided by ``over``, in wide buffers, when all buckets were sent."""
+        total = self.sums if self._narrow is None else self.replica
         number = self.channel.num_issued - sum(map(len, self._pieces))
         for bucket, pieces in zip(self.buckets, self._pieces, strict=True):
             for piece in pieces:
                 number += 1
                 self.channel.wait(number)
                 piece.total.finish()
-                part = rows.rows[bucket.kind][piece.run]
-                if rows is not self.sums:
-                    part.copy_(self.sums.rows[bucket.kind][piece.run])
-                scale_rows([part], over=over)
-        return rows
+                part = total.tensors[bucket.buffer][piece.run]
+                if total is not self.sums:
+                    part.copy_(self.sums.tensors[bucket.buffer][piece.run])
+                scale_flat([part], over=over)
+        return total
 
-    def learn(self, arrived: set[int], *, is_final: bool) -> None:
-        """Remember what a step has shown.
+    def remember_used_parameters(self, arrived: set[int], *, is_final: bool) -> None:
+        """Remember which parameters got a gradient in the last micro batch, and whether what was sent was right.
 
-        Args:
-            arrived: Parameters that got a gradient in its last micro batch.
-            is_final: Whether what was sent was right. Where it was not, and no parameter is new, the program
-                changes gradients that were sent: it will do so again, and nothing is sent early any more.
+        Where it was not, and no parameter is new, the program changes gradients that were sent: it will do so
+        again, and nothing is sent early any more.
         """
         self._has_given_up = not is_final and arrived <= self.expected
         self.expected |= arrived
 
-    def leave_rows(self) -> None:
-        """Let what is still on its way use the rows for itself."""
-        self._rows = None
+    def drop_memory(self) -> None:
+        """Use other memory from now on: late messages may still write into this one."""
+        self._memory = None
 
 
 class LastMicroBatch:
     """The last micro batch of a step on this instance, and its buckets added to what came before it.
 
-    Args:
-        overlap: Of the model's gradients.
-        micro_batches: The sum of its replica's micro batches before it.
-        replicas: The sum of this instance's replicas before its own.
-        weight: What it counts.
+    ``micro_batches`` and ``replicas`` are the sums before it, of its replica and of this instance.
     """
 
     def __init__(
         self,
         overlap: Overlap,
-        micro_batches: TreeSum[GradientRows],
-        replicas: TreeSum[GradientRows],
+        micro_batches: TreeSum[FlatGradient],
+        replicas: TreeSum[FlatGradient],
         weight: float,
     ) -> None:
         self._overlap = overlap
@@ -248,41 +301,36 @@ class LastMicroBatch:
         self._replicas = replicas
         self._weight = weight
         self._is_blocked = False
-        devices = {kind.device for kind in overlap.gradients.kinds if kind.device.type == "cuda"}
+        devices = {it.device for it in overlap.gradients.flat_buffers if it.device.type == "cuda"}
         self._streams = {device: torch.cuda.current_stream(device) for device in devices}
 
-    def check(self, parameter: Tensor) -> None:
-        """See whether a gradient that has come may be read in this stream: if not, all wait for the end."""
+    def check_stream(self, parameter: Tensor) -> None:
+        """Find out whether a new gradient may be read in this CUDA stream; if not, nothing more is sent early."""
         self._is_blocked |= not self._is_in_order(parameter.device) or (
             parameter.grad is not None and parameter.grad.layout != torch.strided
         )
 
     def can_read(self, number: int) -> bool:
         """Whether the gradients of a bucket may be read here and now."""
-        kind = self._overlap.gradients.kinds[self._overlap.buckets[number].kind]
-        return not self._is_blocked and self._is_in_order(kind.device)
+        buffer = self._overlap.gradients.flat_buffers[self._overlap.buckets[number].buffer]
+        return not self._is_blocked and self._is_in_order(buffer.device)
 
     @torch.no_grad()
-    def add(self, number: int, unit: float) -> list[Tensor]:
-        """This instance's parts of a bucket's sum, with the bits that the end of the step will have.
-
-        Args:
-            number: Of the bucket, whose gradients are complete.
-            unit: What weights are divided by.
-        """
+    def add(self, number: int, weight_scale: float) -> list[Tensor]:
+        """The tree nodes of bucket ``number``, whose gradients are complete, with the bits of the step's end."""
         bucket, wide, sent = self._overlap.buckets[number], self._overlap.replica, self._overlap.sent
         for parameter in self._overlap.members[number]:
-            slot = wide.slots[id(parameter)]
+            slot = wide.slot_of[id(parameter)]
             slot.zero_() if parameter.grad is None else slot.copy_(parameter.grad)
-        row = wide.rows[bucket.kind][bucket.run]
-        if self._weight != unit:
-            row.mul_(self._weight / unit)
+        own = wide.tensors[bucket.buffer][bucket.run]
+        if self._weight != weight_scale:
+            own.mul_(self._weight / weight_scale)
 
-        def part(rows: GradientRows) -> Tensor:
-            return rows.rows[bucket.kind][bucket.run]
+        def part(gradient: FlatGradient) -> Tensor:
+            return gradient.tensors[bucket.buffer][bucket.run]
 
         micro_batches = self._micro_batches.of_part(part, _add)
-        micro_batches.push(row)
+        micro_batches.push(own)
         replicas = self._replicas.of_part(part, _add)
         (replica,) = micro_batches.nodes.values()
         replicas.push(replica if sent is wide else part(sent).copy_(replica))
@@ -306,24 +354,19 @@ _BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class OverlappedSum:
-    """The sum of one step's gradients, which go early: made before the step is announced, and ended in every case.
+    """The sum of one step's gradients that are sent early; while it is there, no other step sends early.
 
-    While it is there, no other step goes early.
-
-    Args:
-        overlap: Of the model's gradients.
-        number: What the overlap offers; greater than 0.
-        scales: Whether weights are divided by the heaviest one of the job.
+    It is made before the step's header is sent, and ended in every case. ``number`` stands for what this instance
+    would send. ``scales`` says whether weights are divided by the heaviest one of the job.
     """
 
     def __init__(self, overlap: Overlap, number: int, *, scales: bool) -> None:
         self.number = number
         self._overlap = overlap
         self._scales = scales
-        self._lock = RLock()
-        """Gradients of several devices come in a thread each."""
+        self._lock = RLock()  # gradients of several devices come in a thread each
         self._announced: Exchange | None = None
-        self._unit: float | None = None
+        self._weight_scale: float | None = None
         self._is_refused = self._is_closed = self._is_over = False
         self._arrived: set[int] = set()
         self._num_awaited = overlap.num_expected()
@@ -331,39 +374,37 @@ class OverlappedSum:
         self._last: LastMicroBatch | None = None
         overlap.channel.is_in_use = True
 
-    def listen(self, announced: Exchange) -> None:
-        """Take the headers with everybody's :attr:`number`, of which this instance's was just sent."""
+    def set_header(self, announced: Exchange) -> None:
+        """Keep the exchange of the headers that begin the step, of which this instance's was just sent."""
         self._announced = announced
         announced.peek()
 
-    def begin(self, micro_batches: TreeSum[GradientRows], replicas: TreeSum[GradientRows], weight: float) -> None:
-        """The last micro batch begins: see :class:`LastMicroBatch`."""
+    def begin_last(
+        self, micro_batches: TreeSum[FlatGradient], replicas: TreeSum[FlatGradient], weight: float
+    ) -> None:
+        """Begin the last micro batch: from now on buckets are sent as they become complete."""
         if weight:
             self._last = LastMicroBatch(self._overlap, micro_batches, replicas, weight)
 
-    def take(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated: send the buckets that are complete, if all instances want them."""
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Send the buckets that the gradient of ``parameter`` completes, if all instances want them."""
         if self._last is None:
             return
         with self._lock:
-            self._last.check(parameter)
+            self._last.check_stream(parameter)
             self._arrive(parameter)
             if not self._is_agreed():
                 return
             while self._num_sent < len(self._num_awaited) and not self._num_awaited[self._num_sent]:
                 if not self._last.can_read(self._num_sent):
                     return
-                self._send(self._last.add(self._num_sent, self._unit or 1.0))
+                self._send(self._last.add(self._num_sent, self._weight_scale or 1.0))
                 self._num_early += 1
 
-    def close(self, own: Sequence[GradientRows]) -> int:
-        """The gradients are complete: send what is left of them.
+    def close(self, own: Sequence[FlatGradient]) -> int:
+        """Send the buckets that are left; ``own`` are the tree nodes that this instance has computed.
 
-        Args:
-            own: This instance's parts of the sum over all replicas.
-
-        Returns:
-            What to say: that the sums are right as far as this instance knows, or 0.
+        Gives the word for the header that ends the step: minus :attr:`number` if all that was sent is right, or 0.
         """
         with self._lock:
             if not self._is_agreed():
@@ -372,18 +413,13 @@ class OverlappedSum:
             self._send_rest(own)
             self._is_closed = True
             is_final = self._is_final(own[-1])
-            self._overlap.learn(self._arrived, is_final=is_final)
+            self._overlap.remember_used_parameters(self._arrived, is_final=is_final)
             return -self.number if is_final else 0
 
-    def wait(self, over: float, *, are_right: bool) -> GradientRows | None:
-        """When all instances have come to the end of the step: wait for what is on its way.
+    def wait(self, over: float, *, are_right: bool) -> FlatGradient | None:
+        """Wait for what is on its way; gives the sums over the job divided by ``over``, or None.
 
-        Args:
-            over: What the sums are divided by.
-            are_right: Whether all have said that the sums are.
-
-        Returns:
-            The sums over the job divided by ``over``, in wide rows, if they are right.
+        ``are_right`` says whether all instances have found that what they sent was right; None where it was not.
         """
         was_sent, self._num_sent = self._num_sent > 0, 0
         if are_right:
@@ -393,7 +429,7 @@ class OverlappedSum:
         return None
 
     def end(self) -> None:
-        """Let another step go early; send what the others still expect where this one was left. Never raises."""
+        """Let another step send early; an abandoned step sends what the others still expect. Never raises."""
         with self._lock:
             if self._is_over:
                 return
@@ -401,10 +437,10 @@ class OverlappedSum:
             if not self._is_closed and self._is_agreed():
                 own = self._overlap.nodes[self._overlap.channel.instance_index]
                 self._send_rest([self._overlap.sent] * len(own))
-            elif self._announced is not None and self._unit is None and not self._is_refused:
+            elif self._announced is not None and self._weight_scale is None and not self._is_refused:
                 self._overlap.channel.break_off()  # the others may still agree, without this one
             if self._num_sent:
-                self._overlap.leave_rows()
+                self._overlap.drop_memory()
             self._overlap.channel.is_in_use = False
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -415,20 +451,20 @@ class OverlappedSum:
 
     def _is_agreed(self) -> bool:
         """Whether all instances have said that they send what this one does."""
-        if self._unit is None and self._announced is not None and not self._is_refused:
+        if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:
                 heaviest = as_floats([words[0] for words in numbers])
                 self._is_refused = {words[1] for words in numbers} != {self.number} or not any(heaviest)
                 if not self._is_refused:
-                    self._unit = max(heaviest) if self._scales else 1.0
-                    self._protected(self._overlap.expect)
-        return self._unit is not None
+                    self._weight_scale = max(heaviest) if self._scales else 1.0
+                    self._protected(self._overlap.post_receives)
+        return self._weight_scale is not None
 
-    def _protected(self, do: Callable[[], None]) -> None:
-        """Call ``do``; if interrupted, messages may have gone or not, so no instance sends early any more."""
+    def _protected(self, send: Callable[[], None]) -> None:
+        """Call ``send``; if it is interrupted, nobody knows what was sent, so no instance sends early any more."""
         try:
-            do()
+            send()
         except BaseException:
             self._overlap.channel.break_off()
             raise
@@ -439,22 +475,21 @@ class OverlappedSum:
         self._num_sent += 1
         self._protected(lambda: self._overlap.send(number, own))
 
-    def _send_rest(self, own: Sequence[GradientRows]) -> None:
+    def _send_rest(self, own: Sequence[FlatGradient]) -> None:
         for bucket in self._overlap.buckets[self._num_sent :]:
-            self._send([node.rows[bucket.kind][bucket.run] for node in own])
+            self._send([node.tensors[bucket.buffer][bucket.run] for node in own])
 
-    def _is_final(self, last: GradientRows) -> bool:
+    def _is_final(self, last: FlatGradient) -> bool:
         """Whether what was sent early has the bits of ``last``."""
-        starts = {bucket.kind: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
-        pairs = [
-            (self._overlap.sent.rows[kind][start:], last.rows[kind][start:]) for kind, start in starts.items()
-        ]
+        starts = {bucket.buffer: bucket.start for bucket in self._overlap.buckets[: self._num_early]}
+        sent = self._overlap.sent
+        pairs = [(sent.tensors[it][start:], last.tensors[it][start:]) for it, start in starts.items()]
         return all(_have_same_bits(sent, own) for sent, own in pairs)
 
 
 def _have_same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two rows are the same; one NaN is as good as another, of which torch's conversions make several."""
-    if torch.equal(left.view(torch.int64), right.view(torch.int64)):  # slots begin at lines of cache, so rows fit
+    """Whether two flat tensors have the same bits; any NaN equals another, as torch's conversions make several."""
+    if torch.equal(left.view(torch.int64), right.view(torch.int64)):  # slots begin at cache lines, so sizes fit
         return True
     bits = _BITS[left.dtype.itemsize]
     left_bits, right_bits = left.view(bits), right.view(bits)

@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._pytree import tree_map_only
 
 from popdist.gradients.exchange import joined, scatter_sum
-from popdist.gradients.notes import note_reduced
-from popdist.gradients.rows import FlatGradients, GradientRows, num_reals
+from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, num_real_elements
+from popdist.gradients.gradient_flags import mark_reduced
 from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
@@ -31,11 +31,8 @@ _SCALING: Final = frozenset({_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Te
 class PartialGradient(Tensor):
     """A gradient of which this instance has the elements that it updates.
 
-    Attributes:
-        content: Room for all elements; only the instance's own are right, or all of them if ``is_whole``.
-        title: The parameter's name.
-        ranges: For each instance the elements that it has, in the order of memory.
-        is_whole: Whether all elements are here.
+    ``content`` has room for all elements; only the instance's own are right, or all of them if ``is_whole``.
+    ``ranges`` are for each instance the elements that it has, in the order of memory.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # noqa: SLF001 - as torch's documents write it
@@ -73,7 +70,7 @@ class PartialGradient(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """What :attr:`torch.Tensor.data` is of the whole; may be set."""
+        """The ``data`` of the whole gradient; may be set."""
         return self.whole.data
 
     @data.setter
@@ -127,31 +124,26 @@ def _read_whole(name: str) -> Any:  # noqa: ANN401 - a method
 _READ_MEMORY: Final = (
     "numpy __array__ __dlpack__ tolist data_ptr untyped_storage share_memory_ __deepcopy__ __reduce_ex__"
 )
-"""Methods that read memory, which this tensor has not, without one of torch's operations."""
+"""Methods that read memory without one of torch's operations: this tensor has none of its own."""
 
 for _name in _READ_MEMORY.split():
     setattr(PartialGradient, _name, _read_whole(_name))
 
 
 class StepGradients:
-    """All partial gradients of one step, which are gathered together.
-
-    Attributes:
-        group: All instances of the job.
-        instance_index: This instance.
-    """
+    """All partial gradients of one step, which are gathered together."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.instance_index = group.backend.instance_index
         self._members: list[tuple[weakref.ref[Parameter], weakref.ref[PartialGradient]]] = []
 
-    def cover(self, name: str, parameter: Parameter, ranges: Ranges) -> None:
+    def replace_grad(self, name: str, parameter: Parameter, ranges: Ranges) -> None:
         """Put a partial gradient in place of the ``.grad`` of ``parameter``, if there is one."""
         if parameter.grad is not None:
             gradient = PartialGradient(parameter.grad, name, ranges, self)
             parameter.grad = gradient
-            note_reduced(gradient)
+            mark_reduced(gradient)
             self._members.append((weakref.ref(parameter), weakref.ref(gradient)))
 
     def gather(self) -> None:
@@ -163,11 +155,12 @@ class StepGradients:
         gather_parts(self.group, [gradient for _, gradient in pairs if gradient is not None])
         for parameter, gradient in pairs:
             if parameter is not None and gradient is not None and parameter.grad is gradient:
-                _uncover(parameter, gradient)
+                _restore_grad(parameter, gradient)
 
 
-def _uncover(parameter: Parameter, gradient: PartialGradient) -> None:
-    """Unless the parameter is just being moved: then torch is about to replace its gradient, too."""
+def _restore_grad(parameter: Parameter, gradient: PartialGradient) -> None:
+    """Make the whole gradient the parameter's ``.grad``."""
+    # not while the parameter is being moved to another device: torch then replaces the gradient, too
     if (parameter.dtype, parameter.device) == (gradient.dtype, gradient.device):
         parameter.grad = gradient.content
 
@@ -198,60 +191,50 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) 
 class GradientParts:
     """The parts of one model's gradients that the instances update.
 
-    Args:
-        gradients: Of the model; not kept alive by this.
-        ranges: For each of its parameters, by position, what each instance updates.
+    ``ranges`` are for each of its parameters, by position, what each instance updates.
     """
 
-    def __init__(self, gradients: FlatGradients, ranges: Sequence[Ranges]) -> None:
+    def __init__(self, gradients: GradientLayout, ranges: Sequence[Ranges]) -> None:
         self.ranges = ranges
-        self._kinds = gradients.kinds
+        self._buffers = gradients.flat_buffers
         self._names = gradients.names
         self._wanted: list[list[list[range]]] = []
-        for kind in gradients.kinds:
+        for buffer in gradients.flat_buffers:
             runs: list[list[range]] = [[] for _ in ranges[0]]
-            for index, parameter, start in kind.members:
-                times = num_reals(parameter) // max(1, parameter.numel())
+            for index, parameter, start in buffer.members:
+                times = num_real_elements(parameter) // max(1, parameter.numel())
                 for wanted, run in zip(runs, ranges[index], strict=True):
                     wanted.append(range(start + times * run.start, start + times * run.stop))
             self._wanted.append([joined(wanted_runs) for wanted_runs in runs])
         digest = hashlib.blake2b(repr(ranges).encode(), digest_size=7).digest()
         self.number = 1 + int.from_bytes(digest, "little")
 
-    def add(self, group: Group, layout: ReplicaLayout, own: Sequence[GradientRows], over: float) -> GradientRows:
-        """The sum over all replicas, divided by ``over``, where this instance needs it.
+    def add(self, group: Group, layout: ReplicaLayout, own: Sequence[FlatGradient], over: float) -> FlatGradient:
+        """The sum over all replicas, divided by ``over``, where this instance needs it; elsewhere anything.
 
-        Args:
-            group: All instances of the job, which all call this.
-            layout: Which replicas each of them owns.
-            own: This instance's part of the tree.
-            over: The same on all instances.
-
-        Returns:
-            The first of ``own``; what stands elsewhere in it is nothing in particular.
+        ``own`` are the tree nodes that this instance has computed. All instances call it.
         """
-        rows_of_nodes = zip(*(node.rows for node in own), strict=True)
-        for row_of_nodes, wanted in zip(rows_of_nodes, self._wanted, strict=True):
-            scatter_sum(group, layout, row_of_nodes, wanted)
+        for nodes, wanted in zip(zip(*(node.tensors for node in own), strict=True), self._wanted, strict=True):
+            scatter_sum(group, layout, nodes, wanted)
             if over != 1:
                 for run in wanted[group.backend.instance_index]:
-                    row_of_nodes[0][run.start : run.stop].div_(over)
+                    nodes[0][run.start : run.stop].div_(over)
         return own[0]
 
-    def cover(self, group: Group) -> None:
+    def replace_grads(self, group: Group) -> None:
         """Put a partial gradient in place of every ``.grad``."""
         step = StepGradients(group)
-        for kind in self._kinds:
-            for index, parameter, _ in kind.members:
-                step.cover(self._names[index], parameter, self.ranges[index])
+        for buffer in self._buffers:
+            for index, parameter, _ in buffer.members:
+                step.replace_grad(self._names[index], parameter, self.ranges[index])
 
 
-_known: Final[weakref.WeakKeyDictionary[FlatGradients, GradientParts]] = weakref.WeakKeyDictionary()
+_known: Final[weakref.WeakKeyDictionary[GradientLayout, GradientParts]] = weakref.WeakKeyDictionary()
 
 
-def parts_of(gradients: FlatGradients) -> GradientParts | None:
+def parts_of(gradients: GradientLayout) -> GradientParts | None:
     """The parts that the instances update; None where, as far as this one knows, an instance needs more."""
-    parameters = {index: parameter for kind in gradients.kinds for index, parameter, _ in kind.members}
+    parameters = {index: parameter for buffer in gradients.flat_buffers for index, parameter, _ in buffer.members}
     ranges = [ranges_of(parameters[index]) for index in range(len(parameters))]
     found = [own_ranges for own_ranges in ranges if own_ranges is not None]
     if not found or len(found) < len(ranges):

@@ -30,11 +30,11 @@ from popdist.gradients.batch_marks import BatchMark, refuse_other_steps, warn_of
 from popdist.gradients.buffer_changes import NO_CHANGES, agree_on_changes, changes_of, raise_fault
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
+from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, scale_flat
 from popdist.gradients.memory import GradientMemory
 from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
-from popdist.gradients.rows import FlatGradients, GradientRows, scale_rows
 from popdist.groups import Exchange, Group, as_floats, as_words, wait_for_first_error
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
@@ -98,7 +98,7 @@ class GradientSum:
         self._weight_sums = weights
         self._old = old
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
-        self._rows: TreeSum[GradientRows] = TreeSum(num_replicas, memory.add_replicas, start=first)
+        self._rows: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.add_replicas, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0
         self._changes = NO_CHANGES
@@ -141,7 +141,7 @@ class GradientSum:
         self._announced = self._group.start(_title(accumulation, add=add), numbers)
         self._unit = None
         if self._early is not None:
-            self._early.listen(self._announced)
+            self._early.set_header(self._announced)
         if number and not add:
             self.unit()
 
@@ -199,7 +199,7 @@ class GradientSum:
     def _weights_word(self) -> int:
         return 0 if self._weight_sums is None else self._weight_sums.word
 
-    def begin_last(self, micro_batches: TreeSum[GradientRows], weight: float) -> None:
+    def begin_last(self, micro_batches: TreeSum[FlatGradient], weight: float) -> None:
         """The last micro batch of this instance begins: from now on gradients may go early.
 
         Args:
@@ -207,7 +207,7 @@ class GradientSum:
             weight: What it counts.
         """
         if self._early is not None:
-            self._early.begin(micro_batches, self._rows, weight)
+            self._early.begin_last(micro_batches, self._rows, weight)
 
     @property
     def goes_early(self) -> bool:
@@ -217,12 +217,12 @@ class GradientSum:
     def take(self, parameter: Tensor) -> None:
         """A gradient of ``parameter`` has been accumulated."""
         if self._early is not None:
-            self._early.take(parameter)
+            self._early.add_gradient(parameter)
 
-    def push(self, rows: GradientRows, weight: float) -> None:
+    def push(self, rows: FlatGradient, weight: float) -> None:
         """Take the next local replica's gradients, added up with their weights."""
         replica = self._rows.position - self._memory.first_replica
-        self._rows.push(self._memory.of_replica(rows, replica))
+        self._rows.push(self._memory.rounded(rows, replica))
         self._weights.push(weight)
 
     def finish(
@@ -270,9 +270,9 @@ class GradientSum:
             way, parts = 0, None
         rows = self._add(total / unit if reduction == "mean" else 1.0, parts, are_sums_right=way < 0)
         num_parameters = len(self._gradients.names)
-        self._gradients.give(rows, changes.mask & ((1 << num_parameters) - 1))
+        self._gradients.set_gradients(rows, changes.mask & ((1 << num_parameters) - 1))
         if parts is not None:
-            parts.cover(self._group)
+            parts.replace_grads(self._group)
         if add and self._old is not None:
             self._old.add_to_new()
         own = changes.mask >> num_parameters
@@ -317,7 +317,7 @@ class GradientSum:
             return None
         return parts_of(self._gradients)
 
-    def _add(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> GradientRows:
+    def _add(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> FlatGradient:
         """The sum over all replicas, divided by ``over``, in wide rows; all have said that they come to it.
 
         Args:
@@ -330,9 +330,9 @@ class GradientSum:
             return early
         if self._memory.narrow is None:
             return self._add_rows(over, parts)
-        return self._memory.widen(self._add_rows(1.0, parts), over)
+        return self._memory.widened(self._add_rows(1.0, parts), over)
 
-    def _add_rows(self, over: float, parts: GradientParts | None) -> GradientRows:
+    def _add_rows(self, over: float, parts: GradientParts | None) -> FlatGradient:
         """The sum divided by ``over``, in rows as they were added, at the end of the step."""
         memory, own = self._memory, self._rows.values
         if memory.shared is not None:
@@ -346,15 +346,15 @@ class GradientSum:
             total = finish(self._rows.nodes, memory.layout.num_replicas, memory.add_replicas)
         else:
             total = self._add_over_network(own)
-        scale_rows(total.rows, over=over)
+        scale_flat(total.tensors, over=over)
         return total
 
-    def _add_over_network(self, own: Sequence[GradientRows]) -> GradientRows:
+    def _add_over_network(self, own: Sequence[FlatGradient]) -> FlatGradient:
         memory = self._memory
-        for row_of_nodes in zip(*(node.rows for node in own), strict=True):
+        for row_of_nodes in zip(*(node.tensors for node in own), strict=True):
             add_instances(self._group, memory.layout, list(row_of_nodes))
         if memory.overlap is None and self._announced is not None:  # all instances are together here
-            channel = self._group.backend.channel([kind.device for kind in self._gradients.kinds])
+            channel = self._group.backend.channel([buffer.device for buffer in self._gradients.flat_buffers])
             if channel is not None:
                 local_collectives = self._group.backend.local_collectives
                 memory.overlap = Overlap(channel, memory.layout, self._gradients, local_collectives, memory.narrow)
@@ -466,7 +466,7 @@ def _lost_step(instances: list[int], reason: str) -> MicroBatchError:
     )
 
 
-def not_finite_error(found: NotFinite, gradients: FlatGradients) -> GradientError:
+def not_finite_error(found: NotFinite, gradients: GradientLayout) -> GradientError:
     """The error that names the parameter and the replica."""
     return GradientError(
         f"the gradient of {gradients.names[found.parameter]} on replica {found.replica} holds NaN or infinity, so "

@@ -401,7 +401,7 @@ class ModelSteps:
     def _refuse(self, accumulation: int, refusal: float, *, add: bool) -> None:
         """Make no step, nor the one that is open, and tell the others so; there are no gradients anywhere."""
         self.abandon()
-        self.gradients.clear()
+        self.gradients.remove()
         refuse_step(context.current_group(), accumulation, refusal, add=add)
         self._mark.lose(LEFT)
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from popdist import context
 from popdist.errors import BackendError, GradientError, MicroBatchError, OptimizerError
-from popdist.gradients.notes import note_step, parameters_of, unreduced
+from popdist.gradients.gradient_flags import is_reduced, mark_step, parameters_of
 from popdist.training.checks import CheckedSteps, is_checked
 from popdist.training_loop import training_loop
 from popdist.weights import find_difference, sum_tensors
@@ -113,7 +113,7 @@ def watch() -> None:
 
 def _count_step(optimizer: Optimizer, *_: object) -> None:
     training_loop.num_optimizer_steps += 1
-    note_step(optimizer)
+    mark_step(optimizer)
 
 
 def _check_step(
@@ -135,7 +135,7 @@ def _check_step(
     def call(*closure_args: Any, **closure_kwargs: Any) -> Any:  # noqa: ANN401 - whatever the closure takes and gives
         loss = closure(*closure_args, **closure_kwargs)
         _compare_gradients(optimizer)
-        note_step(optimizer)
+        mark_step(optimizer)
         return loss
 
     if "closure" in kwargs:
@@ -240,7 +240,7 @@ def join(owner: object, module: nn.Module) -> None:
 
 def _unreduced(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """The gradients that popdist has not reduced, of parameters that are the same on all instances; with names."""
-    found = unreduced(parameters_of(optimizer))
+    found = [it for it in parameters_of(optimizer) if it.grad is not None and not is_reduced(it.grad)]
     if not found:
         return []
     modules = [module for reference in tuple(_joint.values()) if (module := reference()) is not None]

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from popdist import context
 from popdist.errors import BatchError, MicroBatchError
 from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.gradient_flags import mark_reduced, mark_used
 from popdist.gradients.memory import GradientMemory, ModelGradients
-from popdist.gradients.notes import note_reduced, note_used
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
 from popdist.layout import ReplicaLayout
 from popdist.training import optimizer_steps
@@ -112,7 +112,7 @@ class AutomaticReduction:
     def _close_window(self) -> None:
         """Nobody waits for what has come since, unless it was added to something."""
         if self._is_window_clean:
-            note_used(self._gradients.parameters())
+            mark_used(self._gradients.parameters())
         self._is_window_clean = False
 
     def expects(self, parameter: Tensor) -> bool:
@@ -153,7 +153,7 @@ class AutomaticReduction:
             return
         if self._num_suspensions:
             if parameter.grad is not None:
-                note_reduced(parameter.grad, is_reduced=False)
+                mark_reduced(parameter.grad, is_reduced=False)
             return
         if self.step is not None:
             raise MicroBatchError(
@@ -174,7 +174,7 @@ class AutomaticReduction:
 
     def _reduce(self) -> None:
         """Take the mean over the instances, which have one replica each and count alike: the pass has ended."""
-        gradients, group = self._gradients.find(), context.current_group()
+        gradients, group = self._gradients.layout(), context.current_group()
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
@@ -222,8 +222,10 @@ def _reduce_all(
     total = GradientSum(memory, buffers, weights)
     if buffers is not None:
         buffers.end_pass()
-    total.used = memory.gradients.used()
-    total.push(memory.take_all(), 1.0)
+    memory.begin_step()
+    room = memory.room_for(0, 0)
+    total.used = memory.gradients.fill(room)
+    total.push(room, 1.0)
     total.finish(reduction, not_finite, take_fault())
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from popdist import context
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
+from popdist.gradients.flat_buffers import check_gradient_dtype
 from popdist.gradients.partial_gradients import clip_grad_norm
 from popdist.gradients.reduction import MeanOrSum
-from popdist.gradients.rows import check_gradient_dtype
 from popdist.training.batch_norm import group_norms
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
 from popdist.training.micro_batches import Nest, Split

@@ -8,10 +8,10 @@ from torch import Tensor
 from popdist.errors import BatchError
 from popdist.gradients.batch_marks import BatchMark
 from popdist.gradients.buffers import ReplicaBuffers
+from popdist.gradients.flat_buffers import FlatGradient
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
-from popdist.gradients.rows import GradientRows
 from popdist.progress import progress_page
 from popdist.training.beside import ParametersBeside
 from popdist.training.python_state import take_fault
@@ -51,7 +51,7 @@ class Step:
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
         self._position = 0
         self._not_finite: NotFinite | None = None
-        self._current: GradientRows | None = None
+        self._current: FlatGradient | None = None
         self._open: dict[int, _ReplicaSum] = {}
         memory.begin_step()
         if memory.layout.num_replicas > 1:
@@ -79,7 +79,7 @@ class Step:
     def take(self, parameter: Tensor) -> None:
         """A gradient of the micro batch that was begun has been accumulated in ``.grad``."""
         if self._current is not None:
-            self._current.take(parameter, even_small=self._sum.goes_early)
+            self._current.move_in(parameter, even_small=self._sum.goes_early)
             if self._sum.goes_early:
                 self._sum.take(parameter)
 
@@ -91,7 +91,7 @@ class Step:
             self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
         rows, self._current = self._current or self._next_rows(), None
         if weight:
-            self._sum.used |= self._gradients.fill(rows, times=weight / unit, are_taken=True)
+            self._sum.used |= self._gradients.fill(rows, times=weight / unit, clears=True)
         else:
             rows.clear()
             self._gradients.clear()
@@ -140,10 +140,10 @@ class Step:
             rows.clear()
             self._push(rows, 0.0, has_run=False)
 
-    def _next_rows(self) -> GradientRows:
-        return self._memory.rows_for(*divmod(self._position, self.accumulation))
+    def _next_rows(self) -> FlatGradient:
+        return self._memory.room_for(*divmod(self._position, self.accumulation))
 
-    def _push(self, rows: GradientRows, weight: float, *, has_run: bool) -> None:
+    def _push(self, rows: FlatGradient, weight: float, *, has_run: bool) -> None:
         """Add the next micro batch to its replica, and a finished replica to the job."""
         if self.accumulation > 1:
             replica, own = self._position // self.accumulation, self._sum_of_replica()
@@ -164,7 +164,8 @@ class Step:
         replica = self._position // self.accumulation
         if replica not in self._open:
             self._open[replica] = _ReplicaSum(
-                TreeSum(self.accumulation, self._memory.add), TreeSum(self.accumulation, operator.add)
+                TreeSum(self.accumulation, self._memory.add_micro_batches),
+                TreeSum(self.accumulation, operator.add),
             )
         return self._open[replica]
 
@@ -173,7 +174,7 @@ class Step:
 class _ReplicaSum:
     """What the micro batches of one replica have brought: gradients, weights, and whether one had samples."""
 
-    rows: TreeSum[GradientRows]
+    rows: TreeSum[FlatGradient]
     weights: TreeSum[float]
     has_run: bool = False
 
@@ -248,15 +249,15 @@ class PlainStep:
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
         if self._checks_finite and self._weight:
-            gradients = self._gradients.find()
+            gradients = self._gradients.layout()
             parameter = gradients.not_finite()
             if parameter is not None:
                 raise not_finite_error(NotFinite(0, parameter), gradients)
         if reduction == "sum" and self._weight != 1:
-            gradients = self._gradients.find()
-            rows = gradients.make_rows()
+            gradients = self._gradients.layout()
+            rows = gradients.make_wide()
             gradients.fill(rows, times=self._weight or 0.0)
-            gradients.give(rows, gradients.used())
+            gradients.set_gradients(rows, gradients.used())
         if add:
             self._old.add_to_new()
         progress_page.count_step()
@@ -267,4 +268,4 @@ class PlainStep:
 
     def abandon(self) -> None:
         """Leave without a gradient."""
-        self._gradients.clear()
+        self._gradients.remove()

@@ -1,0 +1,279 @@
+"""The gradients of a model's parameters, laid end to end in flat buffers that can be added.
+
+There is one flat buffer for each device and dtype in which gradients are added: float64 for double precision, else
+float32, so that half precision is rounded once, at the end. Where gradients are rounded on purpose
+(``gradient_dtype``), the sum over a replica's micro batches is wide as well, and the replicas are added in narrow
+buffers, which have that dtype: so each replica's gradient is rounded, and each partial sum.
+
+Each parameter has a slot in its buffer, with the parameter's shape and order of memory: a view of it can be the
+parameter's ``.grad``. A parameter without a gradient has zeros in its slot, and a mask tells which had one.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from popdist.errors import CollectiveError, GradientError
+from popdist.gradients.gradient_flags import mark_reduced
+from popdist.host_memory.addition import HALVES, Op
+
+FlatTensors: TypeAlias = list[Tensor]
+"""The memory of one gradient of all parameters: a tensor for each flat buffer."""
+
+_DOUBLE = frozenset({torch.float64, torch.complex128})
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of ``dtype`` are added."""
+    return torch.float64 if dtype in _DOUBLE else torch.float32
+
+
+def check_gradient_dtype(dtype: object) -> torch.dtype | None:
+    """``dtype``, if gradients can be rounded to it, or None, which rounds nothing; else an error."""
+    if dtype is not None and dtype not in HALVES:
+        raise GradientError(
+            f"gradient_dtype={dtype!r}: gradients can be rounded to torch.bfloat16 or torch.float16, or not at "
+            "all (None), when they are added in float32"
+        )
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def sum_of(dtype: torch.dtype) -> Op:
+    """How flat tensors of ``dtype`` are added over the replicas: narrow ones are rounded at each addition."""
+    return "rounded sum" if dtype in HALVES else "sum"
+
+
+def num_real_elements(tensor: Tensor) -> int:
+    """How many real numbers ``tensor`` has; a complex number is two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def flatten(tensors: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """One flat tensor of ``dtype`` with the numbers of at least one of ``tensors``, which lie on one device."""
+    reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    return torch.cat([it.reshape(-1).to(dtype) for it in reals])
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The numbers of ``flat`` in the shapes, dtypes and strides of ``like``; they may share memory with it."""
+    parts = flat.split([num_real_elements(tensor) for tensor in like])
+    return [_shaped(part, tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def add_flat(left: FlatTensors, right: FlatTensors) -> FlatTensors:
+    """Add ``right`` to ``left``, in place."""
+    for total, flat in zip(left, right, strict=True):
+        total.add_(flat)
+    return left
+
+
+def scale_flat(tensors: FlatTensors, *, times: float = 1.0, over: float = 1.0) -> None:
+    """Multiply and divide in place; by 1 changes nothing."""
+    for flat in tensors:
+        if times != 1:
+            flat.mul_(times)
+        if over != 1:
+            flat.div_(over)
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        flat = flat.clone() if flat.storage_offset() % 2 else flat  # torch pairs up numbers at even places only
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    shaped = flat.to(like.dtype).view(like.shape)
+    if like.is_contiguous():
+        return shaped
+    return torch.empty_like(like, requires_grad=False).copy_(shaped)
+
+
+SMALL: Final = 1 << 14
+"""Gradients of fewer numbers are copied together, which takes less time than to have each in the cache."""
+
+ALIGNMENT: Final = 16
+"""In numbers: slots begin at its multiples, so at lines of cache, and complex ones at even places."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatBuffer:
+    """The place of some parameters' gradients: one buffer for each device and dtype.
+
+    ``members`` holds for each its position among all parameters, the parameter, and where its slot begins.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    members: list[tuple[int, Parameter, int]] = field(default_factory=list)
+    size: int = 0
+
+    def append(self, index: int, parameter: Parameter) -> None:
+        """Give ``parameter`` a slot at the end."""
+        self.members.append((index, parameter, self.size))
+        self.size += -(-num_real_elements(parameter) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatGradient:
+    """Room for one gradient of all parameters.
+
+    ``slots`` are each parameter's part of the flat tensors, in the order of the model; none in narrow buffers.
+    ``slot_of`` finds them by the identity of the parameter.
+    """
+
+    tensors: FlatTensors
+    slots: list[Tensor]
+    slot_of: dict[int, Tensor]
+
+    def clear(self) -> None:
+        """Fill it with zeros."""
+        for flat in self.tensors:
+            flat.zero_()
+
+    def copy(self, other: "FlatGradient") -> None:
+        """Fill it with what ``other`` holds."""
+        for flat, values in zip(self.tensors, other.tensors, strict=True):
+            flat.copy_(values)
+
+    def move_in(self, parameter: Tensor, *, even_small: bool = True) -> None:
+        """Move the gradient of ``parameter`` into its slot, if it can stay there, while it is still in the cache.
+
+        What has another dtype or a graph stays where it is, as may what is small: :meth:`GradientLayout.fill`
+        copies it later.
+        """
+        slot = self.slot_of.get(id(parameter))
+        if slot is None or (slot.numel() < SMALL and not even_small):
+            return
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype != slot.dtype or gradient.requires_grad:
+            return
+        if gradient.layout == torch.strided and gradient.data_ptr() != slot.data_ptr():
+            parameter.grad = slot.copy_(gradient).detach()
+
+
+class GradientLayout:
+    """Where the gradients of one model's trained parameters lie in flat buffers; moves them in and out.
+
+    The named parameters come in the same order on all instances; frozen ones are left out.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Parameter]]) -> None:
+        self.names: list[str] = []
+        self._orders: list[str] = []
+        self._parameters: list[Parameter] = []
+        buffers: dict[tuple[torch.device, torch.dtype], FlatBuffer] = {}
+        for name, parameter in named_parameters:
+            if parameter.requires_grad:
+                new = FlatBuffer(device=parameter.device, dtype=wide_dtype(parameter.dtype))
+                buffers.setdefault((new.device, new.dtype), new).append(len(self.names), parameter)
+                self.names.append(name)
+                self._parameters.append(parameter)
+                self._orders.append(name if parameter.is_contiguous() else f"{name} {parameter.stride()}")
+        self.flat_buffers = list(buffers.values())
+        self._all = (1 << len(self.names)) - 1
+        self._are_narrow = any(wide_dtype(it.dtype) != it.dtype for it in self._parameters)
+
+    def __str__(self) -> str:
+        """What must be the same on all instances, in words."""
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        flat = (
+            f"{sum(num_real_elements(parameter) for _, parameter, _ in buffer.members)} "
+            f"{str(buffer.dtype).removeprefix('torch.')} on {buffer.device.type}"
+            for buffer in self.flat_buffers
+        )
+        digest = hashlib.blake2b("\n".join(self._orders).encode(), digest_size=4).hexdigest()
+        return f"{len(self.names)} parameters, names {digest}: {', '.join(flat)}"
+
+    def used(self) -> int:
+        """Which parameters have a gradient now: bit i stands for ``names[i]``."""
+        return sum(1 << i for i, parameter in enumerate(self._parameters) if parameter.grad is not None)
+
+    def not_finite(self) -> int | None:
+        """The first parameter whose gradient holds NaN or infinity; None when there is none."""
+        for i, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                return i
+        return None
+
+    def clear(self) -> None:
+        """Set every ``.grad`` to None."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def make_wide(self, tensors: FlatTensors | None = None) -> FlatGradient:
+        """Room in ``tensors``, which have the buffers' sizes and dtypes; None for new ones, all zero."""
+        buffers = self.flat_buffers
+        tensors = tensors or [torch.zeros(it.size, dtype=it.dtype, device=it.device) for it in buffers]
+        found = {
+            index: _slot(flat, start, parameter)
+            for buffer, flat in zip(buffers, tensors, strict=True)
+            for index, parameter, start in buffer.members
+        }
+        slots = [found[index] for index in range(len(found))]
+        slot_of = {id(parameter): slot for parameter, slot in zip(self._parameters, slots, strict=True)}
+        return FlatGradient(tensors=tensors, slots=slots, slot_of=slot_of)
+
+    def make_narrow(self, dtype: torch.dtype, tensors: FlatTensors | None = None) -> FlatGradient:
+        """Room of ``dtype`` for the sum over replicas: in ``tensors``, or in new ones for None."""
+        buffers = self.flat_buffers
+        tensors = tensors or [torch.zeros(it.size, dtype=dtype, device=it.device) for it in buffers]
+        return FlatGradient(tensors=tensors, slots=[], slot_of={})
+
+    @torch.no_grad()
+    def fill(self, into: FlatGradient, times: float = 1.0, *, clears: bool = False) -> int:
+        """Copy every gradient into its slot, if it is not there yet, and zeros where there is none; then multiply.
+
+        ``clears`` sets every ``.grad`` to None. Gives the parameters that had a gradient, as :meth:`used`.
+        """
+        used, slots, gradients = 0, list[Tensor](), list[Tensor]()
+        for position, (parameter, slot) in enumerate(zip(self._parameters, into.slots, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
+                slot.zero_()
+                continue
+            used |= 1 << position
+            if gradient.layout != torch.strided:
+                raise CollectiveError(
+                    f"the gradient of {self.names[position]} is sparse, and replicas add dense ones: make it "
+                    "with sparse=False"
+                )
+            if gradient.data_ptr() != slot.data_ptr():
+                slots.append(slot)
+                gradients.append(gradient)
+            if clears:
+                parameter.grad = None
+        if slots:
+            torch._foreach_copy_(slots, gradients)
+        scale_flat(into.tensors, times=times)
+        return used
+
+    def set_gradients(self, source: FlatGradient, used: int) -> None:
+        """Set the ``.grad`` of each parameter in ``used`` to its part of ``source``, and all others to None.
+
+        The gradients share memory with ``source``, unless they are of another dtype.
+        """
+        for position, (parameter, slot) in enumerate(zip(self._parameters, source.slots, strict=True)):
+            if not used >> position & 1:
+                parameter.grad = None
+                continue
+            gradient = slot.detach()
+            if self._are_narrow:
+                gradient = gradient.to(parameter.dtype)
+            mark_reduced(gradient)
+            parameter.grad = gradient
+
+
+def _slot(flat: Tensor, start: int, parameter: Parameter) -> Tensor:
+    """The numbers of ``flat`` from ``start`` in the shape and order of memory of ``parameter``."""
+    part = flat[start : start + num_real_elements(parameter)]
+    if parameter.is_complex():
+        part = torch.view_as_complex(part.view(-1, 2))
+    dense = torch.empty_like(parameter, device="meta", requires_grad=False)
+    return part.as_strided(dense.shape, dense.stride())
