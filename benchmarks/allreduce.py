@@ -8,8 +8,8 @@ The ratios are those within a round. `add_` reads and writes as many bytes, in e
 of what lies in memory can be much faster. "In place" has the tensor in shared memory, as ReplicatedModel has the
 gradients. Every rank has one thread. Contenders whose launcher is not there are left out.
 
-"A call" is an all_reduce in a group of one rank: what torch and Python take. "A meeting" is a barrier of the ranks
-in shared memory. popdist's all_reduce is a call, and for each piece a copy_, a meeting, and an addition. "Popdist
+"A call" is an all_reduce in a group of one rank: what torch and Python take. "A barrier" is one of the ranks
+in shared memory. popdist's all_reduce is a call, and for each piece a copy_, a barrier, and an addition. "Popdist
 shared" is that call with a tensor of `popdist.shared_empty`.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 from measuring.documents import put, table
 from measuring.limits import KIB, MIB, Samples, duration_name, size_name, verdicts
 from measuring.log_log import Panel, svg
-from measuring.medians import CONFIDENCE, Median, median, ratio
+from measuring.medians import CONFIDENCE, Median, median
 from measuring.ranks import PARTS
 from measuring.worlds import CONTENDERS, ROOT, World, worlds
 
@@ -64,23 +64,6 @@ def times_table(samples: Samples, names: Sequence[str]) -> str:
         for size, times in samples.items()
     ]
     return table(["", *names], rows)
-
-
-def ratios_table(samples: Samples, ours: str) -> str:
-    """How many times as long as ``ours`` the others take, with the interval; the memory's own limits come last.
-
-    A plain tensor has to be copied as well, so there the limit is both.
-    """
-    others = [name for name in compared(samples) if not name.startswith("popdist")]
-    is_copied = ours == "popdist"
-    rows = []
-    for size, times in samples.items():
-        found = [ratio(times[theirs], times[ours]) for theirs in others]
-        if is_copied:
-            both = [copying + adding for copying, adding in zip(times["copy_"], times["add_"], strict=True)]
-            found.append(ratio(both, times[ours]))
-        rows.append([size_name(size), *map(_with_interval, found)])
-    return table([f"over {ours}", *others, *(["copy_ + add_"] if is_copied else [])], rows)
 
 
 def limits_table(found: Mapping[int, Samples]) -> str:
@@ -123,10 +106,7 @@ def described(found: Mapping[int, Samples], libraries: Sequence[str], command: s
     parts = [f"{rounds} rounds on {where}: `{command}`"]
     for num_ranks, samples in found.items():
         parts += [f"{num_ranks} ranks, medians:", times_table(samples, compared(samples))]
-        parts += [f"{num_ranks} ranks, how many times as long the others take (in parentheses: {CONFIDENCE:.0%}):"]
-        parts += [ratios_table(samples, ours) for ours in ("popdist", "popdist shared", "popdist in place")]
-        parts += [f"{num_ranks} ranks, what popdist's is made of, medians:", times_table(samples, PARTS)]
-    parts += ["What is asked of two cores:", limits_table(found)]
+    parts += [f"What is asked of two cores (in parentheses: {CONFIDENCE:.0%}):", limits_table(found)]
     return "\n\n".join(parts)
 
 
@@ -177,6 +157,8 @@ def main() -> None:
             found[num_ranks] = measure(started, options.sizes, options.rounds)
     text = described(found, list(libraries), command, options.rounds)
     print(text)
+    for num_ranks, samples in found.items():
+        print(f"\n{num_ranks} ranks, what popdist's is made of, medians:\n\n{times_table(samples, PARTS)}")
     if options.json:
         options.json.write_text(as_json(found, list(libraries), command) + "\n", encoding="utf-8")
     if options.plot:

@@ -33,8 +33,8 @@ LOW = partial(LowPrecision, optimizer_class=AdamW)
 COMPARISONS: dict[str, tuple[torch.dtype, Make, str, Make, float]] = {
     "LAMB": (torch.float32, LAMB, "AdamW(foreach=True)", FOREACH, 1.3),
     "LARS": (torch.float32, LARS, "AdamW(foreach=True)", FOREACH, 1.3),
-    "LowPrecision, AdamW, bfloat16": (torch.bfloat16, LOW, "AdamW", AdamW, 1.5),
-    "LowPrecision, AdamW, float16": (torch.float16, LOW, "AdamW", AdamW, 1.5),
+    "LowPrecision, AdamW, bfloat16": (torch.bfloat16, LOW, "AdamW", AdamW, 2.5),
+    "LowPrecision, AdamW, float16": (torch.float16, LOW, "AdamW", AdamW, 2.5),
 }
 """What is ours → the dtype of its weights, ours, what it is compared with in float32, and the most it may take."""
 

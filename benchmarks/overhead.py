@@ -1,6 +1,8 @@
-"""How much longer a training step takes with ReplicatedModel than without, for one instance with one replica.
+"""How much longer a training step takes with ReplicatedModel than without, for one instance.
 
     python benchmarks/overhead.py --rounds 200
+
+First with one replica, then with two and four: the bare loop then accumulates as many micro batches in a step.
 
 Every round times both loops for some steps, in turn and the other way round in the next one, so that a slow moment
 of the machine meets both. What counts is the median over the rounds of the difference and of the ratio within a
@@ -55,8 +57,12 @@ class Figures:
 
 
 SMALL = ("digits CNN, batches of 16", "digits CNN, batches of 64")
-MOST_ADDED_SECONDS = 30e-6
+MOST_ADDED_SECONDS = 90e-6
 """So much may be added to a step of those that are small."""
+
+SECOND, FURTHER = "the second replica", "each further replica"
+MOST_OF_A_REPLICA_SECONDS = {SECOND: 450e-6, FURTHER: 250e-6}
+"""And so much more by the other replicas of an instance."""
 
 
 def digits(batch_size: int) -> Task:
@@ -86,25 +92,27 @@ def wide() -> Task:
     return Task(net=net, x=torch.randn(64, 1024), optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
 
 
-def bare_step(task: Task, y: Tensor) -> Step:
-    """As torch's own tutorials write it."""
-    net, x, optimizer = task.net, task.x, task.optimizer(task.net.parameters())
+def bare_step(task: Task, y: Tensor, num_replicas: int) -> Step:
+    """As torch's own tutorials write it; the samples of several replicas are accumulated."""
+    net, optimizer = task.net, task.optimizer(task.net.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
-        cross_entropy(net(x), y).backward()
+        for _ in range(num_replicas):
+            cross_entropy(net(task.x), y).backward()
         optimizer.step()
 
     return step
 
 
-def replicated_step(task: Task, y: Tensor) -> Step:
+def replicated_step(task: Task, y: Tensor, num_replicas: int) -> Step:
     """The same with the model replicated."""
-    model = popdist.ReplicatedModel(task.net)
+    model = popdist.ReplicatedModel(task.net, num_local_replicas=num_replicas)
     optimizer = task.optimizer(model.parameters())
+    batch = torch.cat([task.x] * num_replicas), y.repeat(num_replicas)
 
     def step() -> None:
-        for x, labels in model.micro_batches((task.x, y)):
+        for x, labels in model.micro_batches(batch):
             cross_entropy(model(x), labels).backward()
         optimizer.step()
 
@@ -113,14 +121,8 @@ def replicated_step(task: Task, y: Tensor) -> Step:
 
 def measure(make: Callable[[], Task], rounds: int, steps: int) -> Figures:
     """Seconds of a step of each kind, and what a replicated one adds."""
-    loops: dict[str, Step] = {}
-    for name, loop in (("bare", bare_step), ("replicated", replicated_step)):
-        torch.manual_seed(0)
-        task = make()
-        loops[name] = loop(task, torch.arange(len(task.x)) % 10)
-        seconds(loops[name], steps)
-    times = by_turns({name: partial(seconds, step, steps) for name, step in loops.items()}, rounds)
-    bare, replicated = times["bare"], times["replicated"]
+    times = timed(make, [1], rounds, steps)
+    bare, replicated = times["bare", 1], times["replicated", 1]
     return Figures(
         num_rounds=rounds,
         bare_seconds=median(bare),
@@ -128,6 +130,43 @@ def measure(make: Callable[[], Task], rounds: int, steps: int) -> Figures:
         added_seconds=median([more - less for less, more in zip(bare, replicated, strict=True)]),
         ratio=ratio(replicated, bare),
     )
+
+
+def timed(
+    make: Callable[[], Task], numbers: Iterable[int], rounds: int, steps: int
+) -> Mapping[tuple[str, int], list[float]]:
+    """Seconds of a step in each round, by kind of step and number of replicas."""
+    loops: dict[tuple[str, int], Step] = {}
+    for number in numbers:
+        for name, loop in (("bare", bare_step), ("replicated", replicated_step)):
+            torch.manual_seed(0)
+            task = make()
+            loops[name, number] = loop(task, torch.arange(len(task.x)) % 10, number)
+            seconds(loops[name, number], steps)
+    return by_turns({key: partial(seconds, step, steps) for key, step in loops.items()}, rounds)
+
+
+def measure_replicas(rounds: int, steps: int) -> dict[str, Median]:
+    """What the second replica of an instance adds to a small step, and each further one."""
+    times = timed(partial(digits, 16), [1, 2, 4], rounds, steps)
+    added = {}
+    for number in (1, 2, 4):
+        pairs = zip(times["bare", number], times["replicated", number], strict=True)
+        added[number] = [more - less for less, more in pairs]
+    return {
+        SECOND: median([two - one for one, two in zip(added[1], added[2], strict=True)]),
+        FURTHER: median([(four - two) / 2 for two, four in zip(added[2], added[4], strict=True)]),
+    }
+
+
+def described_replicas(found: Mapping[str, Median]) -> str:
+    """The table of replicas."""
+    rows = []
+    for name, added in found.items():
+        most = MOST_OF_A_REPLICA_SECONDS[name]
+        is_kept = "yes" if added.value <= most else "NO"
+        rows.append([name, interval(added, 1e6, ".0f", " µs"), f"≤ {most * 1e6:g} µs", is_kept])
+    return table([SMALL[0], "added", "limit", "holds"], rows)
 
 
 def described(found: Mapping[str, Figures], command: str) -> str:
@@ -174,7 +213,8 @@ def main() -> None:
     rounds, steps = max(1, options.rounds // 10), max(1, options.steps // 50)
     found["MLP, 25 M parameters"] = measure(wide, rounds, steps)
     command = shlex.join(["python", *sys.argv])
-    text = described(found, command)
+    replicas = measure_replicas(max(1, options.rounds // 4), options.steps)
+    text = f"{described(found, command)}\n\n{described_replicas(replicas)}"
     print(text)
     if options.json:
         models = {name: asdict(figures) for name, figures in found.items()}

@@ -1,4 +1,4 @@
-"""Batches a second when reading and computing take as long as each other: Async against Sync, at least 1.7 times.
+"""Batches a second when reading and computing take as long as each other: Async against Sync, at least 1.3 times.
 
 python benchmarks/poptorch_loading.py --rounds 5
 """

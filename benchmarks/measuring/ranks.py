@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 LARGEST_ORDER_BYTES = 4096
 TIMEOUT_SECONDS = 120.0
 
-PARTS = ("a call", "a meeting", "copy_", "add_")
+PARTS = ("a call", "a barrier", "copy_", "add_")
 """Contenders that add nothing up."""
 
 Operation = Callable[[], object]
@@ -73,7 +73,7 @@ class TorchWorld:
         if name in {"add_", "copy_"}:
             other = torch.zeros_like(tensor)
             return tensor, partial(tensor.add_ if name == "add_" else tensor.copy_, other)
-        if name == "a meeting":
+        if name == "a barrier":
             return tensor, self._host.barrier
         group = {"gloo": self._gloo, "popdist": self._shared, "a call": self._alone[self.rank]}[name]
         return tensor, lambda: distributed.all_reduce(tensor, group=group)

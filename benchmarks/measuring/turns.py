@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Name = TypeVar("Name")
 
 
 def seconds(step: Callable[[], Any], num_steps: int = 1) -> float:
@@ -13,9 +15,9 @@ def seconds(step: Callable[[], Any], num_steps: int = 1) -> float:
     return (time.perf_counter() - start) / num_steps
 
 
-def by_turns(clocks: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def by_turns(clocks: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
     """What each clock tells in every round; the next round has them the other way round."""
-    times: dict[str, list[float]] = {name: [] for name in clocks}
+    times: dict[Name, list[float]] = {name: [] for name in clocks}
     for number in range(rounds):
         for name in reversed(list(clocks)) if number % 2 else clocks:
             times[name].append(clocks[name]())

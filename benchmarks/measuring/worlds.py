@@ -30,7 +30,7 @@ CONTENDERS = {
     "add_": "torch",
     "copy_": "torch",
     "a call": "torch",
-    "a meeting": "torch",
+    "a barrier": "torch",
 }
 """Name → the world that it runs in."""
 

@@ -1,0 +1,34 @@
+"""Examples that no page holds run, and show what they are there for."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.contract.forked_calls import ForkedWorlds
+from tests.docs.markdown import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def test_packed_training_runs(forked_world: ForkedWorlds, tmp_path: Path) -> None:
+    """Two steps of ``examples/pack_bert.py``, of two instances with two replicas each, and their curve."""
+    curve = tmp_path / "curve.json"
+    words = ["--steps", "2", "--curve", str(curve)]
+    printed = forked_world.script(EXAMPLES / "pack_bert.py", *words, num_instances=2, num_replicas=4)
+
+    assert re.search(r"2\.\d\d sequences a row, 9\d\.\d% real tokens", "\n".join(printed[0]))
+    assert len(json.loads(curve.read_text(encoding="utf-8"))["steps"]) == 2
+
+
+def test_float16_rounded_by_chance_trains_as_float32(forked_world: ForkedWorlds, tmp_path: Path) -> None:
+    """A short run of ``examples/low_precision.py`` ends within 1 %; rounded to the nearest it stays behind."""
+    picture = tmp_path / "curves.png"
+    words = ["--steps", "250", "--plot", str(picture)]
+    (printed,) = forked_world.script(EXAMPLES / "low_precision.py", *words)
+
+    found = re.findall(r"loss ([\d.]+) -> ([\d.]+), ([\d.]+) of", "\n".join(printed))
+    drops = [float(first) - float(last) for first, last, _ in found]
+    assert abs(float(found[2][2]) - 1) < 0.01
+    assert drops[1] < drops[0] / 2
+    assert drops[2] > 0.9 * drops[0]
+    assert picture.read_bytes().startswith(b"\x89PNG")
