@@ -7,8 +7,14 @@ from hypothesis import strategies as st
 
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
-from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.request import (
+    EndingSettings,
+    LauncherChoice,
+    LaunchRequest,
+    OutputSettings,
+    RemoteSettings,
+    VipuSettings,
+)
 from poprun.plan.topology import Cpu, Gpu, MachineFacts, MpiKind, MpiRuntime, Occupant, ProcessPlacement
 
 MPICH: Final = MpiRuntime(kind=MpiKind.MPICH, path="/opt/mpich/bin/mpiexec", version="5.0.2")

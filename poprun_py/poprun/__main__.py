@@ -80,8 +80,7 @@ def _fail(message: str, exit_code: int) -> int:
 
 def _fail_of_system(error: OSError) -> int:
     """Say what the system refuses: what there is too much of, or the file that it is about."""
-    from poprun.errors import LaunchError, OutputError, PoprunError  # noqa: PLC0415 - as in run_command
-    from poprun.text.system_errors import SHORTAGES, describe_error  # noqa: PLC0415 - as in run_command
+    from poprun.errors import SHORTAGES, LaunchError, OutputError, PoprunError, describe_error  # noqa: PLC0415 - as in run_command  # noqa: PLC0415 - as in run_command
 
     if error.errno in SHORTAGES:
         return _fail(describe_error(error.errno), LaunchError.exit_code)

@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Final
 
 from poprun.cli.click_command import help_page
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
-from poprun.cli.option import COMPLETION
+from poprun.cli.options import COMPLETION
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import check_fitness, idle_options
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
-from poprun.plan.request import LauncherChoice
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import LauncherChoice, VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.probe.job_needs import check_system
 from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import program_on_another_machine, resolve_program
 from poprun.text import screen
-from poprun.text.formats import ReportFormat, VersionFormat
-from poprun.text.input_files import read_text
+from poprun.text.screen import ReportFormat, VersionFormat
 
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster
@@ -196,6 +194,7 @@ def _working_directory() -> str:
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
     """The plan in ``file``; the command line gives the program if that plan has none."""
     from poprun.plan.plan_file import read_plan  # noqa: PLC0415 - most jobs have no plan file
+    from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
 
     source = _name_of(file)
     if line.verbosity:

@@ -21,7 +21,9 @@ and EX_IOERR of sysexits.h.
 A job that was started ends with the exit code of its first failing instance instead.
 """
 
-from typing import ClassVar
+import errno
+import os
+from typing import ClassVar, Final
 
 
 class PoprunError(Exception):
@@ -102,3 +104,16 @@ class LeaseEndedError(ServerError):
 
 class PartitionError(PoprunError):
     """There is no such partition, there is one already, or it does not fit."""
+
+
+SHORTAGES: Final = {
+    errno.EMFILE: "too many open files: raise the limit with `ulimit -n`",
+    errno.ENFILE: "too many open files on this machine: raise fs.file-max with sysctl",
+    errno.EAGAIN: "too many processes: raise the limit with `ulimit -u`, or that of the control group",
+}
+"""What there is too much of, by error number, and what to do."""
+
+
+def describe_error(number: int) -> str:
+    """An error number in words."""
+    return SHORTAGES.get(number) or os.strerror(number)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from poprun.emit import Surroundings, emit_job
-from poprun.text.formats import EmitKind
+from poprun.text.screen import EmitKind
 from tests.contract import default_group_laws, joining_program
 from tests.contract.forked_calls import ForkedWorlds
 from tests.contract.training_laws import laws_of

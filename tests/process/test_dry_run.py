@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from poprun.plan.plan_file import read_plan
-from poprun.text.formats import TopologyFormat
+from poprun.text.screen import TopologyFormat
 from tests.running import DEADLINE_SECONDS, Poprun, run, without_stamps
 
 WITHOUT_LIBRARIES = """\

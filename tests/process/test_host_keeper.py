@@ -22,7 +22,7 @@ from poprun.launch.fetched_lease import fetch_lease, give_up_lease
 from poprun.plan.inventory import cpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from tests.leftovers import wait_until_none
 from tests.planning import LAPTOP, planned
 from tests.running import DEADLINE_SECONDS

@@ -8,10 +8,10 @@ from typing import Any, Final
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.render import render_plan
-from poprun.text.formats import TopologyFormat
 from poprun.text.host_names import parse_hosts
+from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned
 
 BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome")

@@ -1,7 +1,7 @@
 """Machines that lack something: files, processes, /proc, /dev/null, the loopback interface. One clear line each.
 
 Holds poprun.probe.job_needs.
-Holds poprun.text.system_errors.
+Holds poprun.errors.
 """
 
 import os

@@ -9,7 +9,7 @@ import pytest
 
 from popdist.contract import VERSION
 from poprun.cli.versions import DEPENDENCIES, version_text
-from poprun.text.formats import VersionFormat
+from poprun.text.screen import VersionFormat
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

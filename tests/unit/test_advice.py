@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from poprun.plan.advice import advise, idle_options
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import LAPTOP, planned, with_gpus

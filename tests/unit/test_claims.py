@@ -10,7 +10,7 @@ from poprun.devices.pool.records import Partition, PoolState
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.plan.inventory import Cluster, VirtualIpu, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu
 from tests import planning
 from tests.planning import LAPTOP, planned

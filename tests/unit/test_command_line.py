@@ -6,10 +6,16 @@ import pytest
 
 from poprun.cli.command_line import CommandLine, read_command_line
 from poprun.errors import PoprunError
-from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.request import (
+    EndingSettings,
+    LauncherChoice,
+    LaunchRequest,
+    OutputSettings,
+    RemoteSettings,
+    VipuSettings,
+)
 from poprun.plan.topology import ProcessPlacement
-from poprun.text.formats import TopologyFormat
+from poprun.text.screen import TopologyFormat
 
 
 def read(*words: str) -> CommandLine:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from poprun.cli.command_line import NOT_LOCAL
 from poprun.cli.config_file import config_text, export_config, read_config
-from poprun.cli.option import OptionValue
+from poprun.cli.options import OptionValue
 from poprun.errors import UsageError
 
 TEXTS = st.text(max_size=12) | st.sampled_from(

@@ -8,7 +8,7 @@ import pytest
 from poprun.doctor.diagnosis import State, can_run, diagnose, render_findings
 from poprun.doctor.facts import InstallationFacts, Libraries, read_libraries
 from poprun.probe.limits import MemoryLimits
-from poprun.text.formats import ReportFormat
+from poprun.text.screen import ReportFormat
 from tests.planning import LAPTOP, MPICH, with_gpus
 
 GIB = 2**30

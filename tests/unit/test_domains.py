@@ -14,10 +14,9 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.program_environment import program_environment
-from poprun.plan.request import LaunchRequest
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import LaunchRequest, VipuSettings
 from poprun.render import render_plan
-from poprun.text.formats import TopologyFormat
+from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 
 LAB = read_pod(

@@ -17,8 +17,8 @@ from popdist.environments import Launcher, detect
 from poprun.emit import Surroundings, emit_job, job_name
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.settings import EndingSettings
-from poprun.text.formats import EmitKind
+from poprun.plan.request import EndingSettings
+from poprun.text.screen import EmitKind
 from tests.planning import LAPTOP, MPICH, planned, with_gpus
 
 FOLDER = Path(__file__).with_name("kubernetes")

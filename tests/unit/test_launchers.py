@@ -9,8 +9,7 @@ import pytest
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork
 from poprun.launch.launchers import StartWatch, launch_commands
 from poprun.launch.shim import read_instances
-from poprun.plan.request import LauncherChoice
-from poprun.plan.settings import RemoteSettings
+from poprun.plan.request import LauncherChoice, RemoteSettings
 from poprun.plan.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, MPICH, planned
 

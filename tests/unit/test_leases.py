@@ -16,8 +16,7 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod
 from poprun.plan.program_environment import VISIBLE_DEVICES
-from poprun.plan.request import LaunchRequest
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import LaunchRequest, VipuSettings
 from poprun.plan.topology import MachineFacts
 from tests.planning import planned, with_gpus
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.job.output.lines import MAX_LINE_BYTES, LineSplitter, Tags, tagged
-from poprun.plan.settings import OutputSettings
+from poprun.plan.request import OutputSettings
 from tests.planning import planned
 
 texts = st.lists(st.sampled_from([b"a", b"\xc3", b"\xa4", b"\n", b"\r", b"\r\n", b"\x00"]), max_size=40).map(

@@ -10,8 +10,7 @@ from poprun.launch.launchers import launch_commands
 from poprun.plan.advice import advise
 from poprun.plan.mpi_options import MpiWords, Variables, job_words, read_mpi_words
 from poprun.plan.program_environment import program_environment
-from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import OutputSettings, RemoteSettings
+from poprun.plan.request import LauncherChoice, LaunchRequest, OutputSettings, RemoteSettings
 from poprun.plan.topology import MpiKind, MpiRuntime
 from tests.planning import CLUSTER_NODE, LAPTOP, MPICH, planned
 

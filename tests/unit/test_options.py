@@ -6,10 +6,8 @@ from typing import Final
 import pytest
 
 from poprun.cli.command_line import CommandLine, read_command_line
-from poprun.cli.option import Option
-from poprun.cli.options import OPTIONS
-from poprun.plan.request import LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.cli.options import OPTIONS, Option
+from poprun.plan.request import EndingSettings, LaunchRequest, OutputSettings, RemoteSettings, VipuSettings
 
 SECTIONS: Final = {
     "line": CommandLine,

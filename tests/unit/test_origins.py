@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
-from poprun.cli.option import Option
-from poprun.cli.options import OPTIONS
+from poprun.cli.options import OPTIONS, Option
 from poprun.errors import PoprunError
 
 

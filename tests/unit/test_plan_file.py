@@ -15,7 +15,7 @@ from poprun.errors import PlanError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_from_dict, plan_to_dict, read_plan
 from poprun.render import render_plan
-from poprun.text.formats import TopologyFormat
+from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned, plans, with_gpus
 
 Values = dict[str, object]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.plan import LauncherKind
 from poprun.plan.planner import make_plan
-from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings
+from poprun.plan.request import EndingSettings, LauncherChoice, LaunchRequest, OutputSettings
 from poprun.plan.topology import ProcessPlacement
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, MPICH, planned, with_gpus

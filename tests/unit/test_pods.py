@@ -5,7 +5,7 @@ import pytest
 from poprun.devices.pool.clusters import check_names, choose_cluster
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.pods import allocation_of, named_pod, on_machine, read_pod
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu
 
 PODS = """

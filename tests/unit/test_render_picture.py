@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.render import render_plan
 from poprun.render.picture.measures import MAX_WIDTH, Grid, measure
 from poprun.render.picture.scene import Gap, HostScene, make_scene
-from poprun.text.formats import TopologyFormat
 from poprun.text.host_names import parse_hosts
+from poprun.text.screen import TopologyFormat
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus
 

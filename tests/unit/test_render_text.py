@@ -6,7 +6,7 @@ import pytest
 
 from poprun.render import render_plan
 from poprun.render.text import MAX_WIDTH
-from poprun.text.formats import TopologyFormat
+from poprun.text.screen import TopologyFormat
 from tests.machines import TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, facts_of
 from tests.planning import LAPTOP, planned
 

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 import click
 
-from poprun.cli.option import BOOLEANS, HELP_ALL, Option
-from poprun.cli.options import COMMON, EXAMPLES, INTRO, OPTIONS
+from poprun.cli.options import BOOLEANS, COMMON, EXAMPLES, HELP_ALL, INTRO, OPTIONS, Option
 from poprun.errors import UsageError
 
 _NEXT: Final = "\0"

@@ -6,14 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from poprun.cli.click_command import read_words
-from poprun.cli.option import LINE, REQUEST, VARIABLE_PREFIX, OptionValue, values_by_section
-from poprun.cli.options import OPTIONS, default_of
+from poprun.cli.options import LINE, OPTIONS, REQUEST, VARIABLE_PREFIX, OptionValue, default_of, values_by_section
 from poprun.errors import UsageError
-from poprun.plan.request import LaunchRequest
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
-from poprun.text.formats import EmitKind, ReportFormat, TopologyFormat, VersionFormat
+from poprun.plan.request import EndingSettings, LaunchRequest, OutputSettings, RemoteSettings, VipuSettings
 from poprun.text.host_names import read_host_file
-from poprun.text.input_files import read_text
+from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}
 """What variables and files may hold, by name."""
@@ -79,7 +76,7 @@ def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.envi
         _refuse_beside_plan(flags)
         given = _layered((one for one in _from_variables(environ) if one.option.goes_with_plan), flags)
     else:
-        file = _read_config_file(texts[_IMPORT][-1]) if _IMPORT in texts else ()
+        file = _imported(texts[_IMPORT][-1]) if _IMPORT in texts else ()
         given = _layered(file, _from_variables(environ), flags)
     values = values_by_section(given)
     line = CommandLine(program=program, given=given, values=values, **values.pop(LINE, {}))
@@ -98,15 +95,10 @@ def _from_variables(environ: Mapping[str, str]) -> Iterator[OptionValue]:
             yield OptionValue(option=option, texts=(text,), place=option.variable)
 
 
-def _read_config_file(path: str) -> tuple[OptionValue, ...]:
-    """The options that the file at ``path`` gives; what is wrong with it is an error that names the line."""
-    from poprun.cli.config_file import read_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
+def _imported(path: str) -> tuple[OptionValue, ...]:
+    from poprun.cli.config_file import import_config  # noqa: PLC0415 - yaml is expensive, and most jobs have no file
 
-    try:
-        text = read_text(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--import-config {path}: {getattr(error, 'strerror', None) or error}") from None
-    return read_config(text, path, NOT_LOCAL)
+    return import_config(path, NOT_LOCAL)
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:

@@ -14,8 +14,7 @@ from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
 from poprun.cli.click_command import begins_with_option, long_names, take_options
-from poprun.cli.option import COMPLETION, FILE, FOLDER, HOSTS, Option
-from poprun.cli.options import OPTIONS
+from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, Option
 from poprun.errors import PoprunError, UsageError
 
 Item = CompletionItem[str]

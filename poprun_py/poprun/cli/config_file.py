@@ -14,15 +14,24 @@ from typing import Final
 
 import yaml
 
-from poprun.cli.option import HELP_ALL, Option, OptionValue
+from poprun.cli.options import HELP_ALL, Option, OptionValue
 from poprun.errors import UsageError
 from poprun.text.atomic_file import check_target, write_whole
-from poprun.text.input_files import YamlError, compose_yaml
+from poprun.text.input_files import YamlError, compose_yaml, read_text
 
 _NULL: Final = "tag:yaml.org,2002:null"
 _TEXT: Final = "tag:yaml.org,2002:str"
 _MAPPING: Final = "tag:yaml.org,2002:map"
 _SEQUENCE: Final = "tag:yaml.org,2002:seq"
+
+
+def import_config(path: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
+    """What the file at ``path`` gives to ``options``; what is wrong with it is an error that names the line."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--import-config {path}: {getattr(error, 'strerror', None) or error}") from None
+    return read_config(text, path, options)
 
 
 def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from popdist.contract import VERSION
 from poprun.probe.machine import machine_facts
-from poprun.text.formats import VersionFormat
+from poprun.text.screen import VersionFormat
 
 DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "torch")
 """What pyproject.toml names."""

@@ -12,8 +12,8 @@ from rich.text import Text
 from popdist.contract import VERSION
 from poprun.doctor.facts import InstallationFacts
 from poprun.render.table import terminal_text
-from poprun.text.formats import ReportFormat
 from poprun.text.ranges import fold_numbers
+from poprun.text.screen import ReportFormat
 
 FORM_VERSION: Final = 1
 """Of the form of the JSON."""

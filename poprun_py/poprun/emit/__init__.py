@@ -11,7 +11,7 @@ from typing import Final
 
 from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
-from poprun.text.formats import EmitKind
+from poprun.text.screen import EmitKind
 
 _MAX_NAME: Final = 40
 """Characters of a job's name; the operators append to it, and a host's name has at most 63."""

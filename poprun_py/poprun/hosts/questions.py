@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 from poprun.hosts import remote_side
 from poprun.hosts.routes import remote_words
-from poprun.plan.settings import RemoteSettings
+from poprun.plan.request import RemoteSettings
 
 Answer = dict[str, Any]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.errors import LaunchError
+from poprun.errors import LaunchError, describe_error
 from poprun.messages.control import (
     LOST,
     VIEW_EVENT,
@@ -24,7 +24,6 @@ from poprun.messages.control import (
     tcp_address,
 )
 from poprun.messages.json_lines import Message
-from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork

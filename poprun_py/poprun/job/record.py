@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from popdist.contract import Endpoint
 from popdist.progress import Progress
+from poprun.errors import SHORTAGES, describe_error
 from poprun.job.identity import JobIdentity
 from poprun.job.outcome import first_failure
 from poprun.job.state import (
@@ -29,7 +30,6 @@ from poprun.job.state import (
 from poprun.messages.control import LOST
 from poprun.plan.plan import LaunchPlan
 from poprun.text.ranges import fold_numbers
-from poprun.text.system_errors import SHORTAGES, describe_error
 
 if TYPE_CHECKING:
     from poprun.job.hangs import Hang

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from popdist.contract import HYDRA_RANK, OMPI_RANK
-from poprun.errors import LaunchError
+from poprun.errors import LaunchError, describe_error
 from poprun.launch.shim import (
     CONTROL_ADDRESS,
     CONTROL_KEY_FILE,
@@ -36,7 +36,6 @@ from poprun.plan.program_environment import HYDRA_SSH_OPTIONS
 from poprun.plan.topology import MpiKind, MpiRuntime
 from poprun.process.process_tree import ProcessKey, descendants, reap, words_of
 from poprun.process.spawn import ProcessStart, start_process
-from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
     from poprun.hosts.routes import JobNetwork

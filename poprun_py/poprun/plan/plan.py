@@ -13,7 +13,7 @@ from enum import StrEnum
 from popdist.contract import Contract, Endpoint
 from popdist.layout import ReplicaLayout
 from poprun.plan.mpi_options import Variables
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.plan.request import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
 from poprun.plan.topology import Binding, MpiRuntime, ProcessPlacement
 
 

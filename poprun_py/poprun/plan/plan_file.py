@@ -12,7 +12,7 @@ from poprun.errors import PlanError
 from poprun.plan.counts import check_count, check_counts
 from poprun.plan.mpi_options import Variables, check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
-from poprun.plan.settings import (
+from poprun.plan.request import (
     EndingSettings,
     OutputSettings,
     RemoteSettings,

@@ -17,8 +17,9 @@ from poprun.plan.counts import check_count, check_counts, legal_instances
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan
-from poprun.plan.request import LauncherChoice, LaunchRequest
-from poprun.plan.settings import (
+from poprun.plan.request import (
+    LauncherChoice,
+    LaunchRequest,
     OutputSettings,
     VipuSettings,
     check_ending,

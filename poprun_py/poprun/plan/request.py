@@ -1,13 +1,146 @@
-"""What the user asked for, before anything is known about the machine.
+"""What the user asked for, before anything is known about the machine: values with their defaults, and checks.
 
-The defaults of all options live here and in `poprun.plan.settings`.
+The settings for output, end, hosts and virtual IPUs go from request to plan as they are. A tag of output is worded
+in the field notation of Python's ``str.format``, less what it has no use for: a field is a name and at most a
+width, such as ``{instance:>3}``, and ``{{`` and ``}}`` stand for braces.
 """
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
-from poprun.plan.settings import EndingSettings, OutputSettings, RemoteSettings, VipuSettings
+from poprun.errors import PlanError
+from poprun.plan.counts import check_count
 from poprun.plan.topology import ProcessPlacement
+from poprun.text.ranges import fold_numbers
+
+TAG_FIELDS: Final = ("instance", "local_instance", "host", "replicas", "stream")
+"""What the template of a tag may name."""
+
+PIPE_TAG: Final = "[1,{instance}]<{stream}>:"
+"""PopRun's own tag, which tools read."""
+
+TERMINAL_TAG: Final = "[{instance}] "
+"""The short tag, for people at a terminal."""
+
+_PIECE: Final = re.compile(r"\{\{|\}\}|\{(?P<name>[a-z_]*)(?::(?P<width>[<>^]?[1-9][0-9]?))?\}|(?P<brace>[{}])")
+
+DEFAULT_PORT: Final = 8090
+"""Where a server of virtual IPUs listens."""
+
+_MAX_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSettings:
+    """What is shown and kept of what the programs print.
+
+    Attributes:
+        shown_instances: The instances whose output is shown, ascending; None for all.
+        is_tagged: Whether lines are tagged with their instance; None tags when there are several instances or a
+            ``tag_format``.
+        tag_format: The tag as a template, see :func:`check_tag_format`; None for the usual one.
+        is_folded: Whether lines that several instances print alike are shown once.
+        log_dir: Directory for a log of each instance's streams, or None; a relative one starts at the job's
+            working directory.
+        has_monitor: Whether a live view of the instances takes the place of their lines.
+    """
+
+    shown_instances: tuple[int, ...] | None = None
+    is_tagged: bool | None = None
+    tag_format: str | None = None
+    is_folded: bool = False
+    log_dir: str | None = None
+    has_monitor: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndingSettings:
+    """The times that a job has, its restarts, and what is told of how it goes.
+
+    Attributes:
+        stop_timeout_seconds: How long a program that is being stopped may take before it is killed.
+        start_timeout_seconds: How long the instances may take to come to life.
+        timeout_seconds: How long the whole job may take, or None.
+        max_restarts: How often a failed job is started again.
+        hang_report_seconds: How long instances may wait for others without any progress before poprun tells of
+            it; None never does.
+        hang_timeout_seconds: How long they may before poprun ends the job; None never does.
+        report_file: File for the report of the job as JSON, or None; a relative one starts at the job's working
+            directory.
+    """
+
+    stop_timeout_seconds: float = 5.0
+    start_timeout_seconds: float = 60.0
+    timeout_seconds: float | None = None
+    max_restarts: int = 0
+    hang_report_seconds: float | None = 120.0
+    hang_timeout_seconds: float | None = None
+    report_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSettings:
+    """How the hosts of a job are reached.
+
+    Attributes:
+        subnet: The subnet of the job's traffic, such as ``10.0.0.0/16``; None takes the way that ssh takes.
+        ssh_config: File with the configuration of ssh, or None for the user's own.
+        synchronises_venv: Whether hosts that lack poprun's Python environment get a copy of it.
+        slurm_job: Slurm's number of the job in whose allocation the hosts are: then Slurm starts what runs there;
+            None is ssh.
+    """
+
+    subnet: str | None = None
+    ssh_config: str | None = None
+    synchronises_venv: bool = False
+    slurm_job: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VipuSettings:
+    """The virtual IPUs that a job holds, and how it comes by them.
+
+    Attributes:
+        partition: Name of the partition to use or to create, or None.
+        partition_attempts: How often to try for a partition that is not ready. At least 1.
+        allocation: Name of the allocation to create the partition in, or None.
+        cluster: The allocation under its older name, or None.
+        updates_partition: Whether a partition that does not fit is changed, or created.
+        resets_partition: Whether the partition is reset first; None does so only where it has to be.
+        removes_partition: Whether a partition that poprun created is removed afterwards.
+        num_ilds: IPU-Link domains of the job, or None for as many as the pod has.
+        ipus_per_host: Virtual IPUs that a host has; None for its GPUs, or no limit on a host without.
+        waits_for_devices: Whether to queue until the virtual IPUs are free.
+        shares_devices: Whether GPUs may be used that processes outside the pool use.
+        is_offline: Whether the job runs without virtual IPUs.
+        server_host: Where the server is whose pool the job asks, or None for the pool of the machine.
+        server_port: The port of that server.
+        server_timeout_seconds: How long the pool, or the server, may take to answer.
+        pool: Folder of the pool, or None for that of the machine.
+        pod: Name of the pod that the job is planned for, or the YAML file that describes it, or None.
+    """
+
+    partition: str | None = None
+    partition_attempts: int = 1
+    allocation: str | None = None
+    cluster: str | None = None
+    updates_partition: bool = False
+    resets_partition: bool | None = None
+    removes_partition: bool = True
+    num_ilds: int | None = None
+    ipus_per_host: int | None = None
+    waits_for_devices: bool = False
+    shares_devices: bool = False
+    is_offline: bool = False
+    server_host: str | None = None
+    server_port: int = DEFAULT_PORT
+    server_timeout_seconds: float = 120.0
+    pool: str | None = None
+    pod: str | None = None
 
 
 class LauncherChoice(StrEnum):
@@ -65,3 +198,138 @@ class LaunchRequest:
     output: OutputSettings = field(default_factory=OutputSettings)
     ending: EndingSettings = field(default_factory=EndingSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
+
+
+def check_output(output: OutputSettings, num_instances: int) -> None:
+    """Check that the values of ``output`` are possible in a job of ``num_instances``.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
+    if unknown:
+        raise PlanError(
+            f"--only-output-from-instance {fold_numbers(unknown)}: there is no such instance; "
+            f"--num-instances {num_instances} numbers them from 0 to {num_instances - 1}"
+        )
+    if output.tag_format is not None:
+        check_tag_format(output.tag_format)
+        if output.is_tagged is False:
+            raise PlanError("--tag-format is of no use with --no-tag-output: leave one of them out")
+    check_path("--log-dir", output.log_dir)
+
+
+def check_ending(ending: EndingSettings) -> None:
+    """Check that the values of ``ending`` are possible.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    _check_seconds("--stop-timeout", ending.stop_timeout_seconds, may_be_zero=True)
+    for option, seconds in (
+        ("--start-timeout", ending.start_timeout_seconds),
+        ("--timeout", ending.timeout_seconds),
+        ("--hang-report", ending.hang_report_seconds),
+        ("--hang-timeout", ending.hang_timeout_seconds),
+    ):
+        if seconds is not None:
+            _check_seconds(option, seconds, may_be_zero=False)
+    check_count("--max-restarts", ending.max_restarts, minimum=0)
+    check_path("--report", ending.report_file)
+
+
+def check_remote(remote: RemoteSettings) -> None:
+    """Check that the values of ``remote`` are possible.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    check_path("--ssh-config", remote.ssh_config)
+    if remote.ssh_config is not None and len(remote.ssh_config.split()) != 1:
+        raise PlanError(
+            f"--ssh-config {remote.ssh_config!r} has a blank in its path, which the MPI launchers cannot pass on"
+        )
+    if remote.subnet is not None:
+        from ipaddress import ip_network  # noqa: PLC0415 - jobs of one host go without
+
+        try:
+            ip_network(remote.subnet)
+        except ValueError as error:
+            raise PlanError(
+                f"--host-subnet {remote.subnet} is no subnet: {error}; write it like 10.0.0.0/16 or fd00::/64"
+            ) from None
+
+
+def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
+    if not math.isfinite(seconds) or seconds < 0 or not (seconds or may_be_zero):
+        bound = "from 0 up" if may_be_zero else "greater than 0"
+        raise PlanError(f"{option} {seconds} is not possible: it is a number of seconds {bound}")
+
+
+def check_path(option: str, path: str | None) -> None:
+    """Check that the value of ``option`` can be a path, if there is one.
+
+    Raises:
+        PlanError: If not.
+    """
+    if path is not None and (not path or "\0" in path):
+        raise PlanError(f"{option} {path!r} is not possible: it is a path")
+
+
+def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
+    """Check that the values of ``vipu`` are possible in a job of ``num_instances``.
+
+    Raises:
+        PlanError: If one is not.
+    """
+    check_count("--vipu-partition-attempts", vipu.partition_attempts)
+    for option, count in (("--num-ilds", vipu.num_ilds), ("--ipus-per-host", vipu.ipus_per_host)):
+        if count is not None:
+            check_count(option, count)
+    if vipu.num_ilds is not None and vipu.num_ilds > num_instances:
+        raise PlanError(
+            f"--num-ilds {vipu.num_ilds} is more than --num-instances {num_instances}: each IPU-Link domain needs "
+            f"an instance; give --num-instances {vipu.num_ilds} or more, or --num-ilds {num_instances} or fewer"
+        )
+    if not 1 <= vipu.server_port <= _MAX_PORT:
+        raise PlanError(f"--vipu-server-port {vipu.server_port} is not possible: it is 1 to {_MAX_PORT}")
+    if vipu.server_host is not None and vipu.pod is not None:
+        raise PlanError(
+            f"--vipu-server-host {vipu.server_host} and --pod {vipu.pod} cannot go together: the server says "
+            "which IPUs there are; leave one out"
+        )
+    seconds = vipu.server_timeout_seconds
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise PlanError(f"--vipu-server-timeout {seconds:g} is not possible: it is a number of seconds above 0")
+    for option, name in (
+        ("--vipu-partition", vipu.partition),
+        ("--vipu-allocation", vipu.allocation),
+        ("--vipu-cluster", vipu.cluster),
+        ("--vipu-server-host", vipu.server_host),
+        ("--pool", vipu.pool),
+        ("--pod", vipu.pod),
+    ):
+        if name is not None and not (name and name.isprintable()):
+            raise PlanError(f"{option} {name!r} is not possible: a name has characters that can be printed")
+
+
+def check_tag_format(template: str) -> None:
+    """Check that ``template`` can be filled.
+
+    Raises:
+        PlanError: If it names what there is not, or a brace has no partner.
+    """
+    fields = ", ".join(f"{{{name}}}" for name in TAG_FIELDS)
+    for piece in _PIECE.finditer(template):
+        if piece["brace"]:
+            raise PlanError(
+                f"--tag-format {template!r}: there is no field at {template[piece.start() :]!r}; there are "
+                f"{fields}, each with a width if you like, such as {{instance:>3}}, and {{{{ }}}} for braces"
+            )
+        if piece["name"] is not None and piece["name"] not in TAG_FIELDS:
+            raise PlanError(f"--tag-format {template!r}: there is no {piece[0]}; there are {fields}")
+
+
+def fill_tag(template: str, values: Mapping[str, str]) -> str:
+    """``template``, which has been checked, with a value for every one of ``TAG_FIELDS``."""
+    return template.format_map(values)

@@ -12,8 +12,7 @@ import socket
 from functools import cache
 from typing import Final
 
-from poprun.errors import LaunchError
-from poprun.text.system_errors import SHORTAGES
+from poprun.errors import SHORTAGES, LaunchError
 
 _LEAST_FILES: Final = 13
 _LEAST_FILES_OF_INSTANCE: Final = 3

@@ -7,7 +7,7 @@ for none of them.
 from typing import TYPE_CHECKING
 
 from poprun.plan.plan import LaunchPlan
-from poprun.text.formats import TopologyFormat
+from poprun.text.screen import TopologyFormat
 
 if TYPE_CHECKING:
     from poprun.render.table import Details

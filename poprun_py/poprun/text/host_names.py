@@ -12,7 +12,6 @@ from itertools import groupby, product
 from typing import Final
 
 from poprun.errors import PlanError, UsageError
-from poprun.text.input_files import read_text
 
 MAX_HOSTS: Final = 65_536
 MAX_NAME_LENGTH: Final = 253
@@ -176,6 +175,8 @@ def read_host_file(path: str) -> tuple[str, ...]:
         UsageError: If it cannot be read, or names none; or a line is no host, by its number.
         PlanError: If a host comes twice.
     """
+    from poprun.text.input_files import read_text  # noqa: PLC0415 - most jobs have no hostfile
+
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from poprun.devices.server.server_messages import MAX_IPUS
 from poprun.devices.server.target_pool import LocalPool, served_pool
 from poprun.errors import PlanError, ServerError
 from poprun.plan.inventory import Cluster
-from poprun.plan.settings import DEFAULT_PORT
+from poprun.plan.request import DEFAULT_PORT
 from poprun.text.screen import visible
 
 _LOOK_SECONDS: Final = 5.0

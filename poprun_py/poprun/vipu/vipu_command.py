@@ -22,7 +22,7 @@ from poprun.devices.pool.records import fold_names
 from poprun.devices.server.server_client import RemotePool
 from poprun.devices.server.target_pool import LocalPool, target_pool
 from poprun.errors import PartitionError, PoprunError
-from poprun.plan.settings import DEFAULT_PORT, VipuSettings
+from poprun.plan.request import DEFAULT_PORT, VipuSettings
 from poprun.text.screen import visible, write_any_letter
 from poprun.vipu.serve_command import serve
 

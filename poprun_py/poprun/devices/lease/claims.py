@@ -16,7 +16,7 @@ from poprun.errors import IpusTakenError, PartitionError
 from poprun.hosts.routes import JobNetwork
 from poprun.plan.inventory import CPU, Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.text.host_names import fold_hosts
 
 Tell = Callable[[str], None]

@@ -26,7 +26,7 @@ from poprun.messages.control import RECEIVE_BYTES
 from poprun.messages.json_lines import LineReader
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.plan_file import plan_to_dict
-from poprun.plan.settings import RemoteSettings
+from poprun.plan.request import RemoteSettings
 from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 

@@ -21,7 +21,7 @@ from poprun.hosts.routes import JobNetwork
 from poprun.plan.inventory import Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import allocation_of
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts

@@ -40,7 +40,7 @@ from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, S
 from poprun.plan.inventory import CPU, GPU, POD, Cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import allocation_of, share_of
-from poprun.plan.settings import VipuSettings
+from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
 from poprun.probe.hardware import find_gpus
 from poprun.probe.machine import names_of_this_machine

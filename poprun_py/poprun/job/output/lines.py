@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.plan.settings import PIPE_TAG, TERMINAL_TAG, fill_tag
+from poprun.plan.request import PIPE_TAG, TERMINAL_TAG, fill_tag
 from poprun.text.host_names import fold_hosts
 from poprun.text.ranges import fold_numbers
 

@@ -5,11 +5,10 @@ import select
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from poprun.errors import LaunchError, PlanError
+from poprun.errors import LaunchError, PlanError, describe_error
 from poprun.job.identity import JobIdentity
 from poprun.plan.plan import LaunchPlan
 from poprun.text.screen import log
-from poprun.text.system_errors import describe_error
 
 if TYPE_CHECKING:
     from poprun.job.output.input_feed import InputFeed

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from popdist.errors import name_instances
+from poprun.errors import describe_error
 from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords
 from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
 from poprun.probe.limits import Evidence, MemoryLimits
-from poprun.text.system_errors import describe_error
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)
 _SHORTAGES: Final = {

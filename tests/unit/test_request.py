@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from poprun.errors import PlanError
-from poprun.plan.settings import PIPE_TAG, TAG_FIELDS, TERMINAL_TAG, check_tag_format, fill_tag
+from poprun.plan.request import PIPE_TAG, TAG_FIELDS, TERMINAL_TAG, check_tag_format, fill_tag
 
 VALUES = {"instance": "3", "local_instance": "1", "host": "b", "replicas": "6-7", "stream": "stderr"}
 
