@@ -24,8 +24,9 @@ from queue import Empty
 from typing import Any
 
 from poprun.devices.pool.folder import PoolFolder
+from poprun.devices.pool.holders import this_process
 from poprun.devices.pool.pool import Pool, wait_for_turn
-from poprun.devices.pool.requests import Wish
+from poprun.devices.pool.requests import PoolRequest
 from poprun.plan.inventory import cpu_cluster
 
 _PATIENCE_SECONDS = 600.0
@@ -48,14 +49,14 @@ def contend(path: str, num_ipus: int, num_leases: int, start: Any, results: Any)
     """Take and give back ``num_leases`` leases of one IPU; tell how long each transaction held the lock."""
     held_seconds: list[float] = []
     PoolFolder.alone = timed(PoolFolder.alone, held_seconds)  # type: ignore[method-assign]
-    wish = Wish(num_ipus=1, choose=cpu_cluster("box", num_ipus).pick(1))
+    wish = PoolRequest(num_ipus=1, choose=cpu_cluster("box", num_ipus).pick(1))
     pool = Pool(path)
     start.wait()
     for _ in range(num_leases):
-        ticket = pool.ask("contender", wish)
+        ticket = pool.enqueue(this_process("contender"), wish)
         while not ticket.ipus:
             wait_for_turn(pool, ticket, wish, _PATIENCE_SECONDS)
-            ticket = pool.try_again(ticket, wish)
+            ticket = pool.retry(ticket, wish)
         pool.release(ticket)
     results.put(held_seconds)
 

@@ -106,9 +106,9 @@ def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> i
         return run_job(plan, network, verbosity=line.verbosity)
     from poprun.devices.lease.pool_client import hold  # noqa: PLC0415 - a job on a laptop asks no pool
 
-    with hold(plan, facts, network) as job:
-        _print_topology(job.plan, line)
-        return run_job(job.plan, job.network, verbosity=line.verbosity, leases=job.leases, regain=job.regain)
+    with hold(plan, facts, network) as leased:
+        _print_topology(leased.shown_plan, line)
+        return run_job(plan, leased.network, verbosity=line.verbosity, leased=leased)
 
 
 def _print_topology(plan: LaunchPlan, line: CommandLine) -> None:

@@ -4,7 +4,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +22,7 @@ from poprun.text import screen
 from poprun.text.host_names import fold_hosts
 
 if TYPE_CHECKING:
-    from poprun.devices.pool.records import HeldLease
+    from poprun.devices.lease.claims import LeasedPlan
     from poprun.hosts.preflight import Examination
     from poprun.hosts.routes import JobNetwork
 
@@ -71,8 +71,7 @@ def run_job(
     network: "JobNetwork | None" = None,
     *,
     verbosity: int = 0,
-    leases: "Sequence[HeldLease]" = (),
-    regain: "Callable[[JobNetwork], JobNetwork] | None" = None,
+    leased: "LeasedPlan | None" = None,
 ) -> int:
     """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
 
@@ -84,9 +83,8 @@ def run_job(
         plan: What to start.
         network: How the hosts of the plan reach each other; None when there is only this machine.
         verbosity: 0 says nothing unless something fails, 1 names decisions, 2 every event.
-        leases: What the job holds. Every agent of this host keeps the descriptors open until its program has
-            ended: a lease on virtual IPUs or cores lasts as long as somebody has it open.
-        regain: Takes anew, before a restart, what was lost with a host; None where nothing is held on other hosts.
+        leased: What the job holds, if it holds anything. Every agent of this host keeps the descriptors of the
+            leases open until its program has ended: they last as long as somebody has them open.
 
     Raises:
         HostsError: If hosts are missing and there are no more restarts.
@@ -95,6 +93,7 @@ def run_job(
     """
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
         screen.log(f"warning: {problem}")
+    leases = () if leased is None else leased.leases
     for lease in leases if verbosity else ():
         screen.log(f"holds {lease}")
     report_file = _checked_report_file(plan)
@@ -106,7 +105,8 @@ def run_job(
         restart_count=0,
         began_at_seconds=time.monotonic(),
         network=network,
-        leases=tuple(leases),
+        leases=leases,
+        given=None if leased is None else leased.given,
         open_files=users_open_files(),
     )
     identity: JobIdentity | None = first
@@ -116,7 +116,7 @@ def run_job(
         try:
             while identity is not None:
                 ends.append(Attempt(plan, environ, identity, signals, verbosity).run())
-                identity = _next_attempt(plan, identity, ends[-1], signals, regain)
+                identity = _next_attempt(plan, identity, ends[-1], signals, leased)
             _log_summary(ends, plan)
             return exit_code(ends[-1])
         except Exception as problem:
@@ -156,7 +156,7 @@ def _next_attempt(
     identity: JobIdentity,
     end: JobEnd,
     signals: ReceivedSignals,
-    regain: "Callable[[JobNetwork], JobNetwork] | None",
+    leased: "LeasedPlan | None",
 ) -> JobIdentity | None:
     """The identity of the next attempt, when it is time for it; None when there is none.
 
@@ -176,7 +176,7 @@ def _next_attempt(
         try:
             if network is not None:
                 network = replace(network, key=_examine(plan).network.key)
-                network = network if regain is None else regain(network)
+                network = network if leased is None else leased.regain(network)
         except HostsError as error:
             if identity.restart_count >= plan.ending.max_restarts:
                 raise
@@ -228,7 +228,9 @@ def _write_report(file: str, plan: LaunchPlan, identity: JobIdentity, ends: Sequ
     from poprun.job.report.report_file import job_to_dict, render_job  # noqa: PLC0415 - most jobs have no report
     from poprun.text.atomic_file import write_whole  # noqa: PLC0415 - as above
 
-    text = render_job(job_to_dict(plan, identity.job_id, ends, error, identity.leases))
+    text = render_job(
+        job_to_dict(plan, identity.job_id, ends, error=error, leases=identity.leases, given=identity.given)
+    )
     try:
         write_whole(file, text)
     except OSError as problem:

@@ -188,16 +188,16 @@ def waiting(job: Poprun, *words: str) -> "subprocess.Popen[bytes]":
 CONTENDER = """
 import fcntl, sys
 from poprun.plan.inventory import cpu_cluster
-from poprun.devices.pool.pool import Pool
-from poprun.devices.pool.pool import wait_for_turn
-from poprun.devices.pool.requests import Wish
+from poprun.devices.pool.holders import this_process
+from poprun.devices.pool.pool import Pool, wait_for_turn
+from poprun.devices.pool.requests import PoolRequest
 marks = {f"cpu/{index}": open(f"mark-{index}", "w") for index in range(3)}
-pool, wish = Pool(sys.argv[1]), Wish(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))
+pool, wish = Pool(sys.argv[1]), PoolRequest(num_ipus=1, choose=cpu_cluster("box", 3).pick(1))
 for _ in range(int(sys.argv[2])):
-    ticket = pool.ask("contender", wish)
+    ticket = pool.enqueue(this_process("contender"), wish)
     while not ticket.ipus:
         wait_for_turn(pool, ticket, wish, 60.0)
-        ticket = pool.try_again(ticket, wish)
+        ticket = pool.retry(ticket, wish)
     (ipu,) = ticket.ipus
     fcntl.flock(marks[ipu], fcntl.LOCK_EX | fcntl.LOCK_NB)
     print("held", flush=True)

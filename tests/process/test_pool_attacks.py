@@ -20,7 +20,7 @@ import pytest
 from poprun.devices.lease.local_lease import _inherited
 from poprun.devices.pool.holders import is_served, sole_server, this_process
 from poprun.devices.pool.pool import Pool
-from poprun.devices.pool.requests import PartitionWish, Wish
+from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import PartitionError, PoolError
 from poprun.plan.inventory import cpu_cluster
 from poprun.process.process_tree import key_of
@@ -41,7 +41,7 @@ PROBLEMS = {
     "foreign file": ".*is missing",
 }
 CLUSTER = cpu_cluster("box", 8)
-WISH = Wish(num_ipus=1, choose=CLUSTER.pick(1))
+WISH = PoolRequest(num_ipus=1, choose=CLUSTER.pick(1))
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def take_and_give_back(pool: Pool) -> bool:
     """Use the pool as poprun does; whether it could be used."""
     try:
         pool.state()
-        pool.release(pool.ask("job", WISH))
+        pool.release(pool.enqueue(this_process("job"), WISH))
     except PoolError:
         return False
     return True
@@ -231,11 +231,11 @@ def test_files_that_are_swapped_all_the_time(pool: Pool, precious: tuple[Path, P
 def held(pool: Pool) -> Iterator[Pool]:
     """The pool with a lease and a partition of ann's, whose job lives."""
     ready, told = os.pipe()
-    partition = PartitionWish(name="p", size=2, is_temporary=False)
-    wish = Wish(num_ipus=2, choose=CLUSTER.pick(2), partition=partition, cluster="box")
+    partition = PartitionRequest(name="p", size=2, is_temporary=False)
+    wish = PoolRequest(num_ipus=2, choose=CLUSTER.pick(2), partition=partition, cluster="box")
 
     def run() -> None:
-        pool.ask("ann's job", wish)
+        pool.enqueue(this_process("ann's job"), wish)
         os.write(told, b"!")
         signal.pause()
 
@@ -269,7 +269,7 @@ def test_users_share_a_pool(held: Pool) -> None:
     """Root's job gets what ann's has not; only ann and root change her partition; her files outlast her job."""
     (lease,) = held.state().leases
     assert (lease.holder.user, lease.ipus) == (str(ANN), ("cpu/0", "cpu/1"))
-    ticket = held.ask("root's job", Wish(num_ipus=7, choose=CLUSTER.pick(7)))
+    ticket = held.enqueue(this_process("root's job"), PoolRequest(num_ipus=7, choose=CLUSTER.pick(7)))
     assert ticket.ipus == ()
     held.release(ticket)
     refused = []

@@ -25,8 +25,9 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from poprun.devices.pool.pool import Pool
-from poprun.devices.pool.requests import IpuWish, PartitionWish, Wish
+from poprun.devices.pool.holders import this_process
+from poprun.devices.pool.pool import Pool, Ticket
+from poprun.devices.pool.requests import IpuRequest, PartitionRequest, PoolRequest
 from poprun.devices.server.server_client import RemotePool, make_token, read_token
 from poprun.devices.server.server_connection import ServerAddress
 from poprun.devices.server.server_messages import LeaseRequest
@@ -124,13 +125,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield started
 
 
-def request_for(wish: IpuWish, key: str = "0" * 32) -> LeaseRequest:
+def request_for(wanted: IpuRequest, key: str = "0" * 32) -> LeaseRequest:
     """What a client says."""
-    return LeaseRequest(key=key, pid=1, start_ticks=1, user="ann", host="n2", words="train.py", wish=wish)
+    return LeaseRequest(key=key, pid=1, start_ticks=1, user="ann", host="n2", words="train.py", wanted=wanted)
 
 
-VALID = asdict(request_for(IpuWish(num_ipus=2)))
-WISH: dict[str, Any] = VALID["wish"]
+VALID = asdict(request_for(IpuRequest(num_ipus=2)))
+WANTED: dict[str, Any] = VALID["wanted"]
 
 
 @pytest.mark.parametrize(
@@ -152,25 +153,25 @@ WISH: dict[str, Any] = VALID["wish"]
         (
             400,
             "take-lease",
-            {**VALID, "wish": {**WISH, "num_ipus": 10**9}},
+            {**VALID, "wanted": {**WANTED, "num_ipus": 10**9}},
             {},
-            "wish.num_ipus must be a whole number",
+            "wanted.num_ipus must be a whole number",
         ),
         (
             400,
             "take-lease",
-            {**VALID, "wish": {**WISH, "num_ipus": 17}},
+            {**VALID, "wanted": {**WANTED, "num_ipus": 17}},
             {},
             "needs 17 virtual IPUs, and POD16 has 16",
         ),
         (
             400,
             "take-lease",
-            {**VALID, "wish": {**WISH, "choose": "x"}},
+            {**VALID, "wanted": {**WANTED, "choose": "x"}},
             {},
-            "wish.choose is no key of this message",
+            "wanted.choose is no key of this message",
         ),
-        (409, "take-lease", {**VALID, "wish": {**WISH, "allocation": "x"}}, {}, "there is no allocation x"),
+        (409, "take-lease", {**VALID, "wanted": {**WANTED, "allocation": "x"}}, {}, "there is no allocation x"),
         (410, "renew-lease", {"key": "1" * 32}, {}, "the lease of this job has ended"),
         (409, "remove-partition", {"name": "q"}, {}, "there is no partition q"),
     ],
@@ -291,9 +292,9 @@ def test_a_token_is_a_secret(tmp_path: Path) -> None:
 def test_a_queue_over_the_network(server: Server) -> None:
     """First come, first served, clients and jobs of the server's machine alike; who cannot be served goes."""
     pool, here = server.pool, Pool(str(server.folder / "pool"))
-    large, small = (request_for(IpuWish(num_ipus=num), key) for num, key in ((10, "a" * 32), (2, "b" * 32)))
+    large, small = (request_for(IpuRequest(num_ipus=num), key) for num, key in ((10, "a" * 32), (2, "b" * 32)))
     pod = pool.cluster()
-    ticket = here.ask("local", Wish(num_ipus=8, choose=pod.pick(8)))
+    ticket = here.enqueue(this_process("local"), PoolRequest(num_ipus=8, choose=pod.pick(8)))
 
     assert pool.take_lease(large).ipus == ()
     assert pool.take_lease(small).ipus == ()
@@ -306,9 +307,9 @@ def test_a_queue_over_the_network(server: Server) -> None:
     (holder, _) = (lease.holder for lease in here.state().leases)
     assert str(holder) == "process 1 of ann@n2 (train.py)"
     pool.create_partition("p", 2, allocation=None, cluster=None)
-    unfit = PartitionWish(name="p", size=4, is_temporary=True, may_change=False, resets=None)
+    unfit = PartitionRequest(name="p", size=4, is_temporary=True, may_change=False, resets=None)
     with pytest.raises(PartitionError, match="has 2 IPUs, and the job fits one of 4"):
-        pool.take_lease(request_for(IpuWish(num_ipus=4, partition=unfit), "c" * 32))
+        pool.take_lease(request_for(IpuRequest(num_ipus=4, partition=unfit), "c" * 32))
     for key in ("a", "b", "c"):
         pool.end_lease(key * 32)
     pool.remove_partition("p")
@@ -323,7 +324,7 @@ def test_contenders_over_the_network_never_overlap(server: Server) -> None:
 
     def contend(number: int) -> None:
         for turn in range(2):
-            request = request_for(IpuWish(num_ipus=3), f"{number:016x}{turn:016x}")
+            request = request_for(IpuRequest(num_ipus=3), f"{number:016x}{turn:016x}")
             while not (answer := server.pool.take_lease(request)).ipus:
                 time.sleep(answer.pause_seconds)
             faults.extend(f"{ipu}: {holders[ipu]} and {number}" for ipu in answer.ipus if ipu in holders)
@@ -379,7 +380,7 @@ def test_a_server_hands_out_the_gpus_of_its_machine(poprun: Poprun, tmp_path: Pa
     words = ("-n2", "--no-tag-output", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     with serving(tmp_path, **path, POPRUN_POD="") as server:
         job = Poprun(options=server.options)
-        held = server.pool.take_lease(request_for(IpuWish(num_ipus=1)))
+        held = server.pool.take_lease(request_for(IpuRequest(num_ipus=1)))
         shown = job(*words, env={**server.env, **path, "CUDA_VISIBLE_DEVICES": "3,GPU-2,0"})
         elsewhere = job(*words, env=server.env)
 
@@ -418,7 +419,7 @@ def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
             await_line(running)
             (lease,) = server.pool.state().leases
-            Pool(str(tmp_path / "pool")).end(lease)
+            Pool(str(tmp_path / "pool")).release(Ticket(id=lease.id, key=lease.holder.key or ""))
             assert running.stderr is not None
             assert "the lease of this job has ended" in running.stderr.readline()
             running.communicate("\n", timeout=DEADLINE_SECONDS)
@@ -449,7 +450,7 @@ def keepers() -> list[psutil.Process]:
 def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Path) -> None:
     """Jobs go on and keep what they have: nobody gets it while they renew, and who does not renew loses it."""
     words = (f"--lease-seconds={LEASE_SECONDS}",)
-    dead = request_for(IpuWish(num_ipus=2))
+    dead = request_for(IpuRequest(num_ipus=2))
     with serving(tmp_path, *words) as first:
         port = first.port
         job = Poprun(options=first.options)

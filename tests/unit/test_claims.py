@@ -1,11 +1,19 @@
-"""The way from a wish to a lease: how often a pool is asked, what is told meanwhile, and what the plan becomes."""
+"""The way from a request to a lease: how often a pool is asked, what is logged meanwhile, and what is given."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from poprun.devices.lease.claims import Claim, held_ipus, in_only_partition, wished_ipus, with_gpus, with_ipus
+from poprun.devices.lease.claims import (
+    Claim,
+    check_domains,
+    choose_partition,
+    cores_of_ipus,
+    devices_called,
+    held_lease,
+    request_ipus,
+)
 from poprun.devices.pool.records import Partition, PoolState
 from poprun.errors import IpusTakenError, PartitionError
 from poprun.plan.inventory import Cluster, VirtualIpu, cpu_cluster, gpu_cluster
@@ -19,11 +27,12 @@ from tests.planning import LAPTOP, planned
 class WaitingClaim(Claim):
     """A claim that is granted when it has been asked for often enough."""
 
-    def __init__(self, num_refusals: int) -> None:
+    def __init__(self, num_refusals: int, partition: str | None = None) -> None:
+        super().__init__(partition)
         self.num_refusals = num_refusals
         self.waits: list[float | None] = []
 
-    def _ask(self) -> tuple[str, ...]:
+    def _request(self) -> tuple[str, ...]:
         return () if len(self.waits) < self.num_refusals else ("cpu/0",)
 
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -45,7 +54,7 @@ def test_a_claim_is_asked_for_until_it_is_granted(
     vipu: VipuSettings, num_refusals: int, waits: list[float | None], told: list[str]
 ) -> None:
     """Whoever queues waits for its turn, whoever tries several times for a second; one line tells of either."""
-    claim, lines = WaitingClaim(num_refusals), list[str]()
+    claim, lines = WaitingClaim(num_refusals, vipu.partition), list[str]()
 
     assert claim.wait_until_granted(vipu, lines.append) == ("cpu/0",)
     assert claim.waits == waits
@@ -62,18 +71,19 @@ def test_a_claim_is_asked_for_until_it_is_granted(
 )
 def test_a_job_that_does_not_queue_gives_up(vipu: VipuSettings, num_waits: int) -> None:
     """At once, or after as many attempts as it may make for a partition; the last words say what to do."""
-    claim = WaitingClaim(9)
+    claim = WaitingClaim(9, vipu.partition)
 
     with pytest.raises(IpusTakenError, match=r"^taken; wait$"):
         claim.wait_until_granted(vipu, lambda _: None)
     assert len(claim.waits) == num_waits
 
 
-def test_a_wish_for_a_partition_is_for_exactly_its_power_of_two() -> None:
+def test_a_request_for_a_partition_is_for_exactly_its_power_of_two() -> None:
     """Whatever is counted; the plan says how many IPU-Link domains it lies in."""
     plan = planned(LAPTOP, num_instances=4, num_replicas=16, ipus_per_replica=3, hosts=("a", "b"))
     plan = replace(plan, vipu=VipuSettings(partition="p", updates_partition=True, num_ilds=2))
-    here, served = wished_ipus(plan, 24), wished_ipus(plan, 48, "lab", ("a", "b"))
+    here = request_ipus(plan, 24, "p", num_domains=2)
+    served = request_ipus(plan, 48, "p", allocation="lab", hosts=("a", "b"))
 
     assert here.partition is not None
     assert served.partition is not None
@@ -109,31 +119,30 @@ def test_the_only_partition_is_used(partitions: list[Partition], vipu: VipuSetti
     told: list[str] = []
     plan = replace(planned(LAPTOP, num_instances=2), vipu=vipu)
 
-    found = in_only_partition(plan, PoolState(partitions=tuple(partitions)), 2, "ann".__eq__, told.append)
+    found = choose_partition(plan, PoolState(partitions=tuple(partitions)), 2, "ann".__eq__, told.append)
 
-    assert found.vipu.partition == used
+    assert found == used
     assert told == (["partition p is the only one there is: used"] if used == "p" else [])
 
 
-def cores_on(plan: LaunchPlan, cluster: Cluster, names: Sequence[str]) -> tuple[int, ...]:
-    """The cores of ``plan`` on what it was given."""
-    return with_ipus(plan, cluster, names, num_hosts=1).cores
+def cores_on(plan: LaunchPlan, num_ipus: int, slot: int) -> tuple[int, ...]:
+    """The cores for one of so many counted slots."""
+    return cores_of_ipus(plan, cpu_cluster("box", num_ipus), [f"cpu/{slot}"])
 
 
-def with_gpus_of(plan: LaunchPlan, gpus: Sequence[Gpu], *names: str) -> tuple[str, ...]:
+def devices_of(plan: LaunchPlan, gpus: Sequence[Gpu], *names: str) -> tuple[str, ...]:
     """The devices of ``plan`` on those of the ``gpus`` that it was given."""
-    return with_gpus(plan, gpu_cluster("box", gpus), names).devices
+    return devices_called(plan, gpu_cluster("box", gpus), names)
 
 
-def test_a_plan_is_on_what_it_was_given() -> None:
+def test_a_job_runs_on_what_it_was_given() -> None:
     """On those GPUs, or on the share of the cores that counted slots stand for; slots past the cores share one."""
     gpus = [Gpu(name=str(index), uuid=f"GPU-{index}") for index in range(4)]
     cores = replace(planned(LAPTOP), cores=(0, 1, 2, 3))
 
     two = planned(planning.with_gpus("ff"), num_instances=2, num_replicas=8)
-    assert with_gpus_of(two, gpus, "GPU-3", "GPU-1") == ("3", "1")
-    assert with_gpus_of(two, gpus, "GPU-3", "GPU-1", "GPU-0", "GPU-2") == ("3", "1")
-    assert cores_on(cores, cpu_cluster("box", 2), ["cpu/1"]) == (0, 1, 2, 3)
+    assert devices_of(two, gpus, "GPU-3", "GPU-1") == ("3", "1")
+    assert devices_of(two, gpus, "GPU-3", "GPU-1", "GPU-0", "GPU-2") == ("3", "1")
     for num_ipus, slot, expected in (
         (2, 1, (2, 3)),
         (4, 2, (2,)),
@@ -141,8 +150,7 @@ def test_a_plan_is_on_what_it_was_given() -> None:
         (3, 1, (1,)),
         (1, 0, (0, 1, 2, 3)),
     ):
-        counted = replace(cores, vipu=VipuSettings(ipus_per_host=num_ipus))
-        assert cores_on(counted, cpu_cluster("box", num_ipus), [f"cpu/{slot}"]) == expected
+        assert cores_on(cores, num_ipus, slot) == expected
 
 
 def test_each_domain_needs_an_instance() -> None:
@@ -152,19 +160,19 @@ def test_each_domain_needs_an_instance() -> None:
     )
 
     with pytest.raises(PartitionError, match=r"lies in 2 IPU-Link domains.*give --num-instances 2 or more"):
-        with_ipus(planned(LAPTOP), far, ["a", "b"], num_hosts=1)
+        check_domains(planned(LAPTOP), far, ["a", "b"], "p", num_hosts=1)
     several = planned(LAPTOP, hosts=("n1", "n2"), num_instances=2)
-    assert with_ipus(several, far, ["a", "b"], num_hosts=2) == several
+    check_domains(several, far, ["a", "b"], "p", num_hosts=2)
     with pytest.raises(PartitionError, match="give --num-instances 4 or more"):
-        with_ipus(several, far, ["a", "b"], num_hosts=1)
+        check_domains(several, far, ["a", "b"], "p", num_hosts=1)
 
 
 def test_a_lease_is_told_as_people_read_it() -> None:
     """GPUs by their numbers, where they are visible here."""
-    here = held_ipus(
-        planned(LAPTOP), gpu_cluster("box", [Gpu(name="1", uuid="GPU-ab012")]), ["GPU-ab012"], "/pool"
+    here = held_lease(
+        planned(LAPTOP), gpu_cluster("box", [Gpu(name="1", uuid="GPU-ab012")]), ["GPU-ab012"], "/pool", None
     )
-    elsewhere = held_ipus(planned(LAPTOP), cpu_cluster("box", 1), ["GPU-ab012"], "/pool")
+    elsewhere = held_lease(planned(LAPTOP), cpu_cluster("box", 1), ["GPU-ab012"], "/pool", None)
 
     assert str(here) == "GPU 1 on localhost, from the pool /pool"
     assert str(elsewhere) == "GPU-ab012 on localhost, from the pool /pool"

@@ -20,12 +20,14 @@ def offered(
 ) -> list[int]:
     """The cores that a job on ``machine`` is offered while others hold those that are ``taken``."""
     facts = facts_of(machine)
-    claim = CoreClaim(planned(facts, **asked), None if is_fixed else facts)
+    plan = planned(facts, **asked)
+    claim = CoreClaim(plan, None if is_fixed else facts, plan.named_devices)
     offer = [
-        core.index for core in claim.wish().choose({f"core/{number}" for number in taken} | {"cpu/0", "GPU-1"})
+        core.index for core in claim.request().choose({f"core/{number}" for number in taken} | {"cpu/0", "GPU-1"})
     ]
     if offer:
-        assert sorted(core for binding in claim.placed.bindings for core in binding.cores) == offer
+        bindings = claim.devices_with(plan.named_devices, ()).bindings
+        assert sorted(core for binding in bindings for core in binding.cores) == offer
     return offer
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from popdist.contract import Endpoint
+from poprun.devices.lease.claims import LeasedPlan
 from poprun.devices.lease.host_leases import check_machines
 from poprun.devices.lease.local_lease import ipu_claims
 from poprun.devices.pool.records import HeldLease, fold_names
@@ -65,9 +66,26 @@ def test_each_host_has_the_devices_that_it_gave() -> None:
     assert here["keeper"] == ""
 
 
+def test_what_leases_gave_stands_beside_the_plan() -> None:
+    """Programs get the GPUs and cores of the leases, and the plan still names those that it was made for."""
+    plan = planned(with_gpus("ff"), num_instances=2)
+    given = replace(plan.named_devices, devices=("7", "5"))
+    identity = JobIdentity(job_id="j", restart_count=0, began_at_seconds=0.0, given=given)
+
+    environment = start_order(plan, 1, {}, identity, MEETING)["environment"]
+
+    assert isinstance(environment, dict)
+    assert environment[VISIBLE_DEVICES] == "7,5"
+    assert (plan.instance(1, given).devices, plan.instance(1).devices) == (("5",), ("1",))
+    assert LeasedPlan(plan=plan, given=given).shown_plan == replace(plan, devices=("7", "5"))
+
+
 def counts(plan: LaunchPlan, machine: MachineFacts) -> list[tuple[str, int]]:
     """What a job asks the pool of this machine for: kinds of cluster, and how many of it."""
-    return [(claim.cluster.kind, claim.wish().num_ipus) for claim in ipu_claims(plan, machine, is_fixed=False)]
+    return [
+        (claim.cluster.kind, claim.request().num_ipus)
+        for claim in ipu_claims(plan, plan.vipu.partition, machine, is_fixed=False)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,20 +120,20 @@ def test_gpus_beside_a_pod_are_in_no_partition() -> None:
         (VipuSettings(partition="p"), [4]),
     ):
         plan = planned(with_gpus("fff"), vipu=vipu, **asked)
-        wishes = [claim.wish().partition for claim in ipu_claims(plan, with_gpus("fff"), is_fixed=False)]
-        assert [wish and wish.size for wish in wishes] == sizes
+        requests = [claim.request().partition for claim in ipu_claims(plan, "p", with_gpus("fff"), is_fixed=False)]
+        assert [request and request.size for request in requests] == sizes
 
 
 def test_a_host_gives_its_part_of_the_domains() -> None:
     """A job of two hosts in four IPU-Link domains has two of them on each."""
     asked = LaunchRequest(num_instances=4, num_replicas=256, hosts=("a", "b"), vipu=VipuSettings(pod="POD256"))
     plan = make_plan(asked, with_gpus(""), named_pod("POD256"))
-    (claim,) = ipu_claims(plan, None, is_fixed=False)
-    chosen = claim.wish().choose(())
+    (claim,) = ipu_claims(plan, None, None, is_fixed=False)
+    chosen = claim.request().choose(())
 
     assert (plan.num_ilds, len(chosen), {ipu.domain for ipu in chosen}) == (4, 128, {0, 1})
-    few = ipu_claims(planned(vipu=VipuSettings(pod="POD256", num_ilds=1)), None, is_fixed=False)[0]
-    assert [ipu.index for ipu in few.wish().choose(())] == [0]
+    few = ipu_claims(planned(vipu=VipuSettings(pod="POD256", num_ilds=1)), None, None, is_fixed=False)[0]
+    assert [ipu.index for ipu in few.request().choose(())] == [0]
 
 
 def test_only_descriptors_of_this_host_go_to_its_agents() -> None:

@@ -16,7 +16,7 @@ import pytest
 from poprun.devices.pool import place
 from poprun.devices.pool.holders import lives, this_process
 from poprun.devices.pool.pool import Pool, Ticket
-from poprun.devices.pool.requests import PartitionWish, Wish
+from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.plan.inventory import VirtualIpu, cpu_cluster
 
@@ -36,15 +36,15 @@ def pool(tmp_path: Path) -> Pool:
     return Pool(str(tmp_path / "pool"))
 
 
-def wish(num_ipus: int) -> Wish:
+def wish(num_ipus: int) -> PoolRequest:
     """So many of the 8 IPUs."""
-    return Wish(num_ipus=num_ipus, choose=CLUSTER.pick(num_ipus))
+    return PoolRequest(num_ipus=num_ipus, choose=CLUSTER.pick(num_ipus))
 
 
-def in_partition(name: str, size: int, **more: bool | None) -> Wish:
+def in_partition(name: str, size: int, **more: bool | None) -> PoolRequest:
     """A partition of ``size`` IPUs."""
-    wanted = PartitionWish(name=name, size=size, **more)  # type: ignore[arg-type]
-    return Wish(num_ipus=size, choose=CLUSTER.pick(size), partition=wanted, cluster="box")
+    wanted = PartitionRequest(name=name, size=size, **more)  # type: ignore[arg-type]
+    return PoolRequest(num_ipus=size, choose=CLUSTER.pick(size), partition=wanted, cluster="box")
 
 
 def names(pool: Pool, kind: str) -> list[Path]:
@@ -60,9 +60,9 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @contextmanager
-def holding(pool: Pool, wanted: Wish) -> Iterator[Ticket]:
+def holding(pool: Pool, wanted: PoolRequest) -> Iterator[Ticket]:
     """Hold what is wanted for the length of a block."""
-    ticket = pool.ask("job", wanted)
+    ticket = pool.enqueue(this_process("job"), wanted)
     try:
         yield ticket
     finally:
@@ -89,37 +89,37 @@ def test_leases_come_and_go(pool: Pool) -> None:
 
 def test_what_a_job_runs_is_made_visible(pool: Pool) -> None:
     """In the words that other users read of it; what it is called there must be a name that can be shown."""
-    ticket = pool.ask("sh -c '\x1b[2J\n'", wish(1))
+    ticket = pool.enqueue(this_process("sh -c '\x1b[2J\n'"), wish(1))
     assert [lease.holder.words for lease in pool.state().leases] == ["sh -c '\\x1b[2J\\n'"]
     pool.release(ticket)
     for name in ("\x1b[2J", "x" * 256):
         with pytest.raises(PlanError, match=r"this cannot stand in a pool: .* characters that can be printed"):
-            pool.ask("job", in_partition(name, 2))
+            pool.enqueue(this_process("job"), in_partition(name, 2))
     assert list(Path(pool.path).iterdir()) == []
 
 
 def test_nobody_slips_past(pool: Pool) -> None:
     """A lease that asks for few waits behind one that asks for many, and gets its turn after it."""
     with holding(pool, wish(4)) as first:
-        large, small = pool.ask("large", wish(8)), pool.ask("small", wish(1))
+        large, small = pool.enqueue(this_process("large"), wish(8)), pool.enqueue(this_process("small"), wish(1))
         assert (large.ipus, small.ipus) == ((), ())
-        assert pool.try_again(small, wish(1)).ipus == ()
+        assert pool.retry(small, wish(1)).ipus == ()
         assert [lease.id for lease in pool.state().waiting("")] == [large.id, small.id]
         assert first.id < large.id
-    large = pool.try_again(large, wish(8))
+    large = pool.retry(large, wish(8))
     assert len(large.ipus) == 8
-    assert pool.try_again(small, wish(1)).ipus == ()
+    assert pool.retry(small, wish(1)).ipus == ()
     pool.release(large)
-    assert pool.try_again(small, wish(1)).ipus == ("cpu/0",)
+    assert pool.retry(small, wish(1)).ipus == ("cpu/0",)
     pool.release(small)
 
 
 def test_nothing_is_given_twice(pool: Pool) -> None:
     """Even a job that picks what is taken does not get it, and leaves the pool as it was."""
     with holding(pool, wish(1)):
-        greedy = Wish(num_ipus=1, choose=lambda _: CLUSTER.pick(1)(()))
+        greedy = PoolRequest(num_ipus=1, choose=lambda _: CLUSTER.pick(1)(()))
         with pytest.raises(PoolError, match="cpu/0 cannot be held by two jobs"):
-            pool.ask("greedy", greedy)
+            pool.enqueue(this_process("greedy"), greedy)
         assert len(pool.state().leases) == 1
 
 
@@ -132,7 +132,7 @@ def test_who_asks_in_vain_leaves_nothing(pool: Pool) -> None:
     with holding(pool, wish(1)):
         before = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(PartitionError, match="that does not fit"):
-            pool.ask("picky", Wish(num_ipus=1, choose=refuse))
+            pool.enqueue(this_process("picky"), PoolRequest(num_ipus=1, choose=refuse))
         assert len(list(Path("/proc/self/fd").iterdir())) == before
         assert (len(names(pool, "lease")), len(names(pool, "lock")), len(names(pool, "new"))) == (1, 1, 0)
 
@@ -189,7 +189,7 @@ def test_a_partition_of_another_size(pool: Pool) -> None:
     """An error that says which sizes fit, and nothing is lost; where it may be changed it is, and it stays."""
     pool.create_partition("p", CLUSTER, 2)
     with pytest.raises(PartitionError, match="partition p has 2 IPUs, and the job fits one of 4: change the job"):
-        pool.ask("job", in_partition("p", 4))
+        pool.enqueue(this_process("job"), in_partition("p", 4))
     assert pool.state().leases == ()
     with holding(pool, in_partition("p", 4, may_change=True)) as lease:
         assert len(lease.ipus) == 4
@@ -197,14 +197,14 @@ def test_a_partition_of_another_size(pool: Pool) -> None:
     assert partition is not None
     assert partition.size == 4
     with pytest.raises(PartitionError, match="partition p has 4 IPUs, and the job fits one of 2: change the job"):
-        pool.ask("job", in_partition("p", 2))
+        pool.enqueue(this_process("job"), in_partition("p", 2))
 
 
 def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:
     """Its IPUs are chosen anew, unless that is refused."""
     pool.create_partition("p", CLUSTER, 2)
     with pytest.raises(PartitionError, match="partition p has lost cpu/0"):
-        pool.ask("job", replace(in_partition("p", 2, resets=False), is_known="cpu/0".__ne__))
+        pool.enqueue(this_process("job"), replace(in_partition("p", 2, resets=False), is_known="cpu/0".__ne__))
     there = lambda taken: CLUSTER.pick(2)({*taken, "cpu/0"})  # noqa: E731 - what is left of the cluster
     wanted = replace(in_partition("p", 2), is_known="cpu/0".__ne__, choose=there)
     with holding(pool, wanted) as lease:
@@ -213,13 +213,14 @@ def test_a_partition_that_has_lost_an_ipu(pool: Pool) -> None:
 
 def test_a_lease_of_another_boot_has_ended(pool: Pool) -> None:
     """After a reboot nothing is held, whatever the process ids are, and the partition made for a job is gone."""
-    ticket = pool.ask("job", in_partition("p", 4))
+    ticket = pool.enqueue(this_process("job"), in_partition("p", 4))
     (file,) = names(pool, "lease")
     edit(file, lambda row: row["lease"]["holder"].update(boot_id="another"))
     assert pool.state().taken == frozenset()
     with holding(pool, wish(8)) as lease:
         assert len(lease.ipus) == 8
     assert list(Path(pool.path).iterdir()) == []
+    assert ticket.descriptor is not None
     os.close(ticket.descriptor)
 
 
@@ -256,11 +257,11 @@ def test_what_a_crash_of_the_machine_left_is_no_lease(pool: Pool) -> None:
 )
 def test_a_damaged_file_is_left_as_it_is(pool: Pool, content: bytes, problem: str) -> None:
     """The error says what to do; not a byte changes; what this process holds is given back nevertheless."""
-    ticket = pool.ask("job", wish(1))
+    ticket = pool.enqueue(this_process("job"), wish(1))
     damaged = Path(pool.path, f"lease-{'0' * 32}")
     damaged.write_bytes(content)
     with pytest.raises(PoolError, match=rf"as poprun writes it \(.*{problem}.*was left as it is.*: rm {damaged}"):
-        pool.ask("job", wish(1))
+        pool.enqueue(this_process("job"), wish(1))
     assert damaged.read_bytes() == content
     pool.release(ticket)
     assert list(Path(pool.path).iterdir()) == [damaged]
@@ -290,7 +291,7 @@ def test_places_that_are_no_places(tmp_path: Path) -> None:
         ("open/p", "everybody can replace what is made in .*/open, which has no sticky bit"),
     ):
         with pytest.raises(PoolError, match=problem):
-            Pool(str(tmp_path / name)).ask("job", wish(1))
+            Pool(str(tmp_path / name)).enqueue(this_process("job"), wish(1))
     assert list((tmp_path / "target").iterdir()) == []
 
 
@@ -328,4 +329,4 @@ def test_a_network_file_system_is_refused(pool: Pool, tmp_path: Path, monkeypatc
     mounts.write_text(f"22 1 0:9 / {tmp_path} rw - nfs server:/ rw\n")
     monkeypatch.setattr(place, "_MOUNTS", str(mounts))
     with pytest.raises(PoolError, match=r"is on a network file system \(nfs\)"):
-        pool.ask("job", wish(1))
+        pool.enqueue(this_process("job"), wish(1))

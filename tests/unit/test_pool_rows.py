@@ -18,7 +18,7 @@ from poprun.devices.pool.listing import partition_row as listed
 from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.pool_rows import lease_row, partition_row, read_lease_row, read_partition_row
 from poprun.devices.pool.records import REMOTE, Holder, Lease, Partition, PoolState
-from poprun.devices.pool.requests import PartitionWish, Wish, refusal
+from poprun.devices.pool.requests import PartitionRequest, PoolRequest, refusal
 from poprun.errors import PlanError, PoolError
 from poprun.plan.inventory import cpu_cluster
 
@@ -108,9 +108,9 @@ def test_a_column_that_somebody_edited(tmp_path: Path, kind: str, path: tuple[st
 
 def show_all(state: PoolState) -> None:
     """Show a state in all the ways there are: nothing in it makes a terminal do anything."""
-    partition = PartitionWish(name="p", size=2)
+    partition = PartitionRequest(name="p", size=2)
     for wanted in (None, partition):
-        wish = Wish(num_ipus=9, choose=CLUSTER.pick(9), partition=wanted)
+        wish = PoolRequest(num_ipus=9, choose=CLUSTER.pick(9), partition=wanted)
         shown = refusal(wish, CLUSTER, state, own=2**60, shares=True)
         assert shown.replace("\n", "").isprintable()
     rows = [*partition_rows(state), *(listed(partition, state) for partition in state.partitions)]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poprun.devices.lease.server_lease import as_here, check_place, facts_under, hosts_in, on_ipus
+from poprun.devices.lease.server_lease import as_here, check_place, facts_under, given_ipus, hosts_in
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
-from poprun.devices.pool.requests import IpuWish, PartitionWish
+from poprun.devices.pool.requests import IpuRequest, PartitionRequest
 from poprun.devices.server.server_messages import (
     LeaseRequest,
     ServedPool,
@@ -88,32 +88,32 @@ def test_hosts_are_called_as_the_pod_calls_them() -> None:
 def test_a_job_computes_on_what_the_server_gave() -> None:
     """On GPUs as this process calls them, in its order; on the GPUs of its own hosts where it was given a pod."""
     box = as_here(gpu_cluster("box", GPUS), tuple(reversed(GPUS)))
-    on_box = on_ipus(plan(on_gpus=True), box, (), ["GPU-1", "GPU-2"])
-    on_pod = on_ipus(plan(("n2",), on_gpus=True), LAB, ("n2",), ["lab/5", "lab/6"])
+    on_box = given_ipus(plan(on_gpus=True), box, (), ["GPU-1", "GPU-2"], None)
+    on_pod = given_ipus(plan(("n2",), on_gpus=True), LAB, ("n2",), ["lab/5", "lab/6"], None)
 
     assert (on_box.devices, on_pod.devices) == (("2", "1"), ("0", "1"))
     with pytest.raises(PartitionError, match="has 0 IPUs of n3, and the job uses 1 there"):
-        on_ipus(plan(("n2", "n3"), 2), LAB, ("n2", "n3"), ["lab/5", "lab/6"])
+        given_ipus(plan(("n2", "n3"), 2), LAB, ("n2", "n3"), ["lab/5", "lab/6"], None)
     hidden = as_here(gpu_cluster("box", GPUS), GPUS[2:])
     with pytest.raises(PlanError, match="the job was given GPU-0, and those GPUs are not here"):
-        on_ipus(plan(on_gpus=True), hidden, (), ["GPU-0", "GPU-2"])
+        given_ipus(plan(on_gpus=True), hidden, (), ["GPU-0", "GPU-2"], None)
 
 
 def test_counted_slots_of_a_cpu_are_a_share_of_its_cores() -> None:
     """As for a job that counts them itself."""
     job = replace(plan(num_instances=1), cores=(0, 1, 2, 3))
 
-    assert on_ipus(job, cpu_cluster("box", 4), (), ["cpu/2"]).cores == (2,)
+    assert given_ipus(job, cpu_cluster("box", 4), (), ["cpu/2"], None).cores == (2,)
 
 
-def test_a_wish_takes_equally_many_ipus_of_each_host() -> None:
+def test_a_request_takes_equally_many_ipus_of_each_host() -> None:
     """Each time in one IPU-Link domain; none at all when one of the hosts has too few."""
-    choose = IpuWish(num_ipus=4, hosts=("n4", "n2")).of(LAB).choose
+    choose = IpuRequest(num_ipus=4, hosts=("n4", "n2")).of(LAB).choose
 
     assert [ipu.name for ipu in choose({"lab/12"})] == ["lab/14", "lab/15", "lab/4", "lab/5"]
     assert choose({"lab/4", "lab/5", "lab/6"}) == ()
     with pytest.raises(PartitionError, match="a partition of 4 IPUs does not divide over 3 hosts"):
-        IpuWish(num_ipus=4, hosts=("n1", "n2", "n3")).of(LAB)
+        IpuRequest(num_ipus=4, hosts=("n1", "n2", "n3")).of(LAB)
 
 
 names = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=20)
@@ -124,14 +124,14 @@ counts = st.integers(1, 64)
 def requests(draw: st.DrawFn) -> LeaseRequest:
     """What clients may say."""
     num_ipus = draw(counts)
-    partition = PartitionWish(
+    partition = PartitionRequest(
         name=draw(names),
         size=num_ipus + draw(counts),
         is_temporary=draw(st.booleans()),
         may_change=draw(st.booleans()),
         resets=draw(st.none() | st.booleans()),
     )
-    wish = IpuWish(
+    wanted = IpuRequest(
         num_ipus=num_ipus,
         num_domains=draw(counts),
         hosts=tuple(draw(st.lists(names, max_size=3))),
@@ -141,7 +141,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
     )
     key, words = draw(st.uuids()).hex, draw(names)
     return LeaseRequest(
-        key=key, pid=draw(counts), start_ticks=draw(counts), user=draw(names), host="n", words=words, wish=wish
+        key=key, pid=draw(counts), start_ticks=draw(counts), user=draw(names), host="n", words=words, wanted=wanted
     )
 
 

@@ -1,10 +1,10 @@
 """The identity of an attempt: the job that it belongs to, which attempt of it, and what it has from the start."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.program_environment import launcher_environment
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class JobIdentity:
         began_at_seconds: Monotonic time at which the first attempt began.
         network: How the hosts of the job reach each other; None when there is only this machine.
         leases: What the job holds.
+        given: The devices and cores that leases gave it on this machine; None for those that its plan names.
         open_files: The user's soft limit of open files, above which poprun may have raised its own; 0 for none.
     """
 
@@ -30,6 +31,7 @@ class JobIdentity:
     began_at_seconds: float
     network: "JobNetwork | None" = None
     leases: "tuple[HeldLease, ...]" = ()
+    given: LeasedDevices | None = None
     open_files: int = 0
 
     def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
@@ -54,6 +56,11 @@ class JobIdentity:
     def keepers(self) -> tuple[int, ...]:
         """Children of poprun that keep the leases on other hosts from one attempt to the next."""
         return () if self.network is None else self.network.keepers
+
+    def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
+        """What the job has on the host of instance ``index``, by its leases there or as its plan names it."""
+        given, route = self.given or plan.named_devices, self.route(plan, index)
+        return replace(given, devices=route.devices) if route is not None and route.devices else given
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
         """The route to the host of instance ``index``; None when there is only this machine."""

@@ -1,7 +1,6 @@
 """The order that starts a program: its words, its environment and its placement. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from popdist.contract import HYDRA_DESCRIPTOR, PROGRESS_DESCRIPTOR, STORE_DESCRIPTOR, Endpoint
@@ -27,8 +26,15 @@ def start_order(
     ``meeting`` is where torch's own store and popdist's will listen, on instance 0's host.
     """
     master, store = meeting
-    binding = plan.instance(index).binding
-    start = StartFacts(job_id=identity.job_id, restart_count=identity.restart_count, master=master, store=store)
+    given = identity.devices_of(plan, index)
+    binding = plan.instance(index, given).binding
+    start = StartFacts(
+        job_id=identity.job_id,
+        restart_count=identity.restart_count,
+        master=master,
+        store=store,
+        devices=given.devices,
+    )
     route = identity.route(plan, index)
     return {
         "order": "start",
@@ -55,8 +61,6 @@ def _added_environment(
     """The variables that an agent adds to its own environment: on one machine that is the user's already."""
     if route is None:
         return program_environment(plan, index, environ, start)
-    if route.devices:
-        plan = replace(plan, devices=route.devices)
     return {
         **passed_environment(environ, plan.passed_names(index)),
         **interface_environment(environ, route.interface),

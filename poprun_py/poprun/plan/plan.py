@@ -34,12 +34,30 @@ class StartFacts:
         restart_count: How often the job has been started again.
         master: Where torch's own store of the program will listen.
         store: Where popdist's store listens.
+        devices: CUDA devices that leases gave the job on the instance's host, in slot order; empty for those of
+            the plan.
     """
 
     job_id: str = ""
     restart_count: int = 0
     master: Endpoint | None = None
     store: Endpoint | None = None
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedDevices:
+    """What leases gave a job on one host, which stands beside its plan in the place of what that names.
+
+    Attributes:
+        devices: CUDA devices, in slot order.
+        cores: Cores of the host, ascending.
+        bindings: What the instances are bound to.
+    """
+
+    devices: tuple[str, ...]
+    cores: tuple[int, ...]
+    bindings: tuple[Binding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,18 +232,24 @@ class LaunchPlan:
         pairs = [pair for variables in (self.variables, *own) for pair in variables]
         return {name: value for name, value in pairs if value is not None}
 
-    def instance(self, index: int) -> InstancePlan:
-        """Where instance ``index`` runs and what it owns.
+    @property
+    def named_devices(self) -> LeasedDevices:
+        """The devices and cores that the plan names: what it runs on without a lease that gives others."""
+        return LeasedDevices(devices=self.devices, cores=self.cores, bindings=self.bindings)
+
+    def instance(self, index: int, given: LeasedDevices | None = None) -> InstancePlan:
+        """Where instance ``index`` runs and what it owns; ``given`` is what leases gave the job on its host.
 
         Raises:
             ValueError: If there is no such instance.
         """
+        given = given or self.named_devices
         replicas = self.layout.replicas_of(index)
         host_index, local_index = divmod(index, self.num_instances_per_host)
         first_ipu, first_device = local_index * self.num_ipus_per_instance, local_index * self.ipus_per_replica
-        ordinals = range(first_device, first_device + self.ipus_per_replica) if self.devices else range(0)
-        binding = next((binding for binding in self.bindings if binding.holds(local_index)), None)
-        cores = self.cores_of(local_index) if binding is None else binding.share_of(local_index)
+        ordinals = range(first_device, first_device + self.ipus_per_replica) if given.devices else range(0)
+        binding = next((binding for binding in given.bindings if binding.holds(local_index)), None)
+        cores = self._share_of(given.cores, local_index) if binding is None else binding.share_of(local_index)
         return InstancePlan(
             index=index,
             host=self.hosts[host_index],
@@ -234,8 +258,8 @@ class LaunchPlan:
             replicas=replicas,
             ipus=range(first_ipu, first_ipu + self.num_ipus_per_instance),
             ordinals=ordinals,
-            devices=self.devices[ordinals.start : ordinals.stop],
-            cores=() if self.devices else cores,
+            devices=given.devices[ordinals.start : ordinals.stop],
+            cores=() if given.devices else cores,
             binding=binding,
         )
 
@@ -243,12 +267,12 @@ class LaunchPlan:
         """Every instance, in order."""
         return map(self.instance, range(self.num_instances))
 
-    def cores_of(self, local_index: int) -> tuple[int, ...]:
-        """The share of a host's cores that one of its instances has; instances past the cores share one."""
-        count, num_cores = self.num_instances_per_host, len(self.cores)
+    def _share_of(self, cores: tuple[int, ...], local_index: int) -> tuple[int, ...]:
+        """The share of a host's ``cores`` that one of its instances has; instances past the cores share one."""
+        count, num_cores = self.num_instances_per_host, len(cores)
         first = local_index * num_cores // count
         last = max(first + 1, (local_index + 1) * num_cores // count)
-        return self.cores[first:last]
+        return cores[first:last]
 
     def contract(self, index: int, start: StartFacts | None = None) -> Contract:
         """What instance ``index`` is told about the job, with what is known of its start."""

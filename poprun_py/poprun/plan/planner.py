@@ -16,7 +16,7 @@ from poprun.plan.advice import advise
 from poprun.plan.counts import check_count, check_counts, legal_instances
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
-from poprun.plan.plan import LauncherKind, LaunchPlan
+from poprun.plan.plan import LauncherKind, LaunchPlan, LeasedDevices
 from poprun.plan.request import (
     LauncherChoice,
     LaunchRequest,
@@ -28,7 +28,7 @@ from poprun.plan.request import (
     check_remote,
     check_vipu,
 )
-from poprun.plan.topology import Allocation, Gpu, MachineFacts, MpiRuntime, ProcessPlacement
+from poprun.plan.topology import Allocation, Binding, Gpu, MachineFacts, MpiRuntime, ProcessPlacement
 from poprun.text.host_names import check_hosts, fold_hosts
 
 if TYPE_CHECKING:
@@ -133,16 +133,18 @@ def _decide(
     )
     threads = _choose_threads(request, facts, variables, _num_cores(plan) * len(hosts) // num_replicas)
     plan = replace(plan, threads_per_replica=threads, vipu=_with_domains(plan, pod))
-    return place(plan, facts), words.left_out
+    return replace(plan, bindings=place(plan, facts)), words.left_out
 
 
-def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
-    """``plan`` with its instances bound to cores as it says, each near its own of the host's GPUs.
+def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
+    """What the instances of a host are bound to as ``plan`` says, each near its own of the host's GPUs.
+
+    ``given`` is what leases gave the job there, in the place of what its plan names.
 
     Raises:
         PlanError: If the instances shall have cores of their own, and there are too few.
     """
-    num_local, num_cores = plan.num_instances_per_host, len(plan.cores)
+    num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
     host = HostMap(cpus=facts.cpus or flat_map(facts.cores), memory_nodes=facts.memory_nodes, max_cores=num_cores)
     demand = Demand(
@@ -150,10 +152,10 @@ def place(plan: LaunchPlan, facts: MachineFacts) -> LaunchPlan:
         num_threads=plan.threads_per_replica or facts.num_user_threads or max(1, num_cores // num_local),
         near=tuple(
             frozenset(node for name in instance.devices if (node := node_of.get(name)) is not None)
-            for instance in map(plan.instance, range(num_local if plan.devices else 0))
+            for instance in (plan.instance(index, given) for index in range(num_local if plan.devices else 0))
         ),
     )
-    return replace(plan, bindings=place_instances(plan.placement, host, demand))
+    return place_instances(plan.placement, host, demand)
 
 
 def _within_allocation(

@@ -110,7 +110,7 @@ def program_environment(
     user = {**user, **asked}
     env = {**asked, **plan.contract(index, start).to_env()}
     if plan.devices:
-        env[VISIBLE_DEVICES] = ",".join(plan.devices)
+        env[VISIBLE_DEVICES] = ",".join((start and start.devices) or plan.devices)
         if VISIBLE_DEVICES not in user:  # then poprun counted the devices as nvidia-smi does, and CUDA shall, too
             env[DEVICE_ORDER] = "PCI_BUS_ID"
     elif plan.vipu.is_offline:

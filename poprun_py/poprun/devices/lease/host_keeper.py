@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
 sys.path[:0] = [_ROOT, *sys.argv[1:]]
 
-from poprun.devices.lease.claims import HeldJob  # noqa: E402 - as above
+from poprun.devices.lease.claims import LeasedPlan  # noqa: E402 - as above
 from poprun.devices.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
 from poprun.devices.lease.local_lease import leased_here  # noqa: E402 - as above
 from poprun.devices.pool.holders import boot_id  # noqa: E402 - as above
@@ -37,10 +37,11 @@ def main() -> None:
         os.chdir(plan.working_directory)
         _say({"machine": machine_of(pool_folder(plan.vipu.pool))})
         orders.next()
-        with leased_here(HeldJob(plan=plan), None, is_fixed=request["is_fixed"], tell=_tell) as job:
+        job = LeasedPlan(plan=plan, given=plan.named_devices)
+        with leased_here(job, None, is_fixed=request["is_fixed"], log=_log) as job:
             address = _hand_out([lease.descriptor for lease in job.leases if lease.descriptor is not None])
             held = [[list(lease.names), lease.pool, lease.partition] for lease in job.leases]
-            _say({"held": held, "devices": job.plan.devices if plan.takes_lease else (), "address": address})
+            _say({"held": held, "devices": job.given.devices if plan.takes_lease else (), "address": address})
             while orders.next()["order"] != "release":
                 _say({"here": True})
     except PoprunError as error:
@@ -113,7 +114,7 @@ def _end_at_once() -> NoReturn:
     os._exit(0)
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     _say({"told": text})
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from popdist import contract
 from poprun import errors
-from poprun.devices.lease.claims import HeldJob
+from poprun.devices.lease.claims import LeasedPlan
 from poprun.devices.pool.records import HeldLease
 from poprun.errors import HostsError, PoprunError
 from poprun.hosts.routes import JobNetwork, remote_words
@@ -47,7 +47,7 @@ _Message = dict[str, Any]
 
 
 @contextmanager
-def leased_on_hosts(job: HeldJob, network: JobNetwork, *, is_fixed: bool) -> Iterator[HeldJob]:
+def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> Iterator[LeasedPlan]:
     """Hold what a job needs of each of its hosts for the length of a block; the job with it.
 
     What a host's pool answers is raised with the host's name; see `poprun.devices.lease.local_lease.leased_here`.
@@ -58,7 +58,7 @@ def leased_on_hosts(job: HeldJob, network: JobNetwork, *, is_fixed: bool) -> Ite
     leases = _HostLeases(job.plan, is_fixed=is_fixed)
     try:
         leases.take()
-        job = job.given(job.plan, *leases.held())
+        job = job.with_leases(job.given, *leases.held())
         yield replace(job, network=leases.within(network), regain=leases.regain)
     finally:
         leases.end()

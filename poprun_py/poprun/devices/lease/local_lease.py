@@ -2,42 +2,43 @@
 
 It takes them in that order, which is the same for all jobs: so two jobs never wait for each other.
 
-A process of this machine holds its lease as an open file with a lock. The keeper of a job on another host
-(`host_keeper`) takes it in the same way there.
+A process of this machine holds its lease as an open file with a lock. The process that holds the lease of a job on
+another host (`host_keeper`) takes it in the same way there.
 """
 
 import os
 import shlex
 import socket
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Final
 
 from poprun.devices.lease.claims import (
     Claim,
-    HeldJob,
-    Tell,
-    held_ipus,
-    in_only_partition,
-    wished_ipus,
-    with_gpus,
-    with_ipus,
+    LeasedPlan,
+    Log,
+    check_domains,
+    choose_partition,
+    cores_of_ipus,
+    devices_called,
+    held_lease,
+    request_ipus,
 )
 from poprun.devices.pool.clusters import choose_cluster, pod_of
-from poprun.devices.pool.holders import is_here, is_served
+from poprun.devices.pool.holders import is_here, is_served, this_process
 from poprun.devices.pool.place import pool_folder
 from poprun.devices.pool.pool import Pool, Ticket, wait_for_turn
 from poprun.devices.pool.records import HeldLease, PoolState
-from poprun.devices.pool.requests import Wish, refusal
+from poprun.devices.pool.requests import PoolRequest, refusal
 from poprun.errors import PlanError, PoolError
-from poprun.plan.inventory import CORE, Cluster, VirtualIpu, gpu_cluster
+from poprun.plan.inventory import CORE, CPU, Cluster, VirtualIpu, gpu_cluster
 from poprun.plan.placement import flat_map
-from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.planner import place
 from poprun.plan.pods import allocation_of
-from poprun.plan.topology import Gpu, MachineFacts
+from poprun.plan.topology import Binding, Gpu, MachineFacts
 from poprun.probe.hardware import find_gpus
 from poprun.process.process_tree import ancestors, user_name
 from poprun.text import screen
@@ -46,13 +47,13 @@ _OCCUPANTS_SECONDS: Final = 5.0
 """How often to ask the driver whether a process outside the pool still holds memory."""
 
 _CORE_QUEUE: Final = "core/"
-"""Who waits for cores does not wait behind those who wait for virtual IPUs."""
+"""The queue for cores, so that nobody waits there behind those who wait for virtual IPUs."""
 
 
 @contextmanager
 def leased_here(
-    job: HeldJob, facts: MachineFacts | None, *, is_fixed: bool, tell: Tell = screen.log
-) -> Iterator[HeldJob]:
+    job: LeasedPlan, facts: MachineFacts | None, *, is_fixed: bool, log: Log = screen.log
+) -> Iterator[LeasedPlan]:
     """Hold what a job needs of this machine for the length of a block; the job with it.
 
     A job that a program of another job starts runs on that one's GPUs, and needs no lease of its own on them.
@@ -61,92 +62,94 @@ def leased_here(
         job: The job, with what it holds elsewhere.
         facts: What the plan was made from; None for a plan that was read.
         is_fixed: Whether the job needs just those devices that its plan names.
-        tell: Tells the user of what is decided here.
+        log: Writes a line for the user.
     """
+    plan = job.plan
     with ExitStack() as stack:
-        if job.plan.takes_lease and not job.has_gpus:
-            plan, state = in_own_partition(job.plan, tell)
-            job = replace(job, plan=plan)
-            for claim in ipu_claims(plan, facts, is_fixed=is_fixed):
-                job = stack.enter_context(_inherited_or_leased(job, claim, state, tell))
+        if plan.takes_lease and not job.has_gpus:
+            partition, state = own_partition(plan, log)
+            for claim in ipu_claims(plan, partition, facts, is_fixed=is_fixed):
+                job = stack.enter_context(_inherited_or_leased(job, claim, state, log))
         if job.leases and facts is not None:
-            facts = facts.with_cores(job.plan.cores)
-            job = job.given(place(job.plan, facts))
-        if job.plan.owns_cores:
-            job = stack.enter_context(_leased(job, CoreClaim(job.plan, facts), tell))
+            facts = facts.with_cores(job.given.cores)
+            job = replace(job, given=replace(job.given, bindings=place(plan, facts, job.given)))
+        if plan.owns_cores:
+            job = stack.enter_context(_leased(job, CoreClaim(plan, facts, job.given), log))
         yield job
 
 
-def in_own_partition(plan: LaunchPlan, tell: Tell) -> tuple[LaunchPlan, PoolState]:
-    """``plan`` in the only partition there is, if that is its user's and fits; and what stands in the pool."""
+def own_partition(plan: LaunchPlan, log: Log) -> tuple[str | None, PoolState]:
+    """The partition for ``plan``, which may be the only one there is; and what stands in the pool."""
     state, user = _pool_of(plan).state(), user_name(os.getuid())
     if plan.asks_server:
-        return plan, state
+        return plan.vipu.partition, state
     count = plan.num_gpus_per_host if plan.devices else plan.num_ipus_per_host
-    return in_only_partition(plan, state, count, lambda owner: owner == user, tell), state
+    return choose_partition(plan, state, count, user.__eq__, log), state
 
 
-def ipu_claims(plan: LaunchPlan, facts: MachineFacts | None, *, is_fixed: bool) -> "Sequence[IpuClaim | GpuClaim]":
-    """The claims of a job on virtual IPUs and on GPUs of this machine; see :func:`leased_here`."""
-    claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan)] if plan.leases_ipus else []
+def ipu_claims(
+    plan: LaunchPlan, partition: str | None, facts: MachineFacts | None, *, is_fixed: bool
+) -> "Sequence[IpuClaim | GpuClaim]":
+    """The claims of a job on virtual IPUs and on GPUs of this machine; see :func:`leased_here`.
+
+    A pod's IPUs are in the ``partition``, and the GPUs beside them in none.
+    """
+    claims: list[IpuClaim | GpuClaim] = [IpuClaim(plan, partition)] if plan.leases_ipus else []
     if plan.devices:
         gpus = find_gpus(os.environ) if facts is None else facts.gpus
-        claims.append(GpuClaim(plan, gpus, is_fixed=is_fixed))
+        is_beside = plan.leases_ipus or plan.asks_server
+        claims.append(GpuClaim(plan, None if is_beside else partition, gpus, is_fixed=is_fixed))
     return claims
 
 
 @contextmanager
 def _inherited_or_leased(
-    job: HeldJob, claim: "IpuClaim | GpuClaim", state: PoolState, tell: Tell
-) -> Iterator[HeldJob]:
+    job: LeasedPlan, claim: "IpuClaim | GpuClaim", state: PoolState, log: Log
+) -> Iterator[LeasedPlan]:
     inherited = _inherited(claim.cluster, state) if job.plan.devices else []
     if len(inherited) >= claim.num_ipus:
         names = inherited[: claim.num_ipus]
-        yield job.given(claim.plan_on(job.plan, names), claim.lease(names))
+        yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
         return
-    with _leased(job, claim, tell) as held:
+    with _leased(job, claim, log) as held:
         yield held
 
 
 @contextmanager
-def _leased(job: HeldJob, claim: "LocalClaim", tell: Tell) -> Iterator[HeldJob]:
+def _leased(job: LeasedPlan, claim: "LocalClaim", log: Log) -> Iterator[LeasedPlan]:
     try:
-        names = claim.wait_until_granted(claim.plan.vipu, tell)
-        yield job.given(claim.plan_on(job.plan, names), claim.lease(names))
+        names = claim.wait_until_granted(job.plan.vipu, log)
+        yield job.with_leases(claim.devices_with(job.given, names), claim.lease(names))
     finally:
-        claim.give_back(tell)
+        claim.give_back(log)
 
 
 class LocalClaim(Claim):
-    """A claim on the pool of this machine.
+    """A claim of ``plan`` on the pool of this machine, which has the IPUs of ``cluster`` to choose from."""
 
-    Args:
-        plan: The job.
-        cluster: What there is to choose from.
-    """
+    _requested: PoolRequest
 
-    _wish: Wish
-
-    def __init__(self, plan: LaunchPlan, cluster: Cluster) -> None:
+    def __init__(self, plan: LaunchPlan, partition: str | None, cluster: Cluster) -> None:
+        super().__init__(partition)
         self.plan = plan
         self.cluster = cluster
-        self.pool = _pool_of(plan)
+        self._pool = _pool_of(plan)
         self._ticket: Ticket | None = None
 
     @abstractmethod
-    def wish(self) -> Wish:
+    def request(self) -> PoolRequest:
         """What the job wants of the cluster."""
 
     @abstractmethod
-    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
-        """``plan``, which has what was granted before, on what was granted now."""
+    def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
+        """``given``, which the job has been given before, with what was granted now."""
 
-    def _ask(self) -> tuple[str, ...]:
-        self._wish = self.wish()
+    def _request(self) -> tuple[str, ...]:
+        self._requested = self.request()
         if self._ticket is None:
-            self._ticket = self.pool.ask(shlex.join(self.plan.program), self._wish)
+            self._ticket = self._pool.enqueue(this_process(shlex.join(self.plan.program)), self._requested)
         else:
-            self._ticket = self.pool.try_again(self._ticket, self._wish)
+            self._ticket = self._pool.retry(self._ticket, self._requested)
         return self._ticket.ipus
 
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -154,13 +157,13 @@ class LocalClaim(Claim):
             is_occupied = any(ipu.occupants for ipu in self.cluster.ipus) and not self.plan.vipu.shares_devices
             timeout_seconds = _OCCUPANTS_SECONDS if is_occupied else float("inf")
         if self._ticket is not None:
-            wait_for_turn(self.pool, self._ticket, self._wish, timeout_seconds)
+            wait_for_turn(self._pool, self._ticket, self._requested, timeout_seconds)
 
     def _refusal(self, *, advises: bool) -> str:
-        state = self.pool.state()
+        state = self._pool.state()
         shares, own = self.plan.vipu.shares_devices, 0 if self._ticket is None else self._ticket.id
-        words = refusal(self._wish, self.cluster, state, own=own, shares=shares, advises=advises)
-        if all(lease.holder.key is None for lease in state.leases) or is_served(self.pool.path):
+        words = refusal(self._requested, self.cluster, state, own=own, shares=shares, advises=advises)
+        if all(lease.holder.key is None for lease in state.leases) or is_served(self._pool.path):
             return words
         return (
             f"{words}\n  no server hands out this pool now, and without one the leases of other hosts (user@host) "
@@ -169,71 +172,69 @@ class LocalClaim(Claim):
 
     def lease(self, names: Sequence[str]) -> HeldLease:
         """The lease on what was granted."""
-        held = held_ipus(self.plan, self.cluster, names, self.pool.path)
+        held = held_lease(self.plan, self.cluster, names, self._pool.path, self.partition)
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
 
-    def give_back(self, tell: Tell) -> None:
+    def give_back(self, log: Log) -> None:
         """Give everything back; where that cannot be written any more, the end of this process ends the lease."""
         if self._ticket is not None:
             try:
-                self.pool.release(self._ticket)
+                self._pool.release(self._ticket)
             except PoolError as error:
-                tell(f"warning: {error}")
+                log(f"warning: {error}")
 
 
 class IpuClaim(LocalClaim):
     """A claim on virtual IPUs of this machine that are counted or named: of a pod, or shares of the cores."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
-        super().__init__(plan, _ipus_here(plan))
+    def __init__(self, plan: LaunchPlan, partition: str | None) -> None:
+        super().__init__(plan, partition, _ipus_here(plan, partition))
         self.num_ipus = plan.num_ipus_per_host
-        allocation = None if plan.vipu.pod is None else allocation_of(self.cluster, plan.vipu)
-        num_domains = max(1, plan.num_ilds // len(plan.hosts))
-        wish = replace(wished_ipus(plan, self.num_ipus, allocation), num_domains=num_domains)
-        wish.check(self.cluster, " of them here")
-        self._wished = wish.of(self.cluster)
+        wanted = request_ipus(
+            plan,
+            self.num_ipus,
+            partition,
+            num_domains=max(1, plan.num_ilds // len(plan.hosts)),
+            allocation=None if plan.vipu.pod is None else allocation_of(self.cluster, plan.vipu),
+        )
+        wanted.check(self.cluster, " of them here")
+        self._wanted = wanted.of(self.cluster)
 
-    def wish(self) -> Wish:
+    def request(self) -> PoolRequest:
         """As many virtual IPUs as the replicas have."""
-        return self._wished
+        return self._wanted
 
-    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
-        """``plan`` on the cores that the virtual IPUs stand for, if they stand for such."""
-        return with_ipus(plan, self.cluster, names, num_hosts=1)
+    def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
+        """The cores that the virtual IPUs stand for, where they stand for counted ones of a CPU."""
+        check_domains(self.plan, self.cluster, names, self.partition, num_hosts=1)
+        if self.plan.vipu.ipus_per_host is None or self.plan.devices or self.cluster.kind != CPU:
+            return given
+        return replace(given, cores=cores_of_ipus(self.plan, self.cluster, names))
 
 
 class GpuClaim(LocalClaim):
-    """A claim on GPUs of this machine.
+    """A claim on GPUs of this machine, if ``is_fixed`` on just those that the plan names."""
 
-    Args:
-        plan: The job.
-        gpus: The GPUs of this machine.
-        is_fixed: Whether the job needs just those devices that its plan names.
-    """
-
-    def __init__(self, plan: LaunchPlan, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
-        is_beside = plan.leases_ipus or plan.asks_server  # then the partition is one of those virtual IPUs
-        named = replace(plan.vipu, partition=None if is_beside else plan.vipu.partition, num_ilds=None)
-        plan = replace(plan, vipu=named)
-        super().__init__(plan, _gpus_here(plan, gpus))
+    def __init__(self, plan: LaunchPlan, partition: str | None, gpus: Sequence[Gpu], *, is_fixed: bool) -> None:
+        super().__init__(plan, partition, _gpus_here(plan, gpus))
         self.num_ipus = plan.num_gpus_per_host
         self._is_fixed = is_fixed
-        self._plain_wish = wished_ipus(plan, self.num_ipus)
-        self._plain_wish.check(self.cluster, " of them here")
+        self._wanted = request_ipus(plan, self.num_ipus, partition)
+        self._wanted.check(self.cluster, " of them here")
 
-    def _ask(self) -> tuple[str, ...]:
+    def _request(self) -> tuple[str, ...]:
         if self._ticket is not None:
             self.cluster = _gpus_here(self.plan, find_gpus(os.environ))
-        return super()._ask()
+        return super()._request()
 
-    def wish(self) -> Wish:
+    def request(self) -> PoolRequest:
         """As many GPUs as the instances use, or just those that the plan names."""
-        wish = self._plain_wish.of(self.cluster)
-        return replace(wish, choose=self._choose_fixed) if self._is_fixed else wish
+        request = self._wanted.of(self.cluster)
+        return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
-    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
-        """``plan`` on the GPUs."""
-        return with_gpus(plan, self.cluster, names)
+    def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
+        """The GPUs as CUDA calls them."""
+        return replace(given, devices=devices_called(self.plan, self.cluster, names))
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         by_device = {ipu.device: ipu for ipu in self.cluster.ipus}
@@ -248,45 +249,42 @@ class CoreClaim(LocalClaim):
     Args:
         plan: The job.
         facts: What the job may use of the machine; None when it needs just those cores that its plan names.
+        given: What the job has been given before.
     """
 
-    def __init__(self, plan: LaunchPlan, facts: MachineFacts | None) -> None:
-        self.placed = plan
-        """The plan on the cores that were chosen last."""
+    def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:
         self._facts = facts
+        self._given = given
         cpus = () if facts is None else facts.cpus or flat_map(facts.cores)
         self._siblings = {cpu: [_core_name(each.number) for each in cpus if each.core == cpu.core] for cpu in cpus}
-        there = (cpu.number for cpu in cpus) if cpus else _bound(plan)
-        super().__init__(plan, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(there)))
+        there = (cpu.number for cpu in cpus) if cpus else _bound(given.bindings)
+        super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(there)))
 
-    def wish(self) -> Wish:
+    def request(self) -> PoolRequest:
         """As many cores as there are threads, or just those that the plan names; they are the same at any time."""
         threads = self.plan.num_instances_per_host * (self.plan.threads_per_replica or 1)
-        num_cores = len(_bound(self.plan)) if self._facts is None else threads
-        return Wish(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
+        num_cores = len(_bound(self._given.bindings)) if self._facts is None else threads
+        return PoolRequest(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
 
-    def plan_on(self, plan: LaunchPlan, names: Sequence[str]) -> LaunchPlan:
-        """``plan`` on the cores that were chosen."""
+    def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
+        """The instances bound to the cores that were chosen."""
         del names
-        return replace(plan, bindings=self.placed.bindings)
-
-    def lease(self, names: Sequence[str]) -> HeldLease:
-        """The lease on the cores, which belong to no partition."""
-        return replace(super().lease(names), partition=None)
+        return replace(given, bindings=self._given.bindings)
 
     def _choose(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
         """The cores for the job beside those that are taken; of a physical core all hardware threads or none."""
         if self._facts is None:
-            wanted = _cores(_bound(self.plan))
+            wanted = _cores(_bound(self._given.bindings))
             return () if any(core.name in taken for core in wanted) else wanted
         free = tuple(cpu for cpu, names in self._siblings.items() if not any(name in taken for name in names))
         if not free:
             return ()
         try:
-            self.placed = place(self.plan, self._facts.with_cpus(free))
+            bindings = place(self.plan, self._facts.with_cpus(free), self._given)
         except PlanError:
             return ()
-        return _cores(_bound(self.placed))
+        self._given = replace(self._given, bindings=bindings)
+        return _cores(_bound(bindings))
 
 
 def _pool_of(plan: LaunchPlan) -> Pool:
@@ -302,11 +300,11 @@ def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
     return [ipu.name for ipu in cluster.ipus if ipu.name in held]
 
 
-def _ipus_here(plan: LaunchPlan) -> Cluster:
+def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
     """The virtual IPUs that a job may be given; a CPU that nobody has counted has one for each core, or more."""
     vipu = plan.vipu
     num_ipus = vipu.ipus_per_host
-    if num_ipus is None and vipu.partition is None:
+    if num_ipus is None and partition is None:
         num_ipus = max(len(plan.cores), plan.num_ipus_per_host)
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     return choose_cluster(socket.gethostname(), (), len(plan.cores), ipus_per_host=num_ipus, pod=pod)
@@ -317,11 +315,11 @@ def _gpus_here(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
     return gpu_cluster(socket.gethostname(), gpus[: plan.vipu.ipus_per_host])
 
 
-def _bound(plan: LaunchPlan) -> list[int]:
-    return sorted({core for binding in plan.bindings for core in binding.cores})
+def _bound(bindings: Iterable[Binding]) -> list[int]:
+    return sorted({core for binding in bindings for core in binding.cores})
 
 
-def _cores(numbers: Collection[int] | Iterator[int]) -> tuple[VirtualIpu, ...]:
+def _cores(numbers: Iterable[int]) -> tuple[VirtualIpu, ...]:
     return tuple(VirtualIpu(index=number, name=_core_name(number)) for number in numbers)
 
 

@@ -1,21 +1,21 @@
 """The client of a pool of virtual IPUs: what poprun asks before it plans, in a dry run, and when a job starts.
 
 A job takes what it needs from the pool of this machine (`local_lease`), from the pools of its hosts
-(`host_leases`), or from that of a server (`server_lease`). It is the same story each time: a wish, a place in the
-queue, a lease that is held, and everything given back.
+(`host_leases`), or from that of a server (`server_lease`): each time by a request, a place in the queue, and a
+lease that is held until the job has ended.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from poprun.devices.lease.claims import HeldJob
-from poprun.devices.lease.local_lease import LocalClaim, in_own_partition, ipu_claims, leased_here
+from poprun.devices.lease.claims import LeasedPlan
+from poprun.devices.lease.local_lease import LocalClaim, ipu_claims, leased_here, own_partition
 from poprun.devices.pool.clusters import check_names, pod_of
 from poprun.devices.pool.place import pool_folder
 from poprun.devices.pool.pool import Pool
 from poprun.devices.pool.records import PoolState, fold_names
-from poprun.devices.pool.requests import Wish, refusal
+from poprun.devices.pool.requests import PoolRequest, refusal
 from poprun.errors import IpusTakenError, PoprunError
 from poprun.hosts.routes import JobNetwork
 from poprun.plan.inventory import Cluster
@@ -60,7 +60,7 @@ def facts_under_pool(
 
 
 @contextmanager
-def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[HeldJob]:
+def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
     """Hold what a job needs, on all of its hosts, for the length of a block; the job with it.
 
     Args:
@@ -77,7 +77,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
     """
     is_fixed = facts is None
     with ExitStack() as stack:
-        job = HeldJob(plan=plan, network=network)
+        job = LeasedPlan(plan=plan, given=plan.named_devices, network=network)
         if plan.asks_server:
             from poprun.devices.lease.server_lease import leased_from_server  # noqa: PLC0415 - few jobs ask a server
 
@@ -104,11 +104,12 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
         where = "each of " if len(plan.hosts) > 1 else ""
         return f"would lease {' and '.join(counts)} on {where}{fold_hosts(plan.hosts)}, from the pool of each host"
     try:
-        plan, state = in_own_partition(plan, screen.log)
-        told = [_would_lease(claim, state) for claim in ipu_claims(plan, facts, is_fixed=False)]
+        partition, state = own_partition(plan, screen.log)
+        claims = ipu_claims(plan, partition, facts, is_fixed=False)
+        shown = [_would_lease(claim, state) for claim in claims]
     except PoprunError as error:
         return f"would not start now: {error}"
-    return f"would lease {' and '.join(told)}, from the pool {pool_folder(plan.vipu.pool)}"
+    return f"would lease {' and '.join(shown)}, from the pool {pool_folder(plan.vipu.pool)}"
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
@@ -117,26 +118,26 @@ def _would_lease(claim: LocalClaim, state: PoolState) -> str:
     Raises:
         IpusTakenError: If it would have to wait.
     """
-    wish = claim.wish()
-    chosen = _chosen(wish, state)
+    request = claim.request()
+    chosen = _chosen(request, state)
     if not chosen:
         shares = claim.plan.vipu.shares_devices
-        raise IpusTakenError(refusal(wish, claim.cluster, state, own=0, shares=shares))
+        raise IpusTakenError(refusal(request, claim.cluster, state, own=0, shares=shares))
     ipus = fold_names(claim.lease(chosen).names)
-    if wish.partition is None:
+    if request.partition is None:
         return ipus
-    made = "" if state.partition(wish.partition.name) is not None else ", made for it"
-    return f"partition {wish.partition.name}{made}: {ipus}"
+    made = "" if state.partition(request.partition.name) is not None else ", made for it"
+    return f"partition {request.partition.name}{made}: {ipus}"
 
 
-def _chosen(wish: Wish, state: PoolState) -> Sequence[str]:
+def _chosen(request: PoolRequest, state: PoolState) -> Sequence[str]:
     """Names of the IPUs that a job would be given; none where it would have to wait."""
-    wanted = wish.partition
+    wanted = request.partition
     found = None if wanted is None else state.partition(wanted.name)
     if wanted is None or found is None:
-        return [ipu.name for ipu in wish.choose(state.taken)]
+        return [ipu.name for ipu in request.choose(state.taken)]
     if found.lease is not None:
         return ()
-    if wanted.must_change(found, wish.is_known):
-        return [ipu.name for ipu in wish.choose(state.taken - set(found.ipus))]
+    if wanted.must_change(found, request.is_known):
+        return [ipu.name for ipu in request.choose(state.taken - set(found.ipus))]
     return found.ipus

@@ -22,23 +22,24 @@ from typing import Final
 from poprun.devices.lease.claims import (
     ATTEMPT_SECONDS,
     Claim,
-    HeldJob,
-    held_ipus,
-    in_only_partition,
-    wished_ipus,
-    with_gpus,
-    with_ipus,
+    LeasedPlan,
+    check_domains,
+    choose_partition,
+    cores_of_ipus,
+    devices_called,
+    held_lease,
+    request_ipus,
 )
 from poprun.devices.pool.clusters import check_hosts_of
 from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.records import PoolState
-from poprun.devices.pool.requests import IpuWish, refusal
+from poprun.devices.pool.requests import IpuRequest, refusal
 from poprun.devices.server.server_client import RemotePool, pool_at
 from poprun.devices.server.server_connection import ServerAddress
 from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest, ServedPool
 from poprun.errors import LaunchError, PartitionError, PlanError, PoprunError, ServerLostError
 from poprun.plan.inventory import CPU, GPU, POD, Cluster
-from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.pods import allocation_of, share_of
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
@@ -66,34 +67,36 @@ def under_server(vipu: VipuSettings, facts: MachineFacts) -> tuple[MachineFacts,
 
 
 @contextmanager
-def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
+def leased_from_server(job: LeasedPlan) -> Iterator[LeasedPlan]:
     """Hold the virtual IPUs of a job for the length of a block; the job with them.
 
     A job that a program of another job starts runs on that one's virtual IPUs, and needs no lease of its own.
     """
-    pool = _pool_of(job.plan.vipu)
+    plan, pool = job.plan, _pool_of(job.plan.vipu)
     served = pool.served()
-    check_place(job.plan, served, boot_id())
+    check_place(plan, served, boot_id())
     is_gpus = served.cluster.kind == GPU
-    num_ipus = (job.plan.num_gpus_per_host if is_gpus else job.plan.num_ipus_per_host) * len(job.plan.hosts)
+    num_ipus = (plan.num_gpus_per_host if is_gpus else plan.num_ipus_per_host) * len(plan.hosts)
     user = user_name(os.getuid())
-    plan = in_only_partition(
-        job.plan, served.state, num_ipus, lambda owner: owner.partition("@")[0] == user, screen.log
+    partition = choose_partition(
+        plan, served.state, num_ipus, lambda owner: owner.partition("@")[0] == user, screen.log
     )
     aliases = names_of_this_machine(served.cluster.hosts)
     cluster = as_here(served.cluster, find_gpus(os.environ)) if is_gpus else served.cluster
     hosts = hosts_in(plan.hosts, cluster, aliases)
 
-    def held(names: Sequence[str], descriptor: int | None = None) -> HeldJob:
-        lease = replace(held_ipus(plan, cluster, names, str(pool.server)), descriptor=descriptor)
-        return replace(job.given(on_ipus(plan, cluster, hosts, names), lease), has_gpus=is_gpus)
+    def held(names: Sequence[str], descriptor: int | None = None) -> LeasedPlan:
+        lease = replace(held_lease(plan, cluster, names, str(pool.server), partition), descriptor=descriptor)
+        given = given_ipus(plan, cluster, hosts, names, partition)
+        return replace(job.with_leases(given, lease), has_gpus=is_gpus)
 
     above = _held_above(served.state)
     if num_ipus <= len(above):
         yield held(above)
         return
-    wish = wished_ipus(plan, num_ipus, allocation_of(cluster, plan.vipu), hosts)
-    claim = ServerClaim(pool, wish, shlex.join(plan.program))
+    allocation = allocation_of(cluster, plan.vipu)
+    wanted = request_ipus(plan, num_ipus, partition, num_domains=plan.num_ilds, allocation=allocation, hosts=hosts)
+    claim = ServerClaim(pool, wanted, shlex.join(plan.program))
     try:
         names = claim.wait_until_granted(plan.vipu, screen.log)
     except BaseException:
@@ -105,15 +108,10 @@ def leased_from_server(job: HeldJob) -> Iterator[HeldJob]:
 
 
 class ServerClaim(Claim):
-    """A claim on the pool that a server hands out.
+    """A claim on the pool that a server hands out, by a job that runs ``words``."""
 
-    Args:
-        pool: The pool.
-        wish: What the job wants.
-        words: What it runs.
-    """
-
-    def __init__(self, pool: RemotePool, wish: IpuWish, words: str) -> None:
+    def __init__(self, pool: RemotePool, wanted: IpuRequest, words: str) -> None:
+        super().__init__(None if wanted.partition is None else wanted.partition.name)
         key = key_of(os.getpid())
         self.request = LeaseRequest(
             key=secrets.token_hex(16),
@@ -122,13 +120,13 @@ class ServerClaim(Claim):
             user=user_name(os.getuid()),
             host=socket.gethostname(),
             words=words[:_MOST_LETTERS],
-            wish=wish,
+            wanted=wanted,
         )
         self._pool = pool
         self._answer: LeaseAnswer | None = None
 
-    def _ask(self) -> tuple[str, ...]:
-        self._answer = self._pool.take_lease(self.request) if self._answer is None else self._ask_again()
+    def _request(self) -> tuple[str, ...]:
+        self._answer = self._pool.take_lease(self.request) if self._answer is None else self._request_again()
         return self._answer.ipus
 
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -136,13 +134,13 @@ class ServerClaim(Claim):
         time.sleep(pause_seconds if timeout_seconds is None else timeout_seconds)
 
     def _refusal(self, *, advises: bool) -> str:
-        served, wish = self._pool.served(), self.request.wish
+        served, wanted = self._pool.served(), self.request.wanted
         return refusal(
-            wish.of(served.cluster),
+            wanted.of(served.cluster),
             served.cluster,
             served.state,
             own=0 if self._answer is None else self._answer.id,
-            shares=wish.shares_devices,
+            shares=wanted.shares_devices,
             advises=advises,
             place=f"in {served.cluster.name} at {self._pool.server}",
         )
@@ -152,20 +150,20 @@ class ServerClaim(Claim):
         with suppress(PoprunError):
             self._pool.end_lease(self.request.key)
 
-    def _ask_again(self) -> LeaseAnswer:
-        """Ask, also while the server is being started again."""
+    def _request_again(self) -> LeaseAnswer:
+        """Ask again, also while the server is being started again."""
         patience_seconds = self._pool.server.timeout_seconds
         deadline = time.monotonic() + patience_seconds
-        is_told = False
+        is_logged = False
         while True:
             try:
                 return self._pool.take_lease(self.request)
             except ServerLostError as error:
                 if time.monotonic() + ATTEMPT_SECONDS > deadline:
                     raise
-                if not is_told:
+                if not is_logged:
                     screen.log(f"warning: {error}; waiting for it, {patience_seconds:g} s at most")
-                is_told = True
+                is_logged = True
                 time.sleep(ATTEMPT_SECONDS)
 
 
@@ -252,32 +250,38 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
     return found if cluster.hosts else ()
 
 
-def on_ipus(plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str]) -> LaunchPlan:
-    """``plan`` on what it was given.
+def given_ipus(
+    plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str], partition: str | None
+) -> LeasedDevices:
+    """What ``plan`` runs on with what the server gave it.
 
     Args:
         plan: The job.
         cluster: What the server hands out; of GPUs as :func:`as_here` gives it.
         hosts: The hosts of the job as the cluster calls them; none where it names no hosts.
         names: Names of the IPUs that the job was given.
+        partition: The partition that they are, or None.
     """
     if cluster.kind == GPU:
         in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]
         _check_visible(cluster, in_slot_order[: plan.num_gpus_per_host])
-        return with_gpus(plan, cluster, in_slot_order)
+        return replace(plan.named_devices, devices=devices_called(plan, cluster, in_slot_order))
     for host in hosts:
-        _check_share(plan, cluster, host, names)
-    if cluster.kind == CPU and not cluster.is_open:
-        plan = replace(plan, vipu=replace(plan.vipu, ipus_per_host=len(cluster.ipus)))
-    return with_ipus(plan, cluster, names, num_hosts=len(plan.hosts))
+        _check_share(plan, cluster, host, names, partition)
+    check_domains(plan, cluster, names, partition, num_hosts=len(plan.hosts))
+    if cluster.kind != CPU or cluster.is_open:
+        return plan.named_devices
+    return replace(plan.named_devices, cores=cores_of_ipus(plan, cluster, names))
 
 
-def _check_share(plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str]) -> None:
+def _check_share(
+    plan: LaunchPlan, cluster: Cluster, host: str, names: Sequence[str], partition: str | None
+) -> None:
     """Check that the job was given as many IPUs of a host as it uses there."""
     count = sum(ipu.name in names for ipu in share_of(cluster, host))
     if count < plan.num_ipus_per_host:
         raise PartitionError(
-            f"partition {plan.vipu.partition} has {count} IPUs of {host}, and the job uses "
+            f"partition {partition} has {count} IPUs of {host}, and the job uses "
             f"{plan.num_ipus_per_host} there: choose the hosts that it lies on with --host, or leave it to poprun "
             "to make one"
         )

@@ -20,10 +20,9 @@ from poprun.devices.pool.contents import (
     write_partition,
 )
 from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
-from poprun.devices.pool.holders import this_process
 from poprun.devices.pool.pool_rows import StoredLease, StoredPartition
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
-from poprun.devices.pool.requests import PartitionWish, Wish
+from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
 from poprun.plan.counts import check_count
 from poprun.plan.inventory import Cluster, VirtualIpu, size_of_partition
@@ -32,18 +31,19 @@ from poprun.process.process_tree import user_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """This process's lease, or its place in the queue for one.
+    """A lease, or a place in the queue for one, of this process or of a client of this server.
 
     Attributes:
         id: The number of the lease.
         key: What its files in the pool are called.
-        descriptor: The locked file that is the lease: as long as a process has it open, the lease lasts.
+        descriptor: The locked file that is the lease: as long as a process has it open, the lease lasts. None for
+            a client of a server, which ends the lease itself.
         ipus: Names of the IPUs that it holds, in slot order; empty while it waits.
     """
 
     id: int
     key: str
-    descriptor: int
+    descriptor: int | None = None
     ipus: tuple[str, ...] = ()
 
 
@@ -69,69 +69,54 @@ class Pool:
         except FileNotFoundError:
             return PoolState()
 
-    def ask(self, words: str, wish: Wish) -> Ticket:
-        """Stand at the end of the queue, and take what is wished for if nobody stands before and it is free.
-
-        Args:
-            words: What this process runs, for others to read.
-            wish: What it wants.
+    def enqueue(self, holder: Holder, request: PoolRequest) -> Ticket:
+        """Queue at the end for ``holder``; it has what is requested if nobody stands before and it is free.
 
         Raises:
-            PartitionError: If the partition that it wants does not fit.
+            PartitionError: If the partition that is requested does not fit; then nothing is left in the queue.
         """
         with self._writing() as (folder, contents):
-            key = secrets.token_hex(16)
-            lease = _lease(contents, this_process(words), wish)
-            descriptor = make_lock(folder, key)
+            key = holder.key or secrets.token_hex(16)
+            lease = Lease(
+                id=contents.next_number,
+                holder=holder,
+                since_epoch_seconds=time.time(),
+                num_ipus=request.num_ipus,
+                queue=request.queue,
+            )
+            descriptor = make_lock(folder, key) if holder.key is None else None
             try:
                 stored = StoredLease(key=key, uid=os.geteuid(), lease=lease)
-                ipus = _take(folder, contents, stored, wish)
+                ipus = _take(folder, contents, stored, request)
                 if not ipus:
                     write_lease(folder, key, lease)
             except BaseException:
                 end_lease(folder, key)
-                os.close(descriptor)
+                if descriptor is not None:
+                    os.close(descriptor)
                 raise
         return Ticket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
-    def try_again(self, ticket: Ticket, wish: Wish) -> Ticket:
-        """Take what is wished for if nobody stands before this process by now, and it is free.
+    def retry(self, ticket: Ticket, request: PoolRequest) -> Ticket:
+        """Take what is requested if nobody stands before ``ticket`` by now, and it is free.
 
         Raises:
-            PartitionError: If the partition that it wants does not fit any more.
+            PartitionError: If the partition that is requested does not fit any more.
         """
         with self._writing() as (folder, contents):
-            return replace(ticket, ipus=_take(folder, contents, _own(contents, ticket.key), wish))
-
-    def enqueue(self, client: Holder, wish: Wish) -> Lease:
-        """Put a client of this server at the end of the queue; its lease, which waits."""
-        with self._writing() as (folder, contents):
-            lease = _lease(contents, client, wish)
-            write_lease(folder, _key_of(lease), lease)
-            return lease
-
-    def take(self, lease: Lease, wish: Wish) -> tuple[str, ...]:
-        """Give a client's lease that waits what it wishes for if nobody stands before it and it is free.
-
-        Returns:
-            Names of the IPUs; none while it waits.
-
-        Raises:
-            PartitionError: If the partition that it wants does not fit.
-        """
-        with self._writing() as (folder, contents):
-            return _take(folder, contents, _own(contents, _key_of(lease)), wish)
+            return replace(ticket, ipus=_take(folder, contents, _own(contents, ticket.key), request))
 
     def release(self, ticket: Ticket) -> None:
-        """Give everything back, and the partition that was made for this lease with it."""
-        try:
-            self._end(ticket.key)
-        finally:
-            os.close(ticket.descriptor)
+        """Give everything back, and the partition that was made for this lease with it.
 
-    def end(self, lease: Lease) -> None:
-        """Give back what a client of this server holds."""
-        self._end(_key_of(lease))
+        Only this user's own files are removed, so it needs no lock, whatever else stands in the pool.
+        """
+        try:
+            with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
+                end_lease(folder, ticket.key)
+        finally:
+            if ticket.descriptor is not None:
+                os.close(ticket.descriptor)
 
     def create_partition(
         self, name: str, cluster: Cluster, size: int, *, allocation: str | None = None, user: str | None = None
@@ -202,11 +187,6 @@ class Pool:
                 )
             return _give_ipus(folder, stored, chosen)
 
-    def _end(self, key: str) -> None:
-        """Remove the files of a lease of this user's, whatever else stands in the pool."""
-        with suppress(FileNotFoundError), opened_folder(self.path, makes=False) as folder:
-            end_lease(folder, key)
-
     @contextmanager
     def _writing(self) -> Iterator[tuple[PoolFolder, Contents]]:
         """A transaction that may write: the folder, which nobody else changes meanwhile, and what stands in it."""
@@ -216,22 +196,6 @@ class Pool:
             yield folder, contents
 
 
-def _lease(contents: Contents, holder: Holder, wish: Wish) -> Lease:
-    """A lease that waits, behind all others."""
-    return Lease(
-        id=contents.next_number,
-        holder=holder,
-        since_epoch_seconds=time.time(),
-        num_ipus=wish.num_ipus,
-        queue=wish.queue,
-    )
-
-
-def _key_of(lease: Lease) -> str:
-    """What the file of a client's lease is called: the client has made that up."""
-    return lease.holder.key or ""
-
-
 def _own(contents: Contents, key: str) -> StoredLease:
     found = next((stored for stored in contents.leases if stored.key == key), None)
     if found is None or found.uid != os.geteuid():
@@ -239,18 +203,18 @@ def _own(contents: Contents, key: str) -> StoredLease:
     return found
 
 
-def _take(folder: PoolFolder, contents: Contents, stored: StoredLease, wish: Wish) -> tuple[str, ...]:
+def _take(folder: PoolFolder, contents: Contents, stored: StoredLease, request: PoolRequest) -> tuple[str, ...]:
     """Give a lease what it wants; the names of its IPUs, none when it has to wait."""
     lease, state = stored.lease, contents.state
-    if any(other.id < lease.id for other in state.waiting(wish.queue)):
+    if any(other.id < lease.id for other in state.waiting(request.queue)):
         return ()
-    if wish.partition is not None:
-        ipus = listed = _take_partition(folder, contents, stored, wish, wish.partition)
+    if request.partition is not None:
+        ipus = listed = _take_partition(folder, contents, stored, request, request.partition)
     else:
-        chosen = wish.choose(state.taken)
+        chosen = request.choose(state.taken)
         ipus, listed = tuple(ipu.name for ipu in chosen), _in_order(chosen)
     held = {name for other in state.leases for name in other.ipus}
-    if not (state.taken if wish.partition is None else held).isdisjoint(ipus):
+    if not (state.taken if request.partition is None else held).isdisjoint(ipus):
         raise PoolError(f"pool {folder.path}: {', '.join(ipus)} cannot be held by two jobs")
     if ipus:
         write_lease(folder, stored.key, replace(lease, ipus=listed))
@@ -258,19 +222,19 @@ def _take(folder: PoolFolder, contents: Contents, stored: StoredLease, wish: Wis
 
 
 def _take_partition(
-    folder: PoolFolder, contents: Contents, lease: StoredLease, wish: Wish, wanted: PartitionWish
+    folder: PoolFolder, contents: Contents, lease: StoredLease, request: PoolRequest, wanted: PartitionRequest
 ) -> tuple[str, ...]:
     state = contents.state
     found = state.partition(wanted.name)
     if found is not None and found.lease is not None:
         return ()
-    if found is not None and not wanted.must_change(found, wish.is_known):
+    if found is not None and not wanted.must_change(found, request.is_known):
         return found.ipus
-    chosen = wish.choose(state.taken - set(() if found is None else found.ipus))
+    chosen = request.choose(state.taken - set(() if found is None else found.ipus))
     if not chosen:
         return ()
     if found is None:
-        stored = _new_partition(wanted.name, wish.cluster, wish.allocation, user=lease.lease.holder.user)
+        stored = _new_partition(wanted.name, request.cluster, request.allocation, user=lease.lease.holder.user)
         if wanted.is_temporary:
             stored = replace(stored, key=lease.key, partition=replace(stored.partition, is_temporary=True))
     else:
@@ -332,35 +296,29 @@ def _unused(state: PoolState, name: str) -> Partition:
     return partition
 
 
-_LOOK_SECONDS: Final = 0.02
-"""How often the first in the queue looks; others more rarely the further behind they are."""
+_POLL_SECONDS: Final = 0.02
+"""How often the first in the queue reads the pool; others more rarely the further behind they are."""
 _RAREST_SECONDS: Final = 1.0
 _PATIENT_SECONDS: Final = 60.0
-"""Whoever has waited for so long looks ten times more rarely."""
+"""After so long a wait the pool is read ten times more rarely."""
 
 
-def wait_for_turn(pool: Pool, ticket: Ticket, wish: Wish, timeout_seconds: float) -> None:
-    """Return when it is worth while to try again, or after ``timeout_seconds``.
+def wait_for_turn(pool: Pool, ticket: Ticket, request: PoolRequest, timeout_seconds: float) -> None:
+    """Return when a retry of ``ticket`` may be granted, or after ``timeout_seconds``.
 
-    That is when nobody who asked before waits for the same any more, and what is wished for is free, also because
+    That is when nobody who asked before waits for the same any more, and what is requested is free, also because
     a job has ended that could not give it back.
-
-    Args:
-        pool: The pool.
-        ticket: This process's place in the queue.
-        wish: What it waits for.
-        timeout_seconds: How long to wait at most.
     """
     began = time.monotonic()
     with opened_folder(pool.path, makes=True) as folder:
         while (waited := time.monotonic() - began) < timeout_seconds:
             state = read_contents(folder).state
-            before = sum(lease.id < ticket.id for lease in state.waiting(wish.queue))
-            if not before and wish.can_be_met(state):
+            before = sum(lease.id < ticket.id for lease in state.waiting(request.queue))
+            if not before and request.can_be_met(state):
                 return
             time.sleep(min(_pause(before, waited), timeout_seconds - waited))
 
 
 def _pause(num_before: int, waited_seconds: float) -> float:
-    seconds = _LOOK_SECONDS * (1 + num_before) * (10 if waited_seconds > _PATIENT_SECONDS else 1)
+    seconds = _POLL_SECONDS * (1 + num_before) * (10 if waited_seconds > _PATIENT_SECONDS else 1)
     return min(seconds, _RAREST_SECONDS)

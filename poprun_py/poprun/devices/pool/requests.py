@@ -20,7 +20,7 @@ Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionWish:
+class PartitionRequest:
     """The partition that a job wants to run in.
 
     Attributes:
@@ -65,7 +65,7 @@ class PartitionWish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PoolRequest:
     """What a job wants of a cluster: so many IPUs that are in no partition, or a partition.
 
     Attributes:
@@ -81,7 +81,7 @@ class Wish:
 
     num_ipus: int
     choose: Choose
-    partition: PartitionWish | None = None
+    partition: PartitionRequest | None = None
     cluster: str = ""
     allocation: str = ""
     is_known: Callable[[str], bool] = bool
@@ -101,7 +101,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IpuWish:
+class IpuRequest:
     """The virtual IPUs that a job wants, of whatever cluster: a value that can be sent.
 
     Attributes:
@@ -118,7 +118,7 @@ class IpuWish:
     hosts: tuple[str, ...] = ()
     allocation: str | None = None
     shares_devices: bool = False
-    partition: PartitionWish | None = None
+    partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
         """Check that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
@@ -134,8 +134,8 @@ class IpuWish:
             needed = counted(self.num_ipus, _NOUNS.get(cluster.kind, _IPU))
             raise PlanError(f"the job needs {needed}, and {whole} has {num_there}{where}")
 
-    def of(self, cluster: Cluster) -> Wish:
-        """The wish for IPUs of ``cluster``.
+    def of(self, cluster: Cluster) -> PoolRequest:
+        """The request for IPUs of ``cluster``.
 
         Raises:
             PartitionError: If as many IPUs do not divide over the hosts.
@@ -146,7 +146,7 @@ class IpuWish:
         if cluster.hosts and self.hosts:
             pick = self._on_hosts(cluster, num_chosen)
         occupied = {ipu.name for ipu in cluster.ipus if ipu.occupants and not self.shares_devices}
-        return Wish(
+        return PoolRequest(
             num_ipus=self.num_ipus,
             choose=lambda taken: pick(occupied.union(taken)),
             partition=self.partition,
@@ -180,7 +180,7 @@ _MOST_LINES: Final = 12
 
 
 def refusal(  # noqa: PLR0913 - all that the words tell of
-    wish: Wish,
+    request: PoolRequest,
     cluster: Cluster,
     state: PoolState,
     *,
@@ -192,7 +192,7 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
     """The words that say why a job does not get what it wants now, and who has it.
 
     Args:
-        wish: What it wants.
+        request: What it wants.
         cluster: The IPUs of the machine, with the processes that use them.
         state: What stands in the pool.
         own: Number of the job's own place in the queue.
@@ -200,17 +200,17 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
         advises: Whether to say what can be done about it.
         place: Where the cluster is.
     """
-    if wish.partition is not None and (found := state.partition(wish.partition.name)) is not None:
+    if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
         reason = f"partition {found.name} is in use"
         lease = state.lease(found.lease)
         lines = [f"{found.name}: {lease}"] if lease is not None else []
     else:
         free = [ipu for ipu in cluster.ipus if ipu.name not in state.taken and (shares or not ipu.occupants)]
         there = f"of {len(cluster.ipus)} {place}"
-        needed = counted(wish.num_ipus, _NOUNS.get(cluster.kind, _IPU))
+        needed = counted(request.num_ipus, _NOUNS.get(cluster.kind, _IPU))
         reason = f"the job needs {needed}, and {_is(len(free))} free {there}"
         lines = list(_holders(cluster, state, shares=shares))
-    before = [lease for lease in state.waiting(wish.queue) if lease.id < own]
+    before = [lease for lease in state.waiting(request.queue) if lease.id < own]
     lines += [f"waiting before it for {lease.num_ipus}: {lease}" for lease in before]
     shown = lines if len(lines) <= _MOST_LINES else [*lines[:_MOST_LINES], f"and {len(lines) - _MOST_LINES} more"]
     cure = "queue with --wait-for-devices"

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import Final
 
+from poprun.devices.pool.pool import Ticket
 from poprun.devices.pool.records import Lease, PoolState, fold_names
-from poprun.devices.pool.requests import Wish
 from poprun.devices.server.server_messages import LeaseAnswer, LeaseRequest
 from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import LeaseEndedError, PoprunError, ServerLostError
@@ -80,14 +80,14 @@ class ClientLeases:
     Args:
         local: The pool, which this server alone serves.
         lease_seconds: How long a lease lasts after it was renewed.
-        tell: Says what happens to leases.
+        log: Writes a line about what happens to leases.
     """
 
-    def __init__(self, local: LocalPool, lease_seconds: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, local: LocalPool, lease_seconds: float, log: Callable[[str], None]) -> None:
         self._local = local
         self._pool = local.pool
         self.lease_seconds = lease_seconds
-        self._tell = tell
+        self._log = log
         self._renewals = Renewals(lease_seconds, LOOK_SECONDS)
         self._lock = threading.Lock()
 
@@ -110,18 +110,12 @@ class ClientLeases:
             state = self._pool.state()
             leases = _by_key(state)
             lease = leases.get(request.key)
-            if lease is not None and not lease.is_waiting:
-                self._renewals.renew(request.key)
-                return LeaseAnswer(id=lease.id, ipus=lease.ipus, pause_seconds=0.0)
-            cluster = self._local.cluster()
-            request.wish.check(cluster)
-            wish = request.wish.of(cluster)
-            if lease is None:
-                if len(leases) >= MAX_CLIENTS:
-                    raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
-                lease = self._pool.enqueue(request.holder, wish)
+            if lease is None or lease.is_waiting:
+                answer = self._request(request, lease, state, len(leases))
+            else:
+                answer = LeaseAnswer(id=lease.id, ipus=lease.ipus, pause_seconds=0.0)
             self._renewals.renew(request.key)
-            return self._try(request, wish, lease, state)
+        return answer
 
     def renew(self, key: str) -> None:
         """Let a lease last for its whole time from now on.
@@ -149,32 +143,47 @@ class ClientLeases:
             for key in self._renewals.expired():
                 self._end(key, f"ended: nothing was heard of its job for {self.lease_seconds:g} s")
 
-    def _try(self, request: LeaseRequest, wish: Wish, lease: Lease, state: PoolState) -> LeaseAnswer:
-        """Take what is wished for if it is worth while to lock the pool for it."""
-        num_before = sum(other.id < lease.id for other in state.waiting(wish.queue))
-        ipus: tuple[str, ...] = ()
-        if not num_before and wish.can_be_met(state):
+    def _request(
+        self, request: LeaseRequest, lease: Lease | None, state: PoolState, num_clients: int
+    ) -> LeaseAnswer:
+        """Put the client into the queue, or retry its lease that waits where that may be granted."""
+        cluster = self._local.cluster()
+        request.wanted.check(cluster)
+        wanted = request.wanted.of(cluster)
+        if lease is None:
+            if num_clients >= MAX_CLIENTS:
+                raise ServerLostError(f"{MAX_CLIENTS} jobs hold or wait for virtual IPUs: try again later")
+            ticket = self._pool.enqueue(request.holder, wanted)
+        else:
+            ticket = _ticket(lease)
+        num_before = sum(other.id < ticket.id for other in state.waiting(wanted.queue))
+        if not ticket.ipus and not num_before and wanted.can_be_met(state):
             try:
-                ipus = self._pool.take(lease, wish)
+                ticket = self._pool.retry(ticket, wanted)
             except PoprunError:
-                self._pool.end(lease)
+                self._pool.release(ticket)
                 self._renewals.forget(request.key)
                 raise
-        if ipus:
-            self._tell(f"lease {lease.id}: {fold_names(ipus)} for {lease.holder}")
-            return LeaseAnswer(id=lease.id, ipus=ipus, pause_seconds=0.0)
-        pause = min(
-            _FIRST_PAUSE_SECONDS * (1 + num_before), _LONGEST_PAUSE_SECONDS, self.lease_seconds / _FEWEST_LOOKS
-        )
-        return LeaseAnswer(id=lease.id, ipus=(), pause_seconds=pause)
+        pause_seconds = 0.0
+        if ticket.ipus:
+            self._log(f"lease {ticket.id}: {fold_names(ticket.ipus)} for {request.holder}")
+        else:
+            pause_seconds = min(
+                _FIRST_PAUSE_SECONDS * (1 + num_before), _LONGEST_PAUSE_SECONDS, self.lease_seconds / _FEWEST_LOOKS
+            )
+        return LeaseAnswer(id=ticket.id, ipus=ticket.ipus, pause_seconds=pause_seconds)
 
     def _end(self, key: str, how: str) -> None:
         lease = _by_key(self._pool.state()).get(key)
         if lease is not None:
-            self._pool.end(lease)
-            self._tell(f"lease {lease.id}: {how} ({lease.holder})")
+            self._pool.release(_ticket(lease))
+            self._log(f"lease {lease.id}: {how} ({lease.holder})")
         self._renewals.forget(key)
 
 
 def _by_key(state: PoolState) -> dict[str, Lease]:
     return {lease.holder.key: lease for lease in state.leases if lease.holder.key is not None}
+
+
+def _ticket(lease: Lease) -> Ticket:
+    return Ticket(id=lease.id, key=lease.holder.key or "", ipus=lease.ipus)

@@ -19,7 +19,7 @@ from poprun.devices.pool.pool_rows import (
     text_of,
 )
 from poprun.devices.pool.records import REMOTE, Holder, PoolState, short_words
-from poprun.devices.pool.requests import IpuWish, PartitionWish
+from poprun.devices.pool.requests import IpuRequest, PartitionRequest
 from poprun.errors import PlanError
 from poprun.plan.inventory import Cluster, VirtualIpu
 from poprun.plan.topology import Occupant
@@ -44,7 +44,7 @@ class LeaseRequest:
         user: Whose it is.
         host: Where it runs.
         words: What it runs.
-        wish: What it wants.
+        wanted: What it wants.
     """
 
     key: str
@@ -53,7 +53,7 @@ class LeaseRequest:
     user: str
     host: str
     words: str
-    wish: IpuWish
+    wanted: IpuRequest
 
     @property
     def holder(self) -> Holder:
@@ -116,7 +116,7 @@ def key_of_lease(read: FieldReader) -> str:
 def read_request(values: object, source: str) -> LeaseRequest:
     """The request that a client sent; inverse of ``asdict``. What is no such request is a PlanError."""
     read = reader(values, source)
-    read.expect_keys(("key", "pid", "start_ticks", "user", "host", "words", "wish"))
+    read.expect_keys(("key", "pid", "start_ticks", "user", "host", "words", "wanted"))
     words = read.text("words")
     if len(words) > MAX_TEXT:
         raise PlanError(f"{source}: words must be {MAX_TEXT} characters at most")
@@ -127,32 +127,34 @@ def read_request(values: object, source: str) -> LeaseRequest:
         user=text_of(read, "user"),
         host=text_of(read, "host"),
         words="".join(letter if letter.isprintable() else "?" for letter in words),
-        wish=_read_wish(read.nested("wish")),
+        wanted=_read_ipu_request(read.nested("wanted")),
     )
 
 
-def _read_wish(read: FieldReader) -> IpuWish:
+def _read_ipu_request(read: FieldReader) -> IpuRequest:
     read.expect_keys(("num_ipus", "num_domains", "hosts", "allocation", "shares_devices", "partition"))
     hosts = read.texts("hosts")
     if len(hosts) > _MAX_HOSTS or not all(0 < len(host) <= MAX_TEXT and host.isprintable() for host in hosts):
         raise PlanError(f"{read.source}: {read.path}hosts must be {_MAX_HOSTS} names at most")
     num_ipus = number_of(read, "num_ipus", MAX_IPUS)
-    return IpuWish(
+    return IpuRequest(
         num_ipus=num_ipus,
         num_domains=number_of(read, "num_domains", MAX_IPUS),
         hosts=hosts,
         allocation=optional_text_of(read, "allocation"),
         shares_devices=read.flag("shares_devices"),
-        partition=None if read.is_null("partition") else _read_partition_wish(read.nested("partition"), num_ipus),
+        partition=None
+        if read.is_null("partition")
+        else _read_partition_request(read.nested("partition"), num_ipus),
     )
 
 
-def _read_partition_wish(read: FieldReader, num_ipus: int) -> PartitionWish:
-    wish = read.settings(PartitionWish)
+def _read_partition_request(read: FieldReader, num_ipus: int) -> PartitionRequest:
+    wanted = read.settings(PartitionRequest)
     text_of(read, "name")
     if number_of(read, "size", MAX_IPUS) < num_ipus:
         raise PlanError(f"{read.source}: {read.path}size must be num_ipus at least")
-    return wish
+    return wanted
 
 
 def read_answer(values: object, source: str) -> LeaseAnswer:

@@ -12,7 +12,7 @@ from poprun.job.outcome import JobEnd, exit_code, first_failure, shell_code
 from poprun.job.report.endings import name_code, signal_of
 from poprun.job.report.findings import Findings
 from poprun.job.state import InstanceStatus
-from poprun.plan.plan import LaunchPlan
+from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
 
@@ -23,7 +23,13 @@ _MILLISECONDS: Final = 1000
 
 
 def job_to_dict(
-    plan: LaunchPlan, job_id: str, ends: Sequence[JobEnd], error: str = "", leases: Sequence[HeldLease] = ()
+    plan: LaunchPlan,
+    job_id: str,
+    ends: Sequence[JobEnd],
+    *,
+    error: str = "",
+    leases: Sequence[HeldLease] = (),
+    given: LeasedDevices | None = None,
 ) -> dict[str, object]:
     """The job as values that JSON knows.
 
@@ -33,6 +39,7 @@ def job_to_dict(
         ends: How its attempts ended, in order; none when the first could not be started.
         error: Why poprun itself gave up; empty when it did not.
         leases: What the job held.
+        given: The devices and cores that leases gave it on this machine; None for those that its plan names.
     """
     return {
         "version": VERSION,
@@ -42,7 +49,7 @@ def job_to_dict(
         "error": error,
         "plan": plan_to_dict(plan),
         "leases": [_lease_to_dict(lease) for lease in leases],
-        "attempts": [_attempt_to_dict(plan, end) for end in ends],
+        "attempts": [_attempt_to_dict(plan, given, end) for end in ends],
     }
 
 
@@ -55,7 +62,7 @@ def _lease_to_dict(lease: HeldLease) -> dict[str, object]:
     return {"host": lease.host, "held": list(lease.names), "partition": lease.partition, "pool": lease.pool}
 
 
-def _attempt_to_dict(plan: LaunchPlan, end: JobEnd) -> dict[str, object]:
+def _attempt_to_dict(plan: LaunchPlan, given: LeasedDevices | None, end: JobEnd) -> dict[str, object]:
     failed = first_failure(end.statuses)
     return {
         "started_at": _utc(end.started_at_epoch_seconds),
@@ -67,12 +74,14 @@ def _attempt_to_dict(plan: LaunchPlan, end: JobEnd) -> dict[str, object]:
         "launcher_exit_code": None if end.launcher_code is None else shell_code(end.launcher_code),
         "launcher_excerpt": list((end.findings or Findings()).launcher_words.lines),
         "survivors": list(end.survivors),
-        "instances": [_instance_to_dict(plan, end, status) for status in end.statuses],
+        "instances": [
+            _instance_to_dict(plan.instance(status.index, given), end, status) for status in end.statuses
+        ],
     }
 
 
-def _instance_to_dict(plan: LaunchPlan, end: JobEnd, status: InstanceStatus) -> dict[str, object]:
-    instance, code = plan.instance(status.index), status.exit_code
+def _instance_to_dict(instance: InstancePlan, end: JobEnd, status: InstanceStatus) -> dict[str, object]:
+    code = status.exit_code
     findings = end.findings or Findings()
     words = findings.words_of(status.index)
     began, ended = status.started_at_seconds, status.exited_at_seconds
