@@ -1,6 +1,6 @@
 """The plan as a picture: golden files, and what holds for any plan.
 
-Holds poprun.render.picture.documents and poprun.render.picture.drawing.
+Holds poprun.render.picture.documents.
 """
 
 import re
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import VipuSettings
 from poprun.render import render_plan
-from poprun.render.picture.measures import MAX_WIDTH, Grid, measure
+from poprun.render.picture.blocks import Block, grid
+from poprun.render.picture.drawing import MAX_WIDTH
 from poprun.render.picture.scene import Gap, HostScene, make_scene
 from poprun.text.host_names import parse_hosts
 from poprun.text.screen import TopologyFormat
@@ -155,10 +156,11 @@ def test_a_picture_is_no_wider_than_a_screen(num_ipus: int, ipus_per_replica: in
     hosts = parse_hosts(f"n[0-{num_hosts - 1}]")
     num_instances = max(num_hosts, num_ipus // ipus_per_replica)
     plan = planned(CLUSTER_NODE, hosts=hosts, num_instances=num_instances, ipus_per_replica=ipus_per_replica)
-    cards = measure(make_scene(plan)).cards
     text = render_plan(plan, TopologyFormat.HTML)
+    width = re.search(r'<svg [^>]*width="(\d+)"', text)
 
-    assert cards.size[0] <= MAX_WIDTH < 1600
+    assert width is not None
+    assert int(width[1]) <= MAX_WIDTH + 2 < 1600
     assert min(int(size) for size in re.findall(r'font-size="(\d+)"', text)) >= (12 if num_ipus <= 256 else 11)
     assert len(text) < 1_000_000
 
@@ -166,22 +168,19 @@ def test_a_picture_is_no_wider_than_a_screen(num_ipus: int, ipus_per_replica: in
 @settings(deadline=None, max_examples=30)
 @given(plan=small_plans())
 def test_boxes_do_not_overlap(plan: LaunchPlan) -> None:
-    """What stands in a grid stands beside or below each other, and a host holds its instances."""
-    measures = measure(make_scene(plan))
+    """Hosts, instances and virtual IPUs stand beside or below each other; what holds others is around them."""
+    shapes = _shapes(_parsed(render_plan(plan, TopologyFormat.SVG)))
+    frames = {kind: shapes.get(kind, []) for kind in ("ild", "machine")}
 
-    for grid in (measures.chips, measures.boxes, measures.cards):
-        boxes = [(*grid.place(index), grid.width, grid.height) for index in range(grid.total)]
-        assert len(set(boxes)) == grid.total
-        assert all(x + width <= grid.size[0] and y + height <= grid.size[1] for x, y, width, height in boxes)
-        assert not any(_overlap(one, other) for one, other in combinations(boxes[:48], 2))
-        frames = [(frame.kind, (*frame.place, *frame.size)) for frame in grid.frames()]
-        for kind in ("ild", "machine"):
-            inside = [[box for box in boxes if _overlap(box, frame)] for its, frame in frames if its == kind]
-            assert sorted(box for some in inside for box in some) == sorted(boxes if inside else [])
-            assert len({len(some) for some in inside}) <= 1
-    assert measures.boxes.size[0] < measures.cards.width
-    assert measures.boxes.size[1] + measures.sizes.heading < measures.cards.height
-    assert measures.chips.size[0] < measures.boxes.width
+    for kind in ("card", "box", "ipu", "bar"):
+        assert not any(_overlap(one, other) for one, other in combinations(shapes[kind][:48], 2))
+    for outer, inner in (("card", "box"), ("box", "ipu"), ("box", "bar")):
+        assert all(sum(_holds(its, one) for its in shapes[outer]) == 1 for one in shapes[inner])
+    assert all(_holds(shapes["paper"][0], one) for kind in shapes for one in shapes[kind])
+    for its in frames.values():
+        held = [[box for box in shapes["box"] if _holds(frame, box)] for frame in its]
+        assert sorted(box for some in held for box in some) == sorted(shapes["box"] if its else [])
+        assert len({len(some) for some in held}) <= 1
 
 
 @pytest.mark.parametrize(
@@ -211,12 +210,17 @@ def test_what_is_framed(asked: dict[str, Any], domains: int, machines: int, band
     assert [f">ILD {number}<" in page for number in range(domains)] == [True] * domains
 
 
-def test_a_grid() -> None:
-    """Rows are filled from the left; the last one may be short."""
-    grid = Grid(total=5, columns=2, width=10, height=20, gap=3)
+@pytest.mark.parametrize(
+    ("count", "size", "max_width", "columns"),
+    [(1, (10, 10), 100, 1), (4, (60, 140), 1500, 4), (6, (100, 100), 1500, 3), (5, (10, 10), 25, 2)],
+)
+def test_a_grid(count: int, size: tuple[int, int], max_width: int, columns: int) -> None:
+    """Rows are full where that is near to the aspect, and no wider than they may be."""
+    drawn = grid([Block(*size, [str(index)]) for index in range(count)], 5, max_width)
+    rows = -(-count // columns)
 
-    assert grid.size == (23, 66)
-    assert [grid.place(index) for index in (0, 1, 4)] == [(0, 0), (13, 0), (0, 46)]
+    assert (drawn.width, drawn.height) == (columns * (size[0] + 5) - 5, rows * (size[1] + 5) - 5)
+    assert drawn.children[-1].startswith(f'<g transform="translate({(count - 1) % columns * (size[0] + 5)} ')
 
 
 @pytest.mark.parametrize(
@@ -243,6 +247,34 @@ def _overlap(one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -
     return all(
         one[axis] < other[axis] + other[axis + 2] and other[axis] < one[axis] + one[axis + 2] for axis in (0, 1)
     )
+
+
+def _holds(outer: tuple[int, int, int, int], inner: tuple[int, int, int, int]) -> bool:
+    """Whether one box lies within another."""
+    return all(
+        outer[axis] <= inner[axis] and inner[axis] + inner[axis + 2] <= outer[axis] + outer[axis + 2]
+        for axis in (0, 1)
+    )
+
+
+def _shapes(picture: ET.Element) -> dict[str, list[tuple[int, int, int, int]]]:
+    """Place and size of every rectangle but those of the legend, by its class."""
+    found: dict[str, list[tuple[int, int, int, int]]] = {}
+
+    def look(node: ET.Element, x: int, y: int) -> None:
+        moved = re.match(r"translate\((\d+) (\d+)\)", node.get("transform", ""))
+        x, y = (x + int(moved[1]), y + int(moved[2])) if moved else (x, y)
+        for rect in node.iterfind(f"{SVG}rect"):
+            at = x + int(rect.get("x", "0")), y + int(rect.get("y", "0"))
+            size = int(rect.get("width", "0")), int(rect.get("height", "0"))
+            kind, *more = rect.get("class", "").split()
+            found.setdefault("band" if "band" in more else kind, []).append((*at, *size))
+        for group in node.iterfind(f"{SVG}g"):
+            if group.get("class") != "h0":
+                look(group, x, y)
+
+    look(picture, 0, 0)
+    return found
 
 
 def _parsed(text: str) -> ET.Element:

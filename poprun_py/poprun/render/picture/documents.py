@@ -5,12 +5,13 @@ has the focus; the arrow keys move the focus.
 """
 
 import shlex
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.render.picture.drawing import draw, element, escaped, text
-from poprun.render.picture.measures import cut, text_width
+from poprun.render.picture.blocks import cut, element, escaped, text, text_width
+from poprun.render.picture.drawing import draw
 from poprun.render.picture.scene import make_scene
 from poprun.render.words import launcher_of, size_of, threads_of
 
@@ -28,7 +29,7 @@ _KEYS: Final = (
 
 def render_svg(plan: LaunchPlan) -> str:
     """``plan`` as an SVG document."""
-    drawing = draw(make_scene(plan), _titled_group)
+    drawing = draw(make_scene(plan), _with_title)
     title = f"poprun: {size_of(plan)}"
     width = max(drawing.width, text_width(title, 17)) + 2 * _MARGIN
     lines = [("title", 17, title)]
@@ -46,7 +47,7 @@ def render_svg(plan: LaunchPlan) -> str:
         element("style", "\n", _file("picture.css")),
         element("rect", class_="paper", width=width, height=height),
         *heading,
-        element("g", drawing.elements, transform=f"translate({_MARGIN} {top})"),
+        drawing.at(_MARGIN, top),
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width} {height}",
         width=width,
@@ -58,10 +59,10 @@ def render_svg(plan: LaunchPlan) -> str:
 def render_html(plan: LaunchPlan) -> str:
     """``plan`` as an HTML document."""
     title = f"poprun: {size_of(plan)}"
-    drawing = draw(make_scene(plan), _focusable_group)
+    drawing = draw(make_scene(plan), _focusable)
     picture = element(
         "svg",
-        drawing.elements.replace('tabindex="-1"', 'tabindex="0"', 1),  # where Tab comes in
+        "".join(drawing.children).replace('tabindex="-1"', 'tabindex="0"', 1),  # where Tab comes in
         role="group",
         aria_label=title,
         viewBox=f"-1 -1 {drawing.width + 2} {drawing.height + 2}",
@@ -91,22 +92,15 @@ def render_html(plan: LaunchPlan) -> str:
     return "\n".join(lines)
 
 
-def _titled_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
-    transform = f"translate({place[0]} {place[1]})"
-    return element("g", element("title", escaped(words)), *elements, "\n", class_=name, transform=transform)
+def _with_title(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
+    """What an SVG tells of a group: viewers show its title."""
+    del class_
+    return [element("title", escaped(words))], {}
 
 
-def _focusable_group(name: str, words: str, place: tuple[int, int], elements: list[str]) -> str:
-    return element(
-        "g",
-        *elements,
-        "\n",
-        class_=name,
-        tabindex=-1,
-        role="group" if name == "host" else "img",
-        aria_label=words,
-        transform=f"translate({place[0]} {place[1]})",
-    )
+def _focusable(class_: str, words: str) -> tuple[Sequence[str], Mapping[str, object]]:
+    """What a page tells of a group: its script shows the label of what has the focus."""
+    return [], {"tabindex": -1, "role": "group" if class_ == "host" else "img", "aria_label": words}
 
 
 def _file(name: str) -> str:

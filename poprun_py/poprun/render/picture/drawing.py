@@ -1,17 +1,27 @@
-"""A scene as elements of SVG. Colours are left to the style sheet, which knows dark from light.
+"""A scene drawn as blocks: virtual IPUs and replicas in instances, instances in hosts, hosts in a grid.
 
-Each host, instance and gap is a group with a text that tells all about it.
+Each host, instance and gap is a group with a text that tells all about it. The more there is to see the smaller
+everything is, but never illegible.
 """
 
-import re
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Final
 
 from poprun.plan.inventory import IPUS_PER_MACHINE
-from poprun.render.picture.measures import Measures, Nest, cut, label, measure, text_width
-from poprun.render.picture.scene import Framing, Gap, HostScene, InstanceScene, Scene
+from poprun.render.picture.blocks import (
+    Block,
+    cut,
+    element,
+    grid,
+    middle,
+    place_in_grid,
+    size_of_grid,
+    text,
+    text_width,
+)
+from poprun.render.picture.scene import Framing, Gap, HostScene, InstanceScene, Scene, framing
 from poprun.render.words import (
     describe_host,
     describe_instance,
@@ -19,199 +29,253 @@ from poprun.render.words import (
     describe_more_instances,
     domains_of,
     instances_of_host,
+    numbered,
     stands_for,
 )
 
-_FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What no XML document may hold (XML 1.0, section 2.2): words of a command line may."""
-
-
-def element(name: str, *children: str, **attributes: object) -> str:
-    """An element: ``<name attributes>children</name>``.
-
-    Attributes are escaped; children are markup already. An attribute that is None is left out. A `_` in its name
-    stands for a `-`, and at the end of its name for nothing.
-    """
-    words = [
-        f' {key.rstrip("_").replace("_", "-")}="{escaped(str(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    ]
-    return f"<{name}{''.join(words)}>{''.join(children)}</{name}>" if children else f"<{name}{''.join(words)}/>"
-
-
-def escaped(text: str) -> str:
-    """``text`` so that it stands in a document as it is; what no document may hold becomes U+FFFD."""
-    return escape(_FORBIDDEN.sub("\ufffd", text)).replace("\n", "&#10;")
-
-
 NUM_HUES: Final = 8
+
+MAX_WIDTH: Final = 1500
+"""Of a picture whose parts allow it: it fits a screen of 1,600 pixels."""
 
 _LEGEND: Final = 34
 """From the hosts to the base line of the legend."""
 
-Group = Callable[[str, str, tuple[int, int], list[str]], str]
-"""Makes a group of SVG from its class, its description, its place, and its elements."""
+_MIN_NAME: Final = 8
+"""Characters of a host's name that every host has room for."""
+
+Description = Callable[[str, str], tuple[Sequence[str], Mapping[str, object]]]
+"""What tells a reader of a group what it is: its first elements and attributes, from its class and its words."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """A picture: its size in pixels, and its elements."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSizes:
+    """The sizes of the smallest parts, in pixels.
 
-    width: int
-    height: int
-    elements: str
+    ``space`` is between the parts of an instance; twice that between instances. Up to ``max_bars`` replicas of an
+    instance each have a bar. Where ``is_wordy``, labels have words, however wide that makes an instance.
+    """
+
+    text: int
+    chip: tuple[int, int]
+    bar: int
+    space: int
+    max_bars: int
+    is_wordy: bool = False
+
+    @property
+    def heading(self) -> int:
+        """Height of a host's name with what is around it."""
+        return self.text + 2 * self.space + 6
 
 
-def draw(scene: Scene, group: Group) -> Drawing:
-    """``scene`` as elements, whose groups ``group`` makes."""
-    artist = _SceneDrawer(scene, measure(scene), group)
-    width, height = artist.measures.cards.size
-    legend_width, legend = _legend(height + _LEGEND, artist.measures.framing)
-    return Drawing(
-        max(width, legend_width),
-        height + _LEGEND + 6,
-        "".join([*artist.frames(artist.measures.cards), *artist.hosts(), *legend]),
-    )
+_SIZES: Final = (
+    (32, PartSizes(text=13, chip=(52, 36), bar=22, space=6, max_bars=8, is_wordy=True)),
+    (256, PartSizes(text=12, chip=(37, 23), bar=18, space=4, max_bars=4)),
+    (math.inf, PartSizes(text=11, chip=(32, 17), bar=15, space=2, max_bars=2)),
+)
+"""Each with the number of shown virtual IPUs up to which it is used."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SceneDrawer:
-    """Draws one scene with its measures."""
+def draw(scene: Scene, describe: Description) -> Block:
+    """``scene`` as one block, with a legend below it."""
+    sizes = next(sizes for most, sizes in _SIZES if scene.num_ipus <= most)
+    drawer = _Drawer(scene, sizes, framing(scene), describe)
+    picture = drawer.hosts()
+    legend = _legend(drawer.framed)
+    children = [*picture.children, legend.at(0, picture.height + _LEGEND)]
+    return Block(max(picture.width, legend.width), picture.height + _LEGEND + legend.height, children)
 
-    scene: Scene
-    measures: Measures
-    group: Group
 
-    def hosts(self) -> Iterator[str]:
-        """The cards of all hosts."""
-        cards = self.measures.cards
-        for index, host in enumerate(self.scene.hosts):
-            if isinstance(host, Gap):
-                words = describe_more_hosts(self.scene.plan, host.items)
-                yield self.gap(words, cards.place(index), (cards.width, cards.height))
-            else:
-                yield self.host(host, cards.place(index))
+class _Drawer:
+    """Draws one scene: all instances are of one size, and so are all hosts."""
 
-    def host(self, host: HostScene, place: tuple[int, int]) -> str:
-        """A card with the host's name and its instances."""
-        measures, sizes = self.measures, self.measures.sizes
-        card, boxes, size = measures.cards, measures.boxes, sizes.text + 2
-        padding = (card.width - boxes.size[0]) // 2
-        numbers = instances_of_host(self.scene.plan, host.index)
-        domains = "" if measures.framing.has_domains else domains_of(self.scene.plan, numbers)
-        room = card.width - 5 * sizes.space - text_width(domains, sizes.text)
-        name = cut(host.name, room, size)
-        elements = [
-            element("rect", class_="card", width=card.width, height=card.height, rx=3 * sizes.space),
-            text(name, (2 * sizes.space + 1, (sizes.heading + size * 7 // 10) // 2), size, "name"),
+    def __init__(self, scene: Scene, sizes: PartSizes, framed: Framing, describe: Description) -> None:
+        self.scene, self.plan, self.sizes, self.framed = scene, scene.plan, sizes, framed
+        self.describe = describe
+        num_chips, num_replicas = len(scene.first_instance.ipus), scene.plan.layout.num_local_replicas
+        self.chip_columns = _chip_columns(num_chips)
+        self.chips_size = size_of_grid(num_chips, self.chip_columns, sizes.chip, sizes.space)
+        self.num_bars = num_replicas if num_replicas <= sizes.max_bars else 1
+        self.has_words = sizes.is_wordy or self._widest_label(has_words=True) <= self.chips_size[0]
+        num_parts, num_texts = self.num_bars + 3 + sizes.is_wordy, 1 + sizes.is_wordy
+        self.box_size = (
+            max(self.chips_size[0], self._widest_label(has_words=self.has_words)) + 2 * sizes.space,
+            num_texts * sizes.text + self.chips_size[1] + self.num_bars * sizes.bar + num_parts * sizes.space,
+        )
+
+    def hosts(self) -> Block:
+        """The cards of all hosts, those of an IPU-Link domain of several hosts in a frame."""
+        space, count = self.sizes.space, self.framed.hosts_per_domain
+        first = self.host(self.scene.first_host)
+        cards = [
+            self.gap(describe_more_hosts(self.plan, host.items), (first.width, first.height))
+            if isinstance(host, Gap)
+            else self.host(host)
+            for host in self.scene.hosts
+        ]
+        if count > 1:
+            cards = self.domains(cards, count, 4 * space, 3 * space)
+        return grid(cards, 4 * space, MAX_WIDTH)
+
+    def host(self, host: HostScene) -> Block:
+        """A card with the host's name and its instances, in the frames of IPU-Machines and IPU-Link domains."""
+        sizes, space, framed = self.sizes, self.sizes.space, self.framed
+        boxes = [
+            self.gap(describe_more_instances(self.plan, part.items), self.box_size)
+            if isinstance(part, Gap)
+            else self.instance(part)
+            for part in host.instances
+        ]
+        if framed.instances_per_machine > 1:
+            boxes = self.machines(boxes)
+        if framed.domains_per_host > 1:
+            count = len(boxes) // framed.domains_per_host
+            boxes = self.domains(boxes, count, 2 * space, 2 * space, host.index * framed.domains_per_host)
+        inner = grid(boxes, 2 * space, self._room())
+        domains = "" if framed.has_domains else domains_of(self.plan, instances_of_host(self.plan, host.index))
+        domains_width, size = text_width(domains, sizes.text), sizes.text + 2
+        width = max(inner.width, text_width("m" * _MIN_NAME, size) + domains_width) + 4 * space
+        height = inner.height + sizes.heading + 2 * space
+        name = cut(host.name, width - 5 * space - domains_width, size)
+        children = [
+            element("rect", class_="card", width=width, height=height, rx=3 * space),
+            text(name, (2 * space + 1, middle(0, sizes.heading, size)), size, "name"),
         ]
         if domains:
-            end = card.width - 2 * sizes.space - text_width(domains, sizes.text) // 2
-            baseline = (sizes.heading + sizes.text * 7 // 10) // 2
-            elements.append(text(domains, (end, baseline), sizes.text, "note"))
-        first = host.index * measures.framing.domains_per_host
-        elements += self.frames(boxes, (padding, sizes.heading), first)
-        for index, instance in enumerate(host.instances):
-            x, y = boxes.place(index)
-            place_inside = (x + padding, y + sizes.heading)
-            if isinstance(instance, Gap):
-                words = describe_more_instances(self.scene.plan, instance.items)
-                elements.append(self.gap(words, place_inside, (boxes.width, boxes.height)))
-            else:
-                elements.append(self.instance(instance, place_inside))
-        return self.group("host", describe_host(self.scene.plan, host.index), place, elements)
+            place = (width - 2 * space - domains_width // 2, middle(0, sizes.heading, sizes.text))
+            children.append(text(domains, place, sizes.text, "note"))
+        children.append(inner.at((width - inner.width) // 2, sizes.heading))
+        return self.described("host", describe_host(self.plan, host.index), (width, height), children)
 
-    def frames(self, nest: Nest, start: tuple[int, int] = (0, 0), first: int = 0) -> Iterator[str]:
-        """The frames of what begins at ``start``; those of IPU-Link domains are numbered from ``first``."""
-        sizes = self.measures.sizes
-        for frame in nest.frames():
-            x, y = frame.place[0] + start[0], frame.place[1] + start[1]
-            width, height = frame.size
-            rect = element("rect", class_=frame.kind, width=width, height=height, rx=3 * sizes.space)
-            name = ""
-            if frame.kind == "ild":
-                at = (2 * sizes.space + 1, sizes.space + sizes.text)
-                name = text(f"ILD {first + frame.index}", at, sizes.text, "name")
-            yield element("g", rect, name, transform=f"translate({x} {y})")
+    def machines(self, boxes: Sequence[Block]) -> list[Block]:
+        """Instances in the frames of their IPU-Machines."""
+        space, count = self.sizes.space, self.framed.instances_per_machine
+        inner = [grid(boxes[at : at + count], 2 * space, self._room()) for at in range(0, len(boxes), count)]
+        return [self.frame("machine", block, space, space) for block in inner]
 
-    def instance(self, scene: InstanceScene, place: tuple[int, int]) -> str:
+    def domains(
+        self, blocks: Sequence[Block], count: int, gap: int, padding: int, first_number: int = 0
+    ) -> list[Block]:
+        """Blocks in the frames of their IPU-Link domains, ``count`` in each, with the domains' numbers."""
+        sizes = self.sizes
+        inner = [grid(blocks[at : at + count], gap, self._room()) for at in range(0, len(blocks), count)]
+        heading = sizes.text + sizes.space + padding
+        place = (2 * sizes.space + 1, sizes.space + sizes.text)
+        return [
+            self.frame("ild", block, padding, heading, text(f"ILD {first_number + at}", place, sizes.text, "name"))
+            for at, block in enumerate(inner)
+        ]
+
+    def frame(self, class_: str, inner: Block, padding: int, heading: int, name: str = "") -> Block:
+        """A frame around a block, ``heading`` pixels of it above."""
+        width, height = inner.width + 2 * padding, inner.height + heading + padding
+        rect = element("rect", class_=class_, width=width, height=height, rx=3 * self.sizes.space)
+        return Block(width, height, [rect, name, inner.at(padding, heading)])
+
+    def instance(self, scene: InstanceScene) -> Block:
         """A box with the instance's number, its virtual IPUs and its replicas."""
-        measures, sizes = self.measures, self.measures.sizes
-        instance, box, chips = scene.plan, measures.boxes, measures.chips
-        title = label("instance", [instance.index], has_words=measures.has_words)
+        sizes, instance, (width, height) = self.sizes, scene.plan, self.box_size
         y = sizes.space + sizes.text
-        elements = [
-            element("rect", class_="box", width=box.width, height=box.height, rx=2 * sizes.space),
-            text(title, (box.width // 2, y - sizes.text // 8), sizes.text, "number"),
+        title = _label("instance", [instance.index], has_words=self.has_words)
+        children = [
+            element("rect", class_="box", width=width, height=height, rx=2 * sizes.space),
+            text(title, (width // 2, y - sizes.text // 8), sizes.text, "number"),
         ]
         y += sizes.space
-        left = (box.width - chips.size[0]) // 2
-        elements += self.machines(len(scene.ipus), (left, y))
-        is_odd = measures.framing.is_shaded and self.scene.plan.ild_of(instance.index) % 2
+        left = (width - self.chips_size[0]) // 2
+        children += self.bands(len(scene.ipus), (left, y))
+        is_odd = self.framed.is_shaded and self.plan.ild_of(instance.index) % 2
         for index, ipu in enumerate(scene.ipus):
-            chip_x, chip_y = chips.place(index)
-            elements.append(self.chip(ipu, (left + chip_x, y + chip_y), "ipu odd" if is_odd else "ipu"))
-        y += chips.size[1] + sizes.space
-        elements += self.bars(instance.replicas, y)
+            chip_x, chip_y = place_in_grid(index, self.chip_columns, sizes.chip, sizes.space)
+            children.append(self.chip(ipu, (left + chip_x, y + chip_y), "ipu odd" if is_odd else "ipu"))
+        y += self.chips_size[1] + sizes.space
+        children += self.bars(instance.replicas, y)
         if sizes.is_wordy:
-            y = box.height - sizes.space - sizes.text // 8
-            words = cut(stands_for(instance), box.width - sizes.space, sizes.text - 1)
-            elements.append(text(words, (box.width // 2, y), sizes.text - 1, "note"))
+            words = cut(stands_for(instance), width - sizes.space, sizes.text - 1)
+            place = (width // 2, height - sizes.space - sizes.text // 8)
+            children.append(text(words, place, sizes.text - 1, "note"))
         hue = f"instance h{instance.index % NUM_HUES}"
-        return self.group(hue, describe_instance(self.scene.plan, instance), place, elements)
+        return self.described(hue, describe_instance(self.plan, instance), self.box_size, children)
 
-    def machines(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
+    def bands(self, num_chips: int, start: tuple[int, int]) -> Iterator[str]:
         """Bands behind the virtual IPUs of an instance, one for each IPU-Machine: four in a row."""
-        chips, space = self.measures.chips, self.measures.sizes.space
-        side = space // 2 if chips.columns > IPUS_PER_MACHINE else space - 1
-        width = IPUS_PER_MACHINE * (chips.width + chips.gap) - chips.gap + 2 * side
-        height = chips.height + space - 2
-        for index in range(0, num_chips if self.measures.framing.has_machines else 0, IPUS_PER_MACHINE):
-            x, y = chips.place(index)
+        (chip_width, chip_height), space = self.sizes.chip, self.sizes.space
+        side = space // 2 if self.chip_columns > IPUS_PER_MACHINE else space - 1
+        width = IPUS_PER_MACHINE * (chip_width + space) - space + 2 * side
+        for index in range(0, num_chips if self.framed.has_machines else 0, IPUS_PER_MACHINE):
+            x, y = place_in_grid(index, self.chip_columns, self.sizes.chip, space)
             place = {"x": start[0] + x - side, "y": start[1] + y - space // 2 + 1}
-            yield element("rect", class_="machine band", width=width, height=height, rx=space, **place)
+            yield element(
+                "rect", class_="machine band", width=width, height=chip_height + space - 2, rx=space, **place
+            )
 
     def chip(self, ipu: int | Gap, place: tuple[int, int], class_: str) -> str:
         """A virtual IPU, or the gap for many; those of neighbouring IPU-Link domains differ."""
-        chips, size = self.measures.chips, self.measures.sizes.text
-        is_wordy = self.measures.sizes.is_wordy
-        word = "…" if isinstance(ipu, Gap) else f"IPU {ipu}" if is_wordy else str(ipu)
-        rect = element(
-            "rect", class_=class_, x=place[0], y=place[1], width=chips.width, height=chips.height, rx=size // 4
-        )
-        return rect + text(word, (place[0] + chips.width // 2, _middle(place[1], chips.height, size)), size)
+        (width, height), size = self.sizes.chip, self.sizes.text
+        word = "…" if isinstance(ipu, Gap) else f"IPU {ipu}" if self.sizes.is_wordy else str(ipu)
+        rect = element("rect", class_=class_, x=place[0], y=place[1], width=width, height=height, rx=size // 4)
+        return rect + text(word, (place[0] + width // 2, middle(place[1], height, size)), size)
 
     def bars(self, replicas: range, y: int) -> Iterator[str]:
         """A bar for each replica, or one for all of them."""
-        measures, sizes = self.measures, self.measures.sizes
-        width = measures.boxes.width - 2 * sizes.space
-        has_one = measures.num_bars < len(replicas)
-        for index in range(measures.num_bars):
+        sizes, width = self.sizes, self.box_size[0] - 2 * self.sizes.space
+        has_one = self.num_bars < len(replicas)
+        for index in range(self.num_bars):
             top = y + index * (sizes.bar + sizes.space)
             place = {"x": sizes.space, "y": top, "width": width, "height": sizes.bar, "rx": sizes.text // 4}
             yield element("rect", class_="bar", **place)
             numbers = replicas if has_one else replicas[index : index + 1]
-            words = label("replica", numbers, has_words=measures.has_words)
-            yield text(words, (sizes.space + width // 2, _middle(top, sizes.bar, sizes.text)), sizes.text)
+            words = _label("replica", numbers, has_words=self.has_words)
+            yield text(words, (sizes.space + width // 2, middle(top, sizes.bar, sizes.text)), sizes.text)
 
-    def gap(self, words: str, place: tuple[int, int], size: tuple[int, int]) -> str:
+    def gap(self, words: str, size: tuple[int, int]) -> Block:
         """A dashed box for what is left out."""
-        (width, height), sizes = size, self.measures.sizes
+        (width, height), sizes = size, self.sizes
         line = sizes.text * 3 // 2
         count, _, noun = words.partition(", each")[0].partition(" more ")
         told = [f"+ {count}", noun, *words.splitlines()[1:]][: max(2, height // line - 1)]
         top = (height - len(told) * line) // 2 + sizes.text
-        elements = [element("rect", class_="gap", width=width, height=height, rx=2 * sizes.space)]
+        children = [element("rect", class_="gap", width=width, height=height, rx=2 * sizes.space)]
         for row, part in enumerate(told):
             shown = cut(part, width - sizes.text, sizes.text)
-            elements.append(text(shown, (width // 2, top + row * line), sizes.text, "note" if row else "number"))
-        return self.group("more", words, place, elements)
+            children.append(text(shown, (width // 2, top + row * line), sizes.text, "note" if row else "number"))
+        return self.described("more", words, size, children)
+
+    def described(self, class_: str, words: str, size: tuple[int, int], children: Sequence[str]) -> Block:
+        """A block that tells what it is, on a line of its own."""
+        first, attributes = self.describe(class_, words)
+        return Block(*size, [*first, *children, "\n"], {"class_": class_, **attributes})
+
+    def _room(self) -> int:
+        """Width of what stands in a host: frames and cards around it take the rest."""
+        return MAX_WIDTH - 16 * self.sizes.space
+
+    def _widest_label(self, *, has_words: bool) -> int:
+        """Width of the widest label of an instance: those with the highest numbers."""
+        sizes, last = self.sizes, self.plan.instance(self.plan.num_instances - 1)
+        replicas = last.replicas[-1:] if len(last.replicas) <= sizes.max_bars else last.replicas
+        labels = [_label("instance", [last.index], has_words=has_words)]
+        labels += [_label("replica", replicas, has_words=has_words)]
+        labels += [stands_for(last)[:24]] if sizes.is_wordy else []
+        return max(text_width(words, sizes.text) for words in labels) + sizes.space
 
 
-def _legend(base: int, framed: Framing) -> tuple[int, list[str]]:
-    """A line on ``base`` that says what each shape is: its width, and its elements."""
-    x, elements = 0, []
+def _label(noun: str, numbers: Sequence[int], *, has_words: bool) -> str:
+    """What is written on an instance or a replica."""
+    return numbered(noun, numbers).removeprefix("" if has_words else noun).removeprefix("s").strip()
+
+
+def _chip_columns(num_chips: int) -> int:
+    """How many virtual IPUs stand in a row: four, as in an IPU-Machine, or a multiple."""
+    if num_chips <= 4:  # noqa: PLR2004 - see above
+        return num_chips
+    return 4 if num_chips <= 16 else 8 if num_chips <= 64 else 16  # noqa: PLR2004 - see above
+
+
+def _legend(framed: Framing) -> Block:
+    """A line that says what each shape is; its origin is at the left of its base line."""
+    x, children = 0, []
     shapes = [("card", "host"), ("box", "instance"), ("ipu", "virtual IPU"), ("bar", "replica")]
     if framed.is_shaded:
         shapes.insert(3, ("ipu odd", "one of an odd IPU-Link domain (ILD)"))
@@ -220,17 +284,7 @@ def _legend(base: int, framed: Framing) -> tuple[int, list[str]]:
     if framed.has_domains:
         shapes.append(("ild", "IPU-Link domain (ILD)"))
     for class_, words in shapes:
-        elements.append(element("rect", class_=class_, x=x + 1, y=base - 11, width=20, height=13, rx=3))
-        elements.append(text(words, (x + 28, base), 12, "line"))
+        children.append(element("rect", class_=class_, x=x + 1, y=-11, width=20, height=13, rx=3))
+        children.append(text(words, (x + 28, 0), 12, "line"))
         x += 52 + text_width(words, 12)
-    return x, [element("g", *elements, class_="h0")]
-
-
-def _middle(top: int, height: int, size: int) -> int:
-    """The base line of a text in the middle of something."""
-    return top + (height + size * 7 // 10) // 2
-
-
-def text(words: str, place: tuple[int, int], size: int, class_: str | None = None) -> str:
-    """``words`` at ``place``, the left or the middle of their base line as the class says."""
-    return element("text", escaped(words), class_=class_, x=place[0], y=place[1], font_size=size)
+    return Block(x, 6, [element("g", *children, class_="h0")])
