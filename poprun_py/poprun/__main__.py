@@ -25,11 +25,9 @@ def main() -> None:
 
 
 def run_command(words: list[str]) -> int:
-    """Run poprun with ``words``, which do not include its name.
+    """Run poprun with ``words``, without its name; returns the exit code.
 
-    Returns:
-        The exit code: that of the job; 2 for a mistake of the user's, or the error's own; 141 when nobody reads
-        what poprun prints.
+    It is the job's; 2 for a mistake of the user's, or the error's own; 141 when nobody reads what poprun prints.
     """
     from poprun.errors import PoprunError  # noqa: PLC0415 - Ctrl-C is heard before this import
     from poprun.text.screen import abandon_stdout, write_any_letter  # noqa: PLC0415 - as above
@@ -51,7 +49,7 @@ def run_command(words: list[str]) -> int:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C end poprun as any command (130 in a shell) until there is a job that has to be ended in order.
+    """Let Ctrl-C end poprun like any command, with 130 in a shell, until a job has to be ended in order.
 
     Python's own handler raises an exception, which is lost when it is raised in a callback of an import.
     """
@@ -60,7 +58,7 @@ def _end_at_interrupt() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null where a standard stream was closed, before a descriptor of poprun's own takes its number."""
+    """Open /dev/null for each standard stream that is closed, before another file gets its number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
@@ -79,7 +77,7 @@ def _fail(message: str, exit_code: int) -> int:
 
 
 def _fail_of_system(error: OSError) -> int:
-    """Say what the system refuses: what there is too much of, or the file that it is about."""
+    """Report an error of the system: what there is too much of, or the file that it is about."""
     from poprun.errors import SHORTAGES, LaunchError, OutputError, PoprunError, describe_error  # noqa: PLC0415 - as in run_command  # noqa: PLC0415 - as in run_command
 
     if error.errno in SHORTAGES:

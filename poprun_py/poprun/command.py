@@ -31,7 +31,7 @@ _ENGINES_OWN: Final = ("host", "num-instances", "image")
 
 
 def run(words: Sequence[str]) -> int:
-    """Do what ``words``, without the name of poprun, ask for; poprun's exit code: the job's, 0 after a dry run."""
+    """Do what ``words``, without the name of poprun, ask for; returns poprun's exit code."""
     if (instruction := os.environ.get(COMPLETION)) is not None:
         from poprun.cli.completion import answer  # noqa: PLC0415 - only a shell asks
 
@@ -65,7 +65,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _no_program(line: CommandLine) -> UsageError:
-    """What to answer to a call without a program."""
+    """The error for a call that names no program."""
     has_switch = any(one.option.kind.is_switch for one in line.given)
     hint = "\n  true, 1 and the like after a switch are its value: write -- before the program"
     return UsageError(
@@ -84,7 +84,7 @@ def _print_version(version_format: VersionFormat | None) -> int:
 
 
 def _examine_machine(report_format: ReportFormat) -> int:
-    """Tell what poprun would use on this machine, and what is missing; 1 when no job can run on it, else 0."""
+    """Print what jobs find on this machine and what is missing; returns 1 if no job can run here, else 0."""
     from poprun.doctor.diagnosis import can_run, diagnose, render_findings  # noqa: PLC0415 - rich is expensive
     from poprun.doctor.facts import examine  # noqa: PLC0415 - jobs go without
 
@@ -95,7 +95,7 @@ def _examine_machine(report_format: ReportFormat) -> int:
 
 
 def _start(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> int:
-    """Start the job of ``plan`` on what it holds, and see it to its end; poprun's exit code."""
+    """Lease what the job of ``plan`` needs, start it, and wait for its end; returns poprun's exit code."""
     from poprun.start import find_network, run_job  # noqa: PLC0415 - a dry run starts nothing
 
     network = find_network(plan, line.verbosity)
@@ -117,7 +117,7 @@ def _print_topology(plan: LaunchPlan, line: CommandLine) -> None:
 
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
-    """The plan for the options of ``line`` and the facts that it was made from, with advice on stderr."""
+    """Make the plan for ``line``; advice goes to standard error. The facts that it was made from come with it."""
     working_directory = _working_directory()
     program = _program(line, working_directory)
     request = line.request(program, working_directory)
@@ -139,7 +139,7 @@ def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
 
 
 def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice, line: CommandLine) -> None:
-    """Say what ``-v`` adds: options without effect, MPI runtimes that are not used, and why this launcher."""
+    """Log what ``-v`` adds: options without effect, MPI runtimes that are not used, and why this launcher."""
     idle = idle_options(plan)
     for option in (one.option for one in line.given):
         if why := option.why_no_effect or idle.get(option.name):
@@ -156,7 +156,7 @@ def _log_decisions(plan: LaunchPlan, facts: MachineFacts, choice: LauncherChoice
 def _seen_by_pool(
     vipu: VipuSettings, facts: MachineFacts, *, asks_server: bool
 ) -> "tuple[MachineFacts, Cluster | None]":
-    """The facts with the GPUs that the job may get, and the pod to plan for, if there is one."""
+    """``facts`` with GPUs that other jobs hold marked, and the pod to plan for, or None."""
     if vipu.pod is None and not (vipu.server_host is not None and asks_server) and not facts.gpus:
         return facts, None
     from poprun.devices.lease.pool_client import facts_under_pool  # noqa: PLC0415 - a machine without GPUs asks nobody
@@ -172,7 +172,7 @@ def _export(line: CommandLine, file: str) -> None:
 
 
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
-    """The words to start; in a dry run the program may be one that only other machines have."""
+    """The program's words with its absolute path; in a dry run a program that is not here is only a warning."""
     if line.emitted is not None:
         return program_on_another_machine(line.program)
     try:
@@ -192,7 +192,7 @@ def _working_directory() -> str:
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
-    """The plan in ``file``; the command line gives the program if that plan has none."""
+    """Read the plan in ``file``; if it names no program, the command line's is taken."""
     from poprun.plan.plan_file import read_plan  # noqa: PLC0415 - most jobs have no plan file
     from poprun.text.input_files import read_text  # noqa: PLC0415 - as above
 
@@ -212,7 +212,7 @@ def _read_plan(line: CommandLine, file: str) -> LaunchPlan:
 
 
 def _check_fitness(plan: LaunchPlan, file: str) -> None:
-    """Check that the machine has what a plan of another time or place counts on."""
+    """Check that this machine has what a plan counts on that was made at another time or place."""
     for difference in check_fitness(plan, machine_facts(os.environ, with_mpi=False), _name_of(file)):
         screen.log(f"warning: {difference}")
 
@@ -222,7 +222,7 @@ def _name_of(plan_file: str) -> str:
 
 
 def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLine) -> None:
-    """Say what the job would take from the pool, if it takes anything and is to run here."""
+    """Log what the job would lease from the pool of this machine, if it would lease anything."""
     if line.emitted is not None:
         return
     if plan.asks_server:
@@ -237,7 +237,7 @@ def _preview_lease(plan: LaunchPlan, facts: MachineFacts | None, line: CommandLi
 
 
 def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
-    """``plan`` in the form that the command line asks for."""
+    """``plan`` as text, in the form that the command line asks for."""
     if line.emitted is not None:
         from poprun.emit import Surroundings, emit_job  # noqa: PLC0415 - most jobs run here
 
@@ -256,7 +256,7 @@ def _rendered(plan: LaunchPlan, line: CommandLine) -> str:
 
 
 def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
-    """What ``-v`` adds to the table of a plan."""
+    """What ``-v`` adds to the table of a plan: the command, the variables, and where each option came from."""
     from poprun.launch.launchers import launch_commands  # noqa: PLC0415 - only -v asks for it
     from poprun.plan.program_environment import program_environment  # noqa: PLC0415 - only -v asks for it
     from poprun.render.table import Details  # noqa: PLC0415 - only -v asks for it
@@ -271,7 +271,7 @@ def _details(plan: LaunchPlan, line: CommandLine) -> "Details":
 
 
 def _options_again(line: CommandLine) -> tuple[str, ...]:
-    """The words with which poprun makes the same plan again, where the hosts come from the cluster's engine."""
+    """The options with which a batch script makes the same plan; it takes the hosts from its allocation."""
     if line.plan_file is not None:
         return (f"--plan={os.path.abspath(line.plan_file)}",)
     kept = (one for one in line.given if not one.option.is_local and one.option.name not in _ENGINES_OWN)

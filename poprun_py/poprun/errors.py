@@ -89,17 +89,17 @@ class IpusTakenError(PoprunError):
 
 
 class ServerError(PoprunError):
-    """The server of virtual IPUs lets this client not in, is none, or answers what makes no sense."""
+    """The server of virtual IPUs refuses this client, is another kind of server, or its answer makes no sense."""
 
     exit_code = 69
 
 
 class ServerLostError(ServerError):
-    """The server of virtual IPUs is not there, is busy, or does not answer in time: it may be, later."""
+    """The server of virtual IPUs is not there, is busy, or does not answer in time; it may later."""
 
 
 class LeaseEndedError(ServerError):
-    """The server has ended the lease of a job, because nothing was heard of it, or it was given back."""
+    """The server has ended the lease of a job, because the job was silent for too long or gave it back."""
 
 
 class PartitionError(PoprunError):
@@ -115,5 +115,5 @@ SHORTAGES: Final = {
 
 
 def describe_error(number: int) -> str:
-    """An error number in words."""
+    """An error number (errno(3)) in words, with the limit to raise where there is one."""
     return SHORTAGES.get(number) or os.strerror(number)

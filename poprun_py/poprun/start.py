@@ -31,12 +31,7 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
 def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
-    """How the hosts of ``plan`` reach each other; None when there is only this machine.
-
-    Raises:
-        PlanError: If the plan starts its processes without MPI.
-        HostsError: If a host cannot take part.
-    """
+    """Examine the hosts of ``plan``: how they reach each other, or None if there is only this machine."""
     if plan.launcher is LauncherKind.SRUN and plan.remote.slurm_job is None:
         raise PlanError(
             "--launcher srun starts processes in an allocation of Slurm, and poprun is in none: call it in a "
@@ -73,23 +68,13 @@ def run_job(
     verbosity: int = 0,
     leased: "LeasedPlan | None" = None,
 ) -> int:
-    """Start every instance of ``plan``, and return poprun's exit code when the last process has ended.
+    """Start the job, again after a failure as often as the plan says, and return poprun's exit code at its end.
 
-    A job that fails is started again as often as the plan says. The exit code is 0 when all instances ended with
-    0, else that of the first that failed (128 + n for signal n); 130 after Ctrl-C, 143 after SIGTERM unless all
-    instances then ended with 0, 124 after the job's timeout, 75 after a hang.
+    It is 0 when all instances ended with 0, else that of the first that failed (128 + n for signal n); 130 after
+    Ctrl-C, 143 after SIGTERM unless all instances then ended with 0, 124 after the job's timeout, 75 after a hang.
 
-    Args:
-        plan: What to start.
-        network: How the hosts of the plan reach each other; None when there is only this machine.
-        verbosity: 0 says nothing unless something fails, 1 names decisions, 2 every event.
-        leased: What the job holds, if it holds anything. Every agent of this host keeps the descriptors of the
-            leases open until its program has ended: they last as long as somebody has them open.
-
-    Raises:
-        HostsError: If hosts are missing and there are no more restarts.
-        LaunchError: If the MPI runtime or an agent could not be started.
-        UsageError: If the report that the plan asks for could not be written.
+    Every agent of this host keeps the descriptors of the leases in ``leased`` open until its program has ended: a
+    lease lasts as long as somebody has it open. ``verbosity`` 1 logs decisions, 2 every event.
     """
     if plan.num_instances > 1 and (problem := find_loopback_problem()):
         screen.log(f"warning: {problem}")
@@ -128,7 +113,7 @@ def run_job(
 
 
 def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
-    """What the library of the program needs to know, and does not learn by the variables of torch and MPI."""
+    """Variables for a script of Lightning Fabric that leaves the number of devices to its launcher."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
     from poprun.probe.fabric_script import fabric_variables  # noqa: PLC0415 - ast is expensive
@@ -138,10 +123,10 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def restart_pause_seconds(end: JobEnd, restart_count: int, max_restarts: int) -> float | None:
-    """How long to wait before a job that ended in this way is started again; None when it is not.
+    """How long to wait before the job is started again after ``end``; None if it is not.
 
-    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says
-    with its exit code that it was, nor one whose program cannot be executed: it would not be the next time.
+    1, 2, 4, … seconds, at most 30. A job that was asked to end is not started again, nor one whose program says so
+    with its exit code, nor one whose program cannot be executed: that would not change.
     """
     was_asked = end.num_interrupts or end.is_terminated or end.is_output_closed or end.is_timed_out
     failed = first_failure(end.statuses)
@@ -158,9 +143,9 @@ def _next_attempt(
     signals: ReceivedSignals,
     leased: "LeasedPlan | None",
 ) -> JobIdentity | None:
-    """The identity of the next attempt, when it is time for it; None when there is none.
+    """Wait, and give the hosts a new key: the identity of the next attempt, or None if there is none.
 
-    Hosts get a new key before it. A restart at which hosts are missing counts as one, and the next may find them.
+    A restart at which hosts are missing counts as one; the next may find them again.
     """
     network = identity.network
     while True:
@@ -186,7 +171,7 @@ def _next_attempt(
 
 
 def _pause(seconds: float, signals: ReceivedSignals) -> bool:
-    """Wait; False when somebody asked for the end of the job meanwhile."""
+    """Wait; returns False if somebody asked for the end of the job meanwhile."""
     deadline = time.monotonic() + seconds
     while True:
         signals.drain()
@@ -199,7 +184,7 @@ def _pause(seconds: float, signals: ReceivedSignals) -> bool:
 
 
 def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
-    """Say what only all attempts together show."""
+    """Log how each attempt ended, and what to know about a job that ended well."""
     if len(ends) == 1 and plan.num_replicas == plan.num_instances and not ends[-1].lone_instances:
         return
     from poprun.job.report.printed_report import render_attempts, render_warning  # noqa: PLC0415 - for few jobs
@@ -211,7 +196,7 @@ def _log_summary(ends: Sequence[JobEnd], plan: LaunchPlan) -> None:
 
 
 def _checked_report_file(plan: LaunchPlan) -> str | None:
-    """The absolute path of the report, or None when none is wanted."""
+    """The absolute path of the report, which can be written, or None if there is to be none."""
     if plan.ending.report_file is None:
         return None
     from poprun.text.atomic_file import check_target  # noqa: PLC0415 - most jobs have no report

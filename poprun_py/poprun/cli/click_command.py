@@ -19,7 +19,7 @@ _NEXT: Final = "\0"
 
 
 class _Parameter(click.Option):
-    """An option as click knows it; a switch has a second one for ``--no-…``."""
+    """An option of the table as an option of click; a switch has a second one for ``--no-…``."""
 
     def __init__(self, option: Option, *, is_negated: bool = False) -> None:
         self.option = option
@@ -48,13 +48,9 @@ def long_names() -> tuple[str, ...]:
 
 
 def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """What ``words`` give to each option, by its name, and the words of the program.
+    """Read options up to the program: the texts given to each option, by its name, and the words of the program.
 
-    An option that only counts has one text: how often it was written.
-
-    Raises:
-        UsageError: If an option is unknown, its beginning ambiguous, its value missing or too much, or that of a
-            switch no boolean.
+    An option that takes no value has one text: how often it was written.
     """
     rest = deque(words)
     texts: dict[Option, list[str]] = {}
@@ -73,17 +69,14 @@ def read_words(words: Sequence[str]) -> tuple[dict[str, tuple[str, ...]], tuple[
 
 
 def begins_with_option(words: Sequence[str]) -> bool:
-    """Whether the first of ``words`` is an option, and not the program or the mark before it."""
+    """Whether the first of ``words`` is an option, not the program or the ``--`` before it."""
     return bool(words) and words[0].startswith("-") and words[0] not in ("-", "--")
 
 
 def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """The options of the first word, with their texts, taken from ``words`` with a value that stands behind it.
+    """Take the first word from ``words``, and its value if that is the next word; its options with their texts.
 
-    The text of one whose value is missing is None.
-
-    Raises:
-        UsageError: As :func:`read_words`.
+    Short options may share a word, as in ``-vn2``. The text of an option whose value is missing is None.
     """
     written, equals, value = words.popleft().partition("=")
     name = "-vv" if written == "--vv" else _whole_name(written)
@@ -104,7 +97,10 @@ def take_options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | None:
-    """``text``, or in the place of :data:`_NEXT` what stands behind the option; of a switch its boolean."""
+    """The text of an option: ``text``, or what follows it in ``words`` where ``text`` is :data:`_NEXT`.
+
+    A switch takes a following word only if that is a boolean. Its text is always yes or no.
+    """
     if not parameter.option.kind.is_switch:
         return text if text != _NEXT else words.popleft() if words else None
     if text == _NEXT:
@@ -116,7 +112,7 @@ def _whole_text(parameter: _Parameter, text: str, words: deque[str]) -> str | No
 
 
 def _whole_name(written: str) -> str:
-    """The one long option that ``written`` is, or begins; short options are left as they are."""
+    """The one long option that equals ``written`` or begins with it; short options are returned unchanged."""
     if not written.startswith("--"):
         if f"-{written}" in long_names():
             raise _unknown(written)
@@ -140,7 +136,7 @@ def _unknown(written: str) -> UsageError:
 
 
 def help_page(*, is_whole: bool) -> str:
-    """The page of the options that most jobs use, or of all, for a terminal of any width."""
+    """The help page: of all options, or of those that most jobs use."""
     context = click.Context(_command(), info_name="poprun", max_content_width=80)
     formatter = context.make_formatter()
     context.command.format_usage(context, formatter)

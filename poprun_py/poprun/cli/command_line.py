@@ -24,7 +24,10 @@ _DEBUG_VERBOSITY: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A command line of poprun, read and checked; the fields below ``values`` are the table's section ``line``."""
+    """A command line that was read and checked.
+
+    The fields below ``values`` are the section ``line`` of the table of options, whose rows say what they are.
+    """
 
     program: tuple[str, ...] = ()  # with its arguments, as written; may be empty
     given: tuple[OptionValue, ...] = ()
@@ -48,9 +51,9 @@ class CommandLine:
     plan_file: str | None = None  # "-" is standard input
 
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
-        """The request, for ``program`` as it was resolved in ``working_directory``.
+        """Make the request, for ``program`` as it was resolved in ``working_directory``.
 
-        Where nobody has said how many instances, several hosts have one each.
+        Where nobody has said how many instances there are, several hosts have one each.
         """
         asked = self.values.get("request", {})
         if len(asked.get("hosts", ())) > 1:
@@ -67,7 +70,7 @@ class CommandLine:
 
 
 def read_command_line(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> CommandLine:
-    """What ``words`` ask for, the name of poprun not among them; below them count ``environ`` and a file."""
+    """Read ``words``, without the name of poprun; weaker than they are ``environ`` and a file of options."""
     texts, program = read_words(words)
     if texts.keys() & {"help", "help-all"}:  # whatever else is there, right or wrong
         return CommandLine(shows_help=True, shows_whole_help="help" not in texts)
@@ -102,7 +105,7 @@ def _imported(path: str) -> tuple[OptionValue, ...]:
 
 
 def _layered(*layers: Iterable[OptionValue]) -> tuple[OptionValue, ...]:
-    """What holds when each of ``layers`` overrides those before it, in the order of the table.
+    """Join layers of options, each of which overrides those before it; the result is in the order of the table.
 
     Of two options for one field the stronger layer's counts, and within a layer the one further down in the table.
     """
@@ -129,7 +132,7 @@ def _refuse_beside_plan(given: Sequence[OptionValue]) -> None:
 
 
 def _check_formats(line: CommandLine, texts: Mapping[str, object]) -> None:
-    """Refuse the format of what is not printed."""
+    """Refuse a format for something that will not be printed."""
     if _TOPOLOGY_FORMAT in texts and not (line.is_dry_run or line.prints_topology or line.prints_version):
         raise UsageError(
             f"--{_TOPOLOGY_FORMAT} says how the plan is printed, and it is not: add --dry-run to look only, "

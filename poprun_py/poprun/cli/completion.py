@@ -25,7 +25,7 @@ _MAX_BYTES: Final = 2**20
 
 
 def known_hosts(files: Iterable[str] = _FILES) -> list[str]:
-    """Names of hosts, in order of the alphabet; files that cannot be read are left out."""
+    """The names of hosts in some files, sorted; files that cannot be read are left out."""
     names: set[str] = set()
     for file in files:
         try:
@@ -65,14 +65,14 @@ def _partitions() -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What finds names that only the machine knows; called when they are needed."""
+    """Functions that find names which only this machine knows; they are called only when needed."""
 
     hosts: Callable[[], Sequence[str]] = known_hosts
     partitions: Callable[[], Sequence[str]] = _partitions
 
 
 def answer(instruction: str, names: Names | None = None) -> str:
-    """The script for a shell, or what its script is to offer, as ``instruction`` says: ``bash_source``.
+    """Answer a shell: ``bash_source`` asks for the script to install, ``bash_complete`` for completions of a word.
 
     Without ``names`` this machine is asked for hosts and partitions.
     """
@@ -89,7 +89,7 @@ def answer(instruction: str, names: Names | None = None) -> str:
 
 
 def completions(args: Sequence[str], incomplete: str, names: Names) -> list[Item]:
-    """What may stand for ``incomplete``, the beginning of a word, behind the words ``args``."""
+    """The completions of the word ``incomplete`` that follows the words ``args``."""
     rest, awaiting = deque(word for word in args if word != "="), None  # bash takes a stroke for a word of its own
     while begins_with_option(rest):
         awaiting = next((option for option, text in _options(rest) if text is None), None)
@@ -108,7 +108,7 @@ def completions(args: Sequence[str], incomplete: str, names: Names) -> list[Item
 
 
 def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
-    """The options of the first word, with their texts; none where that is a mistake."""
+    """The options of the first word with their texts; an empty list if the word is wrong."""
     try:
         return take_options(words)
     except UsageError:
@@ -116,7 +116,7 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
 
 
 def _values(option: Option, begun: str, names: Names) -> list[Item]:
-    """What the value of ``option`` may be; of a list of hosts the last one is completed."""
+    """The completions of a value of ``option``; in a list of hosts the last host is completed."""
     if option.kind in (FILE, FOLDER):
         return [CompletionItem(begun, type="file" if option.kind is FILE else "dir")]
     before, comma, last = begun.rpartition(",") if option.kind is HOSTS else ("", "", begun)

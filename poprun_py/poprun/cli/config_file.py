@@ -26,7 +26,7 @@ _SEQUENCE: Final = "tag:yaml.org,2002:seq"
 
 
 def import_config(path: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
-    """What the file at ``path`` gives to ``options``; what is wrong with it is an error that names the line."""
+    """Read the file of options at ``path``; an error names the line."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -35,7 +35,7 @@ def import_config(path: str, options: Mapping[str, Option]) -> tuple[OptionValue
 
 
 def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[OptionValue, ...]:
-    """What ``text``, the file ``source``, gives to ``options``; what a value stands for is not looked at here."""
+    """Read options from ``text``, the content of the file ``source``; their values are not checked here."""
     try:
         root = compose_yaml(text)
     except YamlError as error:
@@ -56,7 +56,7 @@ def read_config(text: str, source: str, options: Mapping[str, Option]) -> tuple[
 
 
 def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: bool) -> None:
-    """Write ``given`` as a file of options to ``path``."""
+    """Write options to a file at ``path``."""
     if not may_overwrite and os.path.lexists(path):
         raise UsageError(f"--export-config {path}: there is such a file: give another name, or --overwrite-config")
     try:
@@ -67,7 +67,7 @@ def export_config(given: Iterable[OptionValue], path: str, *, may_overwrite: boo
 
 
 def config_text(given: Iterable[OptionValue]) -> str:
-    """``given`` as a file of options, in ASCII."""
+    """The content of a file of options, in ASCII."""
     writer = yaml.SafeDumper(StringIO())
     pairs = [
         (_scalar(one.option.name, writer), _value(one.texts, writer, is_list=one.option.kind.read_all is not None))
@@ -93,7 +93,7 @@ def _option(key: yaml.Node, place: str, options: Mapping[str, Option]) -> Option
 
 
 def _texts(option: Option, value: yaml.Node, place: str) -> tuple[str, ...]:
-    """What the flags would be given: the text as it stands in the file, or several for a repeated option."""
+    """The texts of one option: the value as it stands in the file, or a list of them for a repeated option."""
     if isinstance(value, yaml.SequenceNode) and option.kind.read_all is not None and value.value:
         return tuple(_text(option, item, place) for item in value.value)
     return (_text(option, value, place),)
@@ -116,7 +116,7 @@ def _value(texts: tuple[str, ...], writer: yaml.SafeDumper, *, is_list: bool) ->
 
 
 def _scalar(text: str, writer: yaml.SafeDumper) -> yaml.ScalarNode:
-    """``text`` with quotes where it would be no text otherwise; numbers and yes stay bare."""
+    """A YAML scalar that reads back as ``text``: quoted where YAML would read null, bare for numbers and yes."""
     tag = writer.resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]  # the stubs' gap
     return yaml.ScalarNode(_TEXT if tag == _NULL else tag, text)
 

@@ -48,12 +48,12 @@ class Kind:
     choices: tuple[str, ...] = ()  # all values, where they are few
 
     def value(self, texts: Sequence[str]) -> Any:  # noqa: ANN401 - whatever the kind makes of them
-        """What ``texts``, one or more in the order in which they were given, stand for."""
+        """The value of an option that was given ``texts``, in this order."""
         return self.read_all(texts) if self.read_all else self.read(texts[-1])
 
 
 def _number(convert: Callable[[str], float], cure: str, *, none: str = "") -> Callable[[str], float | None]:
-    """What reads a number, or the word ``none`` as no number."""
+    """A function that reads a number; it reads the word ``none``, if given, as None."""
 
     def read(text: str) -> float | None:
         try:
@@ -92,7 +92,10 @@ def _words(texts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _split(text: str) -> list[str]:
-    """The words of ``text``, whose lines may go on; quotes around all of it, meant for a shell, are taken off."""
+    """Split ``text`` into words as a shell does; a line that ends with a backslash goes on.
+
+    Quotes around the whole text, which people write for their shell, are removed.
+    """
     words = shlex.split(text.replace("\\\n", " "))
     is_quoted = len(words) == 1 and words[0].lstrip().startswith("-") and " " in words[0].strip()
     return shlex.split(words[0]) if is_quoted else words
@@ -145,7 +148,7 @@ WORDS_OF_INSTANCES: Final = Kind(metavar="N:ARGS", read=str, read_all=_words_of_
 
 
 def one_of(choices: type[Enum], metavar: str = "") -> Kind:
-    """The kind of the values of ``choices``; without a ``metavar`` the help page lists them."""
+    """The kind whose values are the members of ``choices``; without a ``metavar`` the help page lists them."""
     names = [choice.value for choice in choices]
 
     def read(text: str) -> Enum:
@@ -177,20 +180,20 @@ class Option:
 
     @property
     def variable(self) -> str:
-        """The variable that sets the option where no flag does."""
+        """The environment variable that sets the option where the command line does not."""
         return VARIABLE_PREFIX + self.name.replace("-", "_").upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionValue:
-    """The texts that somebody has given to an option, once for each time it was written."""
+    """The texts given to one option: one for each time it was written."""
 
     option: Option
     texts: tuple[str, ...]
     place: str = ""  # such as POPRUN_HOST or job.yaml:3; empty for the command line
 
     def value(self) -> Any:  # noqa: ANN401 - whatever the option's kind makes of it
-        """The value that the texts stand for; the error if they stand for none says where they were written."""
+        """The value that the texts stand for. An error names the place where they were written."""
         where = f"{self.place}: " if self.place else ""
         try:
             return self.option.kind.value(self.texts)
@@ -201,7 +204,7 @@ class OptionValue:
 
 
 def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]:
-    """The values that ``given`` sets, by section and name of their fields; the later of two counts."""
+    """The values of options by section and field; where two options set one field, the later one counts."""
     values: dict[str, dict[str, Any]] = {}
     for one in given:
         section, _, name = one.option.field.partition(".")
@@ -212,7 +215,7 @@ def values_by_section(given: Iterable[OptionValue]) -> dict[str, dict[str, Any]]
 
 
 def default_of(option: Option) -> str | None:
-    """The default of ``option`` as it would be written; None where no plan knows it."""
+    """The default of ``option`` as a user would write it; None if the option is no part of a request."""
     section, _, name = option.field.partition(".")
     if section in ("", LINE):
         return None
@@ -227,7 +230,7 @@ _DEFAULTS: Final = LaunchRequest()
 
 
 def _group(heading: str, *options: Option) -> tuple[Option, ...]:
-    """``options`` under a heading of the help page, which names the defaults that are numbers or names."""
+    """Put ``options`` under a heading of the help page; defaults that are numbers or names join their help."""
     return tuple(replace(option, group=heading, help=_with_default(option)) for option in options)
 
 

@@ -15,7 +15,7 @@ DEPENDENCIES: Final = ("click", "mpi4py", "numpy", "psutil", "pyyaml", "rich", "
 
 
 def version_text(version_format: VersionFormat) -> str:
-    """The versions, as text that ends with a line break; those of a full format name what is missing, too."""
+    """The versions, each on a line; the full formats name every dependency, and those that are missing."""
     if version_format is VersionFormat.TEXT:
         return f"poprun {VERSION}\n"
     versions = _versions()

@@ -14,38 +14,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobIdentity:
-    """A job, and which attempt of it this is.
+    """A job, and which attempt of it this is."""
 
-    Attributes:
-        job_id: The same for all instances and all attempts.
-        restart_count: Attempts before this one.
-        began_at_seconds: Monotonic time at which the first attempt began.
-        network: How the hosts of the job reach each other; None when there is only this machine.
-        leases: What the job holds.
-        given: The devices and cores that leases gave it on this machine; None for those that its plan names.
-        open_files: The user's soft limit of open files, above which poprun may have raised its own; 0 for none.
-    """
-
-    job_id: str
+    job_id: str  # the same for all instances and all attempts
     restart_count: int
-    began_at_seconds: float
-    network: "JobNetwork | None" = None
+    began_at_seconds: float  # monotonic time at which the first attempt began
+    network: "JobNetwork | None" = None  # None when there is only this machine
     leases: "tuple[HeldLease, ...]" = ()
-    given: LeasedDevices | None = None
-    open_files: int = 0
+    given: LeasedDevices | None = None  # what leases gave the job on this machine; None for what its plan names
+    open_files: int = 0  # the user's soft limit, above which poprun may have raised its own; 0 for none
 
     def launcher_environment(self, environ: Mapping[str, str]) -> Mapping[str, str]:
-        """The part of ``environ`` that the launcher gets."""
+        """The variables that the launcher gets: with several hosts, only those that may leave this one."""
         return environ if self.network is None else launcher_environment(environ)
 
     def with_leases(self, streams: Sequence[int]) -> list[int]:
-        """The descriptors that an agent is given: those of its program, and the leases, which it keeps."""
+        """The descriptors to send to an agent: the streams of its program, and the leases, which it keeps open."""
         leases = [lease.descriptor for lease in self.leases if lease.descriptor is not None]
         return [*streams, *leases] if streams else []
 
     @property
     def open_files_of_launcher(self) -> int:
-        """The soft limit of open files for the launcher; 0 for poprun's own.
+        """The soft limit of open files for the launcher; 0 leaves that of poprun.
 
         On one machine it needs as many as poprun, and the agents give the programs the user's. Other hosts have
         limits of their own, and nothing is passed on to them.
@@ -54,14 +44,14 @@ class JobIdentity:
 
     @property
     def keepers(self) -> tuple[int, ...]:
-        """Children of poprun that keep the leases on other hosts from one attempt to the next."""
+        """Process ids of poprun's children that keep the leases on other hosts between attempts."""
         return () if self.network is None else self.network.keepers
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
-        """What the job has on the host of instance ``index``, by its leases there or as its plan names it."""
+        """The devices and cores of the job on the host of instance ``index``: those leased, or those planned."""
         given, route = self.given or plan.named_devices, self.route(plan, index)
         return replace(given, devices=route.devices) if route is not None and route.devices else given
 
     def route(self, plan: LaunchPlan, index: int) -> "HostRoute | None":
-        """The route to the host of instance ``index``; None when there is only this machine."""
+        """How to reach the host of instance ``index``; None if there is only this machine."""
         return None if self.network is None else self.network.hosts[plan.instance(index).host_index]

@@ -26,13 +26,10 @@ _OF_VIRTUAL_IPUS: Final = (
 def advise(
     plan: LaunchPlan, facts: MachineFacts, *, left_out: Sequence[str] = (), are_hosts_seen: bool = True
 ) -> tuple[str, ...]:
-    """The lines of advice for a plan that was made here, the weightiest first; none when there is nothing to say.
+    """Advice on a plan that was made here, a line for each thing, the weightiest first.
 
-    Args:
-        plan: What is to be started.
-        facts: What the plan was made from.
-        left_out: Words for an MPI launcher that the launcher of the job cannot be told.
-        are_hosts_seen: Whether the other hosts of the job are looked at before it starts.
+    ``left_out`` are words for an MPI launcher that this job's launcher cannot be told. ``are_hosts_seen`` says
+    whether poprun looks at the other hosts before the start.
     """
     lines = list(_on_machine(plan, facts))
     if left_out:
@@ -44,18 +41,10 @@ def advise(
 
 
 def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[str, ...]:
-    """Check that the GPUs and the cores that a plan of another time or place names are here.
+    """Check that this machine has the GPUs and cores of a plan that was read from ``source``.
 
-    Args:
-        plan: What is to be started.
-        facts: What is known of the machine.
-        source: Name of the file that states the plan, for messages.
-
-    Returns:
-        What differs and can be lived with, a line for each thing.
-
-    Raises:
-        PlanError: If a GPU is not here, or an instance is to be bound to a core that is not.
+    What is missing is a :class:`PlanError`. Returned are differences that only make the job slower, a line for
+    each.
     """
     cure = f"make a new plan here with --dry-run --topology-format json instead of {source}"
     gpus = [gpu.name for gpu in facts.gpus]
@@ -78,7 +67,7 @@ def check_fitness(plan: LaunchPlan, facts: MachineFacts, source: str) -> tuple[s
 
 
 def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
-    """The options for virtual IPUs that change nothing in ``plan``, with the reason, whether given or not."""
+    """The options for virtual IPUs that have no effect on ``plan``, each with the reason."""
     vipu = plan.vipu
     if vipu.is_offline:
         return dict.fromkeys(_OF_VIRTUAL_IPUS, "--offline-mode takes no virtual IPUs")
@@ -100,7 +89,7 @@ def idle_options(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _is_one_allocation(pod: str | None) -> bool:
-    """Whether this machine, or the pod that is planned for, has no parts; only a pod's YAML file knows some."""
+    """Whether the pod, or this machine, is a single allocation; only a pod's YAML file names several."""
     if pod is None:
         return True
     from poprun.plan.pods import named_pod  # noqa: PLC0415 - most jobs know no pod
@@ -109,7 +98,7 @@ def _is_one_allocation(pod: str | None) -> bool:
 
 
 def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
-    """Advice on words that the job's MPI launcher, or none, cannot be told."""
+    """Advice on words for an MPI launcher that this job's launcher cannot be told."""
     words = shlex.join(left_out)
     if mpi is None:
         return f"{words}: left out, there is no MPI launcher that could be told; -x and --tag-output work without"
@@ -119,7 +108,7 @@ def _on_words(left_out: Sequence[str], mpi: MpiRuntime | None) -> str:
 
 
 def _on_machine(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Advice on GPUs and cores that are too few, are shared, or have nothing to do."""
+    """Advice on GPUs and cores that are too few, shared, or idle."""
     threads = plan.threads_per_replica or facts.num_user_threads
     if facts.gpus and not (plan.devices or plan.vipu.is_offline):
         yield _too_few_gpus(plan, facts)
@@ -155,7 +144,7 @@ def _too_many_threads(plan: LaunchPlan, threads: int) -> str:
 
 
 def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Advice on the first instances that are bound to fewer cores than they have threads."""
+    """Advice on the first binding with fewer cores than its instances have threads."""
     for binding in plan.bindings:
         count, num_cores = len(binding.instances), len(binding.cores)
         if count * threads > num_cores:
@@ -169,7 +158,7 @@ def _too_narrow_bindings(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
-    """Advice when replicas take turns on some GPUs while other free ones have nothing to do."""
+    """Advice if replicas take turns on some GPUs while other free ones are idle."""
     num_usable = sum(gpu.is_free or gpu.name in plan.devices for gpu in facts.gpus)
     better = _most_instances(plan, num_usable // plan.ipus_per_replica)
     if better > plan.num_instances:
@@ -178,7 +167,7 @@ def _idle_gpus(plan: LaunchPlan, facts: MachineFacts) -> Iterator[str]:
 
 
 def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
-    """Advice when replicas take turns on some cores while others have nothing to do."""
+    """Advice if replicas take turns on some cores while others are idle."""
     num_cores, busy = len(plan.cores), plan.num_instances_per_host * threads
     if not threads or busy >= num_cores:
         return
@@ -191,13 +180,13 @@ def _idle_cores(plan: LaunchPlan, threads: int) -> Iterator[str]:
 
 
 def _most_instances(plan: LaunchPlan, num_per_host: int) -> int:
-    """The most instances that divide the replicas of ``plan``, at most ``num_per_host`` a host; 0 when none do."""
+    """The most legal instances, at most ``num_per_host`` on each host; 0 if none is legal."""
     counts = legal_instances(plan.num_replicas, len(plan.hosts))
     return max((count for count in counts if count <= num_per_host * len(plan.hosts)), default=0)
 
 
 def _take_turns(plan: LaunchPlan, better: int, *, busy: int, used: int, total: str) -> str:
-    """Name ``better`` as the number of instances that would use ``used`` instead of ``busy`` of the ``total``."""
+    """The advice to start ``better`` instances, which use ``used`` in place of ``busy`` of the ``total``."""
     replicas = f"the {plan.layout.num_local_replicas} replicas of each instance"
     gain = "all of them" if total.startswith(f"{used:,} ") else str(used)
     return f"{replicas} take turns on {busy} of {total}{_per_host(plan)}; --num-instances {better} uses {gain}"

@@ -16,11 +16,7 @@ _NUM_CHOICES: Final = 3
 
 
 def check_count(option: str, count: int, *, minimum: int = 1) -> None:
-    """Check that the value of ``option`` lies between ``minimum`` and ``MAX_COUNT``.
-
-    Raises:
-        PlanError: If not.
-    """
+    """Check that the value of ``option`` lies between ``minimum`` and ``MAX_COUNT``."""
     if count < minimum:
         raise PlanError(f"{option} {count} is not possible: it must be at least {minimum}")
     if count > MAX_COUNT:
@@ -28,16 +24,7 @@ def check_count(option: str, count: int, *, minimum: int = 1) -> None:
 
 
 def check_counts(*, num_instances: int, num_replicas: int | None, num_hosts: int) -> None:
-    """Check that instances divide over hosts and replicas over instances.
-
-    Args:
-        num_instances: Processes in the job.
-        num_replicas: Replicas in the job; None when there is to be one per instance.
-        num_hosts: Hosts of the job. At least 1.
-
-    Raises:
-        PlanError: If a count is below 1 or above ``MAX_COUNT``, or does not divide.
-    """
+    """Check that instances divide over hosts and replicas over instances; no replicas is one each."""
     check_count("--num-instances", num_instances)
     if num_replicas is not None:
         check_count("--num-replicas", num_replicas)
@@ -48,7 +35,7 @@ def check_counts(*, num_instances: int, num_replicas: int | None, num_hosts: int
 
 
 def legal_instances(num_replicas: int, num_hosts: int) -> list[int]:
-    """The numbers of instances that ``num_replicas`` replicas can have on ``num_hosts`` hosts, ascending."""
+    """The numbers of instances, ascending, that divide the replicas and are divided by the hosts."""
     return [count for count in _divisors(num_replicas) if count % num_hosts == 0]
 
 
@@ -86,18 +73,18 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _multiples_around(number: int, step: int) -> list[int]:
-    """The multiples of ``step`` next to ``number`` on either side, 0 left out."""
+    """The largest multiple of ``step`` up to ``number`` and the next one; 0 is left out."""
     below = number // step * step
     return [count for count in (below, below + step) if 0 < count <= MAX_COUNT]
 
 
 def _nearest(counts: Iterable[int], wanted: int) -> list[int]:
-    """The few of ``counts`` closest to ``wanted``, ascending."""
+    """The three of ``counts`` that are closest to ``wanted``, ascending."""
     return sorted(sorted(counts, key=lambda count: abs(count - wanted))[:_NUM_CHOICES])
 
 
 def _choices(counts: list[int], noun: str) -> str:
-    """``4 or 8 replicas``; no counts → the empty text."""
+    """Counts in words, such as ``4 or 8 replicas``; an empty text for no counts."""
     if not counts:
         return ""
     *others, last = map(str, counts)

@@ -72,11 +72,7 @@ class MpiWords:
 
 
 def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
-    """What ``words``, the value of ``option``, ask for of a job that a launcher of ``kind`` starts, or none.
-
-    Raises:
-        PlanError: If a word lacks its value, or a variable has no name.
-    """
+    """Read ``words``, the value of ``option``, for a job that a launcher of ``kind`` starts, or no MPI."""
     variables: list[tuple[str, str | None]] = []
     is_tagged, log_dir, subnet = False, None, None
     for_launcher: list[str] = []
@@ -134,12 +130,9 @@ class JobWords:
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
-    """What the words of ``request`` for the MPI launcher ask for in a job that ``mpi`` starts, or no MPI.
+    """Read all words of ``request`` for the MPI launcher, in a job that ``mpi`` starts, or no MPI.
 
     Words for the launcher that are meant for one instance are left out: one launcher starts all of them.
-
-    Raises:
-        PlanError: If a word lacks its value, or a variable has no name.
     """
     kind = mpi.kind if mpi else None
     for_job = read_mpi_words(request.mpi_global_args, "--mpi-global-args", kind)
@@ -163,16 +156,12 @@ def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:
 
 
 def merged(variables: Variables, stronger: Variables) -> Variables:
-    """The variables of both, each name once; those that are ``stronger`` win."""
+    """Two lists of variables as one, with each name once; where both have a name, ``stronger`` wins."""
     return tuple(dict((*variables, *stronger)).items())
 
 
 def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instances: int) -> None:
-    """Check that a job of ``num_instances`` has every instance of ``pairs``.
-
-    Raises:
-        PlanError: If it lacks one.
-    """
+    """Check that a job of ``num_instances`` has every instance of ``pairs``."""
     for index, _ in pairs:
         if not 0 <= index < num_instances:
             raise PlanError(
@@ -182,9 +171,9 @@ def check_instance_variables(pairs: Sequence[tuple[int, Variables]], num_instanc
 
 
 def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]:
-    """Each option that Open MPI has, by its name without dashes, with the words that belong to it; others singly.
+    """Split words into options of Open MPI with their values: the name without dashes, and its words.
 
-    An option's value may stand behind ``=``; it is then given as a word of its own.
+    Words of no such option come singly. A value behind ``=`` becomes a word of its own.
     """
     rest = list(reversed(words))
     while rest:
@@ -200,7 +189,7 @@ def _split(words: Sequence[str], option: str) -> Iterator[tuple[str, list[str]]]
 
 
 def _subnet(written: Sequence[str]) -> str | None:
-    """The network that ``--mca btl_tcp_if_include 10.1.0.0/16`` and its like name; None for other words."""
+    """The network in ``--mca btl_tcp_if_include 10.1.0.0/16`` and its like; None for other words."""
     if len(written) != len(("--mca", "name", "value")) or written[1] not in _INTERFACES:
         return None
     from ipaddress import ip_network  # noqa: PLC0415 - hardly any job has such words

@@ -56,16 +56,12 @@ class Demand:
 
 
 def flat_map(cores: Iterable[int]) -> tuple[Cpu, ...]:
-    """The map of a machine of which nothing is known: one node, one cache, and every core by itself."""
+    """The map of a machine whose structure is not known: one node, one cache, each core by itself."""
     return tuple(Cpu(number=number, core=number, cache=0, node=0, socket=0) for number in cores)
 
 
 def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) -> tuple[Binding, ...]:
-    """What each instance of a host is bound to: each is in one binding, or there is none.
-
-    Raises:
-        PlanError: If ``core`` or ``compact`` is asked for and there are fewer cores than the instances need.
-    """
+    """Bind each instance of a host to cores; no bindings at all where nothing is to be bound."""
     if placement is ProcessPlacement.DISABLED:
         return ()
     if placement is ProcessPlacement.SPREADNUMA:
@@ -76,7 +72,7 @@ def place_instances(placement: ProcessPlacement, host: HostMap, demand: Demand) 
 
 
 def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Binding, ...]:
-    """One binding for all instances that have the same cores."""
+    """Join instances that have the same cores into one binding."""
     instances: dict[_Part, list[int]] = {}
     for instance, part in enumerate(parts):
         instances.setdefault(part, []).append(instance)
@@ -91,13 +87,13 @@ def _bindings(parts: Sequence[_Part], memory_nodes: tuple[int, ...]) -> tuple[Bi
 
 
 def _memory_of(part: _Part, memory_nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """The nodes of some cores; none when they have no memory of their own, or all there is."""
+    """The nodes from which cores take memory; none if they have none, or if these are all nodes."""
     nodes = {cpu.node for cpu in part}.intersection(memory_nodes)
     return tuple(sorted(nodes)) if len(nodes) < len(memory_nodes) else ()
 
 
 def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """The cores of each instance's nodes; nothing when that would be all of them."""
+    """The cores of each instance's nodes; nothing if every instance would have all cores."""
     nodes = _groups(host.cpus, _node_of)
     if len(nodes) == 1 or demand.num_instances == 1:
         return ()
@@ -109,13 +105,13 @@ def _whole_nodes(host: HostMap, demand: Demand) -> Sequence[_Part]:
 
 
 def _shared_node(nodes: Sequence[_Part], demand: Demand, instance: int) -> set[int]:
-    """The node of an instance, as an index, when there are at least as many instances as nodes."""
+    """The index of an instance's node, where there are at least as many instances as nodes."""
     near = {index for index, node in enumerate(nodes) if node[0].node in demand.nodes_near(instance)}
     return near or {instance * len(nodes) // demand.num_instances}
 
 
 def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
-    """The nodes of each instance, as indices, when there are more of them: near ones first, then evenly."""
+    """The indices of each instance's nodes, where there are more nodes: near ones first, then evenly."""
     count = demand.num_instances
     owned = [{i for i, node in enumerate(nodes) if node[0].node in demand.nodes_near(k)} for k in range(count)]
     if not any(owned):
@@ -131,7 +127,7 @@ def _owned_nodes(nodes: Sequence[_Part], demand: Demand) -> list[set[int]]:
 
 
 def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Sequence[_Part]:
-    """Cores that each instance has to itself."""
+    """The cores of each instance, which no other instance has."""
     count, threads = demand.num_instances, demand.num_threads
     units = _within(_groups(host.cpus, _place_of_core), host.max_cores)
     least = -(-threads // min(map(len, units)))
@@ -145,7 +141,7 @@ def _own_cores(placement: ProcessPlacement, host: HostMap, demand: Demand) -> Se
 
 
 def _within(units: Sequence[_Part], max_cores: int) -> Sequence[_Part]:
-    """The first units that hold ``max_cores`` cores together, but one at least."""
+    """The first units, at least one, that hold no more than ``max_cores`` cores together."""
     total, kept = 0, 0
     for unit in units:
         total += len(unit)
@@ -167,7 +163,7 @@ def _parts(units: Sequence[_Part], size: int, demand: Demand) -> Sequence[_Part]
 
 
 def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
-    """Parts of ``size`` units, none across caches if there are enough, else none across nodes, else any."""
+    """Cut units into parts of ``size``: within caches if that gives enough parts, else within nodes, else any."""
     parts: list[_Part] = []
     for groups in (_by_size(units, _cache_of), _by_size(units, _node_of), [units]):
         in_order = sorted(groups, key=lambda group: _place_of_core(group[0][0]))
@@ -182,12 +178,12 @@ def _cut(units: Sequence[_Part], size: int, count: int) -> Sequence[_Part]:
 
 
 def _by_size(units: Sequence[_Part], key: Callable[[Cpu], tuple[int, ...]]) -> list[Sequence[_Part]]:
-    """The units with the same ``key`` together, the smallest group first."""
+    """Group units by ``key``, the smallest group first."""
     return sorted((list(group) for _, group in groupby(units, key=lambda unit: key(unit[0]))), key=len)
 
 
 def _nearest(parts: Sequence[_Part], demand: Demand) -> Sequence[_Part]:
-    """For each instance the first part that is near its GPUs, else the first that nobody has."""
+    """Choose a part for each instance: the first one near its GPUs, else the first that is free."""
     free = list(parts)
     chosen: dict[int, _Part] = {}
     for instance in range(demand.num_instances):
@@ -212,7 +208,7 @@ def _place_of_core(cpu: Cpu) -> tuple[int, ...]:
 
 
 def _groups(cpus: Iterable[Cpu], key: Callable[[Cpu], tuple[int, ...]]) -> Sequence[_Part]:
-    """The cores with the same ``key`` together, in its order."""
+    """Group cores by ``key``, in the order of the keys."""
     in_order = sorted(cpus, key=lambda cpu: (key(cpu), cpu.number))
     return [tuple(group) for _, group in groupby(in_order, key=key)]
 

@@ -169,12 +169,12 @@ class LaunchPlan:
 
     @property
     def num_gpus_per_host(self) -> int:
-        """CUDA devices that the job needs on each host to compute on such: replicas of an instance take turns."""
+        """CUDA devices that the job needs on each host; the replicas of an instance take turns on its devices."""
         return self.num_instances_per_host * self.ipus_per_replica
 
     @property
     def num_ilds(self) -> int:
-        """IPU-Link domains that the job spans; each has equally many instances, neighbours of each other."""
+        """IPU-Link domains of the job; each has equally many instances, with consecutive indices."""
         return self.vipu.num_ilds or 1
 
     def ild_of(self, instance: int) -> int:
@@ -188,7 +188,7 @@ class LaunchPlan:
 
     @property
     def leases_ipus(self) -> bool:
-        """Whether the job takes virtual IPUs from its hosts' pools: of a pod, or counted or named on a CPU."""
+        """Whether the job leases virtual IPUs from the pools of its hosts, for a pod or on a CPU."""
         vipu = self.vipu
         if vipu.is_offline or self.asks_server:
             return False
@@ -197,7 +197,7 @@ class LaunchPlan:
 
     @property
     def takes_lease(self) -> bool:
-        """Whether the job asks the pools of its hosts, for virtual IPUs or for its GPUs.
+        """Whether the job leases GPUs or virtual IPUs from the pools of its hosts.
 
         A server that hands out the GPUs of this machine gives them itself.
         """
@@ -205,7 +205,7 @@ class LaunchPlan:
 
     @property
     def owns_cores(self) -> bool:
-        """Whether the instances have cores that no other job shall have."""
+        """Whether the instances have cores that no other job may have."""
         return bool(self.bindings) and self.placement in (ProcessPlacement.CORE, ProcessPlacement.COMPACT)
 
     @property
@@ -222,12 +222,12 @@ class LaunchPlan:
         return None if path is None else os.path.join(self.working_directory, path)
 
     def passed_names(self, index: int | None = None) -> frozenset[str]:
-        """The variables whose values instance ``index`` is to have from poprun, or without it all instances."""
+        """The variables whose values poprun passes on to instance ``index``, or to all instances."""
         own = [variables for instance, variables in self.instance_variables if instance == index]
         return frozenset(name for some in (self.variables, *own) for name, value in some if value is None)
 
     def variables_of(self, index: int) -> dict[str, str]:
-        """The variables that the user gave instance ``index`` a value for."""
+        """The variables to which the user gave a value for instance ``index``."""
         own = [variables for instance, variables in self.instance_variables if instance == index]
         pairs = [pair for variables in (self.variables, *own) for pair in variables]
         return {name: value for name, value in pairs if value is not None}
@@ -268,14 +268,14 @@ class LaunchPlan:
         return map(self.instance, range(self.num_instances))
 
     def _share_of(self, cores: tuple[int, ...], local_index: int) -> tuple[int, ...]:
-        """The share of a host's ``cores`` that one of its instances has; instances past the cores share one."""
+        """The share of a host's ``cores`` that one of its instances has; too few cores are shared by several."""
         count, num_cores = self.num_instances_per_host, len(cores)
         first = local_index * num_cores // count
         last = max(first + 1, (local_index + 1) * num_cores // count)
         return cores[first:last]
 
     def contract(self, index: int, start: StartFacts | None = None) -> Contract:
-        """What instance ``index`` is told about the job, with what is known of its start."""
+        """The contract of instance ``index``: what its program is told about the job and its start."""
         start = start or StartFacts()
         instance = self.instance(index)
         return Contract(

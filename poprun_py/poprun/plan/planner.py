@@ -72,18 +72,9 @@ def make_advised_plan(
     is_counted: bool,
     are_hosts_seen: bool,
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """What :func:`make_plan` decides, and the lines of advice on it.
+    """Make a plan as :func:`make_plan` does, and the lines of advice on it.
 
-    Args:
-        request: As for :func:`make_plan`.
-        facts: As for :func:`make_plan`.
-        pod: As for :func:`make_plan`.
-        is_counted: As for :func:`make_plan`.
-        are_hosts_seen: Whether the other hosts of the job are looked at before it starts.
-
-    Raises:
-        PlanError: As :func:`make_plan`.
-        MpiNotFoundError: As :func:`make_plan`.
+    ``are_hosts_seen`` says whether the other hosts of the job are looked at before it starts.
     """
     plan, left_out = _decide(request, facts, pod, is_counted=is_counted)
     return plan, advise(plan, facts, left_out=left_out, are_hosts_seen=are_hosts_seen)
@@ -92,7 +83,7 @@ def make_advised_plan(
 def _decide(
     request: LaunchRequest, facts: MachineFacts, pod: "Cluster | None", *, is_counted: bool
 ) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """The plan, and the words for the MPI launcher that the launcher of the job cannot be told."""
+    """Make the plan; with it come the words for an MPI launcher that this job's launcher cannot be told."""
     request = _within_allocation(request, facts.allocation, is_counted=is_counted)
     hosts = request.hosts or (pod and pod.hosts) or (THIS_MACHINE,)
     _check_hosts(hosts, facts)
@@ -137,12 +128,9 @@ def _decide(
 
 
 def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = None) -> tuple[Binding, ...]:
-    """What the instances of a host are bound to as ``plan`` says, each near its own of the host's GPUs.
+    """Bind the instances of a host to cores, as the placement of ``plan`` says, near their GPUs.
 
     ``given`` is what leases gave the job there, in the place of what its plan names.
-
-    Raises:
-        PlanError: If the instances shall have cores of their own, and there are too few.
     """
     num_local, num_cores = plan.num_instances_per_host, len((given or plan).cores)
     node_of = {gpu.name: gpu.node for gpu in facts.gpus}
@@ -161,7 +149,7 @@ def place(plan: LaunchPlan, facts: MachineFacts, given: LeasedDevices | None = N
 def _within_allocation(
     request: LaunchRequest, allocation: Allocation | None, *, is_counted: bool
 ) -> LaunchRequest:
-    """``request`` with the hosts and the number of instances of ``allocation``: one task is one instance.
+    """Give ``request`` the hosts and the number of instances of an allocation: one task is one instance.
 
     An allocation of this one node leaves the hosts as they are: the job is one of this machine, and may have any
     number of instances in the one task of an interactive shell.
@@ -186,7 +174,7 @@ def _within_allocation(
 
 
 def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
-    """The hosts of the job, all of them in ``allocation``."""
+    """The hosts of the job; each must be in ``allocation``."""
     foreign = [host for host in request.hosts if host not in allocation.nodes]
     if foreign:
         raise PlanError(
@@ -198,13 +186,13 @@ def _hosts(request: LaunchRequest, allocation: Allocation) -> tuple[str, ...]:
 
 
 def _tasks(allocation: Allocation, hosts: tuple[str, ...]) -> list[int]:
-    """The tasks of each of ``hosts``; none where nobody asked Slurm for tasks."""
+    """The number of tasks on each host; empty if nobody asked Slurm for tasks."""
     by_node = dict(zip(allocation.nodes, allocation.tasks_per_node, strict=False))
     return [by_node[host] for host in hosts] if by_node else []
 
 
 def _check_tasks(request: LaunchRequest, allocation: Allocation, hosts: tuple[str, ...]) -> None:
-    """Check that each instance has its task: a job that does not fit would wait for ever."""
+    """Check that each instance has a task of its own: a job that does not fit would wait for ever."""
     tasks = _tasks(allocation, hosts)
     if not tasks:
         return
@@ -243,10 +231,10 @@ def _check_hosts(hosts: tuple[str, ...], facts: MachineFacts) -> None:
 
 
 def _num_instances(request: LaunchRequest, facts: MachineFacts, num_hosts: int, pod: "Cluster | None") -> int:
-    """The number asked for; ``auto`` is one for each replica's worth of free GPUs, else one a host.
+    """The number of instances asked for; ``auto`` is one for each replica's worth of free GPUs of a host.
 
-    With a given number of replicas, ``auto`` is the largest legal number of instances that is not above that;
-    without, each has one replica, and a pod has room for all of them.
+    It is at least one for each host. With a given number of replicas, ``auto`` is the largest legal number of
+    instances that is not above that; without, each has one replica, and a pod has room for all of them.
     """
     if request.num_instances is not None:
         return request.num_instances
@@ -276,7 +264,7 @@ def _choose_mpi(request: LaunchRequest, facts: MachineFacts) -> MpiRuntime | Non
 
 
 def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKind:
-    """Without MPI it is Slurm inside of an allocation, and where it was asked for."""
+    """MPI if there is one; else Slurm, in an allocation or if asked for; else poprun itself."""
     if mpi is not None:
         return LauncherKind.MPI
     is_slurm = request.launcher is LauncherChoice.SRUN or request.remote.slurm_job is not None
@@ -284,12 +272,12 @@ def _launcher_kind(request: LaunchRequest, mpi: MpiRuntime | None) -> LauncherKi
 
 
 def _without_forker(mpi: MpiRuntime | None) -> MpiRuntime | None:
-    """MPICH with Hydra: its forker knows one host only, and none of the words that may be Hydra's own."""
+    """``mpi`` with its Hydra launcher: the forker knows one host only, and no words meant for Hydra."""
     return mpi and replace(mpi, forker=None)
 
 
 def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
-    """What is asked of the pool, with the number of IPU-Link domains that it comes to."""
+    """The plan's request to the pool, with the number of IPU-Link domains filled in."""
     vipu = plan.vipu
     if vipu.num_ilds is None and vipu.ipus_per_host is None and pod is None:
         return vipu
@@ -300,12 +288,12 @@ def _with_domains(plan: LaunchPlan, pod: "Cluster | None") -> VipuSettings:
 
 
 def _gpus(request: LaunchRequest, facts: MachineFacts) -> tuple[Gpu, ...]:
-    """The GPUs that the job may use: where virtual IPUs are counted, no more of them."""
+    """The GPUs that the job may use; where virtual IPUs are counted, no more than are counted."""
     return () if request.vipu.is_offline else facts.gpus[: request.vipu.ipus_per_host]
 
 
 def _choose_devices(request: LaunchRequest, facts: MachineFacts, count: int) -> tuple[str, ...]:
-    """The ``count`` GPUs of a host: free ones first, in slot order; none when they do not suffice."""
+    """Choose ``count`` GPUs of a host, free ones first, in slot order; none if there are too few."""
     gpus = _gpus(request, facts)
     if count > len(gpus):
         return ()
@@ -314,7 +302,7 @@ def _choose_devices(request: LaunchRequest, facts: MachineFacts, count: int) -> 
 
 
 def _num_cores(plan: LaunchPlan) -> int:
-    """Cores of a host that the job computes on: its virtual IPUs' share where they are counted."""
+    """The number of cores that the job computes on; where virtual IPUs are counted, their share."""
     counted, num_cores = plan.vipu.ipus_per_host, len(plan.cores)
     if plan.devices or counted is None:
         return num_cores
@@ -322,7 +310,7 @@ def _num_cores(plan: LaunchPlan) -> int:
 
 
 def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Variables, share: int) -> int | None:
-    """Threads of a replica's arithmetic; None leaves ``OMP_NUM_THREADS`` as the user set it."""
+    """The threads of a replica; None leaves ``OMP_NUM_THREADS`` as the user set it."""
     if request.threads_per_replica is not None:
         return request.threads_per_replica
     asked = dict(variables).get(NUM_THREADS)
@@ -332,14 +320,14 @@ def _choose_threads(request: LaunchRequest, facts: MachineFacts, variables: Vari
 
 
 def _choose_output(request: LaunchRequest, words: JobWords) -> OutputSettings:
-    """What was asked for; where nothing was, what words for the MPI launcher ask for."""
+    """The output settings asked for; words for the MPI launcher count where there are none."""
     asked = request.output
     is_tagged = True if asked.is_tagged is None and words.is_tagged else asked.is_tagged
     return replace(asked, is_tagged=is_tagged, log_dir=asked.log_dir or words.log_dir)
 
 
 def _choose_placement(request: LaunchRequest) -> ProcessPlacement:
-    """The placement asked for; words that have the MPI launcher bind come before the default."""
+    """The placement asked for, or none if words for the MPI launcher make it bind the instances."""
     words = (*request.mpi_global_args, *request.mpi_local_args)
     binds = any(word.lstrip("-") == _BIND_TO and bound.lower() != _UNBOUND for word, bound in pairwise(words))
     return ProcessPlacement.DISABLED if binds and request.placement is _DEFAULT_PLACEMENT else request.placement

@@ -50,19 +50,19 @@ CACHES: Final = {
 
 
 def wished_job_id(user: Mapping[str, str]) -> str:
-    """The job's name that the user has set, so that a job that is started again can have the same one; or "".
+    """The job id that the user has set, so that a job that is called again keeps its name; or an empty text.
 
-    A program that runs under poprun and starts another job passes its own name on without wishing it.
+    A program that runs under poprun and starts another job passes its own id on without wishing it.
     """
     return "" if NUM_REPLICAS in user else user.get(JOB_ID, "")
 
 
 def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
-    """The variables of the user's that go to other hosts: settings of the libraries that train, and search paths.
+    """The variables of the user's that go to other hosts: search paths and settings of training libraries.
 
     What is particular to a machine or to a login (``HOME``, ``TMPDIR``, ``DISPLAY``, …) stays, and so does what
-    looks like a secret, because the way there is sealed and not encrypted. What is ``named`` goes in any case;
-    a name that ends with ``*`` stands for all that begin so.
+    looks like a secret, because the way there is sealed and not encrypted. What is ``named`` goes in any case; a
+    name that ends with ``*`` stands for all that begin so.
     """
     beginnings = tuple(name.removesuffix("*") for name in named if name.endswith("*"))
     return {
@@ -77,7 +77,7 @@ def passed_environment(user: Mapping[str, str], named: Collection[str] = ()) -> 
 
 
 def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the MPI launcher of a job of several hosts gets, and with it the programs on this one.
+    """The variables of the MPI launcher of a job on several hosts, and of the programs on this host.
 
     Hydra sends all that it has to every host, unsealed, and each there picks what is for the shims. So it gets
     only what may go to other hosts, and what it needs itself.
@@ -91,20 +91,17 @@ def launcher_environment(user: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_environment(user: Mapping[str, str], interface: str) -> dict[str, str]:
-    """What tells torch's and NVIDIA's libraries which interface to use between hosts, unless the user has."""
+    """The variables that give torch and NCCL the interface between hosts, unless the user has set them."""
     return {name: interface for name in _INTERFACE_NAMES if name not in user}
 
 
 def program_environment(
     plan: LaunchPlan, index: int, user: Mapping[str, str], start: StartFacts | None = None
 ) -> dict[str, str]:
-    """What is added to the user's environment for instance ``index`` of ``plan``, the plan's variables among it.
+    """The variables to add to the user's for instance ``index``, those of the plan among them.
 
-    Args:
-        plan: The job.
-        index: Global index of the instance.
-        user: The environment that poprun was called in; with the plan's variables it decides what is left alone.
-        start: What is known of the job's start, if it has come to that.
+    What ``user`` or the plan has set decides which of poprun's are left out. ``start`` is what is known of the
+    job's start, if it has come to that.
     """
     asked = plan.variables_of(index)
     user = {**user, **asked}

@@ -201,11 +201,7 @@ class LaunchRequest:
 
 
 def check_output(output: OutputSettings, num_instances: int) -> None:
-    """Check that the values of ``output`` are possible in a job of ``num_instances``.
-
-    Raises:
-        PlanError: If one is not.
-    """
+    """Check that the values of ``output`` are possible in a job of ``num_instances``."""
     unknown = [index for index in output.shown_instances or () if not 0 <= index < num_instances]
     if unknown:
         raise PlanError(
@@ -220,11 +216,7 @@ def check_output(output: OutputSettings, num_instances: int) -> None:
 
 
 def check_ending(ending: EndingSettings) -> None:
-    """Check that the values of ``ending`` are possible.
-
-    Raises:
-        PlanError: If one is not.
-    """
+    """Check that the values of ``ending`` are possible."""
     _check_seconds("--stop-timeout", ending.stop_timeout_seconds, may_be_zero=True)
     for option, seconds in (
         ("--start-timeout", ending.start_timeout_seconds),
@@ -239,11 +231,7 @@ def check_ending(ending: EndingSettings) -> None:
 
 
 def check_remote(remote: RemoteSettings) -> None:
-    """Check that the values of ``remote`` are possible.
-
-    Raises:
-        PlanError: If one is not.
-    """
+    """Check that the values of ``remote`` are possible."""
     check_path("--ssh-config", remote.ssh_config)
     if remote.ssh_config is not None and len(remote.ssh_config.split()) != 1:
         raise PlanError(
@@ -267,21 +255,13 @@ def _check_seconds(option: str, seconds: float, *, may_be_zero: bool) -> None:
 
 
 def check_path(option: str, path: str | None) -> None:
-    """Check that the value of ``option`` can be a path, if there is one.
-
-    Raises:
-        PlanError: If not.
-    """
+    """Check that the value of ``option``, if there is one, can be a path."""
     if path is not None and (not path or "\0" in path):
         raise PlanError(f"{option} {path!r} is not possible: it is a path")
 
 
 def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
-    """Check that the values of ``vipu`` are possible in a job of ``num_instances``.
-
-    Raises:
-        PlanError: If one is not.
-    """
+    """Check that the values of ``vipu`` are possible in a job of ``num_instances``."""
     check_count("--vipu-partition-attempts", vipu.partition_attempts)
     for option, count in (("--num-ilds", vipu.num_ilds), ("--ipus-per-host", vipu.ipus_per_host)):
         if count is not None:
@@ -314,11 +294,7 @@ def check_vipu(vipu: VipuSettings, num_instances: int) -> None:
 
 
 def check_tag_format(template: str) -> None:
-    """Check that ``template`` can be filled.
-
-    Raises:
-        PlanError: If it names what there is not, or a brace has no partner.
-    """
+    """Check that ``template`` names only fields that there are, and that its braces match."""
     fields = ", ".join(f"{{{name}}}" for name in TAG_FIELDS)
     for piece in _PIECE.finditer(template):
         if piece["brace"]:
@@ -331,5 +307,5 @@ def check_tag_format(template: str) -> None:
 
 
 def fill_tag(template: str, values: Mapping[str, str]) -> str:
-    """``template``, which has been checked, with a value for every one of ``TAG_FIELDS``."""
+    """Fill a checked ``template``; ``values`` has every one of ``TAG_FIELDS``."""
     return template.format_map(values)

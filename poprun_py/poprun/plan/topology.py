@@ -164,7 +164,7 @@ class MachineFacts:
         return int(text) if text.isdecimal() else 0
 
     def within(self, allocation: Allocation | None) -> "MachineFacts":
-        """The facts in ``allocation``; if this machine is none of its nodes, what each node is taken to have."""
+        """The facts in an allocation; if this machine is none of its nodes, those each node is taken to have."""
         if allocation is None or allocation.node_here is not None or self.hostname in allocation.nodes:
             return replace(self, allocation=allocation)
         return replace(
@@ -177,7 +177,7 @@ class MachineFacts:
         )
 
     def with_cpus(self, cpus: tuple[Cpu, ...]) -> "MachineFacts":
-        """The facts with another map, but as many cores' worth of time."""
+        """The facts with another map of cores, but with as much time on them."""
         return replace(self, cpus=cpus)
 
     def with_cores(self, cores: tuple[int, ...]) -> "MachineFacts":
@@ -216,7 +216,7 @@ class Binding:
         return self.instances[position : position + 1] == (instance,)
 
     def share_of(self, instance: int) -> tuple[int, ...]:
-        """The part of ``cores`` that one of ``instances`` has when they share them out; at least one core."""
+        """The cores of one of ``instances`` when they share the binding's cores out; at least one."""
         position, count = bisect_left(self.instances, instance), len(self.instances)
         first = position * len(self.cores) // count
         return self.cores[first : max(first + 1, (position + 1) * len(self.cores) // count)]

@@ -19,12 +19,10 @@ FOLDER = os.O_PATH | os.O_DIRECTORY
 
 @contextmanager
 def opened_parent(path: str, *, makes: bool = False) -> Iterator[tuple[int, str]]:
-    """A descriptor of the folder that ``path`` leads to, for the length of a block, and the name in it.
+    """Open the folder that ``path`` leads to, for the length of a block: its descriptor, and the name in it.
 
-    The name is of no link, and may not be there yet. Folders above it that are missing are made if ``makes``.
-
-    Raises:
-        OSError: If a link is another user's, links lead in a circle, or a folder is missing or closed.
+    The name is of no link, and may not be there yet. ``makes`` makes missing folders. Refused are links of other
+    users, links in a circle, and missing or closed folders.
     """
     folder, name = _reach(path, makes=makes)
     try:
@@ -57,16 +55,15 @@ def _reach(path: str, *, makes: bool) -> tuple[int, str]:
 
 
 def _names(path: str) -> list[str]:
-    """The names of a path, the last one first; what ends with a stroke, or is empty, is a folder itself."""
+    """The names of a path, last one first; a path that is empty or ends with a slash leads to ``.``."""
     names = list(filter(None, path.split("/")))
     return [*reversed(names)] if names and not path.endswith("/") else [".", *reversed(names)]
 
 
 def _target(folder: int, name: str, rest: list[str]) -> str | None:
-    """What the link ``name`` names; None if it is no link, or not there.
+    """The target of the link ``name``; None if it is no link or not there. Another user's link is an error.
 
-    Raises:
-        PermissionError: If the link is another user's; the message has the path to type in its place.
+    The message has the path to type in its place; ``rest`` are the names behind the link, last one first.
     """
     try:
         link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -89,10 +86,9 @@ def _target(folder: int, name: str, rest: list[str]) -> str | None:
 
 
 def open_below(folder: int, name: str, flags: int, *, makes_folder: bool = False) -> int:
-    """Open ``name`` in a folder with ``flags``, where it may be no link; a folder may be made for it.
+    """Open ``name`` in a folder, where it must not be a link; ``makes_folder`` makes a folder first.
 
-    Raises:
-        OSError: If it cannot be opened, with its whole path.
+    An error has the whole path.
     """
     try:
         if makes_folder:
@@ -112,9 +108,7 @@ def _place(folder: int, name: str) -> str:
 def check_target(path: str) -> None:
     """Check that a file can be written at ``path``, by making one beside it for a moment.
 
-    Raises:
-        OSError: If it cannot: the directory is missing or cannot be written, ``path`` is a directory, a device or
-            a pipe, the name is too long.
+    Refused are a missing or closed folder, and a path to a folder, a device or a pipe.
     """
     with opened_parent(path) as (folder, name):
         with suppress(FileNotFoundError):
@@ -129,12 +123,9 @@ def check_target(path: str) -> None:
 
 
 def write_whole(path: str, text: str) -> None:
-    """Replace the file at ``path``; a reader sees the old one or the new one, also after a crash of the machine.
+    """Replace the file at ``path``; a reader sees the old one or the new one, even after a crash of the machine.
 
     A symbolic link that is followed stays one: the file that it names is replaced.
-
-    Raises:
-        OSError: If it cannot be written; the old file is there as before.
     """
     with opened_parent(path) as (folder, name):
         beside = _name_beside()

@@ -33,10 +33,10 @@ _FIRST_BYTE, _LAST_BYTE = 0xDC80, 0xDCFF
 
 
 def write_any_letter() -> None:
-    """Have both streams write what their encoding lacks in letters that it has.
+    """Make both streams replace letters that their encoding lacks, so that printing never fails.
 
     Rules of tables become ASCII, bytes of names that were no text are written as they were (PEP 383), and other
-    letters stand as their numbers, as in Python's own text.
+    letters become their numbers, as in Python's own text.
     """
     codecs.register_error(_READABLE, _in_other_letters)
     for stream in (sys.stdout, sys.stderr):
@@ -45,7 +45,7 @@ def write_any_letter() -> None:
 
 
 def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
-    """What to write for letters that cannot be encoded, and where to go on (`codecs.register_error`)."""
+    """The replacement for a letter that cannot be encoded, and the position after it (`codecs.register_error`)."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letter, end = error.object[error.start], error.start + 1
@@ -55,11 +55,9 @@ def _in_other_letters(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def print_out(text: str) -> None:
-    """Write ``text`` to standard output, at once.
+    """Write ``text`` to standard output and flush it.
 
-    Raises:
-        OutputError: If it cannot be written, because the disk is full for example.
-        BrokenPipeError: If nobody reads it any more.
+    A full disk is an :class:`OutputError`; a reader that has gone is a `BrokenPipeError`.
     """
     try:
         sys.stdout.write(text)
@@ -72,7 +70,7 @@ def print_out(text: str) -> None:
 
 
 def abandon_stdout() -> None:
-    """Send what is still unwritten nowhere, so that the interpreter does not try again when it ends."""
+    """Redirect standard output to /dev/null, so that the interpreter does not fail to flush it at its end."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -83,14 +81,14 @@ def has_color() -> bool:
 
 
 def width() -> int:
-    """Columns of the terminal, or as ``COLUMNS`` says; 80 when nothing does."""
+    """The width of the terminal in columns, or ``COLUMNS`` if that is set; 80 if neither is known."""
     import shutil  # noqa: PLC0415 - a job that prints no plan does without it
 
     return shutil.get_terminal_size().columns
 
 
 def visible(text: str, *, keeps: str = "") -> str:
-    r"""``text`` with what a terminal would obey or hide made visible: an escape becomes ``\x1b``.
+    r"""``text`` with control characters escaped: an escape becomes ``\x1b``.
 
     Text that another user or a program wrote goes through this before it is shown. What is in ``keeps`` stays.
     """
@@ -114,13 +112,9 @@ _WORDS: Final = {"warning: ": Level.WARNING, "error: ": Level.ERROR}
 
 
 def own_line(text: str, level: Level = Level.INFO) -> str:
-    """``text`` as a line of poprun's own for its standard error, with its line break.
+    """``text`` as a log line of poprun's, with its line break and with control characters escaped.
 
-    Words of other users, hosts and programs may stand in it, so control characters are made visible.
-
-    Args:
-        text: One line or several; what begins with ``warning:`` or ``error:`` has that level.
-        level: That of any other text.
+    A text that begins with ``warning:`` or ``error:`` has that level, any other one ``level``.
     """
     text = visible(text, keeps="\n\t")
     if sys.stderr.isatty():
@@ -129,7 +123,7 @@ def own_line(text: str, level: Level = Level.INFO) -> str:
 
 
 def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
-    """``text`` as PopRun logs it: local time to the millisecond, process, letter; further lines are left alone."""
+    """``text`` in PopRun's log format: local time, process id and level; further lines are not prefixed."""
     for word, its_level in _WORDS.items():
         if text.startswith(word):
             text, level = text.removeprefix(word), its_level
@@ -138,14 +132,14 @@ def logged(text: str, level: Level, now_seconds: float, pid: int) -> str:
 
 
 def log(text: str, level: Level = Level.INFO) -> None:
-    """Write a line about what poprun does to standard error; an error of writing is ignored."""
+    """Write a log line of poprun's to standard error; an error of writing is ignored."""
     with suppress(OSError):
         sys.stderr.write(own_line(text, level))
         sys.stderr.flush()
 
 
 class TopologyFormat(StrEnum):
-    """How a plan is written: for a person, as PopRun writes it, for a program, or as a picture."""
+    """The form of a printed plan: for people, as PopRun prints it, for programs, or a picture."""
 
     TABLE = "table"
     TEXT = "text"
@@ -157,7 +151,7 @@ class TopologyFormat(StrEnum):
 
 
 class EmitKind(StrEnum):
-    """The engines of clusters for which a plan can be written."""
+    """The cluster engines for which poprun can write a job."""
 
     MPIJOB = "mpijob"
     JOBSET = "jobset"
@@ -165,14 +159,14 @@ class EmitKind(StrEnum):
 
 
 class ReportFormat(StrEnum):
-    """How the findings of ``--doctor`` are written: for a person, or for a program."""
+    """The form of the findings of ``--doctor``."""
 
     TABLE = "table"
     JSON = "json"
 
 
 class VersionFormat(StrEnum):
-    """How much ``--version`` prints, and for whom."""
+    """The form of ``--version``: poprun's own, or of every dependency, for people or programs."""
 
     TEXT = "text"
     FULL_TEXT = "full-text"

@@ -99,7 +99,7 @@ class LogFiles:
 
 @contextmanager
 def _made_folder(above: int, name: str) -> Iterator[int]:
-    """The folder ``name`` in another one, made if it is not there; its descriptor for the length of a block."""
+    """The descriptor of the folder ``name`` in another one, for the length of a block; made if missing."""
     descriptor = open_below(above, name, FOLDER, makes_folder=True)
     try:
         yield descriptor
