@@ -54,7 +54,7 @@ BUGS = (
         "poprun",
         "for count in reversed(small) if count * count != number)",
         "for count in reversed(small))",
-        ("unit/test_counts.py",),
+        ("unit/test_request.py",),
     ),
     Bug(
         "the last machine of an allocation is left out",

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.plan.counts import legal_instances
 from poprun.plan.plan import LaunchPlan
+from poprun.plan.request import legal_instances
 from poprun.plan.topology import MachineFacts, MpiKind, MpiRuntime
 from poprun.text.ranges import counted, fold_numbers
 

@@ -8,10 +8,10 @@ does not fit is refused with what would.
 from collections.abc import Callable, Sequence
 
 from poprun.errors import PlanError
-from poprun.plan.counts import legal_instances
 from poprun.plan.inventory import Cluster, domain_sizes
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import allocation_of, share_of
+from poprun.plan.request import legal_instances
 from poprun.text.ranges import counted
 
 

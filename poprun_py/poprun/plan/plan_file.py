@@ -9,7 +9,6 @@ from dataclasses import asdict, fields
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.plan.counts import check_count, check_counts
 from poprun.plan.mpi_options import Variables, check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.request import (
@@ -17,6 +16,8 @@ from poprun.plan.request import (
     OutputSettings,
     RemoteSettings,
     VipuSettings,
+    check_count,
+    check_counts,
     check_ending,
     check_output,
     check_path,

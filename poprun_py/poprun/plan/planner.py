@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 from popdist.contract import NUM_THREADS
 from poprun.errors import MpiNotFoundError, PlanError
 from poprun.plan.advice import advise
-from poprun.plan.counts import check_count, check_counts, legal_instances
 from poprun.plan.mpi_options import JobWords, Variables, check_instance_variables, job_words, merged
 from poprun.plan.placement import Demand, HostMap, flat_map, place_instances
 from poprun.plan.plan import LauncherKind, LaunchPlan, LeasedDevices
@@ -22,11 +21,14 @@ from poprun.plan.request import (
     LaunchRequest,
     OutputSettings,
     VipuSettings,
+    check_count,
+    check_counts,
     check_ending,
     check_output,
     check_path,
     check_remote,
     check_vipu,
+    legal_instances,
 )
 from poprun.plan.topology import Allocation, Binding, Gpu, MachineFacts, MpiRuntime, ProcessPlacement
 from poprun.text.host_names import check_hosts, fold_hosts

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.plan.counts import check_count
 from poprun.plan.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluster, VirtualIpu
-from poprun.plan.request import VipuSettings
+from poprun.plan.request import VipuSettings, check_count
 from poprun.text.fields import FieldReader
 from poprun.text.host_names import parse_hosts
 from poprun.text.input_files import parse_yaml

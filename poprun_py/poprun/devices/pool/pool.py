@@ -24,8 +24,8 @@ from poprun.devices.pool.pool_rows import StoredLease, StoredPartition
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError
-from poprun.plan.counts import check_count
 from poprun.plan.inventory import Cluster, VirtualIpu, size_of_partition
+from poprun.plan.request import check_count
 from poprun.process.process_tree import user_name
 
 
