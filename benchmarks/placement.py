@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from poprun.probe.hardware import read_cpus
+from poprun.probe.machine import read_cpus
 
 PROGRAM = """\
 import os, sys, time

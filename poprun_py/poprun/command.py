@@ -16,7 +16,7 @@ from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_advised_plan
 from poprun.plan.request import LauncherChoice, VipuSettings
 from poprun.plan.topology import MachineFacts
-from poprun.probe.job_needs import check_system
+from poprun.probe.limits import check_system
 from poprun.probe.machine import find_allocation, machine_facts, own_names
 from poprun.probe.program import program_on_another_machine, resolve_program
 from poprun.text import screen

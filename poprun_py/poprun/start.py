@@ -15,7 +15,7 @@ from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
-from poprun.probe.job_needs import find_loopback_problem, raise_open_files, users_open_files
+from poprun.probe.limits import find_loopback_problem, raise_open_files, users_open_files
 from poprun.probe.machine import names_of_this_machine
 from poprun.process.spawn import become_subreaper
 from poprun.text import screen
@@ -116,7 +116,7 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
     """Variables for a script of Lightning Fabric that leaves the number of devices to its launcher."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
-    from poprun.probe.fabric_script import fabric_variables  # noqa: PLC0415 - ast is expensive
+    from poprun.probe.python_file import fabric_variables  # noqa: PLC0415 - other programs go without
 
     counts = plan.num_instances_per_host, len(plan.hosts)
     return fabric_variables(plan.program, plan.working_directory, counts, os.environ, on_cpu=not plan.devices)

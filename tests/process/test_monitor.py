@@ -1,6 +1,6 @@
 """Looking at running jobs, from outside and with ``--monitor``.
 
-Holds poprun.monitor.jobs.
+Holds poprun.monitor.top.
 """
 
 import os

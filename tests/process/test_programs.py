@@ -1,6 +1,6 @@
 """Programs that do not know us, started without MPI.
 
-Holds poprun.probe.interpreter.
+Holds poprun.probe.python_file.
 """
 
 import os

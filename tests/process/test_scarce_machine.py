@@ -1,6 +1,6 @@
 """Machines that lack something: files, processes, /proc, /dev/null, the loopback interface. One clear line each.
 
-Holds poprun.probe.job_needs.
+Holds poprun.probe.limits.
 Holds poprun.errors.
 """
 

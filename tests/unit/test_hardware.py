@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poprun.plan.topology import Cpu
-from poprun.probe.hardware import read_cpus, read_gpus, read_memory_nodes
+from poprun.probe.machine import read_cpus, read_gpus, read_memory_nodes
 from tests.machines import EIGHT_NODES, LAPTOP, LAPTOP_WITH_SMT, TWO_SOCKETS, TWO_SOCKETS_WITH_SMT, Machine
 
 

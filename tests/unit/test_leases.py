@@ -11,8 +11,8 @@ from poprun.devices.lease.local_lease import ipu_claims
 from poprun.devices.pool.records import HeldLease, fold_names
 from poprun.errors import HostsError
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, remote_words
+from poprun.job.agents import start_order
 from poprun.job.identity import JobIdentity
-from poprun.job.orders import start_order
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import make_plan
 from poprun.plan.pods import named_pod

@@ -10,9 +10,8 @@ import pytest
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
 from poprun.plan.topology import MpiKind
 from poprun.probe import mpi_runtimes
-from poprun.probe.hardware import read_gpus, usable_cores
 from poprun.probe.limits import KillCounts, cpu_quota, kill_counts, memory_limits
-from poprun.probe.machine import machine_facts, names_of_this_machine
+from poprun.probe.machine import machine_facts, names_of_this_machine, read_gpus, usable_cores
 from poprun.probe.mpi_runtimes import read_version
 from poprun.probe.program import resolve_program
 

@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from popdist.progress import Progress
 from poprun.job.outcome import JobEnd, exit_code, first_failure
-from poprun.job.report.endings import describe_code
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.report.printed_report import explain, render_attempts, render_end, render_warning
-from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
+from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus, describe_code
 from tests.planning import CLUSTER_NODE, planned
 
 GOOD = InstanceStatus(index=0, state=InstanceState.ENDED, exit_code=0, exited_at_seconds=5.0)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from poprun.plan.topology import MachineFacts
-from poprun.probe.job_needs import find_loopback_problem
-from poprun.probe.limits import MemoryLimits, cpu_quota, memory_limits
+from poprun.probe.limits import MemoryLimits, cpu_quota, find_loopback_problem, memory_limits
 from poprun.probe.machine import machine_facts
 from poprun.process.spawn import answer_of
 

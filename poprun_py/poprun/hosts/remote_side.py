@@ -174,7 +174,7 @@ def resolve(names: list[str]) -> dict[str, list[str]]:
 def slots(question: dict[str, Any]) -> dict[str, Any]:
     """The cores that a job may use here, as poprun itself finds them."""
     sys.path[:0] = [os.path.dirname(folder) for folder in question["folders"]]
-    from poprun.probe.hardware import usable_cores  # noqa: PLC0415 - not before it is known to be the same
+    from poprun.probe.machine import usable_cores  # noqa: PLC0415 - not before it is known to be the same
 
     return {"cores": list(usable_cores())}
 

@@ -10,9 +10,8 @@ import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from poprun.job.agents import AgentLinks
+from poprun.job.agents import AgentLinks, start_order
 from poprun.job.identity import JobIdentity
-from poprun.job.orders import start_order
 from poprun.job.outcome import JobEnd, exit_code
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from poprun.errors import OutputError
-from poprun.job.state import AGENT_KILLED, EXIT_OF_SIGNAL, HOST_LOST, SHIM_KILLED, InstanceStatus
+from poprun.job.state import AGENT_KILLED, HOST_LOST, SHIM_KILLED, InstanceStatus, shell_code
 
 if TYPE_CHECKING:
     from poprun.job.report.findings import Findings
@@ -19,12 +19,6 @@ _HUNG: Final = 75
 
 _LET_DOWN: Final = {HOST_LOST: -1, AGENT_KILLED: 1, SHIM_KILLED: 2}
 """Programs fail because their host or another is lost, not the other way round."""
-
-
-def shell_code(code: int) -> int:
-    """The code that a shell shows: 128 + n for signal n, given as -n."""
-    return EXIT_OF_SIGNAL - code if code < 0 else code
-
 
 _LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
 """Exit codes of poprun; 68 is EX_NOHOST of sysexits.h."""

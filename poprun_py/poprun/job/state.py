@@ -1,5 +1,6 @@
-"""The state of a job and of its instances at one moment, as frozen values."""
+"""The state of a job and of its instances at one moment, as frozen values, and exit codes in words. Pure."""
 
+import signal
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Final, Self
@@ -216,3 +217,51 @@ class Limits:
     hang_timeout_seconds: float | None = None
     grace_seconds: float = 5.0
     kill_seconds: float = 5.0
+
+
+def shell_code(code: int) -> int:
+    """The code that a shell shows: 128 + n for signal n, given as -n."""
+    return EXIT_OF_SIGNAL - code if code < 0 else code
+
+
+_TOLD_BY_SHELLS: Final = frozenset(
+    {
+        signal.SIGILL,
+        signal.SIGABRT,
+        signal.SIGBUS,
+        signal.SIGFPE,
+        signal.SIGKILL,
+        signal.SIGSEGV,
+        signal.SIGTERM,
+        signal.SIGXCPU,
+    }
+)
+"""Signals that a program which ran another one in a shell is taken to have been told of."""
+
+
+def signal_of(code: int) -> int | None:
+    """The signal that ended a program, also one that a shell passed on as 128 + n; else None."""
+    if code < 0:
+        return -code
+    return code - EXIT_OF_SIGNAL if code - EXIT_OF_SIGNAL in _TOLD_BY_SHELLS else None
+
+
+def name_code(code: int) -> str:
+    """An exit code in short: ``exit code 3``, ``SIGSEGV``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
+def describe_code(code: int) -> str:
+    """An exit code with what it stands for: ``exit code 3``, ``SIGSEGV, segmentation fault``."""
+    signum = signal_of(code)
+    if signum is None:
+        return name_code(code)
+    if code >= 0:
+        return f"{name_code(code)}, which stands for {name_code(-signum)}"
+    meaning = signal.strsignal(signum)
+    return f"{name_code(code)}, {meaning.lower()}" if meaning else name_code(code)

@@ -39,7 +39,7 @@ from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.planner import place
 from poprun.plan.pods import allocation_of
 from poprun.plan.topology import Binding, Gpu, MachineFacts
-from poprun.probe.hardware import find_gpus
+from poprun.probe.machine import find_gpus
 from poprun.process.process_tree import ancestors, user_name
 from poprun.text import screen
 

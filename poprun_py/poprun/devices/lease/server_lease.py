@@ -43,8 +43,7 @@ from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.pods import allocation_of, share_of
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import Gpu, MachineFacts
-from poprun.probe.hardware import find_gpus
-from poprun.probe.machine import names_of_this_machine
+from poprun.probe.machine import find_gpus, names_of_this_machine
 from poprun.process.process_tree import ancestors, key_of, user_name
 from poprun.text import screen
 

@@ -13,7 +13,7 @@ from poprun.devices.pool.records import Partition, PoolState
 from poprun.devices.server.server_client import RemotePool, pool_at
 from poprun.errors import PlanError
 from poprun.plan.inventory import Cluster
-from poprun.probe.hardware import find_gpus, usable_cores
+from poprun.probe.machine import find_gpus, usable_cores
 
 _SERVER_BUSY_SECONDS: Final = 10.0
 _POD_VARIABLE: Final = "POPRUN_POD"

@@ -9,9 +9,8 @@ from typing import Final
 
 from popdist.errors import name_instances
 from poprun.errors import describe_error
-from poprun.job.report.endings import signal_of
 from poprun.job.report.last_words import LastWords
-from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus
+from poprun.job.state import AGENT_KILLED, SHIM_KILLED, InstanceStatus, signal_of
 from poprun.probe.limits import Evidence, MemoryLimits
 
 _REFUSED: Final = re.compile(r"MemoryError|std::bad_alloc|can(?:'t|not) allocate memory", re.IGNORECASE)

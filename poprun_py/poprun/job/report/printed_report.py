@@ -8,15 +8,17 @@ from typing import Final
 
 from popdist.errors import name_instances
 from poprun.job.outcome import JobEnd, first_failure, has_left
-from poprun.job.report.endings import describe_code, describe_others, name_code
 from poprun.job.report.findings import Findings, find_shortage
-from poprun.job.report.last_words import last_words
-from poprun.job.state import SHIM_KILLED, InstanceStatus
+from poprun.job.report.last_words import LastWords, last_words
+from poprun.job.state import SHIM_KILLED, InstanceStatus, describe_code, name_code
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
 from poprun.text.screen import Level, log
 
 _MAX_SURVIVORS: Final = 10
+MAX_OTHER_LINES: Final = 3
+_MAX_SUMMARY: Final = 120
+_NUMBER: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _HEADER: Final = re.compile(r"Traceback \(most recent call last\):|During handling of the above|  File \"")
 _EXCEPTION: Final = re.compile(r"[\w.]*(?:Error|Interrupt|Exit)\b")
 _ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
@@ -160,7 +162,7 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
     failed = first_failure(end.statuses)
     if failed is None or failed.exit_code != 1:
         return ""
-    from poprun.probe.interpreter import words_for_own_python  # noqa: PLC0415 - importlib.util is expensive
+    from poprun.probe.python_file import words_for_own_python  # noqa: PLC0415 - jobs that end well need none
 
     return words_for_own_python(plan.program, plan.working_directory, tails.get(failed.index, ()))
 
@@ -203,3 +205,62 @@ def explain(
     if lines := render_end(explained, plan):
         log("\n".join(lines), Level.ERROR)
     return explained
+
+
+def describe_others(
+    failed: InstanceStatus, statuses: Sequence[InstanceStatus], words: Mapping[int, LastWords]
+) -> list[str]:
+    """At most ``MAX_OTHER_LINES`` lines on every instance but ``failed``: those that failed come first.
+
+    Two failures are alike when they have the same exit code and their programs' last words differ in numbers only:
+    an instance names itself in its message, or an address, and has failed for the same reason.
+    """
+    cause = _kind(failed, words)
+    groups: dict[tuple[int, str], list[int]] = {}
+    texts: dict[tuple[int, str], str] = {}
+    for status in statuses:
+        if status is failed:
+            continue
+        is_alike = _has_failed_by_itself(status, words) and _kind(status, words) == cause
+        text = "failed in the same way" if is_alike else _describe_end(status, words)
+        worth = 0 if is_alike else 1 if status.has_failed else 2
+        key = (worth, _NUMBER.sub("#", text))
+        groups.setdefault(key, []).append(status.index)
+        texts.setdefault(key, text)
+    rows = [
+        (name_instances(indices), texts[key])
+        for key, indices in sorted(groups.items(), key=lambda item: item[0][0])
+    ]
+    if len(rows) > MAX_OTHER_LINES:
+        num_told = MAX_OTHER_LINES - 1
+        num_left = len(rows) - num_told
+        rows = [*rows[:num_told], ("the others", f"ended in {num_left} further ways")]
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:{width}}   {text}" for name, text in rows]
+
+
+def _kind(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int | None, str, str]:
+    return status.exit_code, status.problem, _NUMBER.sub("#", _summary(status, words))
+
+
+def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, LastWords]) -> bool:
+    """Also when poprun's request to end came while it was failing: then it ended with words and an exit code."""
+    return status.has_failed or ((status.exit_code or 0) > 0 and bool(_summary(status, words)))
+
+
+def _summary(status: InstanceStatus, words: Mapping[int, LastWords]) -> str:
+    return words[status.index].summary if status.index in words else ""
+
+
+def _describe_end(status: InstanceStatus, words: Mapping[int, LastWords]) -> str:
+    if status.problem:
+        return status.problem
+    if status.exit_code is None:
+        return "never ran"
+    if status.exit_code == 0:
+        return "ended with 0"
+    if status.was_stopped and status.exit_code < 0:
+        return f"stopped by poprun: {name_code(status.exit_code)}"
+    summary = _summary(status, words)[:_MAX_SUMMARY]
+    how = "ended while poprun stopped the job" if status.was_stopped else "failed, too"
+    return f"{how}: {describe_code(status.exit_code)}{f': {summary}' if summary else ''}"

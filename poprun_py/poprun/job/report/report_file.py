@@ -8,10 +8,9 @@ from typing import Final
 
 from popdist import contract
 from poprun.devices.pool.records import HeldLease
-from poprun.job.outcome import JobEnd, exit_code, first_failure, shell_code
-from poprun.job.report.endings import name_code, signal_of
+from poprun.job.outcome import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
-from poprun.job.state import InstanceStatus
+from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices
 from poprun.plan.plan_file import plan_to_dict
 from poprun.text.ranges import fold_numbers
