@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from popdist.optim import LAMB, LARS, LowPrecision
-from popdist.optim.square_sums import extension
+from popdist.optim.pieces import find_extension
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -88,7 +88,7 @@ def main() -> None:
     shapes = [(271, 307)] * options.num_tensors
     rows = [compare(name, options.rounds, shapes) for name in COMPARISONS]
     text = table(["", "a step", "torch's, in float32", "ratio (95 %)", "limit", "memory (limit)", "holds"], rows)
-    has = "with" if extension() else "without"
+    has = "with" if find_extension() else "without"
     command = shlex.join(["python", *sys.argv])
     text += f"\n\n{has} the extension, {torch.get_num_threads()} threads: `{command}`"
     print(text)

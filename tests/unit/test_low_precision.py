@@ -106,7 +106,7 @@ def test_the_bits_do_not_depend_on_what_is_taken_at_once(
     torch.set_num_threads(1 if num_threads > 1 else 2)
     check_equal(trained(kind, dtype), expected)
     torch.set_num_threads(num_threads)
-    monkeypatch.setattr(rounding, "extension", lambda: None)
+    monkeypatch.setattr(rounding, "find_extension", lambda: None)
     check_equal(trained(kind, dtype), expected)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from popdist.optim import rounding
-from popdist.optim.rounding import HALVES, Column, Place, padded, philox, round_by_chance, widen
+from popdist.optim.rounding import HALVES, Place, philox, round_by_chance
 
 NUM_ROUNDINGS = 1_000_000
 
@@ -42,7 +42,7 @@ def rounded(
 ) -> Tensor:
     """Rounded by chance."""
     held = torch.empty(len(values), dtype=dtype)
-    round_by_chance([Column(name, values, [held], [place])], range(len(values)), seed=seed, step=step)
+    round_by_chance(values, held, name, place, seed=seed, step=step)
     return held
 
 
@@ -50,7 +50,7 @@ def rounded(
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the extension, where it is, and without it."""
     if request.param == "torch":
-        monkeypatch.setattr(rounding, "extension", lambda: None)
+        monkeypatch.setattr(rounding, "find_extension", lambda: None)
     return str(request.param)
 
 
@@ -73,10 +73,7 @@ def test_c_and_torch_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.
     every = torch.cat([SPECIAL, any_bits, torch.randn(3000, generator=values) * torch.logspace(-9, 5, 3000)])
     cases = [(every, 0, -5, 0), (every, 128 * 2**26, 2**64 - 1, 2**32 + 1), (every[:1], 256, 1, 9)]
     found = [rounded(it, dtype, place=Place(3, first), seed=seed, step=step) for it, first, seed, step in cases]
-    wide = torch.empty(30_000)
-    widen([Column("weights", wide, [found[0][:30_000]], [Place(0, 0)])], range(30_000))
-    assert torch.equal(wide.nan_to_num(7.0), found[0][:30_000].float().nan_to_num(7.0))
-    monkeypatch.setattr(rounding, "extension", lambda: None)
+    monkeypatch.setattr(rounding, "find_extension", lambda: None)
     for (it, first, seed, step), held in zip(cases, found, strict=True):
         other = rounded(it, dtype, place=Place(3, first), seed=seed, step=step)
         assert torch.equal(held.view(torch.int16), other.view(torch.int16))
@@ -124,34 +121,12 @@ def test_bits_belong_to_seed_step_and_element() -> None:
     assert not any(torch.equal(whole, other) for other in others)
 
 
-def test_a_part_of_many_parameters_is_rounded_as_the_whole(way: str) -> None:
-    """Rows of any length, also of none; parts that begin and end within one; those in float32 are copied."""
-    lengths = [1, 300, 0, 128, 1000, 7, 129]
-    dtypes = [(torch.bfloat16, torch.float16, torch.float32)[i % 3] for i in range(len(lengths))]
-    places = [Place(i, 128 * i) for i in range(len(lengths))]
-    num_elements = sum(map(padded, lengths))
-    values = torch.randn(num_elements, generator=torch.Generator().manual_seed(0))
-    starts = [sum(map(padded, lengths[:i])) for i in range(len(lengths))]
-    alone = [
-        rounded(values[start : start + length], dtype, place=place)
-        if dtype in HALVES
-        else values[start : start + length]
-        for start, length, dtype, place in zip(starts, lengths, dtypes, places, strict=True)
-    ]
-    for at_once in (128, 640, num_elements):
-        held = [torch.empty(length, dtype=dtype) for length, dtype in zip(lengths, dtypes, strict=True)]
-        copies = [torch.zeros(length) for length in lengths]
-        room = torch.empty(at_once), torch.empty(at_once)
-        columns = [Column("weights", room[0], held, places), Column("copies", room[1], copies, places)]
-        for start in range(0, num_elements, at_once):
-            part = values[start : start + at_once]
-            for row in room:
-                row[: len(part)] = part
-            round_by_chance(columns, range(start, start + len(part)), seed=0, step=0)
-        for found, expected, start in zip(held, alone, starts, strict=True):
-            assert torch.equal(found, expected), (way, start)
-        assert all(map(torch.equal, copies, (values[a : a + n] for a, n in zip(starts, lengths, strict=True))))
-        for row in room:
-            row.fill_(0.0)
-        widen(columns[:1], range(min(at_once, num_elements)))
-        assert torch.equal(room[0][:1], held[0].float())
+def test_a_part_is_rounded_as_in_the_whole(way: str) -> None:
+    """Rows of any length, cut at any multiple of 128."""
+    for length in (1, 7, 128, 129, 300, 1000):
+        for dtype in HALVES:
+            values = torch.randn(length, generator=torch.Generator().manual_seed(0))
+            whole = rounded(values, dtype)
+            for cut in range(128, length, 128):
+                last = rounded(values[cut:], dtype, place=Place(3, cut))
+                assert torch.equal(whole, torch.cat([rounded(values[:cut], dtype), last])), way

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import popdist
-from popdist.optim import LAMB, LARS, square_sums
+from popdist.optim import LAMB, LARS, pieces
 from popdist.optim.elementwise import check_elementwise
 from popdist.optim.pieces import Piece
 from popdist.tree import Node, aligned_nodes, finish, tree_sum
@@ -212,22 +212,22 @@ def test_a_sum_is_the_same_for_any_cut_with_and_without_c(length: int, seed: int
     dtype = data.draw(some.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
     x = x.to(dtype)
     wanted = sum_as_the_module_says(x)
-    assert square_sums.square_sums([x]) == [wanted]
+    assert pieces.square_sums([x]) == [wanted]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(square_sums, "extension", lambda: None)
-        assert square_sums.square_sums([x, torch.complex(x.double(), 0 * x.double())]) == [wanted, wanted]
+        patch.setattr(pieces, "find_extension", lambda: None)
+        assert pieces.square_sums([x, torch.complex(x.double(), 0 * x.double())]) == [wanted, wanted]
     num_blocks = math.ceil(length / 128)
     cut = data.draw(some.integers(0, num_blocks))
     nodes: dict[Node, float] = {}
     for first, last in ((0, cut), (cut, num_blocks)):
         elements = range(first * 128, min(last * 128, length))
         piece = Piece(position=0, elements=elements, num_elements=length)
-        sums = square_sums.node_sums(x[elements.start : elements.stop], piece)
+        sums = pieces.node_sums(x[elements.start : elements.stop], piece)
         nodes |= dict(zip(aligned_nodes(first, last, num_blocks), sums, strict=True))
     assert finish(nodes, num_blocks, add) == wanted
 
 
 def test_huge_and_tiny_numbers_have_norms() -> None:
     """Whose squares float32 does not have."""
-    assert square_sums.square_sums([torch.full((3,), 1e30)])[0] == pytest.approx(3e60)
-    assert square_sums.square_sums([torch.full((3,), 1e-30), torch.empty(0)]) == [pytest.approx(3e-60), 0.0]
+    assert pieces.square_sums([torch.full((3,), 1e30)])[0] == pytest.approx(3e60)
+    assert pieces.square_sums([torch.full((3,), 1e-30), torch.empty(0)]) == [pytest.approx(3e-60), 0.0]

@@ -1,14 +1,14 @@
 """An optimizer whose weights and state are held in half precision, and computed in float32.
 
-A step takes some elements at a time: it widens weights, gradients and state, has the optimizer itself step on
-them, and rounds what that leaves. So there is no copy of the weights in float32. The optimizer treats each element
-by itself, which is proved before, so the bits do not depend on which elements are taken together.
+A step takes some elements of a parameter at a time: it widens weights, gradients and state, has the optimizer
+itself step on them, and rounds what that leaves. So there is no copy of the weights in float32. The optimizer
+treats each element by itself, which is proved before, so the bits do not depend on how a parameter is cut.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -26,31 +26,17 @@ from popdist.optim.elementwise import (
     quiet_step,
     signless_names,
 )
-from popdist.optim.pieces import PieceOptimizer, load_uncast
-from popdist.optim.rounding import HALVES, Column, Place, padded, round_by_chance, round_to_nearest, widen
-from popdist.optim.square_sums import in_order_of
+from popdist.optim.pieces import PieceOptimizer, flat, in_order_of, load_uncast
+from popdist.optim.rounding import HALVES, Place, round_by_chance
 from popdist.training.checks import is_checked
 
 _OWN_SETTINGS: Final = ("moments", "weights", "rounding", "seed", "num_steps")
 _NOT_INSIDE: Final = ("params", "param_names", "optimizer_class", *_OWN_SETTINGS)
 _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES, torch.float32)}
 _WEIGHTS: Final = "weights"
-_GRADIENTS: Final = "gradients"
 
 _ELEMENTS_AT_ONCE: Final = 1 << 19
-"""What they need in float32 fits a usual last-level cache."""
-
-
-class _Alike(NamedTuple):
-    """Parameters that one call of the optimizer may treat together.
-
-    Attributes:
-        parameters: Of a group, on one device; what of their states is a single value is the same for all.
-        places: What their elements are known by.
-    """
-
-    parameters: list[Tensor]
-    places: list[Place]
+"""What they need in float32 fits a usual last-level cache. A multiple of 128, as blocks of random bits are."""
 
 
 class LowPrecision(PieceOptimizer):
@@ -237,165 +223,92 @@ class LowPrecision(PieceOptimizer):
         kind: Any = self._optimizer_class
         if device.type == "cpu" and _may_be_fused(settings) and has_exact_fused_kernel(kind):
             settings["fused"] = True
-        inside = self._inside.get(index)
-        if inside is None:
+        if index not in self._inside:
             anything = Parameter(torch.zeros(1, dtype=torch.float32, device=device))
-            inside = self._inside[index] = kind([{"params": [anything], **settings}], **self._given)
-        kept = {} if is_known(kind) else _attributes(inside)  # it may count its steps
-        aside = _Aside(inside, settings, kept, getattr(self, "grad_scale", None))
-        aside.is_checked = _is_checked(group["num_steps"] + 1)
-        for alike in self._alike(parameters):
-            self._step_alike(aside, group, alike)
+            self._inside[index] = kind([{"params": [anything], **settings}], **self._given)
+        inside = self._inside[index]
+        inner = _InnerStep(inside, settings, getattr(self, "grad_scale", None))
+        inner.is_checked = _is_checked(group["num_steps"] + 1)
+        for position, parameter in parameters.items():
+            piece = self._pieces.get(parameter)
+            place = Place(position, 0) if piece is None else Place(piece.position, piece.elements.start)
+            self._step_parameter(inner, group, parameter, place)
         inside.state.clear()
         group.update({name: inside.param_groups[0][name] for name in settings if name != "fused"})
 
-    def _step_alike(self, aside: "_Aside", group: Mapping[str, Any], alike: _Alike) -> None:
-        parameters, places = alike
-        for parameter in parameters:
-            _check_parameter(parameter, group["weights"])
-        num_elements = sum(padded(parameter.numel()) for parameter in parameters)
-        aside.make_room(min(num_elements, _ELEMENTS_AT_ONCE), parameters[0].device)
-        before = self.state.get(parameters[0], {})
-
-        def column(name: str, held: Iterable[Tensor]) -> Column:
-            return Column(name, aside.room[name], list(held), places)
-
-        weights = column(_WEIGHTS, parameters)
-        gradients = column(_GRADIENTS, (in_order_of(_gradient_of(it), it) for it in parameters))
-        moments = {
-            name: column(name, (in_order_of(self.state[it][name], it) for it in parameters))
+    def _step_parameter(
+        self, inner: "_InnerStep", group: Mapping[str, Any], parameter: Tensor, place: Place
+    ) -> None:
+        """Step on some elements of ``parameter`` after the other."""
+        _check_parameter(parameter, group["weights"])
+        before = self.state.get(parameter, {})
+        held = {
+            name: in_order_of(value, parameter)
             for name, value in before.items()
             if name in self._names and isinstance(value, Tensor)
         }
+        weights, gradient = flat(parameter.detach()), flat(in_order_of(_gradient_of(parameter), parameter))
         after: Mapping[str, Any] = before
-        for start in range(0, num_elements, _ELEMENTS_AT_ONCE):
-            elements = range(start, min(start + _ELEMENTS_AT_ONCE, num_elements))
-            widen([weights, gradients, *moments.values()], elements)
-            after = aside.step(len(elements), before, moments.keys())
+        for start in range(0, parameter.numel(), _ELEMENTS_AT_ONCE):
+            part = slice(start, start + _ELEMENTS_AT_ONCE)
+            state = {
+                name: flat(held[name])[part].to(torch.float32) if name in held else _copy_of(value)
+                for name, value in before.items()
+            }
+            made, after = inner.step(weights[part].to(torch.float32), gradient[part].to(torch.float32), state)
+            rows = {_WEIGHTS: (made, weights[part])}
             for name, value in after.items():
                 if name in self._names and isinstance(value, Tensor):
-                    aside.take(name, value)
-                    if name not in moments:
-                        moments[name] = column(name, (_empty(it, group["moments"]) for it in parameters))
+                    if name not in held:
+                        held[name] = _empty(parameter, group["moments"])
+                    rows[name] = value, flat(held[name])[part]
                 elif isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
                         f"{self._optimizer_class.__name__} keeps {name}, which is neither a number for each "
                         "element nor a single value, so LowPrecision cannot hold it"
                     )
-            columns = [weights, *(moments[name] for name in after if name in moments)]
-            if group["rounding"] == "stochastic":
-                round_by_chance(columns, elements, seed=group["seed"], step=group["num_steps"])
-            else:
-                round_to_nearest(columns, elements)
-        for number, parameter in enumerate(parameters):
-            self.state[parameter] = {
-                name: moments[name].held[number] if name in moments else _copy_of(value)
-                for name, value in after.items()
-            }
-
-    def _alike(self, parameters: Mapping[int, Tensor]) -> list[_Alike]:
-        """The parameters, by position, in their order."""
-        found: list[_Alike] = []
-        kind: object = None
-        for position, parameter in parameters.items():
-            own_kind = (parameter.device, _singles(self.state.get(parameter, {}), self._names))
-            if own_kind != kind:
-                found.append(_Alike([], []))
-                kind = own_kind
-            piece = self._pieces.get(parameter)
-            place = Place(position, 0) if piece is None else Place(piece.position, piece.elements.start)
-            found[-1].parameters.append(parameter)
-            found[-1].places.append(place)
-        return found
+            for name, (value, narrow) in rows.items():
+                _store(value, narrow, name, Place(place.position, place.first + start), group)
+        self.state[parameter] = {name: held.get(name, value) for name, value in after.items()}
 
 
-class _Aside:
-    """The optimizer inside, and memory in float32 for what it steps on.
+class _InnerStep:
+    """A step of the optimizer inside on a group's parameters, made in several calls on some elements each.
 
-    Args:
-        optimizer: The one inside.
-        settings: Of the group that it steps for.
-        kept: Its attributes before the step, where it has others than torch's.
-        scale: Of the gradients, by a scaler.
-
-    Attributes:
-        room: A row in float32 for each tensor, by its name.
-        is_checked: Whether the next step shows that it treats each element by itself.
+    ``is_checked`` says whether the next call shows that the optimizer treats each element by itself.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, settings: Mapping[str, Any], kept: Mapping[str, Any], scale: Tensor | None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, settings: Mapping[str, Any], scale: Tensor | None) -> None:
+        self.is_checked = False
         self._optimizer = optimizer
         self._settings = settings
-        self._kept = kept
-        self._scale = scale
-        self._has_stepped = False
-        self.room: dict[str, Tensor] = {}
-        self.is_checked = False
+        self._factor = None if scale is None else 1 / float(scale)
+        # One of the program's own may count its steps: each call begins with the attributes of before.
+        self._attributes = {} if is_known(type(optimizer)) else _attributes(optimizer)
 
-    def make_room(self, num_elements: int, device: torch.device) -> None:
-        """For that many elements of each tensor: zeros; what nothing is written into is computed, and not used."""
-        if self.room and self.room[_WEIGHTS].device == device and len(self.room[_WEIGHTS]) >= num_elements:
-            return
-        self.room = _Room(num_elements, device)
-
-    def step(self, num_elements: int, state: Mapping[str, Any], moments: Collection[str]) -> dict[str, Any]:
-        """Step on the first elements of the room; the weights are there afterwards.
-
-        Args:
-            num_elements: How many.
-            state: The optimizer's, of one parameter; what is in ``moments`` is in the room.
-            moments: The names of what has a number for each element.
-
-        Returns:
-            The state after the step.
-        """
+    def step(self, weights: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """The weights and the state after a step on these elements, which it may write into."""
         inside = self._optimizer
-        if self._has_stepped:
-            vars(inside).update({name: copy(it) for name, it in self._kept.items()})
-        weights = Parameter(self.room[_WEIGHTS][:num_elements])
-        weights.grad = self.room[_GRADIENTS][:num_elements]
-        if self._scale is not None:
-            weights.grad.mul_(1 / float(self._scale))
-        own = {
-            name: self.room[name][:num_elements] if name in moments else _copy_of(value)
-            for name, value in state.items()
-        }
-        inside.param_groups[0]["params"] = [weights]
+        vars(inside).update({name: copy(value) for name, value in self._attributes.items()})
+        parameter = Parameter(weights)
+        parameter.grad = gradient if self._factor is None else gradient * self._factor
+        inside.param_groups[0]["params"] = [parameter]
         inside.param_groups[0].update(self._settings)
-        inside.state = defaultdict(dict, {weights: own} if own else {})
-        if self.is_checked and not self._has_stepped:
+        inside.state = defaultdict(dict, {parameter: state} if state else {})
+        if self.is_checked:
+            self.is_checked = False
             check_in_training(inside, asked_by="LowPrecision")
         quiet_step(inside)
-        self._has_stepped = True
-        self.take(_WEIGHTS, weights.detach())
-        after: dict[str, Any] = inside.state.get(weights, {})
-        return after
-
-    def take(self, name: str, value: Tensor) -> None:
-        """Have ``value`` in the room, if the optimizer has not written there."""
-        row = self.room[name][: value.numel()]
-        if value.data_ptr() != row.data_ptr() or value.dtype != row.dtype:
-            row.copy_(value.view(-1))
+        return parameter.detach(), dict(inside.state.get(parameter, {}))
 
 
-class _Room(dict[str, Tensor]):
-    """A row of zeros in float32 for each name.
-
-    Args:
-        num_elements: Of each.
-        device: Of all.
-    """
-
-    def __init__(self, num_elements: int, device: torch.device) -> None:
-        super().__init__()
-        self._num_elements = num_elements
-        self._device = device
-
-    def __missing__(self, name: str) -> Tensor:
-        self[name] = torch.zeros(self._num_elements, dtype=torch.float32, device=self._device)
-        return self[name]
+def _store(wide: Tensor, held: Tensor, name: str, place: Place, group: Mapping[str, Any]) -> None:
+    """Round ``wide`` into ``held``, which may be the same memory if it is in float32."""
+    wide = wide.detach().reshape(-1).to(torch.float32)
+    if held.dtype in HALVES and group["rounding"] == "stochastic":
+        round_by_chance(wide, held, name, place, seed=group["seed"], step=group["num_steps"])
+    elif held.data_ptr() != wide.data_ptr():
+        held.copy_(wide)
 
 
 def _copy_of(value: Any) -> Any:  # noqa: ANN401 - whatever an optimizer keeps
@@ -419,14 +332,6 @@ def _gradient_of(parameter: Tensor) -> Tensor:
             f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse: make it with sparse=False"
         )
     return gradient
-
-
-def _singles(state: Mapping[str, Any], names: frozenset[str]) -> tuple[tuple[str, object], ...]:
-    """What of a state is one value for the whole parameter, and of the rest the names."""
-    return tuple(
-        (name, None if name in names and isinstance(it, Tensor) else it.item() if isinstance(it, Tensor) else it)
-        for name, it in state.items()
-    )
 
 
 def _empty(parameter: Tensor, dtype: str) -> Tensor:

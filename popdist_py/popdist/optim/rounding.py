@@ -14,23 +14,19 @@ and are equal in C and by torch.
 
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
-from functools import cache, cached_property
-from types import ModuleType
+from functools import cache
 from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from popdist.optim.square_sums import BLOCK, extension, flat
+from popdist.optim.pieces import BLOCK, find_extension
 
 HALVES: Final = (torch.float16, torch.bfloat16)
 """What can be rounded to."""
 
-DTYPES: Final = (torch.float32, *HALVES)
-"""What can be held, in the extension's order."""
-
-_NUMBERS: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
+_NUMBERS: Final = {dtype: number for number, dtype in enumerate(HALVES, 1)}
+"""What the extension calls them."""
 
 _MASK: Final = 0xFFFFFFFF
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -64,108 +60,27 @@ class Place(NamedTuple):
     first: int
 
 
-class Column:
-    """One tensor of each of some parameters: one after the other, each from a multiple of 128 elements on.
-
-    Args:
-        name: Which tensor of the parameters it is.
-        wide: A row of float32, as long as the elements that are widened or rounded at once.
-        held: Tensors of float16, bfloat16 or float32 without gaps in their memory, on the device of ``wide``.
-        places: Of each of them.
-    """
-
-    def __init__(self, name: str, wide: Tensor, held: Sequence[Tensor], places: Sequence[Place]) -> None:
-        self.number = number_of(name)
-        self.wide = wide
-        self.held = held
-        self._places = places
-
-    @cached_property
-    def fields(self) -> bytes:
-        """The rows as the extension reads them."""
-        fields, address = array("Q"), self.wide.data_ptr()
-        for held, (position, first) in zip(self.held, self._places, strict=True):
-            length, dtype = held.numel(), _NUMBERS[held.dtype]
-            fields.extend((address, held.data_ptr(), length, dtype, first, position, self.number))
-            address += padded(length) * self.wide.element_size()
-        return fields.tobytes()
-
-    def runs(self, elements: range) -> Iterator[tuple[Tensor, Tensor, Place]]:
-        """What of the parameters is among ``elements`` of the column: in float32, as it is held, and its place."""
-        start = 0
-        for held, (position, first) in zip(self.held, self._places, strict=True):
-            begin, end = max(start, elements.start), min(start + held.numel(), elements.stop)
-            if begin < end:
-                wide = self.wide[begin - elements.start : end - elements.start]
-                yield wide, flat(held)[begin - start : end - start], Place(position, first + begin - start)
-            start += padded(held.numel())
-
-
-def padded(num_elements: int) -> int:
-    """The elements of a row in a column: the next multiple of 128."""
-    return -(-num_elements // BLOCK) * BLOCK
-
-
 @cache
 def number_of(name: str) -> int:
     """The number of the tensor ``name`` in the generator's counter."""
     return zlib.crc32(name.encode())
 
 
-def widen(columns: Sequence[Column], elements: range) -> None:
-    """Turn what is held into float32.
+def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed: int, step: int) -> None:
+    """Round the elements of ``wide`` into ``held``.
 
-    Args:
-        columns: Of the same parameters.
-        elements: Which ones of each column, from a multiple of 128 to another one, or to the column's end.
+    ``name`` says which tensor of the parameter they belong to, and ``step`` how many steps were made before. All
+    of them and ``seed`` choose the random bits.
     """
-    arithmetic = _extension_for(columns)
-    if arithmetic is None:
-        for column in columns:
-            for wide, held, _ in column.runs(elements):
-                wide.copy_(held)
-    else:
-        arithmetic.widen_rows(*_table(columns, elements), 0, 0, torch.get_num_threads())
-
-
-def round_to_nearest(columns: Sequence[Column], elements: range) -> None:
-    """Turn float32 into what is held, as torch does; the arguments are those of :func:`widen`."""
-    for column in columns:
-        for wide, held, _ in column.runs(elements):
-            held.copy_(wide)
-
-
-def round_by_chance(columns: Sequence[Column], elements: range, *, seed: int, step: int) -> None:
-    """Turn float32 into what is held; what is held in float32 is copied.
-
-    Args:
-        columns: Of the same parameters.
-        elements: Which ones of each column, from a multiple of 128 to another one, or to the column's end.
-        seed: From -2**63 to 2**64 - 1.
-        step: The steps that were made before, at least 0.
-    """
-    arithmetic = _extension_for(columns)
-    if arithmetic is None:
-        for column in columns:
-            for wide, held, place in column.runs(elements):
-                if held.dtype in HALVES:
-                    _round_by_torch(wide, held, (step & _MASK, place.position, column.number), place.first, seed)
-                else:
-                    held.copy_(wide)
-    else:
-        table = _table(columns, elements)
-        arithmetic.round_rows(*table, seed % (1 << 64), step & _MASK, torch.get_num_threads())
-
-
-def _extension_for(columns: Sequence[Column]) -> ModuleType | None:
-    """The extension, if it can work on them."""
-    return extension() if all(column.wide.device.type == "cpu" for column in columns) else None
-
-
-def _table(columns: Sequence[Column], elements: range) -> tuple[bytes, int, int, int]:
-    """What the extension is told of the columns, and of which blocks of them it works on."""
-    fields = b"".join(column.fields for column in columns)
-    return fields, len(columns), elements.start // BLOCK, padded(elements.stop) // BLOCK
+    number, extension = number_of(name), find_extension()
+    if wide.device.type != "cpu" or extension is None:
+        _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
+        return
+    wide = wide.contiguous()
+    row = array("Q", (wide.data_ptr(), held.data_ptr(), len(held), _NUMBERS[held.dtype], place.first))
+    row.extend((place.position, number))
+    num_blocks = -(-len(held) // BLOCK)
+    extension.round_rows(row.tobytes(), 1, 0, num_blocks, seed % (1 << 64), step & _MASK, torch.get_num_threads())
 
 
 def philox(counter: Words, seed: int) -> Words:
@@ -204,7 +119,7 @@ def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) 
         first: Number of the first element.
         seed: The generator's key.
     """
-    num_blocks = padded(len(held)) // BLOCK
+    num_blocks = -(-len(held) // BLOCK)
     elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word
     start = first // BLOCK * num_calls

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from popdist.errors import OptimizerError
-from popdist.optim.pieces import PieceOptimizer
-from popdist.optim.square_sums import flat_in_order_of, node_sums, square_sums
+from popdist.optim.pieces import PieceOptimizer, flat_in_order_of, node_sums, square_sums
 
 Settings: TypeAlias = Mapping[str, Any]
 """A parameter group."""

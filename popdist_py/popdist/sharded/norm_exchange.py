@@ -14,8 +14,7 @@ from torch import Tensor
 
 from popdist.errors import OptimizerError, name_instances
 from popdist.groups import Group, wait_for_first_error
-from popdist.optim.pieces import NodeSums, Piece
-from popdist.optim.square_sums import BLOCK
+from popdist.optim.pieces import BLOCK, NodeSums, Piece
 from popdist.sharded.parameters import ShardedParameter
 from popdist.tree import Node, aligned_nodes, finish
 
