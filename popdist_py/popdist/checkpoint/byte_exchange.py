@@ -16,12 +16,7 @@ WRITER: Final = 0
 
 
 def whole_job(call: str) -> Group:
-    """The group of all instances of the job.
-
-    Raises:
-        CollectiveError: Within ``execute_on_instances``, where some are left out.
-        NotInitializedError: Before ``popdist.init()``.
-    """
+    """The group of all instances of the job."""
     group = context.current_group()
     num_instances = context.environment().contract.num_instances
     if len(group.instances) < num_instances:
@@ -42,12 +37,6 @@ def together(group: Group, text: str) -> Iterator[None]:
     """Do the block on every instance, then wait for all: an error on one of them is an error on each.
 
     The block may not wait for others.
-
-    Raises:
-        Exception: What the block raised here.
-        CheckpointError: If it raised elsewhere; the message carries that of the first instance that failed.
-        CollectiveError: If the instances do not all do ``text``.
-        BackendError: If one was lost.
     """
     failure: Exception | None = None
     try:

@@ -21,11 +21,7 @@ LAST_STEP: Final = 10**_DIGITS - 1
 
 
 def name_of(path: object) -> str:
-    """The path of a folder, as a program gave it, as text.
-
-    Raises:
-        CheckpointError: If it is no path.
-    """
+    """The path of a folder, as a program gave it, as text."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"{path!r} is no folder: expected its path as a str or a pathlib.Path")
     return str(os.fspath(path))
@@ -37,11 +33,7 @@ def directory_of(folder: Path, step: int) -> Path:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of all checkpoints in ``folder``, ascending; none when it does not exist.
-
-    Raises:
-        OSError: If it is no folder, or cannot be read.
-    """
+    """The steps of all checkpoints in ``folder``, ascending; none when it does not exist."""
     try:
         names = os.listdir(folder)  # noqa: PTH208 - names, not paths
     except FileNotFoundError:
@@ -53,18 +45,6 @@ def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
     """Make the checkpoint of ``step``, whole or not at all.
 
     What killed programs left unfinished in ``folder`` is removed first, so only one job may write there at a time.
-
-    Args:
-        folder: Made when it is not there, with its parents.
-        step: One that ``folder`` does not hold.
-        write: Fills the empty directory that it is given.
-
-    Returns:
-        Its directory.
-
-    Raises:
-        OSError: If there is no room or no right to write.
-        Exception: Whatever ``write`` raises.
     """
     made = _make(folder)
     for unfinished in folder.glob(".step-*"):
@@ -85,21 +65,13 @@ def create(folder: Path, step: int, write: Callable[[Path], None]) -> Path:
 
 
 def remove(folder: Path, step: int) -> None:
-    """Remove the checkpoint of ``step``; it loses its name first, so that no half of it is ever found.
-
-    Raises:
-        OSError: If there is no right to.
-    """
+    """Remove the checkpoint of ``step``; it loses its name first, so that no half of it is ever found."""
     directory = directory_of(folder, step)
     shutil.rmtree(directory.rename(folder / f".{directory.name}.old"))
 
 
 def keep_last(folder: Path, count: int) -> None:
-    """Remove all checkpoints but the last ``count``, which is at least 1.
-
-    Raises:
-        OSError: If there is no right to.
-    """
+    """Remove all checkpoints but the last ``count``, which is at least 1."""
     for step in steps_in(folder)[:-count]:
         remove(folder, step)
 

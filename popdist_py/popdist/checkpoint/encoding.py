@@ -25,13 +25,7 @@ _VERSIONS: Final = "_metadata"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorForm:
-    """The dtype, shape and memory order of a tensor.
-
-    Attributes:
-        dtype: Its name in ``torch``, such as ``float32``.
-        shape: Its sizes.
-        stride: Its strides in elements, so that it comes back in the same order of memory.
-    """
+    """The dtype, shape and memory order of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,11 +41,7 @@ class TensorForm:
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            ValueError, TypeError: If ``value`` is no form of a tensor.
-        """
+        """The inverse of :meth:`to_json`."""
         dtype, shape, stride = value
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"torch has no dtype {dtype!r}")  # noqa: TRY004 - the value is wrong, whatever its type
@@ -70,16 +60,7 @@ class TensorForm:
 
 
 def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
-    """``state`` as JSON; its tensors go into ``tensors``, each under a name made of ``place`` and its keys.
-
-    Args:
-        state: JSON values and dense tensors in dicts, lists and tuples, as deep as you like.
-        place: How messages and tensors name it.
-        tensors: Is added to.
-
-    Raises:
-        CheckpointError: If it holds anything else; the message names the place.
-    """
+    """``state`` as JSON; its tensors go into ``tensors``, each under a name made of ``place`` and its keys."""
     if state is None or isinstance(state, bool | int | str):
         return state
     if isinstance(state, float):
@@ -104,11 +85,7 @@ def encode(state: object, place: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401 - whatever was encoded
-    """The inverse of :func:`encode`.
-
-    Raises:
-        KeyError: If a tensor or a type is not known.
-    """
+    """The inverse of :func:`encode`."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

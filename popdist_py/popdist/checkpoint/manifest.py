@@ -72,15 +72,7 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but the values of its tensors.
-
-    Attributes:
-        step: Its number.
-        conditions: Under which it was made.
-        states: By name, the encoded states of objects.
-        values: By name, encoded JSON values.
-        forms: By name, its tensors.
-    """
+    """All of a checkpoint but the values of its tensors."""
 
     step: int
     conditions: Conditions
@@ -90,11 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Json) -> Self:
-        """The inverse of :meth:`to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError, AttributeError: If ``found`` is no such manifest.
-        """
+        """The inverse of :meth:`to_json`."""
         forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
         return cls(**{name: found[name] for name in ("step", "conditions", "states", "values")}, forms=forms)
 
@@ -105,11 +93,7 @@ class Manifest:
 
 
 def write(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the empty ``directory`` with a checkpoint.
-
-    Raises:
-        OSError: If there is no room or no right to.
-    """
+    """Fill the empty ``directory`` with a checkpoint."""
     from popdist.checkpoint.tensor_files import write_tensors  # noqa: PLC0415 - slow to import; one instance needs it
 
     (directory / TENSORS).mkdir()
@@ -122,12 +106,7 @@ def write(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) ->
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in ``directory``, every file of which is as it was written.
-
-    Raises:
-        DamagedError: If one is not.
-        CheckpointError: If a later version of popdist wrote it.
-    """
+    """The manifest of the checkpoint in ``directory``, every file of which is as it was written."""
     try:
         whole = json.loads((directory / MANIFEST).read_bytes())
         if whole["format"] != FORMAT:
@@ -147,11 +126,7 @@ def read(directory: Path) -> Manifest:
 
 
 def read_tensors(directory: Path, manifest: Manifest, names: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors ``names`` of the checkpoint in ``directory``, on the CPU.
-
-    Raises:
-        DamagedError: If they cannot be read, or the files hold anything but tensors.
-    """
+    """The tensors ``names`` of the checkpoint in ``directory``, on the CPU."""
     from popdist.checkpoint import tensor_files  # noqa: PLC0415 - slow to import; one instance needs it
 
     tensors = {name: manifest.forms[name].empty() for name in names}

@@ -47,11 +47,7 @@ def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict
 
 
 def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where: str) -> None:
-    """Refuse states of other modules and optimizers than these, before anything is changed.
-
-    Raises:
-        CheckpointError: The message names every key that is missing, unexpected or of another form.
-    """
+    """Refuse states of other modules and optimizers than these, before anything is changed."""
     for name, thing in things.items():
         if isinstance(thing, nn.Module):
             faults = _differing_keys(states[name], thing.state_dict())
@@ -64,14 +60,7 @@ def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where:
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
-    """Load each state; modules last, because what they had is written over.
-
-    Returns:
-        A function that gives everything but modules the state it had before.
-
-    Raises:
-        Exception: Whatever an object says about its state; then the others have their own again.
-    """
+    """Load each state; modules last, because what they had is written over."""
     before: list[Callable[[], object]] = []
 
     def undo() -> None:

@@ -42,11 +42,7 @@ _INDEX_TYPES: Final = frozenset(
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors``, from any device, into ``directory``, which is made.
-
-    Raises:
-        OSError: If there is no room or no right to.
-    """
+    """Write ``tensors``, from any device, into ``directory``, which is made."""
     writer = FileSystemWriter(directory, sync_files=False)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     with _alone():
@@ -54,12 +50,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite each of ``tensors`` with the one of its name in ``directory``.
-
-    Raises:
-        OSError: If the files cannot be read.
-        Exception: DCP's, torch's and pickle's own, if they are damaged or hold something else.
-    """
+    """Overwrite each of ``tensors`` with the one of its name in ``directory``."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     with _alone():
         load(dict(tensors), storage_reader=_Reader(directory), planner=planner, no_dist=True)

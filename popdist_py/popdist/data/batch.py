@@ -31,23 +31,14 @@ class MicroBatch:
 
 
 class Share(NamedTuple):
-    """The samples of one step that belong to an instance: which are fetched, and where in the epoch they lie.
-
-    Attributes:
-        epoch: Number of the epoch, from 0.
-        step: Number of the step in its epoch, from 0, counted from where this epoch was begun or resumed.
-        stop: Position in the epoch at which the next step begins, over all replicas.
-        num_samples_job: Samples of the step over all replicas of the job.
-        indices: Of this instance's samples in the dataset (or numbers in the stream), replica by replica.
-        positions: Where these stand in the order of a sampler, which may give an index twice; None without one.
-    """
+    """An instance's samples of one step: which indices are read, and where in the epoch they lie."""
 
     epoch: int
-    step: int
-    stop: int
-    num_samples_job: int
-    indices: list[int]
-    positions: range | None = None
+    step: int  # in its epoch, from where that was begun or resumed
+    stop: int  # position in the epoch at which the next step begins, over all replicas
+    num_samples_job: int  # of the step, over all replicas of the job
+    indices: list[int]  # of this instance's samples in the dataset, or numbers in the stream, replica by replica
+    positions: range | None = None  # in the order of a sampler, which may give an index twice
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
         """The indices of each micro batch, of ``num_replicas`` local replicas one after the other."""

@@ -74,14 +74,7 @@ def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
 
 
 class StreamFetcher(IterableDataset[Any]):
-    """A stream as DataLoader sees it: iterated over, it gives this worker's steps of the epoch.
-
-    Args:
-        sharded: The stream.
-        collation: Makes the micro batches.
-        samples_per_replica: Samples of one replica in a full step.
-        drop_last: Leave out a remainder smaller than a full step.
-    """
+    """A stream as DataLoader sees it: iterated over, it gives this worker's steps of the epoch."""
 
     def __init__(
         self, sharded: ShardedIterable, collation: Collation, samples_per_replica: int, *, drop_last: bool

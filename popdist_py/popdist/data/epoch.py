@@ -54,14 +54,6 @@ class Permutation:
     """The order of ``length`` indices in one epoch: a bijection on ``range(length)``.
 
     Takes constant memory and constant time to make. Equal arguments give the same order everywhere.
-
-    Args:
-        length: How many indices there are, 0 to 2^63.
-        seed: Chooses the family of orders; any whole number.
-        epoch: Chooses the order within the family; any whole number.
-
-    Raises:
-        ValueError: If ``length`` is out of range.
     """
 
     def __init__(self, length: int, *, seed: int, epoch: int) -> None:
@@ -75,11 +67,7 @@ class Permutation:
         self._keys = [np.uint64(key) for key in round_keys(length, seed, epoch)]
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The indices at ``positions``, in their order and shape.
-
-        Raises:
-            IndexError: If a position is not one of 0 to ``length - 1``.
-        """
+        """The indices at ``positions``, which must be in ``range(length)``, in their order and shape."""
         if positions.size and not 0 <= positions.min() <= positions.max() < self._length:
             raise IndexError(f"positions {positions.min()} to {positions.max()} leave the range of {self._length}")
         values = self._mix(positions.ravel().astype(np.uint64))
@@ -132,17 +120,11 @@ class EpochPlan:
     fewer samples than replicas takes some from the step before, so that every replica has at least one sample in
     every step. (Where full steps hold only one sample a replica, there is none to take: the remainder joins the
     step before, and some of its replicas see two.)
-
-    Attributes:
-        length: Samples in the dataset. At least 0.
-        num_replicas: Replicas in the job. At least 1.
-        samples_per_replica: Samples of one replica in a full step: micro batch size times accumulation.
-        drop_last: Leave out a remainder smaller than a full step.
     """
 
     length: int
     num_replicas: int
-    samples_per_replica: int
+    samples_per_replica: int  # of a full step: micro batch size times accumulation
     drop_last: bool = False
 
     @property
@@ -183,12 +165,7 @@ def plan_epochs(
     *,
     drop_last: bool,
 ) -> EpochPlan:
-    """How the epochs of a dataset are dealt to the replicas of the job.
-
-    Raises:
-        DatasetError: If the dataset has no length or fewer samples than the job has replicas, a size is below 1,
-            or ``drop_last`` leaves no step at all, so that a loop over it would never run.
-    """
+    """How the epochs of a dataset are dealt to the replicas of the job."""
     check_sizes(micro_batch_size, accumulation)
     plan = EpochPlan(
         length=length_of(length_or_dataset, num_replicas),
@@ -206,11 +183,7 @@ def plan_epochs(
 
 
 def check_sizes(micro_batch_size: int, accumulation: int) -> None:
-    """Refuse sizes that no step can have.
-
-    Raises:
-        DatasetError: If one is no whole number or below 1.
-    """
+    """Refuse sizes that no step can have."""
     whole_number("micro_batch_size", micro_batch_size, DatasetError)
     whole_number("accumulation", accumulation, DatasetError, maximum=MOST_PARTS)
 
@@ -218,17 +191,10 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """The rest of the epoch in which ``position`` stands when this is called, step by step.
+    """The rest of the epoch in which ``position`` stands now, step by step.
 
-    Args:
-        plan: How the epoch is dealt.
-        replicas: Consecutive replicas, by their job-wide numbers.
-        position: Tells epoch, place and shuffle; what becomes of it later plays no part.
-        order: What takes the place of the dataset's order and its shuffle; None for these.
-
-    Returns:
-        For each step its positions, over all replicas of the job, and the dataset's indices of the samples that
-        ``replicas`` see, first replica first.
+    For each step come its positions, over all replicas of the job, and the dataset's indices of the samples that
+    ``replicas`` see, first replica first. ``order`` takes the place of the dataset's order and its shuffle.
     """
     if order is None and position.identity["shuffle"]:
         order = Permutation(plan.length, seed=position.identity["seed"], epoch=position.epoch)
@@ -250,11 +216,7 @@ def _deal(
 
 
 def length_of(length_or_dataset: Any, num_replicas: int = 1) -> int:  # noqa: ANN401 - what was given, checked here
-    """How many samples there are.
-
-    Raises:
-        DatasetError: If that is not known, or fewer than ``num_replicas``.
-    """
+    """How many samples there are: an error if that is not known, or fewer than replicas."""
     if isinstance(length_or_dataset, IterableDataset):
         raise DatasetError(
             f"{type(length_or_dataset).__name__} is a stream, which has no samples at indices: give it to "

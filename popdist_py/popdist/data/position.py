@@ -15,24 +15,10 @@ class EpochPosition:
 
     Each time that it is started, set or loaded it gets a new number, and what an older iteration reads then counts
     no more.
-
-    Args:
-        reader: What messages call the reader.
-        identity: What the meaning of a position depends on: the seed, and of a dataset with a length that and
-            whether it is shuffled.
-        agreement: What must be the same on every instance, in words. They are compared when this is made or, if
-            that is before ``init()``, at the first start.
-
-    Attributes:
-        epoch: The epoch that is being read, or that will be read next.
-        num_read: How many positions of its order were read.
-
-    Raises:
-        DatasetError: If the seed is none.
-        CollectiveError: If the instances differ, or do not all make one.
     """
 
     def __init__(self, reader: str, identity: ReaderState, agreement: str) -> None:
+        """``identity`` is what a position depends on; all instances must have the same ``agreement``, in words."""
         self.identity = identity | {"seed": seed_number(identity["seed"], DatasetError)}
         self.epoch = 0
         self.num_read = 0

@@ -37,14 +37,7 @@ _FOR_COLLATE: Final = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collation:
-    """How the samples of a step become micro batches.
-
-    Attributes:
-        collate_fn: Makes a micro batch of a list of samples.
-        num_replicas: Local replicas.
-        accumulation: Micro batches of each.
-        seed: With epoch and index it fixes what the samples' augmentation draws.
-    """
+    """How the samples of a step become the micro batches of ``num_replicas`` local replicas."""
 
     collate_fn: Collate
     num_replicas: int
@@ -60,11 +53,7 @@ class Collation:
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
     def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes
-        """One micro batch of ``samples``; what is drawn for it follows from ``first``, as for its first sample.
-
-        Raises:
-            BatchError: If the collate function returns None.
-        """
+        """One micro batch of ``samples``; what is drawn for it follows from ``first``, as for its first sample."""
         if reseed is not None and self.collate_fn is not default_collate:
             reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
         content = _collated(samples) if self.collate_fn is default_collate else self.collate_fn(samples)
@@ -100,12 +89,7 @@ def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:  #
 
 
 class MapFetcher(Dataset[Any]):
-    """A map-style dataset as DataLoader sees it: indexed by shares, it gives their micro batches.
-
-    Args:
-        dataset: Has a length, and a sample for each index; or ``__getitems__`` for a list of them.
-        collation: Makes the micro batches.
-    """
+    """A map-style dataset as DataLoader sees it: indexed by shares, it gives their micro batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:  # noqa: ANN401 - anything with a length and items
         self.dataset = dataset
@@ -216,12 +200,6 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
 
     What a loop has received and what workers have read ahead are two things. The loader counts the first, so a run
     that is resumed sees every sample once, whatever was on its way when it ended.
-
-    Args:
-        fetcher: Reads samples and makes micro batches; it is what workers get.
-        position: Where the loop stands.
-        accumulation: Micro batches of each replica in a step.
-        options: For torch's DataLoader.
     """
 
     def __init__(

@@ -30,12 +30,8 @@ _WATCHED_SEED: Final = 0
 class _Generator(NamedTuple):
     """A random generator of the process, by public calls only.
 
-    Attributes:
-        name: What it is called.
-        seed: Sets its state from a 64-bit number.
-        draw: Draws a number, which tells whether others were drawn since it was set.
-        set_aside: Gives the program's state, in whose place another one may now be put.
-        put_back: Lets it go on from what ``set_aside`` gave.
+    ``set_aside`` gives the program's state, in whose place another one may now be put; ``put_back`` restores it.
+    ``draw`` tells whether others have drawn since it was seeded.
     """
 
     name: str

@@ -132,19 +132,7 @@ class EpochShares(Sampler[Share]):
 
 
 class SamplerOrder:
-    """The order of one epoch: what its sampler gave.
-
-    Args:
-        sampler: What was given, for its name.
-        numbers: What it gave, in its order.
-        num_samples: Samples in the dataset.
-
-    Attributes:
-        checksum: A 64-bit number that differs where the indices or their order differ.
-
-    Raises:
-        DatasetError: If one of the numbers is no index of the dataset.
-    """
+    """The order of one epoch: what its sampler gave."""
 
     def __init__(self, sampler: object, numbers: list[Any], num_samples: int) -> None:
         try:
@@ -167,11 +155,7 @@ class SamplerOrder:
 
 
 class SampledPosition(EpochPosition):
-    """The place of a loader with a sampler; its state has the checksum of the indices of an epoch that is begun.
-
-    Attributes:
-        checksum: Of the indices of the epoch that ``num_read`` counts in; 0 if none was begun.
-    """
+    """The place of a loader with a sampler; its state has the checksum of a begun epoch's indices, else 0."""
 
     checksum = 0
 
@@ -185,11 +169,7 @@ class SampledPosition(EpochPosition):
         self.checksum = int(state["indices"])
 
     def begin(self, order: SamplerOrder) -> None:
-        """Go on in ``order``.
-
-        Raises:
-            DatasetError: If the first part of the epoch was read in another one.
-        """
+        """Continue in ``order``, which must be the one in which the first part of the epoch was read."""
         if self.num_read and self.checksum != order.checksum:
             raise DatasetError(
                 f"the sampler does not give the indices of epoch {self.epoch} again of which {self.num_read} were "
@@ -201,14 +181,7 @@ class SampledPosition(EpochPosition):
 
 
 class SampledShares(EpochShares):
-    """This instance's share of each step, in the order that a sampler gives for each epoch.
-
-    Args:
-        sampler: Iterated over once for each epoch.
-        epochs: How as many samples as the dataset has would be dealt.
-        replicas: Of this instance.
-        position: Where the loop stands.
-    """
+    """This instance's share of each step, in the order that a sampler gives for each epoch."""
 
     def __init__(
         self, sampler: Iterable[int], epochs: EpochPlan, replicas: range, position: SampledPosition
@@ -228,12 +201,7 @@ class SampledShares(EpochShares):
         return super().__len__()
 
     def begin(self) -> None:
-        """Read the sampler for the epoch that begins, on all instances alike.
-
-        Raises:
-            DatasetError: If it gives something else than indices of the dataset, or too few to deal.
-            CollectiveError: If it gives others on another instance, or fails there.
-        """
+        """Read the sampler for the epoch that begins; an error if instances get different indices of it."""
         order = self._read_together()
         plan = replace(self._plan, length=len(order))
         least = plan.samples_per_step if plan.drop_last else plan.num_replicas
@@ -294,15 +262,7 @@ class SampledShares(EpochShares):
 
 
 class SampledLoader(ReplicaLoader):
-    """A loader in the order of a sampler.
-
-    Args:
-        fetcher: Reads samples.
-        shares: What it reads.
-        position: Where the loop stands.
-        accumulation: Micro batches of each replica in a step.
-        options: For torch's DataLoader.
-    """
+    """A loader in the order of a sampler."""
 
     def __init__(
         self,
@@ -320,11 +280,7 @@ class SampledLoader(ReplicaLoader):
 
 
 def check_sampler(sampler: object) -> None:
-    """Refuse what gives no whole epoch on each instance, again and again.
-
-    Raises:
-        DatasetError: If it cannot be iterated over, or only once, or divides by rank itself.
-    """
+    """Refuse a sampler that divides by rank, or that can be iterated over only once or not at all."""
     name = type(sampler).__name__
     if not hasattr(sampler, "__iter__") and not hasattr(sampler, "__getitem__"):
         raise DatasetError(f"sampler={sampler!r} cannot be iterated over: it must give indices of the dataset")

@@ -30,12 +30,7 @@ _REFUSED: Final = -1
 
 
 class _ExactSum:
-    """The exact sum of floats and integers.
-
-    Attributes:
-        num_units: The sum of the finite numbers, in units.
-        infinite: The sum of the others: 0, an infinity, or NaN.
-    """
+    """The exact sum of floats and integers."""
 
     def __init__(self, num_units: int = 0, infinite: float = 0.0) -> None:
         self.num_units = num_units
@@ -187,11 +182,7 @@ class Mean:
 
 
 def _flat(numbers: object) -> list[float]:
-    """All numbers in ``numbers``, as floats and integers.
-
-    Raises:
-        TypeError, ValueError, OverflowError, RuntimeError: If something in it is no real number.
-    """
+    """All numbers in ``numbers``, as floats and integers."""
     if isinstance(numbers, float | int):
         return [numbers]
     if isinstance(numbers, str | bytes | dict | set):
@@ -214,11 +205,7 @@ def _shown(numbers: object) -> str:
 
 
 def _gather(message: list[int] | None, text: str, fault: str | None = None) -> list[list[int]]:
-    """The messages of all instances: in one header, or in as many as the longest one takes.
-
-    Raises:
-        CollectiveError: If an instance has none, on every instance; ``fault`` on that one.
-    """
+    """The messages of all instances: in one header, or in as many as the longest one takes."""
     group = current_group()
     own = message or []
     received: list[list[int]] = [[] for _ in group.instances]

@@ -98,18 +98,10 @@ def check_elementwise(
 ) -> frozenset[str]:
     """Check that the optimizer treats each element by itself; if not, raise an OptimizerError with the reason.
 
+    It gives the names in the optimizer's state of what has one number for each element. A learning rate of 0 is
+    tried as 0.01.
+
     Those of popdist's own that may be given pieces of parameters need no proof; subclasses of them do.
-
-    Args:
-        optimizer_class: Of torch or the program's own.
-        defaults: Keyword arguments of the optimizer.
-        settings: Of a parameter group. A learning rate of 0 is tried as 0.01.
-        device: Where the parameters are.
-        asked_by: What needs such an optimizer: "ShardedOptimizer" or "LowPrecision", which takes none that may be
-            given pieces.
-
-    Returns:
-        The names in the optimizer's state of what has one number for each element.
     """
     may_be_given_pieces = asked_by == "ShardedOptimizer" and is_piece_optimizer(optimizer_class)
     if issubclass(optimizer_class, PieceOptimizer) and may_be_given_pieces:
@@ -151,15 +143,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Check the same on some elements that ``optimizer`` is about to update; neither they nor its state change.
-
-    Args:
-        optimizer: Gradients are there.
-        asked_by: As for :func:`check_elementwise`.
-
-    Raises:
-        OptimizerError: If it does not treat each element by itself now.
-    """
+    """Check the same on some elements that ``optimizer`` is about to update; neither they nor its state change."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:

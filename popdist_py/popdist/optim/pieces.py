@@ -32,17 +32,11 @@ find_extension: Final = partial(extensions.find, "popdist.optim._arithmetic")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Some elements of a whole parameter, in the order of memory.
+    """Some elements of a whole parameter, in the order of memory."""
 
-    Attributes:
-        position: Number of the whole parameter, counted over the parameter groups.
-        elements: Which elements of it; the first one is a multiple of 128.
-        num_elements: Elements of the whole parameter.
-    """
-
-    position: int
-    elements: range
-    num_elements: int
+    position: int  # of the whole parameter, counted over the parameter groups
+    elements: range  # the first one is a multiple of 128
+    num_elements: int  # of the whole parameter
 
     @property
     def is_whole(self) -> bool:
@@ -70,11 +64,9 @@ class PieceOptimizer(Optimizer):
     _whole_sums: WholeSums | None = None
 
     def place(self, pieces: Mapping[Tensor, Piece], whole_sums: WholeSums | None) -> None:
-        """From now on these parameters are pieces of others.
+        """Declare that these parameters are pieces of others; one that is not in ``pieces`` is whole.
 
-        Args:
-            pieces: What each parameter is a piece of; one that is not in it is whole.
-            whole_sums: Adds up sums over pieces; called once in each step, also when there is nothing to add.
+        ``whole_sums`` adds up sums over pieces: it is called once in each step, also when there is nothing to add.
         """
         self._pieces = pieces
         self._whole_sums = whole_sums
@@ -112,13 +104,9 @@ class PieceOptimizer(Optimizer):
 
 
 def load_uncast(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Load the settings of ``state_dict`` into ``optimizer``, which then has no state.
+    """Load the settings of ``state_dict`` into ``optimizer``; return the state of each parameter as it is there.
 
-    Returns:
-        The state of each parameter as it stands there: torch's own method turns it into the parameter's dtype.
-
-    Raises:
-        ValueError: If it has other groups.
+    torch's own method turns the state into the parameter's dtype.
     """
     Optimizer.load_state_dict(optimizer, {**state_dict, "state": {}})
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -136,11 +124,7 @@ _OWN: Final = frozenset({"popdist.optim.lamb", "popdist.optim.lars", "popdist.op
 
 
 def check_number(what: str, value: object, *, minimum: float = 0.0, below: float = float("inf")) -> None:
-    """Check that ``value``, which the caller named ``what``, is a number from ``minimum`` to under ``below``.
-
-    Raises:
-        OptimizerError: If it is not.
-    """
+    """Check that ``value``, which the caller named ``what``, is a number from ``minimum`` to under ``below``."""
     is_number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
     if not is_number or not minimum <= as_float(value) < below:
         limit = f" and below {below:g}" if below < float("inf") else ""

@@ -49,15 +49,10 @@ Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Place(NamedTuple):
-    """What elements of a parameter are known by.
+    """Where elements of a parameter lie, which chooses their random bits."""
 
-    Attributes:
-        position: Of the parameter over all parameter groups.
-        first: Number of the first element in the whole parameter, a multiple of 128.
-    """
-
-    position: int
-    first: int
+    position: int  # of the parameter, over all parameter groups
+    first: int  # number of the first element in the whole parameter, a multiple of 128
 
 
 @cache
@@ -111,14 +106,7 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
-    """The words of the blocks of ``held``, a row for each block; ``first`` is the number of its first element.
-
-    Args:
-        held: Elements of a parameter.
-        known_by: The step, the position of the parameter, and the number of the tensor.
-        first: Number of the first element.
-        seed: The generator's key.
-    """
+    """The words of the blocks of ``held``, a row for each block; ``first`` is the number of its first element."""
     num_blocks = -(-len(held) // BLOCK)
     elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word

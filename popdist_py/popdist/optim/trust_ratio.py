@@ -25,13 +25,7 @@ _CACHED_ELEMENTS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """A step between its halves.
-
-    Attributes:
-        group: The settings.
-        parameters: What is updated.
-        measured: For each the tensor whose norm is wanted.
-    """
+    """A step between its halves."""
 
     group: Settings
     parameters: list[Tensor]
@@ -57,22 +51,11 @@ class TrustRatioOptimizer(PieceOptimizer):
         return cls.element_names
 
     def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Make the tensors whose norms are wanted.
-
-        Args:
-            group: The settings.
-            parameters: At least one.
-            gradients: Of each; negated already if the group maximizes. May be changed if ``group["maximize"]``.
-        """
+        """Make the tensors whose norms are needed; gradients are negated already if the group maximizes."""
         raise NotImplementedError
 
     def second_half(self, half: Half, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Update the weights.
-
-        Args:
-            half: What the first half has made.
-            norms: Of each parameter and of what was measured; None where the group has no trust ratio.
-        """
+        """Update the weights; ``norms`` are those of weights and measured tensors, None without a trust ratio."""
         raise NotImplementedError
 
     def update(self) -> None:

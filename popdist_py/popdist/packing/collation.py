@@ -130,12 +130,7 @@ class Collator:
                 raise DatasetError(f"padding={dict(self.padding)!r}: {value!r} of {name!r} is no number")
 
     def __call__(self, rows: Sequence[Row]) -> Packed:
-        """The tensors of ``rows``.
-
-        Raises:
-            BatchError: If a sample is no mapping with ``input_ids``, has no token, does not fit into its row, or
-                has other fields than the first one.
-        """
+        """The tensors of ``rows``."""
         given: object = rows
         if (
             not isinstance(given, Sequence)

@@ -167,26 +167,14 @@ def _full_packs(lengths: Iterable[int], max_length: int, limit: int) -> list[Pac
 
 
 class _Best(NamedTuple):
-    """The best packs under given prices.
-
-    Attributes:
-        values: Of the best pack that holds each length.
-        pack_of: Gives that pack.
-    """
+    """The best packs under given prices."""
 
     values: Prices
     pack_of: Callable[[int], Pack]
 
 
 class _Programme:
-    """The linear programme, column by column.
-
-    Args:
-        counts: The histogram.
-        max_length: Tokens of a row.
-        most: Sequences of a pack.
-        packs: Columns to start with; with them every sequence can be packed.
-    """
+    """The linear programme, column by column."""
 
     def __init__(self, counts: Histogram, max_length: int, most: int, packs: Iterable[Pack]) -> None:
         self._top = lengths_of(counts)[-1]

@@ -202,15 +202,7 @@ class PackedMicroBatch(MicroBatch):
 
 
 class _Filled(NamedTuple):
-    """One micro batch, as a worker sends it.
-
-    Attributes:
-        content: What the collate function made of the rows; None without rows.
-        num_rows: Rows.
-        num_samples: Samples in them.
-        num_tokens: Real tokens in them.
-        indices: Of the samples in the dataset, row by row; empty for a stream.
-    """
+    """One micro batch, as a worker sends it."""
 
     content: Any = None
     num_rows: int = 0
@@ -240,14 +232,7 @@ def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple
 
 
 class _PackedFetcher(MapFetcher):
-    """Reads the samples of rows and collates them.
-
-    Args:
-        dataset: Map-style.
-        collation: Makes micro batches of rows.
-        rows: Which samples share a row.
-        pieces: What the numbers of ``rows`` mean.
-    """
+    """Reads the samples of rows and collates them."""
 
     def __init__(self, dataset: Any, collation: Collation, rows: PackedRows, pieces: Pieces) -> None:  # noqa: ANN401 - as above
         super().__init__(dataset, collation)
@@ -292,15 +277,7 @@ class _PackedFetcher(MapFetcher):
 
 
 class _PackedLoader(ReplicaLoader):
-    """The loader of a packed dataset.
-
-    Args:
-        fetcher: Reads rows.
-        rows: Of all epochs.
-        position: Where the loop stands.
-        accumulation: Micro batches of each replica in a step.
-        options: For torch's DataLoader.
-    """
+    """The loader of a packed dataset."""
 
     def __init__(
         self,

@@ -28,24 +28,10 @@ def order_by_length(lengths: Numbers) -> Numbers:
 
 
 class PackedRows:
-    """The rows of all epochs of one dataset.
-
-    Args:
-        lengths: Tokens of each sample, 1 to ``strategy.max_length``.
-        strategy: For just these lengths.
-        seed: Chooses who shares a row.
-        shuffle: Others share a row in each epoch; else the samples of a length take its places in order.
-
-    Attributes:
-        ordered: Samples by length; may be replaced by an equal array in other memory.
-        num_rows: Of an epoch.
-        digest: A number that names lengths and strategy, 60 bits.
-
-    Raises:
-        DatasetError: If the strategy was made for other lengths; the message names one of them.
-    """
+    """The rows of all epochs of one dataset."""
 
     def __init__(self, lengths: Numbers, strategy: PackingStrategy, *, seed: int, shuffle: bool) -> None:
+        """Put samples of these lengths into rows; ``strategy`` must be for just these lengths."""
         counts = np.bincount(lengths, minlength=strategy.max_length + 1)[1:].astype(np.int64)
         _check_same(strategy, counts)
         self.ordered = order_by_length(lengths)
@@ -106,17 +92,11 @@ class PackedRows:
 
 
 class _Places(NamedTuple):
-    """The places of all packs, pack after pack.
+    """The places of all packs, pack after pack."""
 
-    Attributes:
-        lengths: Tokens of the sequence that stands there.
-        first: Number of the place in the first row of its pack, among all places of its length.
-        repeats: Places of its length in its pack, by which that number grows from row to row.
-    """
-
-    lengths: NDArray[np.int64]
-    first: NDArray[np.int64]
-    repeats: NDArray[np.int64]
+    lengths: NDArray[np.int64]  # tokens of the sequence that stands there
+    first: NDArray[np.int64]  # number of the place in the first row of its pack, among all places of its length
+    repeats: NDArray[np.int64]  # places of its length in its pack, by which that number grows from row to row
 
 
 def _number_places(strategy: PackingStrategy) -> _Places:

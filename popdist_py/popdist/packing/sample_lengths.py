@@ -39,19 +39,12 @@ _FAILED: Final = -(2**62)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pieces:
-    """The sequences that are packed: samples, or parts of those that were split.
+    """The sequences that are packed: samples, or parts of those that were split."""
 
-    Attributes:
-        lengths: Tokens of each piece, 1 to ``max_length``.
-        whole_lengths: Tokens of each sample of the dataset, as it is read.
-        samples: Index in the dataset of each piece; None where piece i is sample i.
-        starts: First token of each piece in its sample; None where all are 0.
-    """
-
-    lengths: NDArray[np.int32]
-    whole_lengths: NDArray[np.int64]
-    samples: NDArray[np.int64] | None = None
-    starts: NDArray[np.int64] | None = None
+    lengths: NDArray[np.int32]  # tokens of each piece, 1 to `max_length`
+    whole_lengths: NDArray[np.int64]  # tokens of each sample of the dataset, as it is read
+    samples: NDArray[np.int64] | None = None  # index of each piece's sample; None where piece i is sample i
+    starts: NDArray[np.int64] | None = None  # first token of each piece in its sample; None where all are 0
 
     def place_of(self, piece: int) -> tuple[int, int, int]:
         """Sample, first token and number of tokens of a piece."""
@@ -61,12 +54,7 @@ class Pieces:
 
 
 def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
-    """The pieces of samples of these lengths.
-
-    Raises:
-        DatasetError: If a length is below 1, which the message tells with its sample; if samples are longer than
-            ``max_length`` and ``too_long`` is ``"error"``; or if nothing is left.
-    """
+    """The pieces of samples of these lengths."""
     if not len(lengths):
         raise DatasetError("the dataset has no samples to pack: look at where it is made")
     if lengths.min() < 1:
@@ -111,11 +99,7 @@ def find_lengths(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Tokens of each sample of ``dataset``, as ``source`` has them.
-
-    Raises:
-        DatasetError: If there is not one whole number for each sample, or the cache is one of another dataset.
-    """
+    """Tokens of each sample of ``dataset``, as ``source`` has them."""
     if callable(source):
         lengths = _count_or_load(dataset, source, num_workers, cache)
     elif isinstance(source, str):
@@ -130,11 +114,7 @@ def find_lengths(
 
 
 def as_lengths(given: Iterable[int], what: str) -> NDArray[np.int64]:
-    """``given`` as an array of int64.
-
-    Raises:
-        DatasetError: If it is no row of whole numbers.
-    """
+    """``given`` as an array of int64."""
     try:
         numbers = np.asarray(given if hasattr(given, "__array__") else list(given))
     except (TypeError, ValueError):

@@ -265,11 +265,7 @@ def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, piece: tuple[int
 
 
 def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
-    """``histogram`` as int64 of shape ``[max_length]``, longer ends of zeros left out.
-
-    Raises:
-        DatasetError: As :func:`spfhp`.
-    """
+    """``histogram`` as int64 of shape ``[max_length]``, longer ends of zeros left out."""
     whole_number("max_length", max_length, DatasetError, maximum=MOST_TOKENS)
     try:
         given = np.asarray(list(histogram))
@@ -301,11 +297,7 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
 
 
 def check_limit(max_sequences_per_pack: int | None) -> int | None:
-    """``max_sequences_per_pack`` as an int.
-
-    Raises:
-        DatasetError: If it is below 1 or no whole number.
-    """
+    """``max_sequences_per_pack`` as an int."""
     if max_sequences_per_pack is None:
         return None
     return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)

@@ -23,12 +23,7 @@ _NUM_SUMS: Final = 2
 
 
 class NormExchange:
-    """The exchange of one optimizer's steps.
-
-    Args:
-        group: All instances of the job.
-        sharded: All parameters of the optimizer, the same on all instances.
-    """
+    """The exchange of one optimizer's steps."""
 
     def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         self._group = group
@@ -43,18 +38,7 @@ class NormExchange:
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
-        """Add up sums over pieces; every instance calls it once in a step.
-
-        Args:
-            own: For each shard that has a gradient and is a part of its parameter, the sums in its nodes.
-
-        Returns:
-            For the same shards the sums over the whole parameters, the same bits on all instances.
-
-        Raises:
-            OptimizerError: If an instance failed in its part of the step.
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Add up sums over pieces; every instance calls it once in a step."""
         if self._is_over:
             return {}
         received = self._gather([0.0, *self._numbers_of(own)])

@@ -24,15 +24,7 @@ def gather_state(
     keys: frozenset[str],
     text: str,
 ) -> Iterator[tuple[ShardedParameter, State]]:
-    """The whole state of each parameter that has one, one after the other; all instances take all of them.
-
-    Args:
-        group: All instances of the job.
-        sharded: The parameters, the same on all instances.
-        states: This instance's, by shard.
-        keys: Names of the state with one number for each element.
-        text: Of the header.
-    """
+    """The whole state of each parameter that has one, one after the other; all instances take all of them."""
     described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
     everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]
     if trouble := next((said for said in everybody if isinstance(said, str)), None):

@@ -20,23 +20,14 @@ Named: TypeAlias = tuple[str, Parameter]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParameter:
-    """One parameter and its shards.
-
-    Attributes:
-        name: For messages.
-        whole: The parameter of the model.
-        ranges: For each instance the elements of its shard.
-        mine: The elements of this instance's shard.
-        shard: This instance's shard, which shares memory with ``whole``: what the optimizer inside updates.
-        address: Where ``whole`` was in memory when it was cut.
-    """
+    """One parameter and its shards."""
 
     name: str
     whole: Parameter
-    ranges: Ranges
+    ranges: Ranges  # the elements of each instance's shard
     mine: range
-    shard: Parameter
-    address: int
+    shard: Parameter  # shares memory with `whole`; the optimizer inside updates it
+    address: int  # of `whole` when it was cut
 
     @property
     def content(self) -> Tensor:

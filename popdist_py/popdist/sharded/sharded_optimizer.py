@@ -54,14 +54,7 @@ def in_words(settings: Mapping[str, Any]) -> str:
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Wait for all instances, and raise on each of them if one has failed.
-
-    Args:
-        group: All instances of the job.
-        text: What they do, in words.
-        trouble: Why this instance cannot.
-        settings: A digest of what must be equal on all instances.
-    """
+    """Wait for all instances, and raise on each of them if one has failed."""
     told = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble

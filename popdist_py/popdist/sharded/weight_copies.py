@@ -32,13 +32,7 @@ class WeightCopies:
         self._exchanges: list[ShardExchange] | None = None
 
     def share(self, group: Group, named: Sequence[Named], owner: object) -> None:
-        """Make parameters one copy on each host, where its instances share memory.
-
-        Args:
-            group: All instances of the job, which all call this.
-            named: The same on all.
-            owner: The optimizer, which alone may step on them from now on.
-        """
+        """Make parameters one copy on each host, where its instances share memory."""
         host = host_group_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
@@ -47,12 +41,7 @@ class WeightCopies:
         self._exchanges = None
 
     def update(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
-        """Write what each instance has updated into all copies; does not wait for what others of the host write.
-
-        Args:
-            group: All instances of the job, which all call this.
-            sharded: All parameters that were given to :meth:`share`.
-        """
+        """Write what each instance has updated into all copies, without waiting for others of the host."""
         if self._exchanges is None:
             inside = [parameter for parameter in sharded if id(parameter.whole) in self._shared]
             apart = [parameter for parameter in sharded if id(parameter.whole) not in self._shared]
@@ -80,16 +69,7 @@ _LINE_BYTES: Final = 64
 
 @torch.no_grad()
 def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list[Parameter]:
-    """Make parameters views of one copy on each host, with the values of its first instance.
-
-    Args:
-        group: All instances of the job, which all call this, with the same parameters.
-        host: The instances of this host.
-        named: Parameters that are dense in memory; those that are not on the CPU stay where they are.
-
-    Returns:
-        The parameters that are shared, the same on all instances: none where a host is short of memory.
-    """
+    """Make parameters views of one copy on each host, with the values of its first instance."""
     flats = [
         (parameter, flat_view(parameter.detach(), name))
         for name, parameter in named
@@ -134,12 +114,7 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """Memory of weights.
-
-    Attributes:
-        storage: Tells whether anything in this process still reads it.
-        release: Gives this instance's part of it back.
-    """
+    """Memory of weights."""
 
     storage: StorageWeakRef
     release: Callable[[], None]

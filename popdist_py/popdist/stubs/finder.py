@@ -35,12 +35,7 @@ _MACHINERY = "<frozen importlib._bootstrap>"
 
 
 class LastFinder:
-    """What ``sys.meta_path`` asks when no other finder has the module, also none that was added later.
-
-    Args:
-        is_for_all: Whether it answers any program; else one that has imported popdist or poptorch. (That popdist
-            was imported is not enough: torch does it in every program, for its backends.)
-    """
+    """What ``sys.meta_path`` asks when no other finder has the module, also none that was added later."""
 
     def __init__(self, *, is_for_all: bool) -> None:
         self.is_for_all = is_for_all

@@ -27,13 +27,7 @@ MAIN_ALIAS: Final = "__mp_main__"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionReference:
-    """A module-level function, as another process finds it.
-
-    Attributes:
-        module: Name of its module.
-        path: File of its module.
-        qualname: Its name within the module.
-    """
+    """A module-level function, as another process finds it."""
 
     module: str
     path: str
@@ -41,11 +35,7 @@ class FunctionReference:
 
     @classmethod
     def of(cls, fn: Callable[..., object]) -> Self:
-        """The reference to ``fn``.
-
-        Raises:
-            WorldError: If another process could not find it: it has no name of its own, or no file.
-        """
+        """The reference to ``fn``."""
         qualname = getattr(fn, "__qualname__", repr(fn))
         if not inspect.isfunction(fn) or "<" in qualname:
             raise WorldError(
@@ -86,12 +76,7 @@ def _load_file(name: str, path: Path) -> ModuleType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a call on one instance.
-
-    Attributes:
-        value: What the function returned.
-        failure: The traceback of what it raised, or None.
-    """
+    """The outcome of a call on one instance."""
 
     value: object = None
     failure: str | None = None

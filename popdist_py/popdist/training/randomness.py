@@ -37,13 +37,7 @@ class _States:
 
 
 class ReplicaRandomness:
-    """The random states of this instance's replicas.
-
-    Args:
-        seed: Seeds every replica's states, together with its job-wide number; None has them
-            draw from the program's.
-        replicas: Job-wide numbers of this instance's replicas.
-    """
+    """The random states of this instance's replicas."""
 
     def __init__(self, seed: int | None, replicas: range) -> None:
         self.seed = seed
