@@ -169,7 +169,7 @@ def without(key: str) -> Callable[[Values], Values]:
         (nested("ending", patience=1), "ending.patience is no key of a plan"),
         (changed(output=None), "output must be a mapping of names to values, not null"),
         (changed(program="train"), "program must be a list of texts, not 'train'"),
-        (changed(program=["train", 3]), "program must be a list of texts"),
+        (changed(program=["train", 3]), "program must be a list of texts that a program can be given"),
         (changed(working_directory="work"), "working_directory is 'work': give an absolute path"),
         (changed(hosts="n[2-1]"), "hosts: --host 'n[2-1]': the range 2-1 runs backwards"),
         (changed(cores="0-"), "cores: '0-' is no list of numbers and ranges"),

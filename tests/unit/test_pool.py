@@ -250,7 +250,7 @@ def test_what_a_crash_of_the_machine_left_is_no_lease(pool: Pool) -> None:
         (b"nothing at all", "Expecting value"),
         (b"\xff", "codec can't decode"),
         (b"[]", "must be a mapping"),
-        (b'{"version": 9}', "version 9, and this poprun knows 1"),
+        (b'{"version": 9}', "version 9: this poprun reads version 1"),
         (b" " * (4 * 2**20 + 1), "it is too long"),
     ],
     ids=["text", "bytes", "list", "version", "length"],

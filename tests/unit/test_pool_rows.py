@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from poprun.devices.pool.contents import lease_data, partition_data, read_lease, read_partition
 from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.listing import ipu_rows, partition_rows, render_json, render_rows
 from poprun.devices.pool.listing import partition_row as listed
 from poprun.devices.pool.pool import Pool
-from poprun.devices.pool.pool_rows import lease_row, partition_row, read_lease_row, read_partition_row
 from poprun.devices.pool.records import REMOTE, Holder, Lease, Partition, PoolState
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest, refusal
 from poprun.errors import PlanError, PoolError
@@ -61,9 +61,9 @@ def test_rows_are_read_as_they_were_written(
     values = {**asdict(PARTITION), "name": name, "ipus": tuple(ipus), "user": f"{user}@{name}"}
     partition = Partition(**{**values, "created_at_epoch_seconds": seconds})
 
-    assert read_lease_row(lease_row(lease), key=KEY, uid=5).lease == lease
-    assert read_partition_row(partition_row(partition), key=KEY, uid=5).partition == partition
-    assert read_lease_row(lease_row(LEASE), key=KEY, uid=2**31).lease.holder.user == str(2**31)
+    assert read_lease(lease_data(lease), 5) == lease
+    assert read_partition(partition_data(partition), 5) == partition
+    assert read_lease(lease_data(LEASE), 2**31).holder.user == str(2**31)
 
 
 def leaves(values: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
@@ -74,7 +74,7 @@ def leaves(values: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
             yield from leaves(value, *path, key)
 
 
-ROWS = {"lease": json.loads(lease_row(LEASE)), "partition": json.loads(partition_row(PARTITION))}
+ROWS = {"lease": json.loads(lease_data(LEASE)), "partition": json.loads(partition_data(PARTITION))}
 COLUMNS = [(kind, path) for kind, row in ROWS.items() for path in leaves(row)]
 
 
@@ -129,7 +129,7 @@ def test_a_column_that_is_missing_or_unknown(kind: str, path: tuple[str, ...], n
     value = inner.pop(path[-1])
     if name is not None:
         inner |= {path[-1]: value, name: 1}
-    read = read_lease_row if kind == "lease" else read_partition_row
+    read = read_lease if kind == "lease" else read_partition
 
     with pytest.raises(PlanError, match="missing" if name is None else "colour is no key of a row"):
-        read(json.dumps(row).encode(), key=KEY, uid=os.getuid())
+        read(json.dumps(row).encode(), os.getuid())

@@ -1,7 +1,7 @@
 """What a server hands out, where it can be used, and that it is sent and read as it is."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,15 +13,15 @@ from poprun.devices.pool.requests import IpuRequest, PartitionRequest
 from poprun.devices.server.server_messages import (
     LeaseRequest,
     ServedPool,
-    pool_to_dict,
-    read_pool,
-    read_request,
+    read_answer,
+    read_question,
 )
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.pods import named_pod, read_pod
 from poprun.plan.topology import Gpu, Occupant
+from poprun.text.fields import write_record
 from tests.planning import LAPTOP, planned
 
 LAB = read_pod("name: lab\nnum_machines: 4\nmachines_per_domain: 1\nhosts: n[1-4]\n", "lab")
@@ -148,7 +148,7 @@ def requests(draw: st.DrawFn) -> LeaseRequest:
 @given(requests())
 def test_a_request_is_read_as_it_was_sent(request: LeaseRequest) -> None:
     """Through JSON and back."""
-    assert read_request(json.loads(json.dumps(asdict(request))), "request") == request
+    assert read_question("take-lease", json.loads(json.dumps(write_record(request)))) == request
 
 
 def test_a_pool_is_read_as_it_was_sent() -> None:
@@ -161,4 +161,4 @@ def test_a_pool_is_read_as_it_was_sent() -> None:
     for cluster in (LAB, gpu_cluster("box", [busy]), cpu_cluster("box", None, 2)):
         sent = served(replace(cluster, allocations={"ann": range(4)}), "lab/4")
         sent = replace(sent, state=replace(sent.state, partitions=(partition,)))
-        assert read_pool(json.loads(json.dumps(pool_to_dict(sent))), "answer") == sent
+        assert read_answer(ServedPool, json.loads(json.dumps(write_record(sent)))) == sent

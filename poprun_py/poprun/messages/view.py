@@ -5,9 +5,12 @@ Pure. Both ends of the connection know it as this dataclass, and the connection 
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from sys import float_info
+from typing import Annotated, Any, Self
 
+from poprun.errors import PlanError
 from poprun.messages.json_lines import Message, ProtocolError
+from poprun.text.fields import between, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ class JobView:
     job_id: str
     restart_count: int
     phase: str
-    seconds: float
+    seconds: Annotated[float, between(0, float_info.max)]
     program: tuple[str, ...]
     num_replicas: int
     instances: tuple[InstanceView, ...]
@@ -81,9 +84,6 @@ class JobView:
             ProtocolError: If it holds none, as that of another version of poprun would.
         """
         try:
-            instances = tuple(InstanceView(**instance) for instance in message["instances"])
-            view = cls(**{**message, "program": tuple(message["program"]), "instances": instances})
-            int(view.seconds)  # JSON of Python's knows numbers that are none
-        except (KeyError, TypeError, ValueError, OverflowError):
+            return read_record(cls, message, "the view", noun="a view")
+        except PlanError:
             raise ProtocolError("this job is one of another version of poprun") from None
-        return view

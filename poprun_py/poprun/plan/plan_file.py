@@ -5,11 +5,12 @@ nothing that follows from it. Reading is strict, because a plan that is misread 
 """
 
 import re
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Final
 
 from poprun.errors import PlanError
-from poprun.plan.mpi_options import Variables, check_instance_variables
+from poprun.plan.mpi_options import check_instance_variables
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.request import (
     EndingSettings,
@@ -24,17 +25,15 @@ from poprun.plan.request import (
     check_remote,
     check_vipu,
 )
-from poprun.plan.topology import Binding, MpiKind, MpiRuntime, ProcessPlacement
-from poprun.text.fields import FieldReader
+from poprun.plan.topology import ProcessPlacement
+from poprun.text.fields import Form, read_record, write_record
 from poprun.text.host_names import fold_hosts, parse_hosts
 from poprun.text.input_files import YamlError, parse_json, parse_yaml
-from poprun.text.ranges import fold_numbers, parse_numbers
+from poprun.text.ranges import fold_numbers
 
 VERSION: Final = 1
 
-_KEYS: Final = ("version", *(field.name for field in fields(LaunchPlan)))
-_MPI_KEYS: Final = tuple(field.name for field in fields(MpiRuntime))
-_BINDING_KEYS: Final = tuple(field.name for field in fields(Binding))
+_FORMS: Final[Mapping[str, Form]] = {"hosts": (parse_hosts, fold_hosts)}
 
 _SECTIONS: Final = {
     "output": OutputSettings,
@@ -63,33 +62,7 @@ _OPTION: Final = re.compile("--([a-z-]+)")
 
 def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
     """``plan`` as values that JSON and YAML know. Inverse of :func:`plan_from_dict`."""
-    mpi, shown = plan.mpi, plan.output.shown_instances
-    return {
-        "version": VERSION,
-        "program": list(plan.program),
-        "working_directory": plan.working_directory,
-        "hosts": fold_hosts(plan.hosts),
-        "num_instances": plan.num_instances,
-        "num_replicas": plan.num_replicas,
-        "ipus_per_replica": plan.ipus_per_replica,
-        "cores": fold_numbers(plan.cores),
-        "devices": list(plan.devices),
-        "placement": plan.placement.value,
-        "bindings": [_binding_to_dict(binding) for binding in plan.bindings],
-        "threads_per_replica": plan.threads_per_replica,
-        "is_deterministic": plan.is_deterministic,
-        "launcher": plan.launcher.value,
-        "mpi": mpi and {**asdict(mpi), "kind": mpi.kind.value},
-        "mpi_global_args": list(plan.mpi_global_args),
-        "mpi_local_args": list(plan.mpi_local_args),
-        "variables": dict(plan.variables),
-        "instance_variables": {str(index): dict(variables) for index, variables in plan.instance_variables},
-        "executable_cache_path": plan.executable_cache_path,
-        "vipu": asdict(plan.vipu),
-        "output": {**asdict(plan.output), "shown_instances": None if shown is None else fold_numbers(shown)},
-        "ending": asdict(plan.ending),
-        "remote": asdict(plan.remote),
-    }
+    return write_record(plan, version=VERSION, forms=_FORMS)
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
@@ -103,35 +76,7 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
         PlanError: If a key is missing, unknown or of the wrong type, the version is another one, or the values
             contradict each other; the message names the file, the key, and what was found.
     """
-    read = FieldReader(source=source, values=values)
-    if read.count("version") != VERSION:
-        raise PlanError(f"{source}: version {read.count('version')}: this poprun reads version {VERSION}")
-    read.expect_keys(_KEYS)
-    plan = LaunchPlan(
-        program=read.texts("program"),
-        working_directory=read.text("working_directory"),
-        hosts=read.converted("hosts", parse_hosts),
-        num_instances=read.count("num_instances"),
-        num_replicas=read.count("num_replicas"),
-        ipus_per_replica=read.count("ipus_per_replica"),
-        cores=read.converted("cores", parse_numbers),
-        devices=read.texts("devices"),
-        placement=read.choice("placement", ProcessPlacement),
-        bindings=tuple(map(_read_binding, read.items("bindings"))),
-        threads_per_replica=read.optional("threads_per_replica", read.count),
-        is_deterministic=read.flag("is_deterministic"),
-        launcher=read.choice("launcher", LauncherKind),
-        mpi=_read_mpi(read),
-        mpi_global_args=read.texts("mpi_global_args"),
-        mpi_local_args=read.texts("mpi_local_args"),
-        variables=read.optional_texts("variables"),
-        instance_variables=_read_instance_variables(read.nested("instance_variables")),
-        executable_cache_path=read.optional("executable_cache_path", read.text),
-        vipu=read.nested("vipu").settings(VipuSettings),
-        output=read.nested("output").settings(OutputSettings),
-        ending=read.nested("ending").settings(EndingSettings),
-        remote=read.nested("remote").settings(RemoteSettings),
-    )
+    plan = read_record(LaunchPlan, values, source, version=VERSION, forms=_FORMS)
     check_plan(plan, source)
     return plan
 
@@ -157,32 +102,6 @@ def _read_yaml(text: str) -> object:
     except YamlError as error:
         line = "" if error.line is None else f", line {error.line}"
         raise ValueError(f"neither JSON nor YAML ({error}{line})") from None
-
-
-def _read_mpi(read: FieldReader) -> MpiRuntime | None:
-    if read.is_null("mpi"):
-        return None
-    mpi = read.nested("mpi")
-    mpi.expect_keys(_MPI_KEYS)
-    return MpiRuntime(
-        kind=mpi.choice("kind", MpiKind),
-        path=mpi.text("path"),
-        version=mpi.text("version"),
-        forker=mpi.optional("forker", mpi.text),
-    )
-
-
-def _binding_to_dict(binding: Binding) -> dict[str, str]:
-    return {key: fold_numbers(getattr(binding, key)) for key in _BINDING_KEYS}
-
-
-def _read_binding(read: FieldReader) -> Binding:
-    read.expect_keys(_BINDING_KEYS)
-    return Binding(**{key: read.converted(key, parse_numbers) for key in _BINDING_KEYS})
-
-
-def _read_instance_variables(read: FieldReader) -> tuple[tuple[int, Variables], ...]:
-    return tuple((read.index(key), read.optional_texts(key)) for key in read.names())
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:

@@ -4,25 +4,59 @@ Pure: text in, a :class:`Cluster` out. A pod may be of any size, because nothing
 """
 
 import re
-from collections.abc import Collection
-from dataclasses import replace
-from typing import Final
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Final
 
 from poprun.errors import PlanError
 from poprun.plan.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluster, VirtualIpu
-from poprun.plan.request import VipuSettings, check_count
-from poprun.text.fields import FieldReader
-from poprun.text.host_names import parse_hosts
+from poprun.plan.request import VipuSettings
+from poprun.text.fields import Form, between, read_record
+from poprun.text.host_names import fold_hosts, parse_hosts
 from poprun.text.input_files import parse_yaml
 from poprun.text.ranges import parse_numbers
 
 _NAME: Final = re.compile(r"(?:Bow-)?POD[-_]?(\d+)", re.IGNORECASE)
 _SAFE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_KEYS: Final = ("name", "num_machines", "machines_per_domain", "hosts", "memory_per_ipu_bytes", "allocations")
-_OPTIONAL: Final = ("machines_per_domain", "hosts", "memory_per_ipu_bytes", "allocations")
 _MAX_IPUS: Final = 2**20
 _IPU_MEMORY_BYTES: Final = 900 * 10**6
 """In-processor memory of one IPU of an IPU-Machine M2000: 900 MB."""
+
+
+def _check_name(name: str) -> str:
+    if not _SAFE.fullmatch(name):
+        raise ValueError(f"{name!r} is no name: give letters, digits, dots and dashes")
+    return name
+
+
+def _machine_numbers(value: object) -> tuple[int, ...]:
+    """The numbers of IPU-Machines: a range, or one number, which YAML reads as such."""
+    return (value,) if type(value) is int and value >= 0 else parse_numbers(str(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodDescription:
+    """A pod as a file describes it.
+
+    Attributes:
+        name: Its name.
+        num_machines: IPU-Machines, of 4 IPUs each.
+        machines_per_domain: IPU-Machines of an IPU-Link domain; None for as many as IPU-Links connect.
+        hosts: The hosts that it belongs to, in range notation, or None.
+        memory_per_ipu_bytes: Memory of an IPU, or None where it is not known.
+        allocations: Names with the IPU-Machines that belong to them, such as ``0-7``, or None.
+    """
+
+    name: Annotated[str, _check_name]
+    num_machines: Annotated[int, between(1, _MAX_IPUS // IPUS_PER_MACHINE)]
+    machines_per_domain: Annotated[int, between(1, MAX_DOMAIN_SIZE // IPUS_PER_MACHINE)] | None = None
+    hosts: tuple[str, ...] | None = None
+    memory_per_ipu_bytes: int | None = None
+    allocations: Mapping[str, Annotated[Any, _machine_numbers]] | None = None
+
+
+_FORMS: Final[Mapping[str, Form]] = {"hosts": (parse_hosts, fold_hosts)}
+_OPTIONAL: Final = [field.name for field in fields(PodDescription) if field.default is None]
 
 
 def named_pod(name: str) -> Cluster | None:
@@ -41,15 +75,7 @@ def named_pod(name: str) -> Cluster | None:
 
 
 def read_pod(text: str, source: str) -> Cluster:
-    """The pod that YAML describes.
-
-    Keys: ``name``, ``num_machines`` (of 4 IPUs), and optionally ``machines_per_domain`` (IPU-Machines of an
-    IPU-Link domain, at most 16), ``hosts``, ``memory_per_ipu_bytes``, and ``allocations``: names with the
-    IPU-Machines that belong to them, such as ``0-7``.
-
-    Args:
-        text: The file's.
-        source: Its name, for messages.
+    """The pod that YAML describes, see :class:`PodDescription`, in a file called ``source``.
 
     Raises:
         PlanError: If it is no YAML, or describes no pod; the message names the file and the key.
@@ -60,22 +86,21 @@ def read_pod(text: str, source: str) -> Cluster:
         raise PlanError(f"{source}: no YAML ({error})") from None
     if isinstance(values, dict):
         values = dict.fromkeys(_OPTIONAL) | values
-    read = FieldReader(source=source, values=values)
-    read.expect_keys(_KEYS)
-    num_ipus = _num_ipus(read)
-    domain_size = _machines_per_domain(read) * IPUS_PER_MACHINE
-    if num_ipus > domain_size and num_ipus % domain_size:
+    described = read_record(PodDescription, values, source, noun="a pod", forms=_FORMS)
+    num_machines, most = described.num_machines, MAX_DOMAIN_SIZE // IPUS_PER_MACHINE
+    per_domain = described.machines_per_domain or min(most, num_machines)
+    if num_machines > per_domain and num_machines % per_domain:
         raise PlanError(
-            f"{source}: num_machines {read.count('num_machines')} is no multiple of machines_per_domain "
-            f"{domain_size // IPUS_PER_MACHINE}: the IPU-Link domains of a pod are alike"
+            f"{source}: num_machines {num_machines} is no multiple of machines_per_domain {per_domain}: the "
+            "IPU-Link domains of a pod are alike"
         )
     return _pod(
-        _checked_name(read.text("name"), "name", source),
-        num_ipus,
-        domain_size,
-        memory_bytes=read.optional("memory_per_ipu_bytes", read.count),
-        allocations=_allocations(read, source, num_ipus // IPUS_PER_MACHINE),
-        hosts=() if read.is_null("hosts") else read.converted("hosts", parse_hosts),
+        described.name,
+        num_machines * IPUS_PER_MACHINE,
+        per_domain * IPUS_PER_MACHINE,
+        memory_bytes=described.memory_per_ipu_bytes,
+        allocations=_allocations(described, source),
+        hosts=described.hosts or (),
     )
 
 
@@ -122,54 +147,14 @@ def _pod(
     )
 
 
-def _num_ipus(read: FieldReader) -> int:
-    num_machines = read.count("num_machines")
-    if not 0 < num_machines <= _MAX_IPUS // IPUS_PER_MACHINE:
-        raise PlanError(
-            f"{read.source}: num_machines {num_machines}: it is 1 to {_MAX_IPUS // IPUS_PER_MACHINE:,}"
-        )
-    return num_machines * IPUS_PER_MACHINE
-
-
-def _machines_per_domain(read: FieldReader) -> int:
-    most = MAX_DOMAIN_SIZE // IPUS_PER_MACHINE
-    num_machines = read.optional("machines_per_domain", read.count)
-    if num_machines is None:
-        return min(most, read.count("num_machines"))
-    if not 0 < num_machines <= most:
-        raise PlanError(
-            f"{read.source}: machines_per_domain {num_machines}: IPU-Links connect 1 to {most} IPU-Machines"
-        )
-    return num_machines
-
-
-def _allocations(read: FieldReader, source: str, num_machines: int) -> dict[str, range]:
-    if read.is_null("allocations"):
-        return {}
-    nested = read.nested("allocations")
-    nested.expect_keys(list(nested.values) if isinstance(nested.values, dict) else ())
-    found = {}
-    for name in nested.values if isinstance(nested.values, dict) else ():
-        machines = _machines(nested, name)
-        if not machines or machines[-1] >= num_machines or len(machines) != machines[-1] - machines[0] + 1:
-            raise PlanError(
-                f"{source}: allocations.{name}: give neighbours of 0 to {num_machines - 1}, such as 0-3"
-            )
-        first, end = machines[0] * IPUS_PER_MACHINE, (machines[-1] + 1) * IPUS_PER_MACHINE
-        found[_checked_name(str(name), "allocations", source)] = range(first, end)
+def _allocations(described: PodDescription, source: str) -> dict[str, range]:
+    """The IPUs of each allocation, whose IPU-Machines are neighbours."""
+    last, found = described.num_machines - 1, {}
+    for name, machines in (described.allocations or {}).items():
+        if not _SAFE.fullmatch(name):
+            raise PlanError(f"{source}: allocations: {name!r} is no name: give letters, digits, dots and dashes")
+        numbers = tuple(machines)
+        if not numbers or numbers[-1] > last or len(numbers) != numbers[-1] - numbers[0] + 1:
+            raise PlanError(f"{source}: allocations.{name}: give neighbours of 0 to {last}, such as 0-3")
+        found[name] = range(numbers[0] * IPUS_PER_MACHINE, (numbers[-1] + 1) * IPUS_PER_MACHINE)
     return found
-
-
-def _machines(read: FieldReader, name: str) -> tuple[int, ...]:
-    """A range, or one number, which YAML reads as such."""
-    value = read.values[name] if isinstance(read.values, dict) else None
-    if isinstance(value, int) and not isinstance(value, bool):
-        check_count(f"allocations.{name}", value, minimum=0)
-        return (value,)
-    return read.converted(name, parse_numbers)
-
-
-def _checked_name(name: str, key: str, source: str) -> str:
-    if not _SAFE.fullmatch(name):
-        raise PlanError(f"{source}: {key}: {name!r} is no name: give letters, digits, dots and dashes")
-    return name

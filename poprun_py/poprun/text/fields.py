@@ -1,185 +1,288 @@
-"""A reader for the fields of a mapping that came from a file, each as the type that it must have."""
+"""Values of dataclasses in files and messages, read and written by the table of fields that a dataclass is.
+
+A mapping of names to values stands for a dataclass; its keys are the fields, all of them and no others. The type
+of a field says what must stand under its key:
+
+| type                          | in the file                                        |
+|-------------------------------|----------------------------------------------------|
+| ``bool int float str``        | the same; a whole number may stand for a float     |
+| an ``Enum``                   | the value of a member                              |
+| a dataclass                   | a mapping                                          |
+| ``X | None``                  | as ``X``, or null                                  |
+| ``tuple[int, ...]``           | ascending numbers as ranges: ``0-3,6``             |
+| ``tuple[tuple[K, X], ...]``   | a mapping of ``K``, texts or numbers, to ``X``     |
+| ``Mapping[str, X]``           | the same                                           |
+| ``tuple[X, ...]``             | a list                                             |
+| ``range``                     | a list of its start and its stop                   |
+| ``Annotated[X, rule, ...]``   | as ``X``; each rule checks or converts what is read |
+| ``Any``                       | anything, for a rule to convert                     |
+
+Whatever is wrong is a PlanError with the name of the file, where in it, and what was found.
+"""
+# ruff: noqa: ANN401 - types and values of any dataclass go through here
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import Annotated, Any, Final, TypeVar, Union, get_args, get_origin
 
 from poprun.errors import PlanError
-from poprun.text.ranges import parse_numbers
+from poprun.text.ranges import fold_numbers, parse_numbers
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+Record = TypeVar("Record")
 
-Value = TypeVar("Value")
-Choice = TypeVar("Choice", bound=Enum)
-Settings = TypeVar("Settings", bound="DataclassInstance")
+Rule = Callable[[Any], object]
+"""What a value becomes; a ValueError, whose text goes on after the value's name, if it is not possible."""
+
+Form = tuple[Callable[[str], object], Callable[[Any], str]]
+"""How a field stands in a text: the function that reads it, and its inverse."""
+
+NO_FORMS: Final[Mapping[str, Form]] = {}
+_NUMBERS: Final = tuple[int, ...]
+_UNIONS: Final = (Union, UnionType)
+
+
+def between(least: float, most: float) -> Rule:
+    """The rule for a number from ``least`` to ``most``."""
+
+    def check(number: float) -> float:
+        if not least <= number <= most:
+            raise ValueError(f"must be {_WORDS[type(number)]} from {least} to {most}, not {number!s:.20}")
+        return number
+
+    return check
+
+
+def printable(least: int, most: int) -> Rule:
+    """The rule for a text of ``least`` to ``most`` characters that can all be printed."""
+
+    def check(text: str) -> str:
+        if not (least <= len(text) <= most and text.isprintable()):
+            raise ValueError(f"must be {least} to {most} characters that can be printed, not {text!r:.60}")
+        return text
+
+    return check
+
+
+def distinct(values: tuple[object, ...]) -> tuple[object, ...]:
+    """The rule for a list in which nothing comes twice."""
+    if len(set(values)) < len(values):
+        raise ValueError("must name nothing twice")
+    return values
+
+
+def read_record(
+    kind: type[Record],
+    values: object,
+    source: str,
+    *,
+    noun: str = "a plan",
+    version: int | None = None,
+    forms: Mapping[str, Form] = NO_FORMS,
+) -> Record:
+    """The value of the dataclass ``kind`` that ``values`` state; inverse of :func:`write_record`.
+
+    Args:
+        kind: The dataclass.
+        values: What a JSON or YAML reader found.
+        source: Name of the file, for messages.
+        noun: What such a mapping is called in messages.
+        version: What must stand under ``version`` beside the fields; None for files without.
+        forms: Fields of ``kind`` itself that stand in a text in a form of their own.
+
+    Raises:
+        PlanError: If the values state none.
+    """
+    reader = _Reader(source=source, noun=noun)
+    extra: tuple[str, ...] = ()
+    if version is not None:
+        extra = ("version",)
+        reader.check_version(values, version)
+    record: Record = reader.record(kind, values, "", forms, extra)
+    return record
+
+
+def write_record(
+    record: Any,
+    *,
+    version: int | None = None,
+    forms: Mapping[str, Form] = NO_FORMS,
+) -> dict[str, object]:
+    """The value of a dataclass as values that JSON and YAML know; inverse of :func:`read_record`."""
+    written: dict[str, object] = {} if version is None else {"version": version}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        written[field.name] = forms[field.name][1](value) if field.name in forms else _written(field.type, value)
+    return written
+
+
+def _written(kind: Any, value: Any) -> Any:
+    """A value of the type ``kind`` as it stands in a file."""
+    if value is None or kind in _WORDS:
+        return value
+    if get_origin(kind) in _UNIONS:
+        (kind,) = set(get_args(kind)) - {NoneType}
+        return _written(kind, value)
+    if get_origin(kind) is Annotated:
+        return _written(get_args(kind)[0], value)
+    if dataclasses.is_dataclass(kind):
+        return write_record(value)
+    if isinstance(value, Enum):
+        return value.value
+    if kind is range:
+        return [value.start, value.stop]
+    if kind == _NUMBERS:
+        return fold_numbers(value)
+    if get_origin(kind) is Mapping:
+        return {key: _written(get_args(kind)[1], each) for key, each in value.items()}
+    if pair := _pair(kind):
+        return {str(key): _written(pair[1], each) for key, each in value}
+    return [_written(get_args(kind)[0], each) for each in value]
+
+
+_WORDS: Final[Mapping[object, str]] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FieldReader:
-    """The fields of one mapping; whatever is wrong with one raises an error that names the file and the key.
-
-    Attributes:
-        source: Name of the file.
-        values: What a JSON or YAML reader found; no mapping is an error on the first read.
-        path: Where in the file the mapping stands: the empty text, or a key with a dot behind it.
-        noun: What the mapping is called in messages.
-    """
+class _Reader:
+    """What reads one file or message called ``source``."""
 
     source: str
-    values: object
-    path: str = ""
-    noun: str = "a plan"
+    noun: str
 
-    def expect_keys(self, keys: Collection[str]) -> None:
-        """Check that the mapping has exactly ``keys``.
+    def record(
+        self,
+        kind: Any,
+        values: object,
+        path: str,
+        forms: Mapping[str, Form] = NO_FORMS,
+        extra: tuple[str, ...] = (),
+    ) -> Any:
+        """The value of a dataclass whose mapping, which has ``extra`` keys, stands at ``path``."""
+        mapping, fields = self.mapping(values, path), dataclasses.fields(kind)
+        self.check_keys([*extra, *(field.name for field in fields)], mapping, path)
+        read = {}
+        for field in fields:
+            place, value = f"{path}{field.name}", mapping[field.name]
+            if field.name in forms and value is not None:
+                read[field.name] = self._follow(forms[field.name][0], self.read(str, value, place), place)
+            else:
+                read[field.name] = self.read(field.type, value, place)
+        return kind(**read)
 
-        Raises:
-            PlanError: If one is missing or unknown.
-        """
-        found = self._mapping()
-        missing = [key for key in keys if key not in found]
-        unknown = [str(key) for key in found if key not in keys]
-        if missing:
-            raise PlanError(f"{self.source}: {self._names(missing)} missing")
-        if unknown:
+    def mapping(self, values: object, path: str) -> Mapping[str, object]:
+        """``values`` if they are a mapping."""
+        if not isinstance(values, dict):
+            raise self._wrong(path.removesuffix(".") or "the file", "a mapping of names to values", values)
+        return values
+
+    def check_version(self, values: object, version: int) -> None:
+        """Check that the file is of that version, before anything else of it is read."""
+        mapping = self.mapping(values, "")
+        self.check_keys({*mapping, "version"}, mapping, "")
+        found = self.read(int, mapping["version"], "version")
+        if found != version:
+            raise PlanError(f"{self.source}: version {found}: this poprun reads version {version}")
+
+    def check_keys(self, keys: Collection[str], mapping: Mapping[str, object], path: str) -> None:
+        """Check that the mapping at ``path`` has exactly these keys."""
+        if missing := [key for key in keys if key not in mapping]:
+            raise PlanError(f"{self.source}: {_listed(missing, path)} missing")
+        if unknown := [str(key) for key in mapping if key not in keys]:
             known = f"its keys are {', '.join(keys)}" if keys else "it has none"
-            raise PlanError(f"{self.source}: {self._names(unknown)} no key of {self.noun}; {known}")
+            raise PlanError(f"{self.source}: {_listed(unknown, path)} no key of {self.noun}; {known}")
 
-    def text(self, key: str) -> str:
-        """The text under ``key``."""
-        value = self._typed(key, str, "text")
-        if not _is_encodable(value):
-            raise self._wrong(key, "text that UTF-8 can hold", value)
-        return value
+    def read(self, kind: Any, value: object, path: str) -> Any:
+        """The value of type ``kind`` that stands at ``path``."""
+        origin, inner = get_origin(kind), get_args(kind)
+        if origin in _UNIONS:
+            (kind,) = set(inner) - {NoneType}
+            return None if value is None else self.read(kind, value, path)
+        if origin is Annotated:
+            found = self.read(inner[0], value, path)
+            for rule in inner[1:]:
+                found = self._follow(rule, found, path)
+            return found
+        if dataclasses.is_dataclass(kind):
+            return self.record(kind, value, f"{path}.")
+        if kind == _NUMBERS:
+            return self._follow(parse_numbers, self.read(str, value, path), path)
+        if origin is Mapping:
+            return dict(self._pairs(inner, value, path))
+        if origin is tuple:
+            pair = _pair(kind)
+            return tuple(self._pairs(pair, value, path) if pair else self._items(inner[0], value, path))
+        return self._plain_value(kind, value, path)
 
-    def count(self, key: str) -> int:
-        """The whole number under ``key``."""
-        return self._typed(key, int, "a whole number")
+    def _pairs(self, kinds: Sequence[Any], value: object, path: str) -> Iterator[tuple[Any, Any]]:
+        """The keys and values of a mapping, each of its kind."""
+        for key, each in self.mapping(value, path).items():
+            place = f"{path}.{key!s:.60}"
+            if kinds[0] is int and not str(key).isdecimal():
+                raise PlanError(f"{self.source}: {place}: the key must be a number such as '0'")
+            yield kinds[0](key), self.read(kinds[1], each, place)
 
-    def number(self, key: str) -> float:
-        """The number under ``key``, whole or not."""
-        value = self._value(key)
+    def _items(self, kind: Any, value: object, path: str) -> Iterator[Any]:
+        """The values of a list."""
+        if not isinstance(value, list):
+            of = "mappings" if dataclasses.is_dataclass(kind) else "texts"
+            raise self._wrong(path, f"a list of {of}", value)
+        if kind is str and not all(
+            isinstance(each, str) and _is_utf8(each) and "\0" not in each for each in value
+        ):
+            raise self._wrong(path, "a list of texts that a program can be given", value)
+        return (self.read(kind, each, f"{path}[{number}]") for number, each in enumerate(value))
+
+    def _plain_value(self, kind: Any, value: Any, path: str) -> Any:
+        """A value that holds no others."""
+        if kind is Any:
+            return value
+        if kind is range:
+            if not (isinstance(value, list) and [type(end) for end in value] == [int, int]):
+                raise self._wrong(path, "two numbers", value)
+            return range(*value)
+        if issubclass(kind, Enum):
+            found = next((choice for choice in kind if choice.value == value), None)
+            if found is None:
+                raise self._wrong(path, " or ".join(choice.value for choice in kind), value)
+            return found
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise self._wrong(path, _WORDS[kind], value)
+        if kind is str and not _is_utf8(value):
+            raise self._wrong(path, "text that UTF-8 can hold", value)
         try:
-            return float(self.count(key)) if isinstance(value, int) else self._typed(key, float, "a number")
+            return kind(value)
         except OverflowError:
-            raise self._wrong(key, "a number", value) from None
+            raise self._wrong(path, _WORDS[kind], value) from None
 
-    def flag(self, key: str) -> bool:
-        """True or false under ``key``."""
-        return self._typed(key, bool, "true or false")
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        """The list of texts under ``key``."""
-        values = self._typed(key, list, "a list of texts")
-        for value in values:
-            if not isinstance(value, str) or "\0" in value or not _is_encodable(value):
-                raise self._wrong(key, "a list of texts that a program can be given", values)
-        return tuple(values)
-
-    def names(self) -> tuple[str, ...]:
-        """The keys of a mapping that may have any."""
-        return tuple(map(str, self._mapping()))
-
-    def index(self, key: str) -> int:
-        """``key`` as a number."""
-        if not key.isdecimal():
-            raise PlanError(f"{self.source}: {self.path}{key}: the key must be a number such as '0'")
-        return int(key)
-
-    def optional_texts(self, key: str) -> tuple[tuple[str, str | None], ...]:
-        """The names and values of the mapping under ``key``, whose values are texts or null."""
-        read = self.nested(key)
-        return tuple((name, read.optional(name, read.text)) for name in read.names())
-
-    def converted(self, key: str, convert: Callable[[str], Value]) -> Value:
-        """What ``convert`` makes of the text under ``key``; its error becomes one of the file."""
+    def _follow(self, rule: Rule, value: object, path: str) -> Any:
+        """What ``rule`` makes of the value at ``path``; its error becomes one of the file."""
         try:
-            return convert(self.text(key))
+            return rule(value)
         except (ValueError, PlanError) as error:
-            if str(error).startswith(f"{self.source}: "):
-                raise
-            raise PlanError(f"{self.source}: {self.path}{key}: {error}") from None
+            verb = "" if str(error).startswith("must ") else ":"
+            raise PlanError(f"{self.source}: {path}{verb} {error}") from None
 
-    def choice(self, key: str, choices: type[Choice]) -> Choice:
-        """The member of ``choices`` whose value is the text under ``key``."""
-        text = self.text(key)
-        found = next((choice for choice in choices if choice.value == text), None)
-        if found is None:
-            raise self._wrong(key, " or ".join(choice.value for choice in choices), text)
-        return found
+    def _wrong(self, path: str, description: str, found: object) -> PlanError:
+        return PlanError(f"{self.source}: {path} must be {description}, not {_shown(found)}")
 
-    def optional(self, key: str, read: Callable[[str], Value]) -> Value | None:
-        """What ``read``, such as :meth:`count`, makes of the value under ``key``, or None for null."""
-        return None if self.is_null(key) else read(key)
 
-    def is_null(self, key: str) -> bool:
-        """Whether ``key`` is there and holds null."""
-        return self._value(key) is None
+def _pair(kind: Any) -> Sequence[Any]:
+    """The kinds of key and value of a tuple of pairs; nothing for any other tuple."""
+    (of, *_) = get_args(kind)
+    return () if get_origin(of) is not tuple or Ellipsis in get_args(of) else get_args(of)
 
-    def settings(self, kind: type[Settings]) -> Settings:
-        """The mapping as a value of the dataclass ``kind``, whose fields are its keys.
 
-        A field of numbers in ascending order stands in the file as ranges.
-        """
-        self.expect_keys([field.name for field in dataclasses.fields(kind)])
-        return kind(**{field.name: self._field(field.name, field.type) for field in dataclasses.fields(kind)})
-
-    def _field(self, key: str, kind: object) -> object:
-        """The value under ``key`` for a field of type ``kind``."""
-        read: dict[object, Callable[[str], object]] = {
-            bool: self.flag,
-            int: self.count,
-            float: self.number,
-            str: self.text,
-            tuple[str, ...]: self.texts,
-            tuple[int, ...]: lambda key: self.converted(key, parse_numbers),
-        }
-        if not isinstance(kind, UnionType):
-            return read[kind](key)
-        (wanted,) = set(get_args(kind)) - {NoneType}
-        return self.optional(key, read[wanted])
-
-    def nested(self, key: str) -> "FieldReader":
-        """The mapping under ``key``."""
-        return FieldReader(source=self.source, values=self._value(key), path=f"{self.path}{key}.", noun=self.noun)
-
-    def items(self, key: str) -> Iterator["FieldReader"]:
-        """The mappings in the list under ``key``."""
-        values: list[object] = self._typed(key, list, "a list of mappings")
-        for position, value in enumerate(values):
-            path = f"{self.path}{key}[{position}]."
-            yield FieldReader(source=self.source, values=value, path=path, noun=self.noun)
-
-    def _mapping(self) -> Mapping[object, object]:
-        if not isinstance(self.values, dict):
-            where = self.path.removesuffix(".") or "the file"
-            raise PlanError(
-                f"{self.source}: {where} must be a mapping of names to values, not {_shown(self.values)}"
-            )
-        return self.values
-
-    def _value(self, key: str) -> object:
-        mapping = self._mapping()
-        if key not in mapping:
-            raise PlanError(f"{self.source}: {self.path}{key} is missing")
-        return mapping[key]
-
-    def _typed(self, key: str, wanted: type[Value], description: str) -> Value:
-        value = self._value(key)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
-            raise self._wrong(key, description, value)
-        return value
-
-    def _wrong(self, key: str, description: str, found: object) -> PlanError:
-        return PlanError(f"{self.source}: {self.path}{key} must be {description}, not {_shown(found)}")
-
-    def _names(self, keys: Collection[str]) -> str:
-        words = ", ".join(f"{self.path}{key:.60}" for key in keys)
-        return f"{words} {'is' if len(keys) == 1 else 'are'}"
+def _listed(names: Sequence[str], path: str) -> str:
+    """Names of keys, and the verb that follows them."""
+    return f"{', '.join(f'{path}{name:.60}' for name in names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def _shown(value: object) -> str:
@@ -187,7 +290,7 @@ def _shown(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
 
 
-def _is_encodable(text: str) -> bool:
+def _is_utf8(text: str) -> bool:
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:

@@ -9,9 +9,9 @@ from typing import Final
 import click
 
 from poprun.devices.pool.holders import sole_server
+from poprun.devices.pool.requests import MAX_IPUS
 from poprun.devices.server.served_leases import ClientLeases
 from poprun.devices.server.server_client import TOKEN_VARIABLE, make_token, read_token, token_file
-from poprun.devices.server.server_messages import MAX_IPUS
 from poprun.devices.server.target_pool import LocalPool, served_pool
 from poprun.errors import PlanError, ServerError
 from poprun.plan.inventory import Cluster

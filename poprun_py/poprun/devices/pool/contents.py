@@ -1,53 +1,73 @@
 """What stands in an open pool folder: the leases of jobs that live, and partitions, each in a file of its user's.
 
 Users write their own files only. So nobody can change or end another user's lease: what stands in the pool is what
-each user says of his own jobs, and who claims too much keeps others waiting.
+each user says of his own jobs, and who claims too much keeps others waiting. Whose a file is, its owner says and
+not what stands in it. A file is JSON, read strictly, because anybody may have written it.
 """
 
+import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from poprun.devices.pool.folder import PoolFolder
 from poprun.devices.pool.holders import lives
-from poprun.devices.pool.pool_rows import (
-    MAX_NUMBER,
-    StoredLease,
-    StoredPartition,
-    lease_row,
-    partition_row,
-    read_lease_row,
-    read_partition_row,
-)
-from poprun.devices.pool.records import Lease, PoolState
+from poprun.devices.pool.records import MAX_NUMBER, Lease, Partition, PoolState
 from poprun.errors import PlanError
+from poprun.process.process_tree import user_name
+from poprun.text.fields import read_record, write_record
+from poprun.text.input_files import parse_json
 
+_VERSION: Final = 1
 _LEASE: Final = "lease"
 _LOCK: Final = "lock"
 _PARTITION: Final = "partition"
 
-Stored = TypeVar("Stored", StoredLease, StoredPartition)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseFile:
+    """What stands in the file of a lease."""
+
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionFile:
+    """What stands in the file of a partition; the lease that holds it is found among the leases."""
+
+    partition: Partition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLease:
+    """A lease with the key of its file and of that of its lock, and the user whose they are."""
+
+    key: str
+    uid: int
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPartition:
+    """A partition with the key of its file, of a temporary one that of its lease, and the user whose it is."""
+
+    key: str
+    uid: int
+    partition: Partition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """All that stands in the pool at one moment.
+    """All that stands in the pool at one moment."""
 
-    Attributes:
-        leases: Those that last, who asked first first.
-        ended: Those whose job has ended.
-        partitions: Partitions, those of this user before those of others that have the same name.
-    """
-
-    leases: tuple[StoredLease, ...]
-    ended: tuple[StoredLease, ...]
-    partitions: tuple[StoredPartition, ...]
+    leases: tuple[StoredLease, ...]  # those that last; those who asked first come first
+    ended: tuple[StoredLease, ...]  # those whose job has ended
+    partitions: tuple[StoredPartition, ...]  # of those of one name this user's come first
 
     @property
     def state(self) -> PoolState:
-        """The same for those to whom files mean nothing."""
+        """The same without the files."""
         leases = tuple(stored.lease for stored in self.leases)
         holder_of = {lease.queue: lease.id for lease in leases if lease.ipus}
         return PoolState(
@@ -73,14 +93,19 @@ def read_contents(folder: PoolFolder) -> Contents:
     ended: list[StoredLease] = []
     partitions: list[StoredPartition] = []
     for kind, key in folder.keys(_LEASE, _PARTITION):
-        if kind == _PARTITION:
-            partition = _read(folder, kind, key, read_partition_row)
-            partitions += [] if partition is None else [partition]
-            continue
-        lease = _read(folder, kind, key, read_lease_row)
-        if lease is not None:
-            lasts = lives(lease.lease.holder, partial(folder.is_locked, _LOCK, lease.key, lease.uid))
-            (leases if lasts else ended).append(lease)
+        file = folder.read(kind, key)
+        if file is None or not file.data.strip(b"\0"):
+            continue  # removed meanwhile, or lost when the machine crashed
+        try:
+            if kind == _PARTITION:
+                partition = read_partition(file.data, file.uid)
+                partitions.append(StoredPartition(key=key, uid=file.uid, partition=partition))
+                continue
+            lease = read_lease(file.data, file.uid)
+        except (ValueError, PlanError) as error:
+            raise folder.damage(kind, key, file.uid, str(error)) from None
+        lasts = lives(lease.holder, partial(folder.is_locked, _LOCK, key, file.uid))
+        (leases if lasts else ended).append(StoredLease(key=key, uid=file.uid, lease=lease))
     leases.sort(key=lambda stored: (stored.lease.id, stored.key))
     keys = {stored.key for stored in leases}
     partitions.sort(key=lambda stored: (stored.partition.name, stored.uid != os.geteuid(), stored.uid, stored.key))
@@ -93,44 +118,55 @@ def read_contents(folder: PoolFolder) -> Contents:
     )
 
 
-def _read(folder: PoolFolder, kind: str, key: str, read: Callable[..., Stored]) -> Stored | None:
-    """The row in a file; None where there is none any more, or it was lost when the machine crashed."""
-    file = folder.read(kind, key)
-    if file is None or not file.data.strip(b"\0"):
-        return None
-    try:
-        return read(file.data, key=key, uid=file.uid)
-    except (ValueError, PlanError) as error:
-        raise folder.damage(kind, key, file.uid, str(error)) from None
+def read_lease(data: bytes, uid: int) -> Lease:
+    """The lease in a file of the user ``uid``; a ValueError or a PlanError if there is none."""
+    lease = read_record(LeaseFile, parse_json(data.decode()), "row", noun="a row", version=_VERSION).lease
+    if lease.holder.key is not None:
+        return lease
+    return replace(lease, holder=replace(lease.holder, user=user_name(uid)))
+
+
+def read_partition(data: bytes, uid: int) -> Partition:
+    """The partition in a file of the user ``uid``; a ValueError or a PlanError if there is none."""
+    values = parse_json(data.decode())
+    partition = read_record(PartitionFile, values, "row", noun="a row", version=_VERSION).partition
+    user = partition.user if "@" in partition.user else user_name(uid)
+    return replace(partition, user=user, lease=None)
+
+
+def lease_data(lease: Lease) -> bytes:
+    """The text of the file of a lease; inverse of :func:`read_lease`."""
+    return json.dumps(write_record(LeaseFile(lease=lease), version=_VERSION)).encode()
+
+
+def partition_data(partition: Partition) -> bytes:
+    """The text of the file of a partition; inverse of :func:`read_partition`."""
+    stored = PartitionFile(partition=replace(partition, lease=None))
+    return json.dumps(write_record(stored, version=_VERSION)).encode()
 
 
 def write_lease(folder: PoolFolder, key: str, lease: Lease) -> None:
-    """Write a lease of this user's.
-
-    Raises:
-        PlanError: If others could not read it, because a name is too long for example.
-    """
-    row = lease_row(lease)
-    _check(row, read_lease_row)
-    folder.write(_LEASE, key, row)
+    """Write a lease of this user's; a PlanError if others could not read it, as because a name is too long."""
+    data = lease_data(lease)
+    try:
+        read_lease(data, os.geteuid())
+    except (ValueError, PlanError) as error:
+        raise _unwritable(error) from None
+    folder.write(_LEASE, key, data)
 
 
 def write_partition(folder: PoolFolder, stored: StoredPartition) -> None:
-    """Write a partition.
-
-    Raises:
-        PlanError: If others could not read it.
-    """
-    row, is_lasting = partition_row(stored.partition), not stored.partition.is_temporary
-    _check(row, read_partition_row)
-    folder.write(_PARTITION, stored.key, row, uid=stored.uid, is_lasting=is_lasting)
-
-
-def _check(row: bytes, read: Callable[..., object]) -> None:
+    """Write a partition; a PlanError if others could not read it."""
+    data = partition_data(stored.partition)
     try:
-        read(row, key="", uid=os.geteuid())
+        read_partition(data, stored.uid)
     except (ValueError, PlanError) as error:
-        raise PlanError(f"this cannot stand in a pool: {error}") from None
+        raise _unwritable(error) from None
+    folder.write(_PARTITION, stored.key, data, uid=stored.uid, is_lasting=not stored.partition.is_temporary)
+
+
+def _unwritable(error: Exception) -> PlanError:
+    return PlanError(f"this cannot stand in a pool: {error}")
 
 
 def remove_partition(folder: PoolFolder, stored: StoredPartition) -> None:

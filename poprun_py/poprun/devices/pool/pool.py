@@ -11,6 +11,8 @@ from typing import Final
 from poprun.devices.pool.clusters import check_names
 from poprun.devices.pool.contents import (
     Contents,
+    StoredLease,
+    StoredPartition,
     clear,
     end_lease,
     make_lock,
@@ -20,7 +22,6 @@ from poprun.devices.pool.contents import (
     write_partition,
 )
 from poprun.devices.pool.folder import BUSY_SECONDS, PoolFolder, opened_folder
-from poprun.devices.pool.pool_rows import StoredLease, StoredPartition
 from poprun.devices.pool.records import Holder, Lease, Partition, PoolState
 from poprun.devices.pool.requests import PartitionRequest, PoolRequest
 from poprun.errors import IpusTakenError, PartitionError, PlanError, PoolError

@@ -1,30 +1,48 @@
-"""What stands in a pool: partitions, and leases with who holds them. Pure values."""
+"""What stands in a pool: partitions, and leases with who holds them. Pure values.
+
+Anybody may have written what stands in a pool, so the types of the fields say how long a text and how large a
+number may be, and that a name is one that can be printed; `poprun.text.fields` reads them.
+"""
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final
 
+from poprun.text.fields import between, distinct, printable
 from poprun.text.ranges import fold_numbers
+from poprun.text.screen import visible
+
+MAX_TEXT: Final = 255
+MAX_NUMBER: Final = 2**53
+_MAX_PID: Final = 2**31 - 1
+_MAX_IPUS: Final = 2**24
+_LATEST_SECONDS: Final = 253_402_300_799
+"""The end of the year 9999."""
+
+Name = Annotated[str, printable(1, MAX_TEXT)]
+OptionalName = Annotated[str, printable(0, MAX_TEXT)]
+ClientName = Annotated[str, printable(1, 2 * MAX_TEXT + 1)]
+"""A user; of a client of a server ``user@host``."""
+
+Names = Annotated[tuple[Name, ...], distinct]
+Pid = Annotated[int, between(1, _MAX_PID)]
+Ticks = Annotated[int, between(0, MAX_NUMBER)]
+LeaseNumber = Annotated[int, between(1, MAX_NUMBER)]
+EpochSeconds = Annotated[float, between(0, _LATEST_SECONDS)]
+Words = Annotated[str, lambda words: visible(words[:MAX_TEXT])]
+"""What a process runs, for others to read: what is too long or cannot be printed is changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """Virtual IPUs, or cores, of one host that a job has to itself.
+    """Virtual IPUs, or cores, of one host that a job has to itself."""
 
-    Attributes:
-        host: What the plan calls the host.
-        names: What is held, as people read it: ``GPU 0``, ``cpu/3``, ``core/3``.
-        pool: Folder of the pool on that host.
-        partition: The partition that they are, or None.
-        descriptor: The locked file that is the lease; None where another process keeps it.
-    """
-
-    host: str
-    names: tuple[str, ...]
-    pool: str
+    host: str  # what the plan calls it
+    names: tuple[str, ...]  # as people read them: GPU 0, cpu/3, core/3
+    pool: str  # its folder on that host, or the address of its server
     partition: str | None = None
-    descriptor: int | None = None
+    descriptor: int | None = None  # the locked file that is the lease; None where another process holds it
 
     def __str__(self) -> str:
         where = f"on {self.host}, from the pool {self.pool}"
@@ -43,28 +61,19 @@ def fold_names(names: Sequence[str]) -> str:
 _LONGEST_WORDS: Final = 60
 
 REMOTE: Final = "remote"
-"""In the place of a boot's id: the process runs wherever it runs, and a server keeps its lease."""
+"""In the place of a boot's id: the process runs on any host, and a server keeps its lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A process that holds a lease, with what tells it from every other process.
+    """A process that holds a lease, with what distinguishes it from every other process."""
 
-    Attributes:
-        pid: Its id, in its own pid namespace.
-        start_ticks: When it started, in clock ticks since boot.
-        boot_id: The run of the kernel in which it lives.
-        pid_namespace: The pid namespace that its id belongs to; of a client of a server the key of its lease.
-        user: Whose it is; of a client of a server ``user@host``.
-        words: What it runs, for people.
-    """
-
-    pid: int
-    start_ticks: int
-    boot_id: str
-    pid_namespace: str
-    user: str
-    words: str
+    pid: Pid  # in its own pid namespace
+    start_ticks: Ticks  # when it started, in clock ticks since boot
+    boot_id: OptionalName  # the run of the kernel in which it lives
+    pid_namespace: OptionalName  # of a client of a server the key of its lease
+    user: ClientName
+    words: Words
 
     @property
     def key(self) -> str | None:
@@ -82,23 +91,14 @@ def short_words(words: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right of one job to its virtual IPUs, or its place in the queue for them.
+    """The right of one job to its virtual IPUs, or its place in the queue for them."""
 
-    Attributes:
-        id: Its number; those who asked earlier have a smaller one.
-        holder: Who has it.
-        since_epoch_seconds: When it was asked for.
-        num_ipus: How many are asked for.
-        queue: The partition that is asked for; empty for IPUs that are in none.
-        ipus: Names of those that it holds, in slot order; empty while it waits.
-    """
-
-    id: int
+    id: LeaseNumber  # those who asked earlier have a smaller one
     holder: Holder
-    since_epoch_seconds: float
-    num_ipus: int
-    queue: str
-    ipus: tuple[str, ...] = ()
+    since_epoch_seconds: EpochSeconds  # when it was asked for
+    num_ipus: Annotated[int, between(1, _MAX_IPUS)]  # how many are asked for
+    queue: OptionalName  # the partition that is asked for; empty for IPUs that are in none
+    ipus: Names = ()  # those that it holds, in slot order; none while it waits
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_epoch_seconds))
@@ -112,29 +112,17 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A named set of virtual IPUs.
+    """A named set of virtual IPUs."""
 
-    Attributes:
-        name: Its name, one of its kind in the pool.
-        ipus: Names of its IPUs, in slot order; their number is a power of two.
-        cluster: The cluster that they belong to.
-        allocation: The part of the cluster that they were taken from; empty for all of it.
-        num_domains: IPU-Link domains that they lie in.
-        user: Who made it.
-        created_at_epoch_seconds: When.
-        lease: Number of the lease that holds it, or None.
-        is_temporary: Whether it ends with the lease for which it was made.
-    """
-
-    name: str
-    ipus: tuple[str, ...]
-    cluster: str
-    allocation: str
-    num_domains: int
-    user: str
-    created_at_epoch_seconds: float
-    lease: int | None = None
-    is_temporary: bool = False
+    name: Name  # the pool has one of this name
+    ipus: Names  # in slot order; their number is a power of two
+    cluster: OptionalName  # the cluster that they belong to
+    allocation: OptionalName  # the part of the cluster that they were taken from; empty for all of it
+    num_domains: Annotated[int, between(0, _MAX_IPUS)]  # IPU-Link domains that they lie in
+    user: ClientName  # who made it
+    created_at_epoch_seconds: EpochSeconds
+    lease: LeaseNumber | None = None  # the lease that holds it, or None
+    is_temporary: bool = False  # whether it ends with the lease for which it was made
 
     @property
     def size(self) -> int:
@@ -164,16 +152,5 @@ class PoolState:
         return next((lease for lease in self.leases if lease.id == number), None)
 
     def waiting(self, queue: str) -> tuple[Lease, ...]:
-        """Who waits for that partition, or for IPUs that are in none, first come first."""
+        """Who waits for that partition, or for IPUs that are in none; those who asked first come first."""
         return tuple(lease for lease in self.leases if lease.is_waiting and lease.queue == queue)
-
-    def without(self, ended: Collection[int]) -> "PoolState":
-        """The state without the leases of these numbers, and without the partitions that end with them."""
-        return PoolState(
-            partitions=tuple(
-                replace(partition, lease=None) if partition.lease in ended else partition
-                for partition in self.partitions
-                if not (partition.is_temporary and partition.lease in ended)
-            ),
-            leases=tuple(lease for lease in self.leases if lease.id not in ended),
-        )

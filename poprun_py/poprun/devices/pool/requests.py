@@ -2,14 +2,20 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 from poprun.devices.pool.clusters import check_hosts_of, check_names
-from poprun.devices.pool.records import Partition, PoolState, fold_names
+from poprun.devices.pool.records import Name, Partition, PoolState, fold_names
 from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import CORE, GPU, Cluster, VirtualIpu, choose_ipus
 from poprun.plan.pods import share_of
+from poprun.text.fields import between
 from poprun.text.ranges import counted
+
+MAX_IPUS: Final = 4096
+"""IPUs of a cluster that a server hands out: all of them are in one answer."""
+
+_MAX_HOSTS: Final = 1024
 
 _IPU: Final = "virtual IPU"
 _NOUNS: Final = {CORE: "core", GPU: "GPU"}
@@ -19,33 +25,29 @@ Choose = Callable[[Collection[str]], Sequence[VirtualIpu]]
 """Picks IPUs, given the names of those that are taken; nothing when they do not suffice."""
 
 
+IpuCount = Annotated[int, between(1, MAX_IPUS)]
+
+
+def _check_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(hosts) > _MAX_HOSTS:
+        raise ValueError(f"must be {_MAX_HOSTS} names at most")
+    return hosts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionRequest:
-    """The partition that a job wants to run in.
+    """The partition that a job wants to run in."""
 
-    Attributes:
-        name: Its name.
-        size: The size that fits the job, a power of two.
-        is_temporary: Whether one that is made ends with the job.
-        may_change: Whether one of another size may be changed.
-        resets: Whether its IPUs are chosen anew: True always, None when some are not there any more, False never.
-    """
-
-    name: str
-    size: int
-    is_temporary: bool = True
-    may_change: bool = False
-    resets: bool | None = None
+    name: Name
+    size: IpuCount  # the size that fits the job, a power of two
+    is_temporary: bool = True  # whether one that is made ends with the job
+    may_change: bool = False  # whether one of another size may be changed
+    resets: bool | None = None  # whether its IPUs are chosen anew; None does where some are not there any more
 
     def must_change(self, found: Partition, is_known: Callable[[str], bool]) -> bool:
-        """Whether the partition that is there gets other IPUs before the job runs in it.
+        """Whether the partition ``found`` gets other IPUs before the job runs in it.
 
-        Args:
-            found: That partition.
-            is_known: Whether there is an IPU of that name.
-
-        Raises:
-            PartitionError: If it does not fit, and the job may not change it.
+        ``is_known`` says whether there is such an IPU. A PartitionError if it does not fit and may not change.
         """
         if found.size != self.size:
             if self.may_change:
@@ -66,26 +68,15 @@ class PartitionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRequest:
-    """What a job wants of a cluster: so many IPUs that are in no partition, or a partition.
+    """What a job wants of one cluster: so many IPUs that are in no partition, or a partition."""
 
-    Attributes:
-        num_ipus: How many it uses; a partition may have more.
-        choose: Picks them, given the names of those that are taken; nothing when they do not suffice. For a
-            partition it picks those of a new one.
-        partition: The partition that it wants, or None.
-        cluster: The cluster that a new partition belongs to.
-        allocation: The part of the cluster that its IPUs are taken from; empty for all of it.
-        is_known: Whether there is an IPU of that name.
-        queue_name: Tells what is in no partition and waited for on its own from other things.
-    """
-
-    num_ipus: int
-    choose: Choose
+    num_ipus: int  # how many it uses; a partition may have more
+    choose: Choose  # of a partition it chooses the IPUs of a new one
     partition: PartitionRequest | None = None
-    cluster: str = ""
-    allocation: str = ""
-    is_known: Callable[[str], bool] = bool
-    queue_name: str = ""
+    cluster: str = ""  # that a new partition belongs to
+    allocation: str = ""  # the part of the cluster that a new partition is taken from; empty for all of it
+    is_known: Callable[[str], bool] = bool  # whether there is an IPU of that name
+    queue_name: str = ""  # the queue of things that are in no partition and waited for on their own
 
     @property
     def queue(self) -> str:
@@ -102,30 +93,19 @@ class PoolRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpuRequest:
-    """The virtual IPUs that a job wants, of whatever cluster: a value that can be sent.
+    """The virtual IPUs that a job wants, of any cluster: a value that can be sent."""
 
-    Attributes:
-        num_ipus: How many it uses. At least 1.
-        num_domains: IPU-Link domains that they lie in, in a cluster that has several; equally many in each.
-        hosts: The hosts that it runs on, each with equally many of them; none where it does not matter.
-        allocation: The part of the cluster that they are taken from, or None.
-        shares_devices: Whether devices may be used that processes outside the pool use.
-        partition: The partition that it wants, or None.
-    """
-
-    num_ipus: int
-    num_domains: int = 1
-    hosts: tuple[str, ...] = ()
-    allocation: str | None = None
-    shares_devices: bool = False
+    num_ipus: IpuCount
+    num_domains: IpuCount = 1  # IPU-Link domains that they lie in, where there are several; equally many in each
+    hosts: Annotated[tuple[Name, ...], _check_hosts] = ()  # equally many on each; none for anywhere
+    allocation: Name | None = None  # the part of the cluster that they are taken from
+    shares_devices: bool = False  # whether devices may be used that processes outside the pool use
     partition: PartitionRequest | None = None
 
     def check(self, cluster: Cluster, where: str = "") -> None:
         """Check that there can be as many IPUs in ``cluster``; ``where`` ends the sentence that says how many are.
 
-        Raises:
-            PartitionError: If there is no such allocation.
-            PlanError: If there can never be as many.
+        A PartitionError if there is no such allocation, a PlanError if there can never be as many.
         """
         check_names(cluster, self.allocation)
         num_there = len(cluster.part(self.allocation))
@@ -137,9 +117,7 @@ class IpuRequest:
     def of(self, cluster: Cluster) -> PoolRequest:
         """The request for IPUs of ``cluster``.
 
-        Raises:
-            PartitionError: If as many IPUs do not divide over the hosts.
-            PlanError: If the cluster knows other hosts.
+        A PartitionError if as many do not divide over the hosts, a PlanError if the cluster knows other hosts.
         """
         num_chosen = self.partition.size if self.partition else self.num_ipus
         pick: Choose = cluster.pick(num_chosen, self.allocation, self.num_domains)
@@ -189,16 +167,10 @@ def refusal(  # noqa: PLR0913 - all that the words tell of
     advises: bool = True,
     place: str = "on this machine",
 ) -> str:
-    """The words that say why a job does not get what it wants now, and who has it.
+    """The words that say why a job does not get what it wants of ``cluster`` now, and who has it.
 
-    Args:
-        request: What it wants.
-        cluster: The IPUs of the machine, with the processes that use them.
-        state: What stands in the pool.
-        own: Number of the job's own place in the queue.
-        shares: Whether processes outside the pool do not matter.
-        advises: Whether to say what can be done about it.
-        place: Where the cluster is.
+    ``own`` is the number of the job's own place in the queue; ``shares`` says that processes outside the pool do
+    not matter; ``advises`` adds what can be done about it; ``place`` says where the cluster is.
     """
     if request.partition is not None and (found := state.partition(request.partition.name)) is not None:
         reason = f"partition {found.name} is in use"

@@ -10,8 +10,7 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 import anyio
 from anyio import to_thread
@@ -21,16 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from poprun.devices.pool.holders import boot_id
-from poprun.devices.pool.pool_rows import number_of, optional_text_of, text_of
+from poprun.devices.pool.records import Partition
 from poprun.devices.server.served_leases import LOOK_SECONDS, ClientLeases
 from poprun.devices.server.server_connection import PATH, kind_of
 from poprun.devices.server.server_messages import (
-    MAX_IPUS,
+    NewPartition,
+    Nothing,
     ServedPool,
-    key_of_lease,
-    pool_to_dict,
-    read_request,
-    reader,
+    read_question,
 )
 from poprun.devices.server.target_pool import LocalPool
 from poprun.errors import (
@@ -43,12 +40,11 @@ from poprun.errors import (
     ServerError,
     ServerLostError,
 )
-from poprun.text.fields import FieldReader
+from poprun.text.fields import write_record
 
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40
 
-_SOURCE: Final = "request"
 _NUM_THREADS: Final = 4
 _STATUS: Final[Mapping[type[PoprunError], int]] = {
     PlanError: 400,
@@ -60,9 +56,6 @@ _STATUS: Final[Mapping[type[PoprunError], int]] = {
 }
 
 
-Command = Callable[[object], object]
-
-
 class RefusalError(Exception):
     """A request that is not carried out, with the status of its answer."""
 
@@ -71,38 +64,30 @@ class RefusalError(Exception):
         self.status = status
 
 
-def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Command]:
-    """What clients may ask for, by name: each takes what JSON was sent, and returns what is answered."""
+def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Callable[[Any], object]]:
+    """What the server does for each command, with the question of the client; None is an answer without fields."""
 
-    def pool(values: object) -> object:
-        _fields(values)
-        served = ServedPool(
+    def pool(_: Nothing) -> ServedPool:
+        return ServedPool(
             boot_id=boot_id(),
             lease_seconds=leases.lease_seconds,
             cluster=local.cluster(),
             state=local.state(),
         )
-        return pool_to_dict(served)
 
-    def create(values: object) -> object:
-        read = _fields(values, "name", "size", "allocation", "cluster", "user")
-        made = local.create_partition(
-            text_of(read, "name"),
-            number_of(read, "size", MAX_IPUS),
-            allocation=optional_text_of(read, "allocation"),
-            cluster=optional_text_of(read, "cluster"),
-            user=text_of(read, "user"),
+    def create(wanted: NewPartition) -> Partition:
+        return local.create_partition(
+            wanted.name, wanted.size, allocation=wanted.allocation, cluster=wanted.cluster, user=wanted.user
         )
-        return asdict(made)
 
     return {
         "pool": pool,
         "create-partition": create,
-        "reset-partition": lambda values: asdict(local.reset_partition(_name(values))),
-        "remove-partition": lambda values: local.remove_partition(_name(values)),
-        "take-lease": lambda values: asdict(leases.take(read_request(values, _SOURCE))),
-        "renew-lease": lambda values: leases.renew(_key(values)),
-        "end-lease": lambda values: leases.end(_key(values)),
+        "reset-partition": lambda wanted: local.reset_partition(wanted.name),
+        "remove-partition": lambda wanted: local.remove_partition(wanted.name),
+        "take-lease": leases.take,
+        "renew-lease": lambda wanted: leases.renew(wanted.key),
+        "end-lease": lambda wanted: leases.end(wanted.key),
     }
 
 
@@ -111,12 +96,17 @@ def make_app(local: LocalPool, leases: ClientLeases, token: str) -> Starlette:
     commands = commands_of(local, leases)
     threads: list[anyio.CapacityLimiter] = []
 
+    def carry_out(command: str, values: object) -> dict[str, object]:
+        if command not in commands:
+            raise RefusalError(404, f"there is no command {command[:40]!r}")
+        return write_record(commands[command](read_question(command, values)) or Nothing())
+
     async def answer(request: Request) -> Response:
         try:
             _admit(request, token)
-            command = _named(commands, request.path_params["command"])
+            command = request.path_params["command"]
             values = _json(await _body(request))
-            return JSONResponse(await to_thread.run_sync(command, values, limiter=threads[0]) or {})
+            return JSONResponse(await to_thread.run_sync(carry_out, command, values, limiter=threads[0]))
         except RefusalError as error:
             return JSONResponse({"error": str(error)}, error.status)
         except PoprunError as error:
@@ -154,12 +144,6 @@ def _admit(request: Request, token: str) -> None:
         raise RefusalError(401, "this is not its token: copy the file that vipu serve named when it started")
 
 
-def _named(commands: Mapping[str, Command], name: str) -> Command:
-    if name not in commands:
-        raise RefusalError(404, f"there is no command {name[:40]!r}")
-    return commands[name]
-
-
 async def _body(request: Request) -> bytes:
     body = b""
     async for chunk in request.stream():
@@ -175,17 +159,3 @@ def _json(body: bytes) -> object:
     except (ValueError, RecursionError):
         raise RefusalError(400, "the request is no JSON") from None
     return values
-
-
-def _fields(values: object, *keys: str) -> FieldReader:
-    read = reader(values, _SOURCE)
-    read.expect_keys(keys)
-    return read
-
-
-def _name(values: object) -> str:
-    return text_of(_fields(values, "name"), "name")
-
-
-def _key(values: object) -> str:
-    return key_of_lease(_fields(values, "key"))

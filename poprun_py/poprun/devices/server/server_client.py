@@ -5,27 +5,27 @@ import secrets
 import socket
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Final, TypeVar
+from typing import Final
 
-from poprun.devices.pool.pool_rows import read_partition
 from poprun.devices.pool.records import Partition, PoolState
 from poprun.devices.server.server_connection import ServerAddress, ask
 from poprun.devices.server.server_messages import (
+    Answer,
     LeaseAnswer,
+    LeaseKey,
     LeaseRequest,
+    NewPartition,
+    Nothing,
+    PartitionName,
     ServedPool,
     read_answer,
-    read_pool,
-    reader,
 )
 from poprun.errors import PlanError, ServerError
 from poprun.plan.inventory import Cluster
 from poprun.process.process_tree import user_name
-
-Answer = TypeVar("Answer")
+from poprun.text.fields import write_record
 
 TOKEN_VARIABLE: Final = "POPRUN_VIPU_TOKEN_FILE"  # noqa: S105 - the name of a file, no secret
 
@@ -112,7 +112,7 @@ class RemotePool:
 
     def served(self) -> ServedPool:
         """All that the server tells of its pool."""
-        return self._answer("pool", {}, read_pool)
+        return self._ask("pool", Nothing(), ServedPool)
 
     def cluster(self) -> Cluster:
         """The virtual IPUs that the server hands out."""
@@ -124,37 +124,33 @@ class RemotePool:
 
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
         """Make a partition of free IPUs."""
-        values = {"name": name, "size": size, "allocation": allocation, "cluster": cluster, "user": self._client}
-        return self._answer("create-partition", values, _read_partition)
+        wanted = NewPartition(name=name, size=size, allocation=allocation, cluster=cluster, user=self._client)
+        return self._ask("create-partition", wanted, Partition)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose the IPUs of a partition anew."""
-        return self._answer("reset-partition", {"name": name}, _read_partition)
+        return self._ask("reset-partition", PartitionName(name=name), Partition)
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses."""
-        ask(self.server, "remove-partition", {"name": name})
+        self._ask("remove-partition", PartitionName(name=name), Nothing)
 
     def take_lease(self, request: LeaseRequest) -> LeaseAnswer:
         """Stand in the queue, or take what is asked for when it is free; asked again, it is the same lease."""
-        return self._answer("take-lease", asdict(request), read_answer)
+        return self._ask("take-lease", request, LeaseAnswer)
 
     def end_lease(self, key: str) -> None:
         """Give back what the lease of that key holds; one that has ended already is no error."""
-        ask(self.server, "end-lease", {"key": key})
+        self._ask("end-lease", LeaseKey(key=key), Nothing)
 
-    def _answer(self, command: str, values: Mapping[str, object], read: Callable[[object, str], Answer]) -> Answer:
-        answer = ask(self.server, command, values)
+    def _ask(self, command: str, question: object, kind: type[Answer]) -> Answer:
+        answer = ask(self.server, command, write_record(question))
         try:
-            return read(answer, "the answer")
+            return read_answer(kind, answer)
         except PlanError as error:
             raise ServerError(
                 f"the server of virtual IPUs at {self.server} answers what makes no sense: {error}"
             ) from None
-
-
-def _read_partition(values: object, source: str) -> Partition:
-    return read_partition(reader(values, source))
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
