@@ -60,34 +60,23 @@ _LARGEST_STEP: Final = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a program says about itself.
+    """What a program says about itself."""
 
-    Attributes:
-        pid: The process that writes; 0 when none has yet.
-        stack_signal: The signal at which it writes the stacks of its threads behind the page; 0 for none.
-        has_joined: Whether it asked popdist which job it is in.
-        num_steps: Steps whose gradients popdist has reduced.
-        step: The step that the program itself reported last, or None.
-        loss: The loss that it reported last, or None.
-        num_waits: How often it has waited for other instances.
-        waiting_since_seconds: Monotonic time at which it began to wait for them, or None when it does not.
-        collective: What it waited for last, in words; empty before the first time.
-        member_runs: The instances that take part in it, as runs from a first one up to a last one; none when all
-            instances of the job do.
-        has_trained_alone: Whether it had an optimizer of torch's, and nothing that it used connected it to others.
-            The start-up hook says so when the program ends (``startup/sitecustomize.py``).
-    """
-
-    pid: int = 0
-    stack_signal: int = 0
-    has_joined: bool = False
-    num_steps: int = 0
-    step: int | None = None
-    loss: float | None = None
-    num_waits: int = 0
+    pid: int = 0  # the process that writes; 0 when none has yet
+    stack_signal: int = 0  # the signal at which it writes the stacks of its threads behind the page; 0 for none
+    has_joined: bool = False  # whether it asked popdist which job it is in
+    num_steps: int = 0  # steps whose gradients popdist has reduced
+    step: int | None = None  # the step that the program itself reported last, or None
+    loss: float | None = None  # the loss that it reported last, or None
+    num_waits: int = 0  # how often it has waited for other instances
+    # monotonic time at which it began to wait for them, or None when it does not
     waiting_since_seconds: float | None = None
-    collective: str = ""
+    collective: str = ""  # what it waited for last, in words; empty before the first time
+    # the instances that take part in it, as runs from a first one up to a last one; none when all instances of
+    # the job do
     member_runs: tuple[tuple[int, int], ...] = ()
+    # whether it had an optimizer of torch's, and nothing that it used connected it to others. The start-up hook
+    # says so when the program ends (``startup/sitecustomize.py``)
     has_trained_alone: bool = False
 
     @classmethod
@@ -119,13 +108,10 @@ class ProgressPage:
     """The page on which this process writes how far it is; before ``open()`` it writes where nobody reads.
 
     It belongs to the first process that asked popdist for its job, and to none that was forked from that one.
-
-    Attributes:
-        is_watched: Whether an agent reads it.
     """
 
     def __init__(self, memory: memoryview | None = None) -> None:
-        self.is_watched = False
+        self.is_watched = False  # whether an agent reads it
         self._use(memoryview(bytearray(USED_BYTES)) if memory is None else memory)
 
     def close(self) -> None:

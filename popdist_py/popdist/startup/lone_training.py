@@ -19,13 +19,7 @@ _NODES = ("--nnodes", "--node_rank", "--node-rank")
 
 
 def has_trained_alone(modules: Mapping[str, Any], words: Sequence[str], excepthook: Callable[..., object]) -> bool:
-    """Whether a process made an optimizer of torch's, and nothing that it imported connected it to others.
-
-    Args:
-        modules: All that it has imported, by name.
-        words: Its argv.
-        excepthook: What prints its exceptions.
-    """
+    """Whether a process made an optimizer of torch's, and none of its ``modules`` connected it to others."""
     return "torch" in modules and _has_trained(modules, words) and not _was_connected(modules, excepthook)
 
 

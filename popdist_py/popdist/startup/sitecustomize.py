@@ -79,14 +79,12 @@ class ExitCode:
 
     A SystemExit leaves no other trace: Python reads its code, forgets it and calls what is registered at exit. So
     this stands before the attribute of the interpreter's own until then, and does what that does.
-
-    Attributes:
-        last_words: The code in a tuple, which is empty as long as no SystemExit has ended the program.
     """
 
     def __init__(self) -> None:
         import gc  # noqa: PLC0415 - only programs of MPI jobs pay for it
 
+        # the code in a tuple, which is empty as long as no SystemExit has ended the program
         self.last_words: tuple[object, ...] = ()
         self._original = SystemExit.__dict__["code"]
         self._attributes = gc.get_referents(SystemExit.__dict__)[0]  # the dict that the type shows read-only

@@ -39,19 +39,12 @@ _STYLES: Final = {State.OK: "green", State.ABSENT: "dim", State.WARNING: "yellow
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        subject: What it is.
-        state: How it is. ``absent``: only some jobs need it; ``fails``: no job can run.
-        found: What poprun found, and would use.
-        remedy: What to do; empty where there is nothing to be done.
-    """
-
-    subject: str
-    state: State
-    found: str
-    remedy: str = ""
+    subject: str  # what it is
+    state: State  # how it is. ``absent``: only some jobs need it; ``fails``: no job can run
+    found: str  # what poprun found, and would use
+    remedy: str = ""  # what to do; empty where there is nothing to be done
 
 
 def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:

@@ -45,53 +45,32 @@ print("\\n" + json.dumps(found))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Libraries:
-    """The libraries that a program finds when it imports them.
+    """The libraries that a program finds when it imports them."""
 
-    Attributes:
-        versions: Of torch, mpi4py and popdist, each only if it can be imported.
-        problems: Why one of them cannot.
-        cuda: The version of CUDA that torch was built for; empty for a torch of the CPU.
-        num_devices: CUDA devices that torch sees.
-        has_gloo: Whether torch has gloo.
-        has_extension: Whether popdist has its extension in C.
-    """
-
+    # of torch, mpi4py and popdist, each only if it can be imported
     versions: Mapping[str, str] = field(default_factory=dict)
-    problems: Mapping[str, str] = field(default_factory=dict)
-    cuda: str = ""
-    num_devices: int = 0
-    has_gloo: bool = False
-    has_extension: bool = False
+    problems: Mapping[str, str] = field(default_factory=dict)  # why one of them cannot
+    cuda: str = ""  # the version of CUDA that torch was built for; empty for a torch of the CPU
+    num_devices: int = 0  # CUDA devices that torch sees
+    has_gloo: bool = False  # whether torch has gloo
+    has_extension: bool = False  # whether popdist has its extension in C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallationFacts:
-    """The facts of the machine and of what is installed on it.
+    """The facts of the machine and of what is installed on it."""
 
-    Attributes:
-        python: Version of the Python that runs poprun.
-        interpreter: Its path.
-        libraries: What that Python can import.
-        machine: The machine as the planner sees it.
-        cpu_quota: How many cores' worth of time the control groups grant, or None.
-        memory: Limits on memory, and the room in /dev/shm.
-        can_share_memory: Whether /dev/shm can be written.
-        ssh: What the ssh client says of itself; empty when there is none.
-        slurm: What srun says of itself; empty when there is none.
-        slurm_job: Number of the Slurm job that this process is in, or empty.
-        loopback_problem: Why processes cannot reach each other at the loopback address; empty when they can.
-    """
-
-    python: str
-    interpreter: str
-    libraries: Libraries
-    machine: MachineFacts
-    cpu_quota: float | None
-    memory: MemoryLimits
-    can_share_memory: bool
-    ssh: str
-    slurm: str
-    slurm_job: str
+    python: str  # version of the Python that runs poprun
+    interpreter: str  # its path
+    libraries: Libraries  # what that Python can import
+    machine: MachineFacts  # the machine as the planner sees it
+    cpu_quota: float | None  # how many cores' worth of time the control groups grant, or None
+    memory: MemoryLimits  # limits on memory, and the room in /dev/shm
+    can_share_memory: bool  # whether /dev/shm can be written
+    ssh: str  # what the ssh client says of itself; empty when there is none
+    slurm: str  # what srun says of itself; empty when there is none
+    slurm_job: str  # number of the Slurm job that this process is in, or empty
+    # why processes cannot reach each other at the loopback address; empty when they can
     loopback_problem: str = ""
 
 

@@ -19,27 +19,16 @@ _MAX_NAME: Final = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """The facts that a cluster's job needs beside its plan.
+    """The facts that a cluster's job needs beside its plan."""
 
-    Attributes:
-        image: The container image that holds the program, or None.
-        python: The interpreter that runs poprun.
-        options: The words of poprun's command line that the plan was made from, without those that are for the
-            print-out.
-    """
-
-    image: str | None = None
-    python: str = "python3"
+    image: str | None = None  # the container image that holds the program, or None
+    python: str = "python3"  # the interpreter that runs poprun
+    # the words of poprun's command line that the plan was made from, without those that are for the print-out
     options: tuple[str, ...] = ()
 
 
 def emit_job(plan: LaunchPlan, kind: EmitKind, surroundings: Surroundings) -> str:
-    """``plan`` as a job of ``kind``, as text that ends with a line break.
-
-    Raises:
-        UsageError: If there is no program, or the kind needs something that ``surroundings`` lack, or cannot say
-            what the plan says.
-    """
+    """``plan`` as a job of ``kind``, as text; a UsageError says what is missing, or what the kind cannot say."""
     if not plan.program:
         raise UsageError(f"--emit {kind} needs the PROGRAM that the job shall run")
     name = job_name(plan)

@@ -62,11 +62,7 @@ _GPU: Final = "nvidia.com/gpu"
 
 
 def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
-    """``plan`` as an MPIJob in YAML, for the kind of MPI that the plan starts with, else for Open MPI.
-
-    Raises:
-        UsageError: If an instance has variables of its own.
-    """
+    """``plan`` as an MPIJob in YAML, for the kind of MPI that the plan starts with, else for Open MPI."""
     kind = plan.mpi.kind if plan.mpi else MpiKind.OPEN_MPI
     words = ("sh", "-c", _WAIT_FOR_NAMES, "sh", *_launcher_words(plan, kind), *plan.program)
     launcher = {"containers": [_container(image, words, {_SSH_VARIABLES[kind]: _SSH_WORDS})]}
@@ -89,11 +85,7 @@ def mpijob(plan: LaunchPlan, name: str, image: str) -> str:
 
 
 def jobset(plan: LaunchPlan, name: str, image: str) -> str:
-    """``plan`` as a JobSet in YAML.
-
-    Raises:
-        UsageError: If an instance has variables of its own.
-    """
+    """``plan`` as a JobSet in YAML."""
     # The one job of the set has index 0, and so has the pod of instance 0.
     variables: dict[str, str | _PodField] = {
         RANK: _PodField(_INDEX),

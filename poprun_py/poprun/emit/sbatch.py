@@ -18,11 +18,7 @@ _QUOTED: Final = frozenset(" \t\"'#")
 
 
 def batch_script(plan: LaunchPlan, name: str, words: Sequence[str]) -> str:
-    """``plan`` as a script for sbatch, which runs the command ``words`` under ``name``.
-
-    Raises:
-        UsageError: If the working directory has a line break in it, which a line of sbatch cannot hold.
-    """
+    """``plan`` as a script for sbatch, which runs the command ``words`` under ``name``."""
     if "\n" in plan.working_directory or "\r" in plan.working_directory:
         raise UsageError(f"--emit sbatch: the working directory {plan.working_directory!r} has a line break in it")
     lines = [f"#SBATCH --{option}={_quoted(value)}" for option, value in _directives(plan, name)]

@@ -56,27 +56,15 @@ _MOST_NAMES: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteChoice:
-    """The routes that were chosen between the hosts.
+    """The routes that were chosen between the hosts."""
 
-    Attributes:
-        routes: A route for each host that has one.
-        problems: The hosts that have none.
-        reason: Why these, for the user.
-    """
-
-    routes: Mapping[str, HostRoute]
-    problems: tuple[Problem, ...]
-    reason: str
+    routes: Mapping[str, HostRoute]  # a route for each host that has one
+    problems: tuple[Problem, ...]  # the hosts that have none
+    reason: str  # why these, for the user
 
 
 def choose_addresses(places: Mapping[str, Places], reached: Mapping[str, str], subnet: str | None) -> RouteChoice:
-    """Choose the address at which each host is reached.
-
-    Args:
-        places: The addresses of each host, by its name.
-        reached: The address at which ssh reached it, where that is known.
-        subnet: The subnet that the user wants, or None.
-    """
+    """Choose the address at which each host is reached: in the wanted ``subnet``, if one is wanted."""
     if subnet is not None:
         network = ipaddress.ip_network(subnet)
         found = {
@@ -118,27 +106,17 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """The result of a look at all hosts with which nothing is wrong.
+    """The result of a look at all hosts with which nothing is wrong."""
 
-    Attributes:
-        network: How the hosts reach each other.
-        reason: Why these addresses, for the user.
-    """
-
-    network: JobNetwork
-    reason: str
+    network: JobNetwork  # how the hosts reach each other
+    reason: str  # why these addresses, for the user
 
 
 def examine_hosts(plan: LaunchPlan, here: Collection[str], tell: Callable[[str], None]) -> Examination:
     """Look at every host of ``plan``, and bring the Python environment to those that lack it, if the plan says so.
 
-    Args:
-        plan: The job.
-        here: The names among its hosts that mean this machine; at most one.
-        tell: Tells the user of something that takes long.
-
-    Raises:
-        HostsError: If a host cannot take part; the message has a table with all of them, with cause and remedy.
+    At most one of the hosts is ``here``. ``tell`` tells the user of something that takes long. The HostsError
+    for hosts that cannot take part has a table with all of them, with cause and remedy.
     """
     return asyncio.run(_examine(plan, next(iter(here), _HERE), tell))
 
@@ -160,12 +138,7 @@ async def _examine(plan: LaunchPlan, here: str, tell: Callable[[str], None]) -> 
 
 
 class _Examiner:
-    """Examines all hosts of a job once.
-
-    Args:
-        plan: The job.
-        here: What this machine is called: one of the hosts' names, or none of them.
-    """
+    """Examines all hosts of a job once; ``here`` is the name of this machine among them, if it is one."""
 
     def __init__(self, plan: LaunchPlan, here: str) -> None:
         self._plan = plan

@@ -54,19 +54,12 @@ _SSH_CAUSES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason that keeps a host out of a job.
-
-    Attributes:
-        host: The host.
-        cause: What was found there.
-        remedy: What to do about it; ``HOST`` in it is the host's name.
-        lacks_environment: Whether a copy of poprun's Python environment may be the remedy, too.
-    """
+    """One reason that keeps a host out of a job."""
 
     host: str
-    cause: str
-    remedy: str
-    lacks_environment: bool = False
+    cause: str  # what was found there
+    remedy: str  # what to do about it; ``HOST`` in it is the host's name
+    lacks_environment: bool = False  # whether a copy of poprun's Python environment may be the remedy, too
 
 
 def render_problems(problems: Sequence[Problem], num_hosts: int) -> str:
@@ -93,15 +86,7 @@ def program_files(program: Sequence[str]) -> list[str]:
 def judge(
     host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
-    """Every problem of ``host`` that its answer shows.
-
-    Args:
-        host: The host.
-        answer: What it said.
-        plan: The job.
-        here: What this machine said to the same questions.
-        environment: The folder of the Python environment that poprun runs in.
-    """
+    """Every problem that the ``answer`` of ``host`` shows, beside what this machine (``here``) answered."""
     if answer["python"] != here["python"]:
         cause = f"{answer['python_file']} is Python {answer['python']} there, {here['python']} here"
         yield Problem(host, cause, "install the same Python on both")
@@ -163,12 +148,7 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
 
 
 def judge_names(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
-    """The names that mean different addresses on different hosts.
-
-    Args:
-        answers: What each host said, by its name; this machine's is among them.
-        hosts: Those that the job is to run on.
-    """
+    """The names that mean different addresses on different ``hosts``, by each one's answer and this machine's."""
     for name in hosts:
         # A host's own view of its own name is no matter: it is often a loopback address there.
         views = {
@@ -185,12 +165,7 @@ def judge_names(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) 
 
 
 def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) -> Iterator[Problem]:
-    """The hosts that are the same as another: each has the address of the other.
-
-    Args:
-        places: The addresses of each host, by its name.
-        routes: The way to each host that has one, in the job's order.
-    """
+    """The hosts that are the same as another: each has the address of the other."""
     own = {host: {address for _, address in places[host]} for host in routes}
     owners: dict[str, str] = {}
     for host, route in routes.items():
@@ -204,13 +179,7 @@ def judge_places(places: Mapping[str, Places], routes: Mapping[str, HostRoute]) 
 def judge_routes(
     route: HostRoute, targets: Mapping[str, tuple[str, int]], problems: Sequence[str]
 ) -> Iterator[Problem]:
-    """The ``targets`` that a host does not reach.
-
-    Args:
-        route: The way to the host, whose address its own connections have, too.
-        targets: Address and port of what it is to reach, by its name.
-        problems: What was wrong with each of them, in their order; empty where it was reached.
-    """
+    """The ``targets`` that a host does not reach; ``problems`` has a text for each of them, empty for none."""
     for (name, (address, _)), problem in zip(targets.items(), problems, strict=True):
         if problem:
             cause = f"it does not reach {name} from {route.address} at {address}: {problem}"
@@ -229,12 +198,7 @@ def _is_loopback(address: str) -> bool:
 def no_answer(host: str, code: int | None, words: str, python_file: str, *, in_slurm: bool = False) -> Problem:
     """The problem of a host that did not answer.
 
-    Args:
-        host: The host.
-        code: Exit code of ssh: that of the command there, unless ssh itself failed; None when time was over.
-        words: What it said.
-        python_file: The interpreter that was to answer.
-        in_slurm: Whether it was to be started by srun instead of ssh.
+    ``code`` is ssh's exit code: that of the command there, unless ssh itself failed, or None when time was over.
     """
     said = words.splitlines()[-1] if words else ""
     if in_slurm:

@@ -30,40 +30,24 @@ _USUAL_SECONDS: Final = 0.4
 
 
 class NoAnswerError(Exception):
-    """A host did not answer.
-
-    Attributes:
-        code: Exit code of ssh or of the interpreter there; None when time was over.
-        words: What ssh or the host said about it.
-    """
+    """A host did not answer."""
 
     def __init__(self, code: int | None, words: str) -> None:
         super().__init__(words)
-        self.code = code
-        self.words = words
+        self.code = code  # exit code of ssh or of the interpreter there; None when time was over
+        self.words = words  # what ssh or the host said about it
 
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """The answers of several hosts to one question, and the failures to answer.
+    """The answers of several hosts to one question, and the failures to answer."""
 
-    Attributes:
-        answers: The answer of each host that gave one, by its name.
-        failures: Why each of the others did not answer.
-    """
-
-    answers: dict[str, Answer] = field(default_factory=dict)
-    failures: dict[str, NoAnswerError] = field(default_factory=dict)
+    answers: dict[str, Answer] = field(default_factory=dict)  # the answer of each host that gave one, by its name
+    failures: dict[str, NoAnswerError] = field(default_factory=dict)  # why each of the others did not answer
 
 
 class HostConnections:
-    """The connections to all hosts. One that does not answer once is closed, and asked no more.
-
-    Args:
-        names: The hosts.
-        here: The one of them that is this machine.
-        remote: How the others are reached.
-    """
+    """The connections to all hosts. One that does not answer once is closed, and asked no more."""
 
     def __init__(self, names: Iterable[str], here: str, remote: RemoteSettings) -> None:
         words = {
@@ -109,17 +93,10 @@ class HostConnections:
 
 
 class _HostConnection:
-    """A process on one host that answers, started with the first question.
-
-    Attributes:
-        first_answer_seconds: How long the first answer took; 0 before it.
-
-    Args:
-        words: The argv that starts Python there.
-    """
+    """A process on one host that answers, started with the first question."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.first_answer_seconds = 0.0
+        self.first_answer_seconds = 0.0  # how long the first answer took; 0 before it
         self._words = words
         self._process: Process | None = None
 

@@ -23,51 +23,32 @@ Places = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRoute:
-    """One host of a job, as the others reach it.
+    """One host of a job, as the others reach it."""
 
-    Attributes:
-        name: What the user calls it.
-        address: Its IP address for the job's traffic. All hosts of a job have one of the same family.
-        interface: The network interface that has this address.
-        devices: CUDA devices that the job holds there, in slot order; empty for those of the plan.
-        keeper: Where the agents of that host are given the job's lease; empty when it has none.
-    """
-
-    name: str
-    address: str
-    interface: str
+    name: str  # what the user calls it
+    address: str  # its IP address for the job's traffic. All hosts of a job have one of the same family
+    interface: str  # the network interface that has this address
+    # CUDA devices that the job holds there, in slot order; empty for those of the plan
     devices: tuple[str, ...] = ()
-    keeper: str = ""
+    keeper: str = ""  # where the agents of that host are given the job's lease; empty when it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobKey:
-    """The secret with which agents of other hosts prove that they belong to a job, new for each attempt.
+    """The secret with which agents of other hosts prove that they belong to a job, new for each attempt."""
 
-    Attributes:
-        text: The key; nobody else may read it.
-        file: Where every host holds it until the agents have come.
-    """
-
-    text: str = field(repr=False)
-    file: str
+    text: str = field(repr=False)  # the key; nobody else may read it
+    file: str  # where every host holds it until the agents have come
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNetwork:
-    """The hosts of a job that are not, or not only, the machine that poprun runs on.
+    """The hosts of a job that are not, or not only, the machine that poprun runs on."""
 
-    Attributes:
-        control_host: Address of this machine at which the agents report.
-        hosts: The hosts of the plan, in its order.
-        key: The key of the agents.
-        keepers: Children of poprun through which it keeps the leases on them.
-    """
-
-    control_host: str
-    hosts: tuple[HostRoute, ...]
+    control_host: str  # address of this machine at which the agents report
+    hosts: tuple[HostRoute, ...]  # the hosts of the plan, in its order
     key: JobKey
-    keepers: tuple[int, ...] = ()
+    keepers: tuple[int, ...] = ()  # children of poprun through which it keeps the leases on them
 
 
 def ssh_options(config: str | None) -> tuple[str, ...]:
@@ -80,13 +61,8 @@ def remote_words(
 ) -> tuple[str, ...]:
     """The argv that runs ``command`` on ``host``, by srun in Slurm's ``job`` if there is one, else by ssh.
 
-    Args:
-        config: The configuration file of ssh, or None for the user's own.
-        job: Number of the job in Slurm, or None.
-        host: The host.
-        command: The words, each of which arrives as it is.
-        is_kept: Whether the command runs as long as the job: ssh then finds out when the host is lost, and ends;
-            its connection is shared with no other call, which might end it.
+    A command that ``is_kept`` runs as long as the job: ssh then finds out when the host is lost, and ends. Its
+    connection is shared with no other call, which might end it.
     """
     if job is not None:
         return (*srun_words(job, (host,), 1), *command)
@@ -94,15 +70,10 @@ def remote_words(
 
 
 def srun_words(job: str | None, hosts: Sequence[str], num_per_host: int) -> tuple[str, ...]:
-    """The words before a command that Slurm runs ``num_per_host`` times on each of ``hosts``.
+    """The words before a command that Slurm runs ``num_per_host`` times on each host, in a step of ``job``.
 
     The step shares what the job has with other steps (``--overlap``: a batch script may have some), is bound to no
     cores that Slurm chooses, and is no MPI job of Slurm's: see srun(1). Ranks go to the hosts in blocks.
-
-    Args:
-        job: Number of the job in Slurm; None for the one that the environment tells of.
-        hosts: Nodes of that job.
-        num_per_host: How often the command runs on each.
     """
     return (
         *("srun", *(() if job is None else (f"--jobid={job}",)), *_SRUN_OPTIONS),

@@ -49,17 +49,10 @@ Event = tuple[int, dict[str, Any]]
 
 
 class AgentLinks:
-    """The links to the agents of a job.
+    """The links to the agents of a job, and to the monitors that look at it.
 
-    Args:
-        num_instances: As many agents there are.
-        selector: Calls back when somebody speaks: what it calls gives pairs of instance and event.
-        warn: Tells the user of what was refused.
-        network: At which address of this host other hosts are heard, and with which key; None without any.
-
-    Attributes:
-        address: The address of the control socket, as the shims are told it.
-        viewers: The monitors that look at the job; None until the first one comes.
+    ``selector`` calls back when somebody speaks: what it calls gives pairs of instance and event. ``warn`` tells
+    the user of what was refused. ``address`` is that of the control socket, as the shims are told it.
     """
 
     def __init__(
@@ -79,8 +72,8 @@ class AgentLinks:
         self._streams: dict[int, dict[int, socket.socket]] = {}
         self._listeners: list[socket.socket] = []
         self._proofs: KeyProofs | None = None
-        self.viewers: Viewers | None = None
-        self.address = self._listen_here()
+        self.viewers: Viewers | None = None  # the monitors that look at the job; None until the first one comes
+        self.address = self._listen_here()  # the address of the control socket, as the shims are told it
         if network is not None:
             self.address = self._listen_to_hosts(network)
 

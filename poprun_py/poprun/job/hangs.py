@@ -24,21 +24,13 @@ _MOST_LETTERS: Final = 80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Instances that wait while none makes progress.
+    """Instances that wait while none makes progress."""
 
-    Attributes:
-        idle_seconds: For how long none has made progress.
-        waiting: The instances that wait, ascending, by what they wait in.
-        absent: Those that run, wait for nobody, and are waited for, ascending.
-        ended: Those that have ended, ascending.
-        is_told_by_programs: Whether the programs said so, on their pages of progress.
-    """
-
-    idle_seconds: float
-    waiting: Mapping[str, tuple[int, ...]]
-    absent: tuple[int, ...] = ()
-    ended: tuple[int, ...] = ()
-    is_told_by_programs: bool = True
+    idle_seconds: float  # for how long none has made progress
+    waiting: Mapping[str, tuple[int, ...]]  # the instances that wait, ascending, by what they wait in
+    absent: tuple[int, ...] = ()  # those that run, wait for nobody, and are waited for, ascending
+    ended: tuple[int, ...] = ()  # those that have ended, ascending
+    is_told_by_programs: bool = True  # whether the programs said so, on their pages of progress
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
@@ -67,13 +59,10 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
 
 
 def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], since_seconds: float) -> Hang | None:
-    """The hang of a job whose programs say nothing; None where all were seen computing a moment ago.
+    """The hang of a job whose programs say nothing; None where all were seen computing after ``since_seconds``.
 
-    Args:
-        statuses: All instances.
-        calls: The collectives of torch that they stand in, by instance. Without any, nobody waits for sure, and
-            how long the longest has computed nothing is all that is said.
-        since_seconds: The monotonic time before which nothing counts.
+    ``calls`` are the collectives of torch that instances stand in. Without any, nobody waits for sure, and how
+    long the longest has computed nothing is all that is said.
     """
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     if any(status.usage is None or status.busy_at_seconds is None for status in running):

@@ -41,12 +41,7 @@ _POLL_SECONDS: Final = 0.02
 
 
 class Attempt:
-    """One attempt of a job; its control socket is open and its logs are made.
-
-    Raises:
-        PlanError: If there are to be logs and they cannot be made.
-        LaunchError: If poprun may not open as many files.
-    """
+    """One attempt of a job; its control socket is open and its logs are made."""
 
     def __init__(
         self,
@@ -83,11 +78,7 @@ class Attempt:
         self._survivors: list[ProcessKey] = []
 
     def run(self) -> JobEnd:
-        """Start the job, see it to its end, and report a failure.
-
-        Raises:
-            LaunchError: If the launcher cannot be executed.
-        """
+        """Start the job, see it to its end, and report a failure."""
         self._start_launcher()
         self._selector.register(self._signals.descriptor, selectors.EVENT_READ, self._signals)
         try:

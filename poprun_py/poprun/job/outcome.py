@@ -26,42 +26,24 @@ _LOST: Final = {HOST_LOST: 68, AGENT_KILLED: shell_code(-signal.SIGKILL)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """The end of one attempt of a job.
+    """The end of one attempt of a job."""
 
-    Attributes:
-        statuses: Every instance, by index.
-        num_interrupts: Times that Ctrl-C was pressed.
-        is_terminated: Whether poprun was asked to end.
-        is_output_closed: Whether nobody read poprun's output any more, or it could not be written.
-        is_output_lost: Whether it could not be written although somebody would have read it.
-        is_timed_out: Whether the job was stopped because it took too long.
-        is_hung: Whether it was stopped because no instance made progress.
-        started_at_epoch_seconds: When it began, in seconds since 1970.
-        seconds: How long it took.
-        launcher_code: Exit code of the launcher, negative for a signal; None while it runs.
-        has_started: Whether the programs were ever told to start.
-        launcher_ended_early: Whether the launcher was gone before its instances.
-        stop_reason: Why poprun stopped the job; empty when it ended by itself.
-        survivors: Process ids that even SIGKILL did not end.
-        interrupted: Instances whose tracebacks of KeyboardInterrupt were not shown, ascending.
-        findings: What there is to say of a job that did not end well; None for one that did.
-    """
-
-    statuses: Sequence[InstanceStatus]
-    num_interrupts: int = 0
-    is_terminated: bool = False
-    is_output_closed: bool = False
-    is_output_lost: bool = False
-    is_timed_out: bool = False
-    is_hung: bool = False
-    started_at_epoch_seconds: float = 0.0
-    seconds: float = 0.0
-    launcher_code: int | None = None
-    has_started: bool = True
-    launcher_ended_early: bool = False
-    stop_reason: str = ""
-    survivors: tuple[int, ...] = ()
-    interrupted: tuple[int, ...] = ()
+    statuses: Sequence[InstanceStatus]  # every instance, by index
+    num_interrupts: int = 0  # times that Ctrl-C was pressed
+    is_terminated: bool = False  # whether poprun was asked to end
+    is_output_closed: bool = False  # whether nobody read poprun's output any more, or it could not be written
+    is_output_lost: bool = False  # whether it could not be written although somebody would have read it
+    is_timed_out: bool = False  # whether the job was stopped because it took too long
+    is_hung: bool = False  # whether it was stopped because no instance made progress
+    started_at_epoch_seconds: float = 0.0  # when it began, in seconds since 1970
+    seconds: float = 0.0  # how long it took
+    launcher_code: int | None = None  # exit code of the launcher, negative for a signal; None while it runs
+    has_started: bool = True  # whether the programs were ever told to start
+    launcher_ended_early: bool = False  # whether the launcher was gone before its instances
+    stop_reason: str = ""  # why poprun stopped the job; empty when it ended by itself
+    survivors: tuple[int, ...] = ()  # process ids that even SIGKILL did not end
+    interrupted: tuple[int, ...] = ()  # instances whose tracebacks of KeyboardInterrupt were not shown, ascending
+    # what there is to say of a job that did not end well; None for one that did
     findings: "Findings | None" = None
 
     @property

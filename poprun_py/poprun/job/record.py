@@ -223,37 +223,24 @@ class HangWatch:
 
 
 class Record:
-    """One attempt of a job so far: the status of each instance, and what poprun has done.
-
-    Attributes:
-        plan: The job.
-        identity: Which job this is, and which attempt of it.
-        statuses: Every instance, by index.
-        phase: How far the attempt has come.
-        meeting: Where torch's own store and popdist's will listen, once instance 0's agent has reported.
-        reported: The process ids of the agents that have reported, and of their shims.
-        began_at_seconds: Monotonic time at which the attempt began.
-        has_started: Whether the programs were told to start.
-        hang_watch: Whether instances wait while none makes progress.
-        is_timed_out: Whether it is stopped because the job takes too long.
-        is_hung: Whether it is stopped because no instance makes progress.
-        stop_reason: Why poprun stops it; empty when it does not.
-    """
+    """One attempt of a job so far: the status of each instance, and what poprun has done."""
 
     def __init__(self, plan: LaunchPlan, identity: JobIdentity, now_seconds: float) -> None:
         self.plan = plan
-        self.identity = identity
+        self.identity = identity  # which job this is, and which attempt of it
         self._phase_since_seconds = now_seconds
+        # every instance, by index
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
-        self.phase = Phase.STARTING
+        self.phase = Phase.STARTING  # how far the attempt has come
+        # where torch's own store and popdist's will listen, once instance 0's agent has reported
         self.meeting: list[Endpoint] = []
-        self.reported: set[int] = set()
-        self.began_at_seconds = now_seconds
-        self.has_started = False
-        self.hang_watch = HangWatch()
-        self.is_timed_out = False
-        self.is_hung = False
-        self.stop_reason = ""
+        self.reported: set[int] = set()  # the process ids of the agents that have reported, and of their shims
+        self.began_at_seconds = now_seconds  # monotonic time at which the attempt began
+        self.has_started = False  # whether the programs were told to start
+        self.hang_watch = HangWatch()  # whether instances wait while none makes progress
+        self.is_timed_out = False  # whether it is stopped because the job takes too long
+        self.is_hung = False  # whether it is stopped because no instance makes progress
+        self.stop_reason = ""  # why poprun stops it; empty when it does not
 
     def note(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
         """Take note of an event; the clocks of other hosts show other times."""

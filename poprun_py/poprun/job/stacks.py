@@ -88,15 +88,11 @@ class StackFrame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """The place in its code where one program stands.
+    """The place in its code where one program stands."""
 
-    Attributes:
-        threads: The stacks of its threads, each with the latest call last; the main thread comes first.
-        processes: What /proc tells of its processes, in words, when there are no stacks.
-    """
-
+    # the stacks of its threads, each with the latest call last; the main thread comes first
     threads: tuple[tuple[StackFrame, ...], ...] = ()
-    processes: tuple[str, ...] = ()
+    processes: tuple[str, ...] = ()  # what /proc tells of its processes, in words, when there are no stacks
 
 
 def read_standing(text: str, processes: Sequence[object]) -> Standing:

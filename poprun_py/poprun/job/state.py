@@ -32,17 +32,12 @@ NOT_BOUND: Final = 70
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCurve:
-    """Samples of an instance's memory: the first, the last, and in between so many that they stay few.
+    """Samples of an instance's memory: the first, the last, and in between so many that they stay few."""
 
-    Attributes:
-        samples: (time, bytes), by time; at most ``MAX_SAMPLES``. The times are monotonic seconds.
-        peak_bytes: The most that was ever seen, whether its sample is still there or not.
-        gap_seconds: The least time between samples that are kept, but for the last one.
-    """
-
+    # (time, bytes), by time; at most ``MAX_SAMPLES``. The times are monotonic seconds
     samples: tuple[tuple[float, int], ...] = ()
-    peak_bytes: int = 0
-    gap_seconds: float = 0.0
+    peak_bytes: int = 0  # the most that was ever seen, whether its sample is still there or not
+    gap_seconds: float = 0.0  # the least time between samples that are kept, but for the last one
 
     def after(self, at_seconds: float, num_bytes: int) -> Self:
         """The curve with one more sample."""
@@ -87,51 +82,33 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The memory and processor time of an instance's processes at one moment.
+    """The memory and processor time of an instance's processes at one moment."""
 
-    Attributes:
-        at_seconds: Monotonic time at which poprun heard of it.
-        memory_bytes: Resident memory; of the helpers, only what they share with nobody.
-        cpu_seconds: Processor time of those that lived, since each began.
-        num_processes: How many lived.
-    """
-
-    at_seconds: float
-    memory_bytes: int
-    cpu_seconds: float
-    num_processes: int
+    at_seconds: float  # monotonic time at which poprun heard of it
+    memory_bytes: int  # resident memory; of the helpers, only what they share with nobody
+    cpu_seconds: float  # processor time of those that lived, since each began
+    num_processes: int  # how many lived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStatus:
-    """The state of one instance.
-
-    Attributes:
-        index: Global index.
-        state: How far it has come.
-        exit_code: The program's exit code, negative for a signal; None while it runs, or when nobody could tell.
-        exited_at_seconds: Monotonic time of the program's end, or of the moment the agent was lost.
-        was_stopped: Whether it ended because poprun had asked it to.
-        problem: What went wrong other than the program's own end, in words; empty when nothing did.
-        started_at_seconds: Monotonic time at which poprun heard that the program runs, or None.
-        usage: What its processes used when they were looked at last, or None.
-        busy_at_seconds: Monotonic time at which they were last seen computing, or None before the first look.
-        memory: How much memory they held in the course of time.
-        progress: What the program said of itself when it was looked at last, or None.
-        progressed_at_seconds: Monotonic time at which the last change of ``progress`` was heard of.
-    """
+    """The state of one instance."""
 
     index: int
-    state: InstanceState = InstanceState.AWAITED
+    state: InstanceState = InstanceState.AWAITED  # how far it has come
+    # the program's exit code, negative for a signal; None while it runs, or when nobody could tell
     exit_code: int | None = None
-    started_at_seconds: float | None = None
+    started_at_seconds: float | None = None  # monotonic time at which poprun heard that the program runs, or None
+    # monotonic time of the program's end, or of the moment the agent was lost
     exited_at_seconds: float | None = None
-    was_stopped: bool = False
-    problem: str = ""
-    usage: Usage | None = None
+    was_stopped: bool = False  # whether it ended because poprun had asked it to
+    problem: str = ""  # what went wrong other than the program's own end, in words; empty when nothing did
+    usage: Usage | None = None  # what its processes used when they were looked at last, or None
+    # monotonic time at which they were last seen computing, or None before the first look
     busy_at_seconds: float | None = None
-    memory: MemoryCurve = _NO_MEMORY
-    progress: Progress | None = None
+    memory: MemoryCurve = _NO_MEMORY  # how much memory they held in the course of time
+    progress: Progress | None = None  # what the program said of itself when it was looked at last, or None
+    # monotonic time at which the last change of ``progress`` was heard of
     progressed_at_seconds: float | None = None
 
     @property
@@ -153,70 +130,41 @@ class InstanceStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSnapshot:
-    """The snapshot of a job from which the policy decides.
+    """The snapshot of a job from which the policy decides."""
 
-    Attributes:
-        phase: How far the job has come.
-        in_phase_seconds: How long it has been there.
-        in_job_seconds: How long the job has been going on, earlier attempts included.
-        num_instances: Instances of the job.
-        num_ready: Instances whose agent has reported.
-        num_ended: Instances of which nothing is left.
-        failed_instance: The instance that failed first, or None.
-        num_interrupts: Times that Ctrl-C was pressed.
-        is_terminated: Whether poprun was asked to end.
-        is_output_closed: Whether nobody reads poprun's output any more.
-        hang_seconds: For how long no instance has made progress while some wait for others.
-        is_hang_told: Whether the user was told of that.
-        is_hang_suspected: Whether it is not known yet that they wait: some compute nothing, and are to be asked.
-        awaits_stacks: Whether programs have been asked where they stand, and not all have answered.
-        has_lost_shim: Whether the MPI runtime has lost a shim that had not reported.
-        no_shim_seconds: For how long, while the job starts, the MPI runtime has had no shim that may still report.
-        has_launcher_ended: Whether the launcher's processes are gone, or one of them has failed.
-    """
-
-    phase: Phase
-    in_phase_seconds: float
+    phase: Phase  # how far the job has come
+    in_phase_seconds: float  # how long it has been there
     num_instances: int
-    in_job_seconds: float = 0.0
-    num_ready: int = 0
-    num_ended: int = 0
-    failed_instance: int | None = None
-    num_interrupts: int = 0
-    is_terminated: bool = False
-    is_output_closed: bool = False
-    hang_seconds: float = 0.0
-    is_hang_told: bool = False
+    in_job_seconds: float = 0.0  # how long the job has been going on, earlier attempts included
+    num_ready: int = 0  # instances whose agent has reported
+    num_ended: int = 0  # instances of which nothing is left
+    failed_instance: int | None = None  # the instance that failed first, or None
+    num_interrupts: int = 0  # times that Ctrl-C was pressed
+    is_terminated: bool = False  # whether poprun was asked to end
+    is_output_closed: bool = False  # whether nobody reads poprun's output any more
+    hang_seconds: float = 0.0  # for how long no instance has made progress while some wait for others
+    is_hang_told: bool = False  # whether the user was told of that
+    # whether it is not known yet that they wait: some compute nothing, and are to be asked
     is_hang_suspected: bool = False
-    awaits_stacks: bool = False
-    has_lost_shim: bool = False
+    awaits_stacks: bool = False  # whether programs have been asked where they stand, and not all have answered
+    has_lost_shim: bool = False  # whether the MPI runtime has lost a shim that had not reported
+    # for how long, while the job starts, the MPI runtime has had no shim that may still report
     no_shim_seconds: float = 0.0
-    has_launcher_ended: bool = False
+    has_launcher_ended: bool = False  # whether the launcher's processes are gone, or one of them has failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits of how long the stages of a job may take.
+    """The limits of how long the stages of a job may take."""
 
-    Attributes:
-        start_seconds: From the launch until every agent has reported.
-        no_shim_seconds: How long the MPI runtime may take to start its first shim.
-        lost_shim_seconds: How long it may have no further shim under way once one has reported.
-        job_seconds: How long the whole job may take, or None.
-        hang_report_seconds: How long a hang may last before it is told of, or None.
-        hang_timeout_seconds: How long it may last before the job is ended, or None.
-        grace_seconds: What a program gets between the request to end and its end by force.
-        kill_seconds: What the kernel gets to remove killed processes.
-    """
-
-    start_seconds: float = 60.0
-    no_shim_seconds: float = 10.0
-    lost_shim_seconds: float = 1.0
-    job_seconds: float | None = None
-    hang_report_seconds: float | None = None
-    hang_timeout_seconds: float | None = None
-    grace_seconds: float = 5.0
-    kill_seconds: float = 5.0
+    start_seconds: float = 60.0  # from the launch until every agent has reported
+    no_shim_seconds: float = 10.0  # how long the MPI runtime may take to start its first shim
+    lost_shim_seconds: float = 1.0  # how long it may have no further shim under way once one has reported
+    job_seconds: float | None = None  # how long the whole job may take, or None
+    hang_report_seconds: float | None = None  # how long a hang may last before it is told of, or None
+    hang_timeout_seconds: float | None = None  # how long it may last before the job is ended, or None
+    grace_seconds: float = 5.0  # what a program gets between the request to end and its end by force
+    kill_seconds: float = 5.0  # what the kernel gets to remove killed processes
 
 
 def shell_code(code: int) -> int:

@@ -43,31 +43,20 @@ _WALK_MILLISECONDS = 20
 
 
 class Origin(NamedTuple):
-    """Where an agent comes from.
+    """Where an agent comes from."""
 
-    Attributes:
-        shim: The process id of its shim.
-        runtime: That of the process which started the shim.
-        ends: Descriptors that become readable when one of the two is gone.
-        environment: What the shim was given, which is that of the program but for what poprun adds.
-    """
-
-    shim: int
-    runtime: int
-    ends: Collection[int]
+    shim: int  # the process id of its shim
+    runtime: int  # that of the process which started the shim
+    ends: Collection[int]  # descriptors that become readable when one of the two is gone
+    # what the shim was given, which is that of the program but for what poprun adds
     environment: Mapping[str, str]
 
 
 class HeldKey(NamedTuple):
-    """The key of the agent's job; both are empty where the kernel knows the agents.
-
-    Attributes:
-        text: The key.
-        file: Where it was read.
-    """
+    """The key of the agent's job; both are empty where the kernel knows the agents."""
 
     text: str
-    file: str
+    file: str  # where it was read
 
 
 def forget_key(key: HeldKey) -> None:
@@ -82,11 +71,8 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
     """Let the threads of this process run on ``cores`` only, and take its memory from ``memory_nodes``.
 
     What a process starts inherits both (sched_setaffinity(2), set_mempolicy(2)). Without ``memory_nodes`` the
-    kernel takes memory from the node of the core that touches it first. What is returned is to be told: why the
-    memory is not bound, if it is not. Containers may forbid that call.
-
-    Raises:
-        OSError: If one of the cores is not there, or its control group does not allow it.
+    kernel takes memory from the node of the core that touches it first. What is returned says why the memory is
+    not bound, if it is not: containers may forbid that call. An OSError says that a core is not to be had.
     """
     if cores:
         os.sched_setaffinity(0, cores)
@@ -101,16 +87,11 @@ def bind(cores: Collection[int], memory_nodes: Collection[int]) -> dict[str, str
 
 
 class TreeEnding:
-    """The end of this process's tree: asked for, and forced at a deadline.
-
-    Attributes:
-        grace_seconds: How long the program may take to end, once it was asked.
-        was_stopped: Whether the program was asked to end, or is never to begin.
-    """
+    """The end of this process's tree: asked for, and forced at a deadline."""
 
     def __init__(self) -> None:
-        self.grace_seconds = _GRACE_SECONDS
-        self.was_stopped = False
+        self.grace_seconds = _GRACE_SECONDS  # how long the program may take to end, once it was asked
+        self.was_stopped = False  # whether the program was asked to end, or is never to begin
         self._deadline_seconds: float | None = None
 
     @property
@@ -200,11 +181,7 @@ def detach_streams() -> None:
 
 
 def run_agent(address: str, key: HeldKey, index: int, origin: Origin) -> int:
-    """Be the agent of instance ``index``; the exit code of the agent's process.
-
-    Raises:
-        OSError: If the system refuses what it needs, such as one more file; poprun was told if it could be.
-    """
+    """Be the agent of instance ``index``; its exit code. poprun is told of an OSError, if possible."""
     os.setsid()
     try:
         streams = connect_streams(address, key.text, index, _CONNECT_SECONDS) if is_remote(address) else []

@@ -79,11 +79,8 @@ class HostShim(Shim):
     def _take_over(self, connection: socket.socket, words: list[str], descriptors: list[int]) -> None:
         """Fork the agent of the rank shim that said ``words``: its rank, its parent, the names of ``descriptors``.
 
-        If one of the two is gone by now, the agent hears of it as any other.
-
-        Raises:
-            OSError: If there are too many files; poprun was told.
-            ValueError: If it is not the rank shim of an instance that is awaited.
+        If one of the two is gone by now, the agent hears of it as any other. Raises an OSError where there are
+        too many files, and a ValueError for what is not the rank shim of an awaited instance.
         """
         rank, parent, *names = words
         index, runtime, shim = int(rank), int(parent), peer_process(connection)

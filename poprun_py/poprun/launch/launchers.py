@@ -63,36 +63,22 @@ _SETTINGS_MARK: Final = "_MCA_"
 
 
 class LaunchCommand(NamedTuple):
-    """The command of one process that poprun starts.
+    """The command of one process that poprun starts."""
 
-    Attributes:
-        words: Its argv.
-        environment: What is added to its environment; it tells the shims where their rank is told.
-        death_signal: What it is sent when poprun dies.
-        is_host_shim: Whether the rank shims hand over to it.
-    """
-
-    words: tuple[str, ...]
-    environment: Mapping[str, str]
-    death_signal: int
-    is_host_shim: bool = False
+    words: tuple[str, ...]  # its argv
+    environment: Mapping[str, str]  # what is added to its environment; it tells the shims where their rank is told
+    death_signal: int  # what it is sent when poprun dies
+    is_host_shim: bool = False  # whether the rank shims hand over to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The command line of one family of MPI runtimes.
+    """The command line of one family of MPI runtimes."""
 
-    Attributes:
-        here: Words that come first on one machine.
-        fixed: Those that come next everywhere; the user's own follow and win.
-        num_processes: The option before the number of processes.
-        rank_variable: Variable in which a process finds its rank.
-    """
-
-    here: tuple[str, ...]
-    fixed: tuple[str, ...]
-    num_processes: str
-    rank_variable: str
+    here: tuple[str, ...]  # words that come first on one machine
+    fixed: tuple[str, ...]  # those that come next everywhere; the user's own follow and win
+    num_processes: str  # the option before the number of processes
+    rank_variable: str  # variable in which a process finds its rank
 
 
 DIALECTS: Final = {
@@ -196,12 +182,7 @@ def mpi_command(plan: LaunchPlan, runtime: MpiRuntime, network: "JobNetwork | No
 
 
 def launch_commands(plan: LaunchPlan, network: "JobNetwork | None" = None) -> tuple[LaunchCommand, ...]:
-    """The commands that start the shims of ``plan``: one for all instances, MPI's or Slurm's own, or both.
-
-    Args:
-        plan: The job.
-        network: How its hosts reach each other; None when there is only this machine.
-    """
+    """The commands that start the shims of ``plan``: one for all instances, MPI's or Slurm's own, or both."""
     if plan.launcher is LauncherKind.SRUN:
         return (srun_command(plan),)
     instances = f"0-{plan.num_instances - 1}"
@@ -243,21 +224,17 @@ class StartWatch:
     """The watch on the shims while a job starts: those that were seen, and those that are gone.
 
     It looks now and then: a start that takes the usual moment is over before the first look.
-
-    Attributes:
-        has_runtime: Whether an MPI runtime starts all shims, on this machine; else there is nothing to see.
-        has_lost_one: Whether a shim, or an agent, was gone before it had reported.
-        idle_seconds: For how long there has been no shim that may still report.
     """
 
     def __init__(self, now_seconds: float, *, has_runtime: bool = True) -> None:
+        # whether an MPI runtime starts all shims, on this machine; else there is nothing to see
         self.has_runtime = has_runtime
         self._next_seconds = now_seconds + _LOOK_SECONDS
         self._shims: set[ProcessKey] = set()
         self._seen: set[int] = set()
         self._idle_since_seconds = math.inf
-        self.has_lost_one = False
-        self.idle_seconds = 0.0
+        self.has_lost_one = False  # whether a shim, or an agent, was gone before it had reported
+        self.idle_seconds = 0.0  # for how long there has been no shim that may still report
 
     def look(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
         """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
@@ -297,9 +274,6 @@ class LauncherProcesses:
         """Start every command in the working directory, to which the user's words for the runtime may refer.
 
         ``open_files`` is their soft limit of open files; 0 for this process's own.
-
-        Raises:
-            LaunchError: If one cannot be executed.
         """
         inherited = {name: value for name, value in environ.items() if not _is_of_another_job(name)}
         reader, writer = os.pipe()

@@ -156,14 +156,7 @@ def measure(keys: Iterable[ProcessKey]) -> dict[str, float]:
 
 
 class StackQuestion:
-    """One question to the program, from its signal to the answer.
-
-    Args:
-        page: Descriptor of the page's file, which the program has under the same number.
-        text_at: Where in the file the text begins.
-        pid: The process that writes stacks, as the page says; 0 when there is none.
-        signum: The signal at which it does.
-    """
+    """One question to the program, from its signal to the answer behind its page of progress."""
 
     def __init__(self, page: int, text_at: int, pid: int, signum: int) -> None:
         self._page = page

@@ -76,14 +76,7 @@ def read_instances(text: str) -> range:
 
 
 class Shim:
-    """The shim: its agents, and the pipe that they hold the other end of as long as it lives.
-
-    Args:
-        address: Where poprun listens.
-        key: The job's key; empty where the kernel knows the agents.
-        key_file: Where it was read.
-        runtime: The process that started this one.
-    """
+    """The shim: its agents, and the pipe that they hold the other end of as long as it lives."""
 
     def __init__(self, address: str, key: str, key_file: str, runtime: int) -> None:
         self._address = address

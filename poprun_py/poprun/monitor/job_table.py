@@ -40,14 +40,10 @@ _WELL: Final = frozenset({"running", "ended"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """The speed of an instance.
+    """The speed of an instance."""
 
-    Attributes:
-        steps_per_second: Optimizer steps, or reported ones; None when it is not known.
-        cpu_share: Processors that its processes keep busy, 1.0 for one; None when it is not known.
-    """
-
-    steps_per_second: float | None = None
+    steps_per_second: float | None = None  # optimizer steps, or reported ones; None when it is not known
+    # processors that its processes keep busy, 1.0 for one; None when it is not known
     cpu_share: float | None = None
 
 

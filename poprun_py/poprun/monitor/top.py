@@ -33,23 +33,14 @@ _SILENCE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that can be looked at.
+    """A job that can be looked at."""
 
-    Attributes:
-        pid: Process id of its poprun.
-        address: Name of its control socket.
-    """
-
-    pid: int
-    address: str
+    pid: int  # process id of its poprun
+    address: str  # name of its control socket
 
 
 def running_jobs() -> list[RunningJob]:
-    """The jobs of this user in this network namespace, by process id; the oldest first, as a rule.
-
-    Raises:
-        OSError: If there is no /proc to find them in.
-    """
+    """The jobs of this user in this network namespace, by process id; an OSError says that there is no /proc."""
     text = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
     found = {match[1]: int(match[2]) for match in _NAME.finditer(text)}
     jobs = [RunningJob(pid=pid, address=address) for address, pid in found.items()]
@@ -66,9 +57,8 @@ def _is_ours(job: RunningJob) -> bool:
 def watch(job: RunningJob) -> Iterator[JobView]:
     """Every view that the job sends, until it ends.
 
-    Raises:
-        OSError: If it cannot be reached, or says nothing for ten seconds.
-        ProtocolError: If it is one of another version of poprun.
+    Raises an OSError when it cannot be reached or says nothing for ten seconds, and a ProtocolError when it is of
+    another version of poprun.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)

@@ -57,12 +57,7 @@ def _control_groups(controller: str, membership: str, cgroups: str) -> Iterator[
 
 
 def cpu_quota(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS) -> float | None:
-    """How many cores' worth of time the control groups grant; None when they set no limit.
-
-    Args:
-        membership: The file that says which groups this process is in.
-        cgroups: Where the groups are mounted.
-    """
+    """How many cores' worth of time the control groups grant; None when they set no limit."""
     quotas = map(_group_quota, _control_groups("cpu", membership, cgroups))
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -77,15 +72,10 @@ def _group_quota(group: _ControlGroup) -> float | None:
 
 
 class KillCounts(NamedTuple):
-    """How many processes the kernel has ever killed for want of memory; None where it does not say.
+    """How many processes the kernel has ever killed for want of memory; None where it does not say."""
 
-    Attributes:
-        in_group: In the control group of this process and those inside it.
-        on_machine: On the machine.
-    """
-
-    in_group: int | None = None
-    on_machine: int | None = None
+    in_group: int | None = None  # in the control group of this process and those inside it
+    on_machine: int | None = None  # on the machine
 
 
 def kill_counts(membership: str = _MEMBERSHIP, cgroups: str = _CGROUPS, vmstat: str = _VMSTAT) -> KillCounts:
@@ -109,38 +99,24 @@ def _named_count(path: str, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """The memory and processor time that a program may use; None where no limit is set or can be read.
+    """The memory and processor time that a program may use; None where no limit is set or can be read."""
 
-    Attributes:
-        group_bytes: What the control groups around this process may use.
-        machine_bytes: The machine's memory.
-        address_space_bytes: What each process may address (``ulimit -v``).
-        cpu_seconds: Processor time that each process may use (``ulimit -t``).
-        shared_bytes: Size of /dev/shm.
-        shared_free_bytes: What is free there.
-    """
-
-    group_bytes: int | None = None
-    machine_bytes: int | None = None
-    address_space_bytes: int | None = None
-    cpu_seconds: int | None = None
-    shared_bytes: int | None = None
-    shared_free_bytes: int | None = None
+    group_bytes: int | None = None  # what the control groups around this process may use
+    machine_bytes: int | None = None  # the machine's memory
+    address_space_bytes: int | None = None  # what each process may address (``ulimit -v``)
+    cpu_seconds: int | None = None  # processor time that each process may use (``ulimit -t``)
+    shared_bytes: int | None = None  # size of /dev/shm
+    shared_free_bytes: int | None = None  # what is free there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The facts of the machine that may explain why a program has failed.
+    """The facts of the machine that may explain why a program has failed."""
 
-    Attributes:
-        before: How many processes the kernel had killed when the job began.
-        after: How many it has killed now that the job has ended.
-        limits: What a program may have.
-    """
-
+    # how many processes the kernel had killed when the job began
     before: KillCounts = field(default_factory=KillCounts)
-    after: KillCounts = field(default_factory=KillCounts)
-    limits: MemoryLimits = field(default_factory=MemoryLimits)
+    after: KillCounts = field(default_factory=KillCounts)  # how many it has killed now that the job has ended
+    limits: MemoryLimits = field(default_factory=MemoryLimits)  # what a program may have
 
     @property
     def num_killed_in_group(self) -> int | None:
@@ -209,11 +185,7 @@ _LOOPBACK: Final = ("127.0.0.1", 9)
 
 
 def check_system() -> None:
-    """Check that the system shows its processes, and lets poprun open a few files.
-
-    Raises:
-        LaunchError: If /proc or /dev/null is missing, or the limit of open files is too low for any job.
-    """
+    """Check that the system shows its processes in /proc, and lets poprun open /dev/null and a few files."""
     raise_open_files(0)
     if not os.path.exists(f"/proc/{os.getpid()}/stat"):
         raise LaunchError(
@@ -237,14 +209,7 @@ def users_open_files() -> int:
 
 
 def raise_open_files(num_instances: int) -> None:
-    """Raise this process's limit of open files to what a job needs, as far as that is allowed.
-
-    Args:
-        num_instances: As many instances the job has; 0 when that is not known yet.
-
-    Raises:
-        LaunchError: If the hard limit is too low for the job.
-    """
+    """Raise this process's limit of open files to what a job needs, as far as the hard limit allows."""
     users_open_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

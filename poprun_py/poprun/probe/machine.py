@@ -40,12 +40,7 @@ _STEP_TASK: Final = "SLURM_PROCID"
 
 
 def machine_facts(environment: Mapping[str, str], *, with_mpi: bool = True) -> MachineFacts:
-    """The facts of this machine, found quickly and without the network.
-
-    Args:
-        environment: The environment that poprun was called in.
-        with_mpi: Whether to look for MPI runtimes, each of which is asked once what it is.
-    """
+    """The facts of this machine, found quickly and without the network; with MPI runtimes only if ``with_mpi``."""
     hostname = socket.gethostname()
     path, own_folder = environment.get("PATH", os.defpath), os.path.dirname(sys.executable)
     mpi, unknown = find_mpi(path, own_folder, cache_file_of(environment)) if with_mpi else (None, ())
@@ -97,11 +92,7 @@ def _can_bind(family: int, address: tuple[str, int] | tuple[str, int, int, int] 
 
 
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation that ``environment`` describes; None outside Slurm.
-
-    Raises:
-        PlanError: If a variable of Slurm's is not of the form that Slurm writes.
-    """
+    """The allocation that ``environment`` describes; None outside Slurm."""
     if not environment.get(_JOB) or not environment.get(_NODES):
         return None
     gpu_counts = (_last_number(environment.get(name, "")) for name in _GPUS_PER_NODE)
@@ -162,10 +153,6 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
     """The map of the cores ``allowed``, ascending, without those that are offline.
 
     Where the machine does not say, a core stands alone, in the socket and on the node 0, which share one cache.
-
-    Args:
-        allowed: Numbers of the cores that the process may use.
-        system: Folder in which the kernel describes the machine.
     """
     online = _numbers(os.path.join(system, "cpu", "online")) or allowed
     node_of = _node_of_cores(os.path.join(system, "node"))
@@ -176,12 +163,7 @@ def read_cpus(allowed: Collection[int], system: str = SYSTEM) -> tuple[Cpu, ...]
 
 
 def read_memory_nodes(system: str = SYSTEM, status: str = STATUS) -> tuple[int, ...]:
-    """The NUMA nodes that have memory which this process may use, ascending; none where the kernel does not say.
-
-    Args:
-        system: Folder in which the kernel describes the machine.
-        status: File in which it describes the process.
-    """
+    """The NUMA nodes whose memory this process may use, ascending; none where the kernel does not say."""
     having = _numbers(os.path.join(system, "node", "has_memory"))
     with suppress(OSError, ValueError):
         lines = read_text(status).splitlines()
@@ -232,12 +214,9 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 def read_gpus(inventory: str, processes: str, visible: str | None, pci: str = PCI) -> tuple[Gpu, ...]:
     """The devices that the driver lists and the user leaves visible.
 
-    Args:
-        inventory: ``index, uuid, address on the PCI bus`` of each device of the machine, one a line.
-        processes: ``uuid, pid`` of a device and a process that holds memory on it, one a line.
-        visible: ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that is
-            no device of the machine, and so does this; an entry may be the beginning of one uuid.
-        pci: Folder in which the kernel describes the devices on the PCI bus.
+    A line of ``inventory`` is ``index, uuid, address on the PCI bus``, one of ``processes`` is ``uuid, pid``.
+    ``visible`` is ``CUDA_VISIBLE_DEVICES``, or None when it is not set. CUDA reads it up to the first entry that
+    is no device of the machine, and so does this; an entry may be the beginning of one uuid.
     """
     rows = [list(map(str.strip, line.split(","))) for line in inventory.splitlines() if "," in line]
     uuids = {index: uuid for index, uuid, *_ in rows}

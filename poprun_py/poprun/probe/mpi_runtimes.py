@@ -34,11 +34,8 @@ def find_mpi(
 ) -> tuple[MpiRuntime | None, tuple[str, ...]]:
     """The first MPI runtime of a known family, and the launchers found before it that are of none.
 
-    Args:
-        path: Folders with colons between them, as in ``PATH``.
-        own_folder: The folder of the interpreter's own commands, where Python packages install theirs: looked
-            through last.
-        cache_file: Where answers are kept; None asks each launcher.
+    ``path`` is in the form of ``PATH``. ``own_folder``, where Python packages install their commands, is looked
+    through last. ``cache_file`` is where answers are kept; None asks each launcher.
     """
     answers = _Answers(cache_file)
     unknown: list[str] = []
@@ -71,11 +68,7 @@ def read_version(launcher: str, output: str) -> MpiRuntime | None:
 
 
 class _Answers:
-    """What launchers have said, by the path of their file; those that have not been asked are asked.
-
-    Args:
-        cache_file: Where that is kept, or None.
-    """
+    """What launchers have said, by the path of their file; those that have not been asked are asked."""
 
     def __init__(self, cache_file: str | None) -> None:
         self._cache_file = cache_file
@@ -97,17 +90,11 @@ class _Answers:
 
 
 class _Answer(NamedTuple):
-    """What a launcher has said.
+    """What a launcher has said."""
 
-    Attributes:
-        identity: That of its file.
-        kind: Its family; None of one that is of no known family.
-        version: Its version; empty without a family.
-    """
-
-    identity: list[int]
-    kind: MpiKind | None
-    version: str
+    identity: list[int]  # that of its file
+    kind: MpiKind | None  # its family; None of one that is of no known family
+    version: str  # its version; empty without a family
 
     def runtime(self, launcher: str) -> MpiRuntime | None:
         """The runtime of a launcher that has said this."""

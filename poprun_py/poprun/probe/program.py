@@ -16,17 +16,9 @@ _HEAD_BYTES: Final = 256
 
 
 def resolve_program(words: tuple[str, ...], working_directory: str, path: str) -> tuple[str, ...]:
-    """The argv that runs ``words``; its first word is an absolute path.
+    """The argv that runs ``words``, in ``working_directory``; its first word is an absolute path.
 
-    Args:
-        words: The program and its arguments; no words stay none.
-        working_directory: Absolute path that relative paths start from.
-        path: Folders with colons between them, as in ``PATH``.
-
-    Raises:
-        ProgramNotFoundError: If there is no such program; the message names the nearest ones. Or if it is a script
-            whose interpreter is not there.
-        ProgramNotExecutableError: If it is a directory, or lacks the permission to be executed.
+    ``path`` is in the form of ``PATH``. The error for what is not there names the nearest programs.
     """
     if not words:
         return ()

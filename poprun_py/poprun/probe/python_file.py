@@ -44,12 +44,7 @@ def fabric_variables(
 ) -> dict[str, str]:
     """What `fabric run` would set for a program; nothing for one that is no such script, or for one instance.
 
-    Args:
-        program: Its argv.
-        working_directory: Where it starts.
-        counts: The instances of each host, and the hosts.
-        user: The user's variables: whoever sets one of Fabric's sets them all.
-        on_cpu: Whether the job has no GPUs.
+    ``counts`` are the instances of each host, and the hosts. Whoever sets one of Fabric's variables sets them all.
     """
     file = next((word for word in program if word.endswith(".py")), "")
     calls = _calls(_source(file, working_directory))
@@ -103,14 +98,8 @@ def _name(function: "ast.expr") -> str:
 def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
     """What to write instead, with the module that was missing: ``… has no torch, … : write poprun … train.py``.
 
-    Args:
-        program: The argv that failed.
-        working_directory: Where it ran.
-        said: The last lines of its standard error; none when it wrote past poprun. Then its file is looked at, and
-            its Python is asked for what the file imports.
-
-    Returns:
-        An empty text when poprun's own Python ran it, or would not have found the module either.
+    ``said`` are the last lines of its standard error. Where it wrote past poprun its file is looked at, and its
+    Python is asked for what the file imports. The text is empty when poprun's own Python would not have helped.
     """
     own_folder = os.path.dirname(sys.executable)
     if not program or os.path.dirname(program[0]) == own_folder:

@@ -74,11 +74,9 @@ def key_of(pid: int) -> ProcessKey | None:
 
 
 def descendants(root: int, apart_from: Collection[int] = ()) -> list[ProcessKey]:
-    """Every living descendant of the process ``root``, parents before children; zombies are left out.
+    """Every living descendant of the process ``root``, parents before children, without zombies.
 
-    Args:
-        root: Its id.
-        apart_from: Ids of descendants that are left out, with all below them.
+    Descendants whose id is in ``apart_from`` are left out, with all below them.
     """
     children: dict[int, list[_Stat]] = {}
     for stat in _all_stats():
@@ -154,8 +152,7 @@ def catches(pid: int, signum: int) -> bool:
 def own_tree(apart_from: Collection[int] = ()) -> list[ProcessKey]:
     """Every living descendant of this process, which must be a subreaper: without a child it has none at all.
 
-    Args:
-        apart_from: Ids of descendants that are left out, with all below them.
+    Descendants whose id is in ``apart_from`` are left out, with all below them.
     """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

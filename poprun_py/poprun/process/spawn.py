@@ -50,8 +50,7 @@ def die_with_parent(signum: int) -> None:
 def take_memory_from(nodes: Collection[int]) -> None:
     """Have the kernel take this process's memory from these NUMA nodes only; what it starts inherits that.
 
-    Raises:
-        OSError: If a node is not to be had, or the call is forbidden, as it is in many containers.
+    Raises an OSError if a node is not to be had, or the call is forbidden, as it is in many containers.
     """
     import ctypes  # noqa: PLC0415 - only what is bound to a node needs it
 
@@ -74,34 +73,22 @@ def _prctl(option: int, argument: int) -> None:
 
 
 class ProcessStart(NamedTuple):
-    """A process to be started.
+    """A process to be started."""
 
-    Attributes:
-        words: Its argv; the first is a path or a name on PATH.
-        working_directory: Where it starts.
-        environment: Its whole environment.
-        streams: The three descriptors that become its standard input, output and error.
-        death_signal: What the kernel sends it when the process that starts it dies.
-        kept: Further descriptors that it inherits under their own numbers.
-        open_files: Its soft limit of open files; 0 for that of the process that starts it.
-    """
-
-    words: Sequence[str]
-    working_directory: str
-    environment: Mapping[str, str]
-    streams: Sequence[int]
-    death_signal: int
-    kept: Iterable[int] = ()
-    open_files: int = 0
+    words: Sequence[str]  # its argv; the first is a path or a name on PATH
+    working_directory: str  # where it starts
+    environment: Mapping[str, str]  # its whole environment
+    streams: Sequence[int]  # the three descriptors that become its standard input, output and error
+    death_signal: int  # what the kernel sends it when the process that starts it dies
+    kept: Iterable[int] = ()  # further descriptors that it inherits under their own numbers
+    open_files: int = 0  # its soft limit of open files; 0 for that of the process that starts it
 
 
 def start_process(start: ProcessStart) -> int:
     """Fork and execute; the process id, which is also the id of the new session and group.
 
-    Must be called from the main thread: the death signal comes when the *thread* that forked ends.
-
-    Raises:
-        OSError: If the program cannot be executed, with its path or the working directory as file name.
+    Must be called from the main thread: the death signal comes when the *thread* that forked ends. An OSError
+    has the path of the program, or the working directory, as file name.
     """
     parent = os.getpid()
     reader, writer = _pipe_for(start)
@@ -173,11 +160,7 @@ def _arrange_descriptors(streams: Sequence[int], kept: set[int], failure_pipe: i
 
 
 def start_thread(thread: Thread) -> None:
-    """Start a thread.
-
-    Raises:
-        OSError: If there can be no more; Python has a RuntimeError for it, whose text alone says so.
-    """
+    """Start a thread; an OSError says that there can be no more, where Python raises a RuntimeError."""
     try:
         thread.start()
     except RuntimeError:
@@ -185,15 +168,7 @@ def start_thread(thread: Thread) -> None:
 
 
 def answer_of(words: Sequence[str], timeout_seconds: float) -> str | None:
-    """The text that a program prints on both of its streams.
-
-    Args:
-        words: Its argv.
-        timeout_seconds: How long it may take; then it is killed.
-
-    Returns:
-        Its words, or None when it cannot be run, fails, or takes too long.
-    """
+    """The text that a program prints on both streams; None when it cannot be run, fails, or takes too long."""
     deadline_seconds = time.monotonic() + timeout_seconds
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDONLY)

@@ -30,11 +30,7 @@ class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annot
             setattr(cls, field, _tuplegetter(position, f"Field {position}."))
 
     def __new__(cls, *values: Any, **named: Any) -> Self:  # noqa: ANN401 - a field may be anything
-        """A tuple of ``values`` and of those that are ``named``.
-
-        Raises:
-            TypeError: If a field has no value, or a value no field.
-        """
+        """A tuple of ``values`` and of those that are ``named``."""
         rest = cls._fields[len(values) :]
         found = {**{field: cls._defaults[field] for field in rest if field in cls._defaults}, **named}
         if len(values) > len(cls._fields) or found.keys() != set(rest):

@@ -21,14 +21,9 @@ def render_plan(
     has_color: bool = False,
     details: "Details | None" = None,
 ) -> str:
-    """``plan`` as text that ends with a line break.
+    """``plan`` as text that ends with a line break; JSON and YAML read back with ``--plan``.
 
-    Args:
-        plan: What to show.
-        topology_format: How. JSON and YAML read back with ``--plan``.
-        width: Columns of the terminal; only the table heeds it.
-        has_color: Whether the terminal shows colour; only the table heeds it.
-        details: What ``-v`` adds to the table, or None.
+    Only the table heeds ``width``, in columns, ``has_color``, and the ``details`` that ``-v`` adds.
     """
     match topology_format:
         case TopologyFormat.TABLE:

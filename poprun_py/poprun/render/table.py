@@ -24,19 +24,12 @@ from poprun.text.screen import visible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """How a plan is going to be carried out, which ``-v`` adds to the table.
+    """How a plan is going to be carried out, which ``-v`` adds to the table."""
 
-    Attributes:
-        command: argv of the first command that poprun starts.
-        num_commands: How many such commands there are.
-        origins: Name, value and origin of each option that was given, or of all.
-        environment: What is added to the environment of instance 0.
-    """
-
-    command: tuple[str, ...]
-    num_commands: int
-    origins: tuple[tuple[str, str, str], ...]
-    environment: Mapping[str, str]
+    command: tuple[str, ...]  # argv of the first command that poprun starts
+    num_commands: int  # how many such commands there are
+    origins: tuple[tuple[str, str, str], ...]  # name, value and origin of each option that was given, or of all
+    environment: Mapping[str, str]  # what is added to the environment of instance 0
 
 
 MIN_WIDTH: Final = 60

@@ -21,10 +21,6 @@ class LogFiles:
     They are appended to. One that can be written no further, such as on a full disk, ends there: the first is told
     of when it happens, by a call of ``warn`` from the thread that writes, and the job goes on. ``log_dir`` is an
     absolute path, which is made if it is not there; in it are folders for the job's id and the count of restarts.
-
-    Raises:
-        PlanError: If the folder or a log cannot be made.
-        LaunchError: If poprun may not open as many files.
     """
 
     def __init__(

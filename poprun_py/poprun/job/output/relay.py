@@ -46,20 +46,13 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One stream of one program.
+    """One stream of one program."""
 
-    Attributes:
-        descriptor: The reading end of its pipe.
-        instance: Whose stream it is.
-        target: Descriptor of poprun's own stream that it goes to: 1 or 2.
-        is_shown: Whether its lines are written there at all; they are logged and remembered either way.
-        is_raw: Whether its bytes are written there as they come, because nobody else writes and no tag is wanted.
-    """
-
-    descriptor: int
-    instance: int
-    target: int
-    is_shown: bool
+    descriptor: int  # the reading end of its pipe
+    instance: int  # whose stream it is
+    target: int  # descriptor of poprun's own stream that it goes to: 1 or 2
+    is_shown: bool  # whether its lines are written there at all; they are logged and remembered either way
+    # whether its bytes are written there as they come, because nobody else writes and no tag is wanted
     is_raw: bool
 
 
@@ -266,11 +259,7 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="poprun-relay", daemon=True)
 
     def start(self) -> None:
-        """Begin to read.
-
-        Raises:
-            OSError: If there can be no more threads.
-        """
+        """Begin to read; an OSError says that there can be no more threads."""
         start_thread(self._thread)
 
     def finish(self, timeout_seconds: float) -> None:

@@ -35,13 +35,6 @@ class ProgramStreams:
     One instance without tags and logs inherits poprun's own streams, so debuggers and progress bars work as they
     do without poprun. Others get pipes; instance 0 reads poprun's standard input, the others read nothing. Between
     hosts the streams are sockets, which the agents have connected.
-
-    Attributes:
-        is_inherited: Whether the one program has poprun's own streams.
-
-    Raises:
-        PlanError: If there are to be logs and they cannot be made; a job that is started again goes on without.
-        LaunchError: If poprun may not open as many files.
     """
 
     def __init__(self, plan: LaunchPlan, environ: Mapping[str, str], identity: JobIdentity) -> None:
@@ -54,6 +47,7 @@ class ProgramStreams:
         self._relay: Relay | None = None
         self._feed: InputFeed | None = None
         is_alone = plan.num_instances == 1 and not plan.is_tagged
+        # whether the one program has poprun's own streams
         self.is_inherited = is_alone and self._logs is None and not plan.output.has_monitor
 
     def open(self, instance: int, sockets: Mapping[int, int]) -> list[int]:
@@ -164,11 +158,7 @@ class InputFeed:
         self._thread = threading.Thread(target=self._run, name="poprun-input", daemon=True)
 
     def start(self) -> None:
-        """Begin to read.
-
-        Raises:
-            OSError: If there can be no more threads.
-        """
+        """Begin to read; an OSError says that there can be no more threads."""
         start_thread(self._thread)
 
     def end(self) -> None:

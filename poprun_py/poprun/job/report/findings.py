@@ -29,22 +29,15 @@ _UNIT: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What is known of a job that did not end well.
+    """What is known of a job that did not end well."""
 
-    Attributes:
-        evidence: What is known of the machine.
-        words: What the instances that ended with an error said last, by index.
-        launcher_words: What the launcher said last.
-        shortage: What the launcher ran out of, and what to do; empty when it said nothing of that.
-        left_early: Instances that had ended with 0 when the MPI launcher ended the others.
-        other_python: What to write instead, where another Python than poprun's own lacks a module; or empty.
-    """
-
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = field(default_factory=Evidence)  # what is known of the machine
+    # what the instances that ended with an error said last, by index
     words: Mapping[int, LastWords] = field(default_factory=dict)
-    launcher_words: LastWords = field(default_factory=LastWords)
-    shortage: str = ""
-    left_early: tuple[int, ...] = ()
+    launcher_words: LastWords = field(default_factory=LastWords)  # what the launcher said last
+    shortage: str = ""  # what the launcher ran out of, and what to do; empty when it said nothing of that
+    left_early: tuple[int, ...] = ()  # instances that had ended with 0 when the MPI launcher ended the others
+    # what to write instead, where another Python than poprun's own lacks a module; or empty
     other_python: str = ""
 
     def words_of(self, instance: int) -> LastWords:

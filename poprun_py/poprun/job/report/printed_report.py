@@ -30,12 +30,7 @@ def blame_aborter(
 ) -> list[InstanceStatus]:
     """The statuses, in which the instance that aborted the job has failed with the code that it gave.
 
-    An MPI launcher ends with that code, or kills the shims; then the code is the printed one.
-
-    Args:
-        statuses: Every instance, by index.
-        tails: The last lines of each standard error, by index.
-        launcher_code: The launcher's exit code, negative for a signal; None if it was not seen to end.
+    An MPI launcher ends with that code, or kills the shims; then the code is the one printed on standard error.
     """
     if launcher_code == 0 and not any(status.problem == SHIM_KILLED for status in statuses):
         return list(statuses)
@@ -185,13 +180,8 @@ def explain(
 ) -> JobEnd:
     """Tell the user how the job ended; the end with all that is found out about it.
 
-    Args:
-        end: How the job ended.
-        plan: The job.
-        tails: The last lines of the standard error of each instance that ended with an error, by index.
-        launcher_output: The last lines that the launcher printed.
-        kills_before: What the kernel had counted when the job began; None for a job of several machines, of the
-            others of which nothing is known.
+    ``tails`` are the last lines of each standard error. ``kills_before`` is what the kernel had counted when the
+    job began, and None for a job of several machines, of the others of which nothing is known.
     """
     findings = Findings(
         evidence=Evidence() if kills_before is None else evidence_since(kills_before),

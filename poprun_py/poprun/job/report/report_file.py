@@ -30,15 +30,9 @@ def job_to_dict(
     leases: Sequence[HeldLease] = (),
     given: LeasedDevices | None = None,
 ) -> dict[str, object]:
-    """The job as values that JSON knows.
+    """The job as values that JSON knows: its attempts in order, or the ``error`` for which poprun itself gave up.
 
-    Args:
-        plan: The job.
-        job_id: Its id.
-        ends: How its attempts ended, in order; none when the first could not be started.
-        error: Why poprun itself gave up; empty when it did not.
-        leases: What the job held.
-        given: The devices and cores that leases gave it on this machine; None for those that its plan names.
+    ``given`` are the devices and cores that leases gave it on this machine; None for those that its plan names.
     """
     return {
         "version": VERSION,

@@ -26,14 +26,7 @@ _FORBIDDEN: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U001
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A group of SVG elements in a rectangle whose upper left corner is their origin.
-
-    Args:
-        width: In pixels.
-        height: In pixels.
-        children: The elements, as markup.
-        attributes: Of the group.
-    """
+    """A group of SVG elements in a rectangle of so many pixels, whose upper left corner is their origin."""
 
     width: int
     height: int

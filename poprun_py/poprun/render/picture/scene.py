@@ -96,21 +96,13 @@ def _shown(items: range, most: int) -> Sequence[int | Gap]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """What the frames of a picture hold: how many of each; 1 is no frame.
+    """What the frames of a picture hold: how many of each; 1 is no frame."""
 
-    Attributes:
-        hosts_per_domain: Hosts in the frame of an IPU-Link domain.
-        domains_per_host: Frames of IPU-Link domains in each host.
-        instances_per_machine: Instances in the frame of an IPU-Machine.
-        has_machines: Whether the virtual IPUs of an instance are whole IPU-Machines, and drawn so.
-        is_shaded: Whether virtual IPUs of odd IPU-Link domains are darker, for want of a frame.
-    """
-
-    hosts_per_domain: int = 1
-    domains_per_host: int = 1
-    instances_per_machine: int = 1
-    has_machines: bool = False
-    is_shaded: bool = False
+    hosts_per_domain: int = 1  # hosts in the frame of an IPU-Link domain
+    domains_per_host: int = 1  # frames of IPU-Link domains in each host
+    instances_per_machine: int = 1  # instances in the frame of an IPU-Machine
+    has_machines: bool = False  # whether the virtual IPUs of an instance are whole IPU-Machines, and drawn so
+    is_shaded: bool = False  # whether virtual IPUs of odd IPU-Link domains are darker, for want of a frame
 
     @property
     def has_domains(self) -> bool:
