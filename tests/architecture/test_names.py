@@ -37,11 +37,10 @@ def test_no_file_of_two_packages_has_one_name() -> None:
     assert {name for name, count in files.items() if count > 1} - FOREIGN == {"errors"}
 
 
-def _glossary() -> list[tuple[str, set[str]]]:
-    """Each word of the glossary, with the words that are not to be used for it."""
-    rows = [
-        line.split("|")[1:4] for line in GLOSSARY.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
-    ]
+def _glossary(section: str = "Words") -> list[tuple[str, set[str]]]:
+    """Each word, or verb, of the glossary, with what is not to be used for it."""
+    text = GLOSSARY.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| ")]
     return [(word.strip(), {other.strip() for other in others.split(",")} - {""}) for word, _, others in rows[1:]]
 
 

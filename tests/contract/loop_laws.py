@@ -251,6 +251,13 @@ def law_weights_make_the_mean_right() -> None:
         cross_entropy(model(part), labels).backward()
     check_gradient(model, sequences[0])
 
+    model.zero_grad()
+    for index, (part, labels) in enumerate(own):
+        with model.micro_batch(index, weight=len(labels)):
+            cross_entropy(model(part), labels).backward()
+    model.reduce_gradients()
+    check_gradient(model, (x, y))
+
 
 def law_a_loaders_batch_brings_its_micro_batches() -> None:
     """With their numbers of samples, their accumulation, and None where there is nothing."""

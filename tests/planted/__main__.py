@@ -1,10 +1,11 @@
 """Plant bugs into a copy of the sources, one at a time, and see whether the tests notice.
 
-``python -m tests.planted`` takes some ten minutes; ``--only WORD`` plants the bugs whose names hold it. What the
+``python -m tests.planted`` takes some minutes; ``--only WORD`` plants the bugs whose names hold it. What the
 tests let pass is listed at the end; the exit code is then 1. The checkout itself is never changed.
 """
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -37,10 +38,21 @@ def copy_tree(root: Path, into: Path) -> None:
 
 
 def find(bug: Bug, root: Path) -> Path | None:
-    """The one file of the bug's package that holds its text; None when none does, or several do."""
-    folder = next(root / source / bug.package for source in _SOURCES if (root / source / bug.package).is_dir())
-    found = [path for path in folder.rglob("*.py") if path.read_text(encoding="utf-8").count(bug.before) == 1]
+    """The one module of the packages with the name that the bug says; None when none has it, or several do."""
+    name = f"{bug.target.partition('.')[0]}.py"
+    found = [path for source in _SOURCES for path in (root / source).rglob(name) if _defines(path, bug.target)]
     return found[0] if len(found) == 1 else None
+
+
+def _defines(path: Path, target: str) -> bool:
+    """Whether the module at ``path`` defines the function or method ``target``."""
+    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    for name in target.split(".")[1:]:
+        found = [it for it in body if isinstance(it, ast.FunctionDef | ast.ClassDef) and it.name == name]
+        if not found:
+            return False
+        body = found[0].body
+    return True
 
 
 def judge(bug: Bug, root: Path, seconds: float) -> str:
@@ -49,7 +61,8 @@ def judge(bug: Bug, root: Path, seconds: float) -> str:
     if path is None:
         return LOST
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(bug.before, bug.after), encoding="utf-8")
+    name = bug.target.partition(".")[2]
+    path.write_text(f"{text}\n\n{name} = ({bug.change})({name})\n", encoding="utf-8")
     try:
         code = run_tests(bug.tests, root, seconds)
     finally:
@@ -108,7 +121,7 @@ def main() -> int:
         for bug in bugs:
             is_sound = good.issuperset(bug.tests)
             verdicts[bug.name] = judge(bug, root, words.seconds) if is_sound else f"{UNDECIDED}: its tests fail"
-            sys.stdout.write(f"{verdicts[bug.name]:10} {bug.package}: {bug.name}\n")
+            sys.stdout.write(f"{verdicts[bug.name]:10} {bug.target}: {bug.name}\n")
             sys.stdout.flush()
     counts = Counter(verdict.partition(":")[0] for verdict in verdicts.values())
     sys.stdout.write(f"{counts[CAUGHT]} of {len(bugs)} caught\n")

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture.source_tree import ROOT
 from tests.planted import __main__ as planting
 from tests.planted.bugs import BUGS, Bug
 
-BUG = Bug("an end is left out", "popdist", "range(n)", "range(n - 1)", ("unit/test_nothing.py",))
+BUG = Bug("an end is left out", "sums.total", "lambda right: lambda n: right(n - 1)", ("unit/test_nothing.py",))
+RIGHT = "def total(n):\n    return sum(range(n))\n"
 
 
 @pytest.fixture
@@ -16,7 +18,7 @@ def module(tmp_path: Path) -> Path:
     """The one module of a small copy."""
     path = tmp_path / "popdist_py" / "popdist" / "deep" / "sums.py"
     path.parent.mkdir(parents=True)
-    path.write_text("total = sum(range(n))\n")
+    path.write_text(RIGHT)
     return path
 
 
@@ -27,28 +29,31 @@ def test_a_bug_is_planted_and_taken_out(
     tmp_path: Path, module: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, verdict: str
 ) -> None:
     """What came of it is what the tests said."""
-    seen = []
+    sums = []
 
     def run_tests(*_: object) -> int | None:
-        seen.append(module.read_text())
+        names: dict[str, object] = {}
+        exec(module.read_text(), names)  # noqa: S102 - this test wrote it
+        sums.append(names["total"](4))  # type: ignore[operator] # a function
         return code
 
     monkeypatch.setattr(planting, "run_tests", run_tests)
 
     assert planting.judge(BUG, tmp_path, 1.0) == verdict
-    assert seen == ["total = sum(range(n - 1))\n"]
-    assert module.read_text() == "total = sum(range(n))\n"
+    assert sums == [3]
+    assert module.read_text() == RIGHT
 
 
-@pytest.mark.parametrize("text", ["total = 0\n", "range(n), range(n)\n"])
-def test_a_text_that_is_not_there_once_is_told(tmp_path: Path, module: Path, text: str) -> None:
-    """It has changed, and the bug wants writing anew."""
-    module.write_text(text)
+def test_a_function_that_is_not_there_is_reported(tmp_path: Path, module: Path) -> None:
+    """It has another name now, and the bug wants writing anew."""
+    module.write_text("def product(n):\n    return n\n")
 
     assert planting.judge(BUG, tmp_path, 1.0) == "NOT FOUND"
 
 
-def test_each_bug_changes_something_and_has_a_name_and_tests() -> None:
-    """Two of one name would hide one of them in what is told."""
-    assert [name for name, count in Counter(bug.name for bug in BUGS).items() if count > 1] == []
-    assert [bug.name for bug in BUGS if bug.before == bug.after or not bug.tests] == []
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.target)
+def test_each_bug_can_be_planted(bug: Bug) -> None:
+    """Its function is there, and so are its tests; no other bug has its name."""
+    assert planting.find(bug, ROOT) is not None
+    assert [test for test in bug.tests if not (ROOT / "tests" / test.partition("::")[0]).exists()] == []
+    assert Counter(it.name for it in BUGS)[bug.name] == 1
