@@ -94,7 +94,7 @@ def taken_apart(
         tensors.append(value)
         return _TENSOR
     kind = type(value)
-    parser = _parser_of(kind)
+    parser = parser_of(kind)
     if parser is not None:
         held = list(parser.yieldTensors(value))
         if not all(isinstance(tensor, Tensor) for tensor in held):
@@ -127,7 +127,7 @@ def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: C
         return next(tensors)
     if kind is None:
         return structure.value
-    if structure.parts and (parser := _parser_of(kind)) is not None:
+    if structure.parts and (parser := parser_of(kind)) is not None:
         return parser.reconstruct(structure.value, iter([next(tensors) for _ in structure.parts]))
     parts = [put_together(part, tensors, lists_as=lists_as) for part in structure.parts]
     if kind is tuple or kind is list:
@@ -156,7 +156,8 @@ def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:  # noq
     return put_together(structure, map(changed, tensors))
 
 
-def _parser_of(kind: type) -> ICustomArgParser | None:
+def parser_of(kind: type) -> ICustomArgParser | None:
+    """What is registered for ``kind`` or the nearest of its base classes; None for nothing."""
     if not PARSERS:
         return None
     return next((PARSERS[base] for base in kind.__mro__ if base in PARSERS), None)

@@ -1,6 +1,6 @@
 """What options and loaders of poptorch take from a job: one process poses as each of its instances in turn.
 
-Holds popdist.poptorch, poptorch.environment and poptorch.data.combined_batches.
+Holds popdist.poptorch, poptorch.options.job_options, poptorch.environment and poptorch.data.combined_batches.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,12 @@
 """`DataLoader`: torch's, of combined batches, with each process's part of the data."""
 
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, Sampler
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from poptorch.custom_types import PARSERS, ICustomArgParser, picklable_parsers
+from poptorch.custom_types import PARSERS, ICustomArgParser, parser_of, picklable_parsers
 from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
 from poptorch.data.read_ahead import AsynchronousDataAccessor
 from poptorch.enums import DataLoaderMode
@@ -22,7 +21,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     A combined batch holds ``batch_size`` samples for each device iteration, local replica (in groups of input, for
     each group) and step of gradient accumulation. With several processes each reads its part of the dataset: see
-    `poptorch.data.partition`. No process speaks with another one. The options are frozen.
+    `poptorch.data.partition`. The processes exchange nothing. The options are frozen.
 
     Args:
         options: Say the size of the combined batch and the process.
@@ -33,7 +32,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         drop_last: Leave out what makes no full combined batch.
         persistent_workers: Keep them from epoch to epoch; None for True where there are any.
         auto_distributed_partitioning: Whether to read this process's part only.
-        mode: Sync reads when it is asked; Async reads ahead in a process; AsyncRebatched does so, and joins what
+        mode: Sync reads when it is asked; Async reads ahead in a worker; AsyncRebatched does so, and joins what
             workers have read in part.
         async_options: Arguments of :class:`AsynchronousDataAccessor`.
         rebatched_worker_size: With AsyncRebatched, samples that a worker reads at once; None for a combined batch.
@@ -160,7 +159,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return self._options
 
     def terminate(self) -> None:
-        """End the process that reads ahead, and the workers."""
+        """End the workers."""
         if self._accessor is not None:
             self._accessor.terminate()
         self._iterator = None
@@ -207,11 +206,20 @@ def _size_of(batch_sampler: Sampler[list[int]], factor: int) -> int | None:
 
 
 class _Collate:
-    """One batch of samples, as torch makes it, with objects of registered types; a copy takes these along."""
+    """One batch of samples, as torch makes it, with objects of registered types; a copy has these types, too."""
 
     def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 - of every kind
-        own: dict[Any, Any] = {kind: partial(_stacked, parser=parser) for kind, parser in PARSERS.items()}
-        return collate(samples, collate_fn_map={**own, **default_collate_fn_map})
+        first = samples[0]
+        parser = parser_of(type(first))
+        if parser is not None:
+            tensors = map(torch.stack, zip(*map(parser.yieldTensors, samples), strict=True))
+            return parser.reconstruct(first, tensors)
+        if not PARSERS or not isinstance(first, Mapping | tuple | list):
+            return default_collate(samples)
+        if isinstance(first, Mapping):
+            return {key: self([sample[key] for sample in samples]) for key in first}
+        parts = [self(list(column)) for column in zip(*samples, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _collate_with, (picklable_parsers(),)
@@ -220,9 +228,3 @@ class _Collate:
 def _collate_with(parsers: dict[type, ICustomArgParser]) -> _Collate:
     PARSERS.update(parsers)
     return _Collate()
-
-
-def _stacked(samples: list[Any], *, parser: ICustomArgParser, collate_fn_map: object) -> Any:  # noqa: ANN401 - as above
-    del collate_fn_map
-    tensors = map(torch.stack, zip(*map(parser.yieldTensors, samples), strict=True))
-    return parser.reconstruct(samples[0], tensors)

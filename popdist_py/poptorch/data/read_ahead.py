@@ -1,29 +1,36 @@
-"""`AsynchronousDataAccessor`: batches read by a process beside the program, before the program asks for them.
+"""`AsynchronousDataAccessor`: batches read by a worker of torch's DataLoader, before the program asks for them.
 
-The two speak over a pipe. The program sends credits, one for each batch that may lie ready, leaves an epoch before
-its end by its number, and gives back the memory of batches that it has let go of. The process sends batches in
-shared memory, each with the number of its epoch. Either one's death closes the pipe, so that neither waits for a
-dead one.
+The worker reads one epoch after the other. Program and worker share the number of the epoch that is wanted, with
+which the program leaves an epoch before its end.
 """
 
-import contextlib
 import multiprocessing
+import os
 import signal
 import sys
+import threading
+import time
 import traceback
+import weakref
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from multiprocessing.connection import Connection, wait
-from multiprocessing.util import Finalize
+from functools import partial
+from itertools import chain, count
 from typing import Any, Final, NamedTuple
 
-import torch
-import torch.multiprocessing  # has pipes send tensors in shared memory
+import torch.multiprocessing
+import torch.utils.data
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from poptorch._logging import logger
-from poptorch.custom_types import PARSERS, Structure, picklable_parsers, put_together, taken_apart
-from poptorch.data.shared_slots import SlotReader, SlotWriter
+from poptorch.custom_types import (
+    PARSERS,
+    ICustomArgParser,
+    Structure,
+    picklable_parsers,
+    put_together,
+    taken_apart,
+)
 from poptorch.enums import SharingStrategy
 from poptorch.errors import Error, is_whole
 
@@ -33,95 +40,201 @@ _START_METHODS: Final = {
     SharingStrategy.Fork: "fork",
     SharingStrategy.ForkServer: "forkserver",
 }
-_STOP_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.005
+_NEVER: Final = 1 << 62
+"""The wanted epoch once the program wants no more."""
 
-_NUM_HELD: Final = 2
-"""Batches that a loop has, besides those that lie ready: the one in work and the next one."""
+
+class _DataBuffers(NamedTuple):
+    """Places for batches, which program and worker share.
+
+    Attributes:
+        indices_mem: 1 for each batch that lies ready, else 0; ``int32``, one for each place.
+        wanted: The epoch that the program wants; -1 before its first one.
+    """
+
+    indices_mem: Tensor
+    wanted: Tensor
 
 
 class _Message(NamedTuple):
-    """What the reading process sends: a batch, the end of an epoch, or why it cannot go on.
+    """What the worker sends: that it can read, a batch, or the end of an epoch.
 
     Attributes:
         epoch: Which one, from 0.
-        kind: ``"ready"``, ``"batch"``, ``"end"`` or ``"failed"``.
-        content: The batch; or why, in words.
+        kind: ``"ready"``, ``"batch"`` or ``"end"``.
+        batch: The batch.
     """
 
     epoch: int
     kind: str
-    content: Any = None
+    batch: Any = None
 
 
-class _DataBuffers(NamedTuple):
-    """Places for batches.
+class _Epochs(IterableDataset[_Message]):
+    """Everything that ``source`` gives, epoch after epoch, for as long as the program wants it.
 
-    Attributes:
-        indices_mem: 1 for each batch that lies ready, else 0; ``int32``, one for each place.
+    Args:
+        source: A dataset, or a loader.
+        buffers: Shared with the program.
+        load_indefinitely: Whether to begin an epoch before it is wanted.
+        early_preload: Whether to read more than one batch before the first epoch is wanted.
+        rebatched_size: Samples of a batch; None leaves batches as they are.
+        drop_last: Leave out a last rebatched one that is smaller.
     """
 
-    indices_mem: Tensor
+    def __init__(
+        self,
+        source: Any,  # noqa: ANN401 - whatever can be iterated
+        buffers: _DataBuffers,
+        *,
+        load_indefinitely: bool,
+        early_preload: bool,
+        rebatched_size: int | None,
+        drop_last: bool,
+    ) -> None:
+        self._source = source
+        self._buffers = buffers
+        self._load_indefinitely = load_indefinitely
+        self._early_preload = early_preload
+        self._rebatched_size = rebatched_size
+        self._drop_last = drop_last
+
+    def __iter__(self) -> Iterator[_Message]:
+        indices_mem, wanted = self._buffers
+        num_read = 0
+        for epoch in count():
+            if wanted == _NEVER or not (self._load_indefinitely or epoch == 0 or self._wait_for(epoch)):
+                return
+            for batch in self._read():
+                if wanted > epoch:
+                    break
+                indices_mem[num_read % len(indices_mem)] = 1
+                if num_read == 0:
+                    yield _Message(epoch, "ready")
+                yield _Message(epoch, "batch", batch)
+                num_read += 1
+                if not self._early_preload and not self._wait_for(0):
+                    return
+            if num_read == 0:
+                yield _Message(epoch, "ready")
+                if not self._wait_for(epoch):
+                    return
+            yield _Message(epoch, "end")
+
+    def _read(self) -> Iterator[Any]:
+        source = self._source
+        batches: Iterator[Any]
+        if isinstance(source, torch.utils.data.DataLoader):
+            batches = torch.utils.data.DataLoader.__iter__(source)  # that of poptorch's own may read ahead here
+        elif hasattr(source, "__iter__"):
+            batches = iter(source)
+        else:
+            batches = (source[index] for index in range(len(source)))
+        return (
+            batches
+            if self._rebatched_size is None
+            else rebatched(batches, self._rebatched_size, drop_last=self._drop_last)
+        )
+
+    def _wait_for(self, epoch: int) -> bool:
+        """Wait until the program wants ``epoch``; False where it wants no more."""
+        while self._buffers.wanted < epoch:
+            time.sleep(_POLL_SECONDS)
+        return bool(self._buffers.wanted != _NEVER)
 
 
 class _Reader:
-    """The reading process as the program sees it."""
+    """The process that reads, as the program sees it: one of a DataLoader, or those that the loader has anyway."""
 
-    def __init__(
-        self, batches: Iterable[Any], buffer_size: int, first_credits: int, options: dict[str, Any]
-    ) -> None:
-        context = multiprocessing.get_context(_START_METHODS[options["sharing_strategy"]])
-        if options["sharing_strategy"] is SharingStrategy.ForkServer:
-            context.set_forkserver_preload(["__main__", __name__])  # which is read once for all loaders
-        self._data_buffers = _DataBuffers(torch.zeros(buffer_size, dtype=torch.int32).share_memory_())
-        self._pipe, theirs = context.Pipe()
+    def __init__(self, epochs: _Epochs, buffers: _DataBuffers, strategy: SharingStrategy | None) -> None:
+        self._data_buffers = buffers
         self._num_received = 0
-        self._slots = SlotReader()
-        self._process = context.Process(  # type: ignore[attr-defined]  # every context has one
-            target=_read,
-            args=(batches, theirs, self._pipe, self._data_buffers.indices_mem, first_credits, options),
-        )
-        self._process.start()
-        theirs.close()
-        self.stop = Finalize(self, _stop, args=(self._pipe, self._process), exitpriority=10)
-        logger.debug("AsynchronousDataAccessor worker process: %s", self._process.pid)
+        before = {*multiprocessing.active_children()}
+        self._messages: Iterator[_Message] | None = iter(epochs)
+        if strategy is not None:
+            self._messages = iter(_loader_of(epochs, len(buffers.indices_mem), strategy))
+        started = [process for process in multiprocessing.active_children() if process not in before]
+        self._process: Any = started[0] if started else None
+        for process in started:
+            logger.debug("AsynchronousDataAccessor worker process: %s", process.pid)
 
     def receive(self) -> _Message:
-        """The next message, when it is there.
+        """Wait for the next message.
 
         Raises:
-            Error: If the process has ended.
+            Error: If a batch cannot be read, or the process has ended.
         """
-        wait([self._pipe, self._process.sentinel])
+        if self._messages is None:
+            raise Error("the process that reads ahead has ended: terminate() was called")
         try:
-            message = self._pipe.recv() if self._pipe.poll() else None
-        except (EOFError, OSError):
-            message = None
-        if message is None:
-            self._process.join()
-            raise Error(f"the process that reads ahead has ended with exit code {self._process.exitcode}")
+            message = next(self._messages)
+        except Exception as error:  # noqa: BLE001 - whatever a dataset raises
+            reason = str(error)
+            traceback.clear_frames(error.__traceback__)  # which hold what ends the process when it is gone
+            message = _Message(0, "failed")
+        if message.kind == "failed":
+            raise Error(f"the process that reads ahead could not read a batch:\n{reason}")
         if message.kind == "batch":
-            self._data_buffers.indices_mem[self._num_received % len(self._data_buffers.indices_mem)] = 0
+            indices_mem = self._data_buffers.indices_mem
+            indices_mem[self._num_received % len(indices_mem)] = 0
             self._num_received += 1
-            message = message._replace(content=self._slots.read(message.content))
-            for slot in self._slots.left():
-                self.send("free", slot)
-        return _Message(*message)
+        return message
 
-    def send(self, kind: str, number: int) -> None:
-        """``"credit"`` with how many, ``"leave"`` with an epoch, or ``"free"`` with a slot."""
-        with contextlib.suppress(OSError):  # the next receive says that the process has ended
-            self._pipe.send((kind, number))
+    def stop(self) -> None:
+        """End the process."""
+        self._data_buffers.wanted.fill_(_NEVER)
+        self._messages = None
+
+
+def _loader_of(
+    epochs: _Epochs, buffer_size: int, strategy: SharingStrategy
+) -> torch.utils.data.DataLoader[_Message]:
+    """What has one process read ``epochs``, so many batches ahead."""
+    context = multiprocessing.get_context(_START_METHODS[strategy])
+    if strategy is SharingStrategy.ForkServer:
+        context.set_forkserver_preload(["__main__", __name__])  # which is read once for all loaders
+    return torch.utils.data.DataLoader(
+        epochs,
+        batch_size=None,
+        num_workers=1,
+        collate_fn=_unchanged,
+        prefetch_factor=buffer_size,
+        multiprocessing_context=context,
+        worker_init_fn=partial(_begin_worker, strategy=strategy, parsers=picklable_parsers()),
+    )
+
+
+def _unchanged(message: Any) -> Any:  # noqa: ANN401 - a message, which torch knows as a list of samples
+    return message
+
+
+def _begin_worker(_number: int, *, strategy: SharingStrategy, parsers: dict[type, ICustomArgParser]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the program's own matter
+    threading.Thread(target=_end_with_program, daemon=True).start()
+    PARSERS.update(parsers)
+    if strategy is SharingStrategy.FileSystem:
+        torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+def _end_with_program() -> None:
+    """End the worker when the program is killed: torch's own watch sees the death of the server only."""
+    program = multiprocessing.parent_process()
+    if program is not None:
+        program.join()
+        os._exit(1)
 
 
 class AsynchronousDataAccessor:
     """Reads batches ahead, in one process that is started at once.
 
-    Each iterator is a new epoch: one that is left early restarts the data.
+    Each iterator is a new epoch: one that is left early restarts the data. A loader that has workers reads ahead
+    in these, as far as its ``prefetch_factor`` says.
 
     Args:
         dataset: Iterated in the process, once an epoch: a dataset, or a loader in Sync mode.
         buffer_size: Batches that may lie ready. At least 1.
-        miss_sleep_time_in_ms: Taken, and without effect: a batch is waited for without sleeping.
+        miss_sleep_time_in_ms: Accepted, and without effect: a batch is waited for without sleeping.
         load_indefinitely: Begin the next epoch when one has been read to its end; else when it is asked for.
         early_preload: Fill all places before the first iterator; else one.
         sharing_strategy: How the process is started: forked by a server, spawned, or forked.
@@ -158,28 +271,36 @@ class AsynchronousDataAccessor:
             raise Error(f"AsynchronousDataAccessor takes a dataset or a loader, and was given {dataset!r}")
         self._dataset = dataset
         self._epoch = 0
-        self._late_credits = 0 if early_preload else buffer_size - 1
-        options = {
-            "sharing_strategy": sharing_strategy,
-            "load_indefinitely": load_indefinitely,
-            "rebatched_size": rebatched_size,
-            "drop_last": drop_last,
-            "parsers": picklable_parsers(),
-        }
-        self._worker = _Reader(dataset, buffer_size, buffer_size - self._late_credits, options)
-        if self._worker.receive().kind == "failed":
+        buffers = _DataBuffers(
+            torch.zeros(buffer_size, dtype=torch.int32).share_memory_(),
+            torch.full((1,), -1, dtype=torch.int64).share_memory_(),
+        )
+        epochs = _Epochs(
+            dataset,
+            buffers,
+            load_indefinitely=load_indefinitely,
+            early_preload=early_preload,
+            rebatched_size=rebatched_size,
+            drop_last=drop_last,
+        )
+        has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
+        self._worker = _Reader(epochs, buffers, None if has_workers else sharing_strategy)
+        weakref.finalize(self, buffers.wanted.fill_, _NEVER)  # a worker that waits ends at once
+        try:
+            self._worker.receive()
+        except Error as error:
+            sys.stderr.write(f"{error}\n")
             self.terminate()
-            raise Error("AsynchronousDataAccessor worker thread failed to start: the reason is printed above")
+            raise Error(
+                "AsynchronousDataAccessor worker thread failed to start: the reason is printed above"
+            ) from None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._late_credits:
-            self._worker.send("credit", self._late_credits)
-            self._late_credits = 0
         epoch, self._epoch = self._epoch, self._epoch + 1
-        self._worker.send("leave", epoch - 1)
+        self._worker._data_buffers.wanted.clamp_(min=epoch)  # noqa: SLF001 - PopTorch's name for it
         return self._batches(epoch)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
@@ -187,138 +308,15 @@ class AsynchronousDataAccessor:
             if self._epoch != epoch + 1:
                 raise Error("another iterator of this loader was made, which reads its batches now")
             message = self._worker.receive()
-            if message.kind == "failed":
-                raise Error(f"the process that reads ahead could not read a batch:\n{message.content}")
-            if message.kind == "batch":
-                self._worker.send("credit", 1)
             if message.epoch == epoch:
                 if message.kind == "end":
                     return
-                yield message.content
+                yield message.batch
             del message  # and with it what holds the batch's memory
 
     def terminate(self) -> None:
         """End the process. Iterators raise an ``Error`` from now on."""
         self._worker.stop()
-
-
-def _stop(pipe: Connection, process: Any) -> None:  # noqa: ANN401 - a process of any context
-    """Closing the pipe ends a process that waits; one that reads is killed."""
-    pipe.close()
-    process.join(_STOP_SECONDS / 10)
-    if process.is_alive():
-        process.terminate()
-        process.join(_STOP_SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-class _Sending:
-    """The program as the reading process sees it."""
-
-    def __init__(self, pipe: Connection, indices_mem: Tensor, num_credits: int) -> None:
-        self._pipe = pipe
-        self._indices_mem = indices_mem
-        self._credits = num_credits
-        self._num_sent = 0
-        self._slots = SlotWriter(len(indices_mem) + _NUM_HELD)
-        self._left = -1
-
-    def send(self, epoch: int, batch: Any) -> bool:  # noqa: ANN401 - whatever a dataset gives
-        """Send a batch when there is a place for it; False where nobody wants the epoch any more."""
-        while self._pipe.poll() or not (self._credits or epoch <= self._left):
-            self._listen()
-        if epoch <= self._left:
-            return False
-        self._credits -= 1
-        written = self._slots.write(batch)
-        self._indices_mem[self._num_sent % len(self._indices_mem)] = 1
-        self._num_sent += 1
-        self._pipe.send(_Message(epoch, "batch", written))
-        return True
-
-    def tell(self, epoch: int, kind: str, content: str = "") -> None:
-        """Send anything else."""
-        self._pipe.send(_Message(epoch, kind, content))
-
-    def wait_for(self, epoch: int) -> None:
-        """Until the program asks for ``epoch``."""
-        while self._left < epoch - 1:
-            self._listen()
-
-    def serve(self) -> None:
-        """Stay until the program closes its end: it fetches the memory of batches from this process.
-
-        Raises:
-            EOFError: Then.
-        """
-        while True:
-            self._listen()
-
-    def _listen(self) -> None:
-        kind, number = self._pipe.recv()
-        if kind == "credit":
-            self._credits += number
-        elif kind == "free":
-            self._slots.free(number)
-        else:
-            self._left = max(self._left, number)
-
-
-def _read(
-    batches: Iterable[Any],
-    pipe: Connection,
-    theirs: Connection,
-    indices_mem: Tensor,
-    num_credits: int,
-    options: dict[str, Any],
-) -> None:
-    """The reading process, until the program closes its end of the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)  # the program computes meanwhile; torch's own workers do the same
-    theirs.close()
-    PARSERS.update(options["parsers"])
-    if options["sharing_strategy"] is SharingStrategy.FileSystem:
-        torch.multiprocessing.set_sharing_strategy("file_system")
-    sending = _Sending(pipe, indices_mem, num_credits)
-    with contextlib.suppress(EOFError, OSError):  # the program has ended or wants no more
-        try:
-            _read_epochs(batches, sending, options)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise
-        except Exception:  # noqa: BLE001 - whatever a dataset raises
-            traceback.print_exc()
-            sys.stderr.flush()
-            sending.tell(-1, "failed", traceback.format_exc())
-            sending.serve()
-
-
-def _read_epochs(batches: Iterable[Any], sending: _Sending, options: dict[str, Any]) -> None:
-    epoch = 0
-    is_ready = False
-    while True:
-        read = iter(batches if hasattr(batches, "__iter__") else _samples(batches))
-        if options["rebatched_size"] is not None:
-            read = rebatched(read, options["rebatched_size"], drop_last=options["drop_last"])
-        for batch in read:
-            if not is_ready:
-                sending.tell(epoch, "ready")
-                is_ready = True
-            if not sending.send(epoch, batch):
-                break
-        else:
-            if not is_ready:
-                sending.tell(epoch, "ready")
-                is_ready = True
-            sending.tell(epoch, "end")
-        epoch += 1
-        if not options["load_indefinitely"] or not is_ready:
-            sending.wait_for(epoch)
-
-
-def _samples(dataset: Any) -> Iterator[Any]:  # noqa: ANN401 - a dataset that has items and a length
-    return (dataset[index] for index in range(len(dataset)))
 
 
 def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[Any]:

@@ -1,0 +1,68 @@
+"""`popdist.poptorch.Options`: the options of a model in a job, which says what process and replicas there are."""
+
+from typing import Any, NoReturn
+
+import popdist
+from poptorch.errors import is_whole
+from poptorch.options.model_options import Options
+from poptorch.options.sub_options import _DistributedOptions
+
+
+class JobOptions(Options):
+    """``poptorch.Options`` for this instance: process id, processes and replicas are those of the job.
+
+    Outside a job they are 0, 1 and 1.
+
+    Args:
+        ipus_per_replica: Virtual IPUs of a replica, for a program that says it too; None for those of the job.
+
+    Raises:
+        ContractError: If it is no number from 1, or poprun gave a replica another number of them.
+    """
+
+    def __init__(self, ipus_per_replica: int | None = None) -> None:
+        super().__init__()
+        given = popdist.ipus_per_replica()
+        if ipus_per_replica is not None:
+            if not is_whole(ipus_per_replica) or ipus_per_replica < 1:
+                raise popdist.ContractError(
+                    f"ipus_per_replica={ipus_per_replica!r} must be a whole number of at least 1"
+                )
+            if ipus_per_replica != given and popdist.isPopdistEnvSet():
+                raise popdist.ContractError(
+                    f"popdist.poptorch.Options(ipus_per_replica={ipus_per_replica}), and poprun gave each replica "
+                    f"{given} virtual IPUs: start it with --ipus-per-replica {ipus_per_replica}, or leave it out"
+                )
+        self.set(replication_factor=popdist.num_local_replicas())
+        self.Distributed.configureProcessId(popdist.instance_index(), popdist.num_instances())
+        self.Distributed.__class__ = _JobDistributed
+
+    def useIpuId(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - whatever it is given
+        """Not for these options: each instance has its devices from poprun."""
+        raise _blocked("useIpuId")
+
+    def replicationFactor(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
+        """Not for these options: the replicas are those that poprun gave the instance."""
+        raise _blocked("replicationFactor")
+
+
+class _JobDistributed(_DistributedOptions):
+    """``Distributed`` of these options, which the job alone decides."""
+
+    def disable(self) -> NoReturn:
+        """Not for these options."""
+        raise _blocked("Distributed.disable")
+
+    def setEnvVarNames(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
+        """Not for these options."""
+        raise _blocked("Distributed.setEnvVarNames")
+
+    def configureProcessId(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
+        """Not for these options."""
+        raise _blocked("Distributed.configureProcessId")
+
+
+def _blocked(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"Cannot call `{name}` with popdist.poptorch.Options: the job decides it; use poptorch.Options to choose"
+    )
