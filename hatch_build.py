@@ -1,6 +1,6 @@
-"""What a build does besides packing files: compile popdist's extensions, where there is a C compiler.
+"""What a build does besides packing files: compile popdist's extension, where there is a C compiler.
 
-Without one, or without Python's headers, the wheel is for every machine, and small all-reduces and rounded steps
+Without one, or without Python's headers, the wheel is for every machine, and large all-reduces and rounded steps
 take longer.
 """
 
@@ -17,11 +17,9 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGES: Final = "popdist_py"
-EXTENSIONS: Final = {
-    "popdist/host_memory": "_quick.abi3.so",
-    "popdist/optim": "_arithmetic.abi3.so",
-}
-"""What the C files of each folder become."""
+PLACE: Final = "popdist/extension"
+NAME: Final = "_extension.abi3.so"
+"""What the C files there become."""
 
 FLAGS: Final = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-shared")
 """Contracted operations would have other bits than those of Python's code."""
@@ -33,27 +31,16 @@ class CustomBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and say what the wheel is for."""
         self._scratch = tempfile.mkdtemp(prefix="popdist-extension-")
-        for place, name in EXTENSIONS.items():
-            folder, made = Path(self.root, PACKAGES, place), Path(self._scratch, name)
-            if trouble := self._compiled(folder, made):
-                self.app.display_warning(f"popdist goes without {place}/{name}: {trouble}")
-            elif version == "editable":
-                temporary = shutil.copy(made, folder / f"{name}.new")
-                Path(temporary).replace(folder / name)
-                _mark_as_compiled(build_data)
-            else:
-                build_data["force_include"][str(made)] = f"{place}/{name}"
-                _mark_as_compiled(build_data)
-
-    def _compiled(self, folder: Path, made: Path) -> str:
-        """Compile the sources in ``folder``, and write a digest of them at the end; else why not, in words."""
-        extensions = runpy.run_path(str(Path(self.root, PACKAGES, "popdist/extensions/__init__.py")))
-        sources = extensions["sources_in"](folder)
-        trouble = compiled([path for path in sources if path.suffix == ".c"], made)
-        if not trouble:
-            with made.open("ab") as file:
-                file.write(extensions["digest_of"](sources))
-        return trouble
+        folder, made = Path(self.root, PACKAGES, PLACE), Path(self._scratch, NAME)
+        if trouble := _compiled_with_digest(folder, made):
+            self.app.display_warning(f"popdist goes without {PLACE}/{NAME}: {trouble}")
+            return
+        if version == "editable":
+            temporary = shutil.copy(made, folder / f"{NAME}.new")
+            Path(temporary).replace(folder / NAME)
+        else:
+            build_data["force_include"][str(made)] = f"{PLACE}/{NAME}"
+        _mark_as_compiled(build_data)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002 - hatch's
         """Leave nothing."""
@@ -65,6 +52,17 @@ def _mark_as_compiled(build_data: dict[str, Any]) -> None:
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     build_data["pure_python"] = False
     build_data["tag"] = f"cp311-abi3-{platform}"
+
+
+def _compiled_with_digest(folder: Path, made: Path) -> str:
+    """Compile the sources in ``folder``, and write a digest of them at the end; else why not, in words."""
+    extension = runpy.run_path(str(folder / "__init__.py"))
+    sources = extension["sources_in"](folder)
+    trouble = compiled([path for path in sources if path.suffix == ".c"], made)
+    if not trouble:
+        with made.open("ab") as file:
+            file.write(extension["digest_of"](sources))
+    return trouble
 
 
 def compiled(sources: list[Path], made: Path) -> str:

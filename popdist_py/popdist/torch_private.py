@@ -4,9 +4,20 @@ Each is looked up once, here, and the function there says what happens in a torc
 missing, what takes its place is slower or checks less; only where nothing can take its place is it an error.
 """
 
-from typing import Any, Final
+from collections.abc import Callable
+from functools import cache
+from inspect import currentframe
+from types import FrameType
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
+from torch import UntypedStorage
+from torch._C import _distributed_c10d
+from torch.autograd import graph
+from torch.futures import Future
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from popdist.errors import BackendError
 
 
 def _find(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
@@ -20,3 +31,125 @@ _current_graph_task_id: Final = _find(torch._C, "_current_graph_task_id")  # noq
 def is_in_backward() -> bool | None:
     """Whether autograd runs in this thread. Without the name: None, nobody knows."""
     return None if _current_graph_task_id is None else _current_graph_task_id() >= 0
+
+
+_storage_use_count: Final = _find(torch._C, "_storage_Use_Count")  # noqa: SLF001 - as above
+
+
+def is_held_once(storage: UntypedStorage) -> bool:
+    """Whether nothing but the caller's object holds the storage. Without the name: no, so it is not used again."""
+    return _storage_use_count is not None and _storage_use_count(StorageWeakRef(storage).cdata) == 1
+
+
+_new_with_weak_ptr: Final = _find(UntypedStorage, "_new_with_weak_ptr")
+
+
+def has_storage(reference: StorageWeakRef, condition: Callable[[UntypedStorage], bool]) -> bool:
+    """Whether there is the storage and it fulfils a condition. Without the name: whether there is the storage."""
+    if _new_with_weak_ptr is None or reference.expired():
+        return not reference.expired()
+    return condition(_new_with_weak_ptr(reference.cdata))
+
+
+_share_fd_cpu: Final = _find(UntypedStorage, "_share_fd_cpu_")
+
+
+def descriptor_of(storage: UntypedStorage) -> int:
+    """The descriptor of a shared storage's file. Without the name: BackendError, and nothing is shared."""
+    if _share_fd_cpu is None:
+        raise BackendError(_lacks("UntypedStorage._share_fd_cpu_"))
+    descriptor: int = _share_fd_cpu(storage)[0]
+    return descriptor
+
+
+_swap_data_ptr: Final = _find(UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_memory(storage: UntypedStorage, other: UntypedStorage) -> None:
+    """Exchange the memory of two storages. Without the name: BackendError, and all-reduces copy."""
+    if _swap_data_ptr is None:
+        raise BackendError(_lacks("UntypedStorage._swap_data_ptr_"))
+    _swap_data_ptr(storage, other)
+
+
+def _lacks(name: str) -> str:
+    return f"torch {torch.__version__} lacks {name}, so its tensors cannot be shared in place"
+
+
+_create_work_from_future: Final = _find(_distributed_c10d, "_create_work_from_future")
+
+
+def work_of(future: Any) -> Any:  # noqa: ANN401 - torch's stubs lack the class
+    """A work of torch's own that is done when ``future`` is. Without the name: RuntimeError."""
+    if _create_work_from_future is None:
+        raise RuntimeError(f"torch {torch.__version__} lacks _create_work_from_future: use the backend gloo")
+    return _create_work_from_future(future)
+
+
+_set_unwrap_func: Final = _find(Future, "_set_unwrap_func")
+
+
+def set_failure(future: Any, value: object, reveal: Callable[[Any], NoReturn]) -> None:  # noqa: ANN401 - as above
+    """Finish a future with ``value``, of which ``reveal`` raises the error for whoever waits.
+
+    Without the name: whoever waits in Python gets ``value``.
+    """
+    if _set_unwrap_func is not None:
+        _set_unwrap_func(future, reveal)
+    future.set_result(value)
+
+
+_eval_frame: Final = _find(torch._C._dynamo, "eval_frame")  # noqa: SLF001 - as above
+_set_code_exec_strategy: Final = _find(_eval_frame, "set_code_exec_strategy")
+_strategy: Final = _find(_eval_frame, "_FrameExecStrategy")
+_action: Final = _find(_eval_frame, "_FrameAction")
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def skip_tracing(function: F) -> F:
+    """A decorator: the compiler runs the function, and what it calls, as it is.
+
+    It is what ``torch.compiler.disable`` does, without the seconds that importing the compiler takes. Without the
+    names: that one.
+    """
+    if _set_code_exec_strategy is None or _strategy is None or _action is None:
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    _set_code_exec_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+    return function
+
+
+_engine_run_backward: Final = _find(graph, "_engine_run_backward")
+
+
+def is_caller_the_engine(function_frame: FrameType | None) -> bool:
+    """Whether autograd's engine, in C++, has called a function in Python, of which this is the frame.
+
+    Nothing of Python's stands between then: the engine runs beneath torch's own function that starts it, or in a
+    thread of its own. Without the name, or where :func:`_is_engine_understood` finds otherwise: no.
+    """
+    if function_frame is None or not is_in_backward() or not _is_engine_understood():
+        return False
+    return _is_engine(function_frame.f_back)
+
+
+def _is_engine(frame: FrameType | None) -> bool:
+    return frame is None or (_engine_run_backward is not None and frame.f_code is _engine_run_backward.__code__)
+
+
+@cache
+def _is_engine_understood() -> bool:
+    """Try it out in this torch, with a hook that the engine calls and a function that the hook calls."""
+    found = list[tuple[bool, bool]]()
+
+    def inner() -> bool:
+        return _is_engine(cast("FrameType", currentframe()).f_back)
+
+    def hook(_gradient: torch.Tensor) -> None:
+        found.append((_is_engine(cast("FrameType", currentframe()).f_back), inner()))
+
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        value = torch.ones(1, requires_grad=True)
+        value.register_hook(hook)
+        value.clone().sum().backward()
+    return found == [(True, False)]

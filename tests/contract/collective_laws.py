@@ -22,8 +22,8 @@ import popdist
 from popdist import context
 from popdist.collectives import DTYPES, FLOATS, exchange
 from popdist.errors import BackendError
+from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.waiting import wait_until
 from popdist.transport.torch_backend import MemoryOfSubsets
 from popdist.tree import tree_sum
 

@@ -17,7 +17,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from popdist.errors import BackendError, CollectiveError
-from popdist.host_memory import flags, host_group, segment_exchange
+from popdist.host_memory import barriers, host_group, segment_exchange
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.short_messages import ShortMessages
@@ -161,13 +161,13 @@ def law_a_shortage_is_an_error_on_every_rank() -> None:
 def law_where_memory_is_not_ordered_fences_keep_it() -> None:
     """The same results with a memory barrier around every flag; without one, there is no group."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_group, "make_fence", lambda: flags.make_fence("riscv64"))
+        patch.setattr(host_group, "make_fence", lambda: barriers.make_fence("riscv64"))
         with connected() as made:
             tensor = torch.ones(100_000)
             HostCollectives(made).all_reduce(tensor)
             assert (tensor == made.size).all()
         if dist.get_rank() == 0:
-            patch.setattr(flags, "_SYSCALL_NUMBERS", {})
+            patch.setattr(barriers, "_MEMBARRIER_NUMBERS", {})
         assert connect() is None
 
 
@@ -213,7 +213,7 @@ def law_a_purpose_can_be_read() -> None:
         if made.size > 1:
             with pytest.raises(CollectiveError, match=r"rank 0: allocate.*\n.*ranks? 1.*: barrier"):
                 made.allocate(5) if made.rank == 0 else made.barrier()
-        assert flags.describe(flags.purpose(0)) == "barrier"
+        assert barriers.describe(barriers.purpose(0)) == "barrier"
 
 
 def law_a_sleeper_wakes() -> None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import distributed as dist
 
-from popdist.host_memory.flags import Flags
+from popdist.host_memory.barriers import Barriers
 
 PATIENCE = timedelta(seconds=3600)
 """Longer than the test may take: who waits it out has not noticed a death."""
@@ -49,15 +49,15 @@ def be_late() -> None:
 def lose_one() -> None:
     """Rank 1 is killed when it has sent a part of what it has."""
     if dist.get_rank() == 1:
-        meet, num_meetings = Flags.meet, iter(range(100))
+        wait, num_barriers = Barriers.wait, iter(range(100))
 
-        def meet_thrice(flags: Flags, *arguments: Any) -> int:  # noqa: ANN401 - as it is called
-            if next(num_meetings) == 3:
+        def wait_thrice(barriers: Barriers, *arguments: Any) -> int:  # noqa: ANN401 - as it is called
+            if next(num_barriers) == 3:
                 die()
-            return meet(flags, *arguments)
+            return wait(barriers, *arguments)
 
-        faulty: Any = Flags
-        faulty.meet = meet_thrice
+        faulty: Any = Barriers
+        faulty.wait = wait_thrice
     tensor = torch.ones(1 << 20)
     tell("lost", lambda: dist.all_reduce(tensor))
     tell("lost for ever", dist.barrier)

@@ -25,7 +25,7 @@ from popdist import context
 from popdist.gradients import overlap, reduction
 from popdist.gradients.flat_buffers import FlatGradient
 from popdist.gradients.overlap import Overlap, OverlappedSum
-from popdist.host_memory.waiting import wait_until
+from popdist.host_memory.barriers import wait_until
 from popdist.transport import two_level
 from popdist.transport.channel import Channel
 from tests.contract import training_laws, training_recipes

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from popdist.errors import CollectiveError
-from tests.contract import host_memory_laws, quick_laws, shared_tensor_laws
+from tests.contract import host_memory_laws, shared_tensor_laws, sum_laws
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -44,12 +44,12 @@ def run_all() -> int:
 
 def run_all_mixed() -> int:
     """The same where only every second rank has the extension."""
-    return quick_laws.without_it_on_odd_ranks(int(os.environ["RANK"]), run_all)
+    return sum_laws.without_it_on_odd_ranks(int(os.environ["RANK"]), run_all)
 
 
 def all_laws() -> list[Callable[[], None]]:
     """Those of the memory beneath, of small sums, then those of this file."""
-    beneath = [item for laws in (host_memory_laws, quick_laws, shared_tensor_laws) for item in vars(laws).items()]
+    beneath = [item for laws in (host_memory_laws, sum_laws, shared_tensor_laws) for item in vars(laws).items()]
     named = [*beneath, *globals().items()]
     return [law for name, law in named if name.startswith("law_")]
 

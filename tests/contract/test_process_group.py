@@ -1,8 +1,7 @@
 """The backend ``popdist`` of torch.distributed obeys torch's contract, alone and among two and three ranks.
 
-Holds popdist.process_group.call_arguments, popdist.process_group.movable, popdist.process_group.operations,
-popdist.process_group.torch_groups, popdist.process_group.work_queue, popdist.host_memory.all_reduce and
-popdist.host_memory.offers.
+Holds popdist.process_group.call_checks, popdist.process_group.remapping, popdist.process_group.work_queue and
+popdist.host_memory.in_place.
 """
 
 import pytest

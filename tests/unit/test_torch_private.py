@@ -1,9 +1,15 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
+from inspect import currentframe
+from typing import NoReturn
+
 import pytest
 import torch
+from torch.futures import Future
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from popdist import torch_private
+from popdist.errors import BackendError
 
 
 def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +23,75 @@ def test_autograd_runs_in_backward_only(monkeypatch: pytest.MonkeyPatch) -> None
     seen.append(torch_private.is_in_backward())
 
     assert seen == [True, False, None]
+
+
+def test_the_engine_is_told_from_a_hook_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd's engine calls from C++, as torch's reducer is called, and what a hook in Python calls."""
+    seen = dict[str, bool]()
+
+    def group_method(name: str) -> None:
+        seen[name] = torch_private.is_caller_the_engine(currentframe())
+
+    def hook(_: torch.Tensor) -> None:
+        group_method("hook")
+
+    def backward() -> dict[str, bool]:
+        seen.clear()
+        value = torch.ones(1, requires_grad=True)
+        value.register_hook(hook)
+        value.register_hook(lambda _: seen.update(engine=torch_private.is_caller_the_engine(currentframe())))
+        value.sum().backward()
+        group_method("no backward")
+        return dict(seen)
+
+    assert backward() == {"hook": False, "engine": True, "no backward": False}
+    for name in ("_engine_run_backward", "_current_graph_task_id"):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_private, name, None)
+            torch_private._is_engine_understood.cache_clear()
+            assert set(backward().values()) == {False}, name
+    torch_private._is_engine_understood.cache_clear()
+
+
+def test_storages_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is used again, and nothing is shared, which is an error that the callers expect."""
+    storage, other = torch.ones(1).untyped_storage(), torch.ones(1).untyped_storage()
+    reference = StorageWeakRef(storage)
+    assert torch_private.is_held_once(storage)
+    assert not torch_private.has_storage(reference, lambda _: False)
+    for name in ("_storage_use_count", "_new_with_weak_ptr", "_share_fd_cpu", "_swap_data_ptr"):
+        monkeypatch.setattr(torch_private, name, None)
+
+    assert not torch_private.is_held_once(storage)
+    assert torch_private.has_storage(reference, lambda _: False)
+    with pytest.raises(BackendError, match=r"lacks UntypedStorage\._share_fd_cpu_"):
+        torch_private.descriptor_of(storage)
+    with pytest.raises(BackendError, match=r"lacks UntypedStorage\._swap_data_ptr_"):
+        torch_private.swap_memory(storage, other)
+
+
+def test_works_and_futures_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future gives its value where its error cannot be raised; without works there is no backend."""
+
+    def reveal(_: object) -> NoReturn:
+        raise ValueError("revealed")
+
+    raising, plain = Future[str](), Future[str]()
+    torch_private.set_failure(raising, "value", reveal)
+    with pytest.raises(ValueError, match="revealed"):
+        raising.wait()
+    assert torch_private.work_of(raising).is_completed()
+    monkeypatch.setattr(torch_private, "_set_unwrap_func", None)
+    monkeypatch.setattr(torch_private, "_create_work_from_future", None)
+    torch_private.set_failure(plain, "value", reveal)
+    assert plain.wait() == "value"
+    with pytest.raises(RuntimeError, match="use the backend gloo"):
+        torch_private.work_of(plain)
+
+
+def test_functions_are_not_traced_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The public way is taken, which has to import the compiler."""
+    monkeypatch.setattr(torch_private, "_set_code_exec_strategy", None)
+    monkeypatch.setattr(torch.compiler, "disable", lambda function: (function, "disabled"))
+
+    assert torch_private.skip_tracing(len) == (len, "disabled")

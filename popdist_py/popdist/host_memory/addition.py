@@ -1,20 +1,18 @@
-"""Adding rows of numbers, one from each rank, in the fixed order: in C, by numpy or by torch, as one table says.
+"""Adding rows of numbers, one from each rank, in the fixed order.
 
 The order is the binary tree of `popdist.tree` over the rank. An element's sum depends on nothing but that tree, so
 its bits are the same for every length, for every share and block that it may fall into, for every number of
-threads, and for every path of `PATHS`. Pure.
+threads, and whether C adds or torch. Pure.
 """
 
-from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any, Final, Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from popdist import extensions
-from popdist.host_memory.flags import kind
+from popdist.host_memory.barriers import kind
 from popdist.tree import Node, finish
 
 Op = Literal["sum", "mean", "min", "max", "product", "rounded sum"]
@@ -25,81 +23,20 @@ OPS: Final[tuple[Op, ...]] = get_args(Op)
 HALVES: Final = (torch.float16, torch.bfloat16)
 """Dtypes that are combined in float32, but in a rounded sum."""
 
-ARRAY_DTYPES: Final = (
+DTYPES: Final = (
     torch.float64,
     torch.float32,
+    *HALVES,
     torch.int64,
     torch.int32,
     torch.int16,
     torch.int8,
     torch.uint8,
+    torch.bool,
 )
-"""Dtypes that numpy has, and adds as torch does."""
-
-DTYPES: Final = (*ARRAY_DTYPES[:2], *HALVES, *ARRAY_DTYPES[2:], torch.bool)
 """Dtypes that can be combined."""
 
 KINDS: Final = {dtype: kind(str(dtype).removeprefix("torch.")) for dtype in DTYPES}
-
-SLOT_DTYPES: Final = (torch.float32, torch.float64, torch.int32, torch.int64)
-"""What the extension adds in slots, in its order."""
-
-Place = Literal["slot", "pieces", "rows", "outputs", "cast outputs"]
-"""Where rows are added, which also tells how large they are.
-
-``slot``: a tensor that fits the slots of its group, at one meeting. ``pieces``: a larger one, piece by piece in
-the slots. ``rows``: rows of shared memory of any size, in the usual order, into each of them. ``outputs``: such
-rows in any order into any others; ``cast outputs``: into others of another dtype.
-"""
-
-Path = Literal["C", "numpy", "torch"]
-
-
-class _Rule(NamedTuple):
-    """A rule of the table: the additions that take a path."""
-
-    place: Place
-    path: Path
-    ops: Collection[Op]
-    dtypes: Collection[torch.dtype]
-    nums_rows: Collection[int]
-
-
-_SUM: Final[tuple[Op, ...]] = ("sum",)
-_SUM_OR_MEAN: Final[tuple[Op, ...]] = ("sum", "mean")
-_ANY_NUMBER: Final = range(1 << 32)
-
-PATHS: Final = (
-    _Rule("slot", "C", _SUM, SLOT_DTYPES, range(2, 65)),
-    _Rule("pieces", "numpy", _SUM, ARRAY_DTYPES, (2,)),
-    _Rule("rows", "C", _SUM_OR_MEAN, (torch.float32, torch.float64), (2, 4)),
-    _Rule("rows", "numpy", _SUM_OR_MEAN, ARRAY_DTYPES, _ANY_NUMBER),
-    _Rule("outputs", "numpy", _SUM_OR_MEAN, ARRAY_DTYPES, _ANY_NUMBER),
-)
-"""The first rule that fits is taken; all else is done by torch.
-
-C adds all rows in one pass, and needs no call of Python's for a tensor that fits a slot. numpy's functions are
-called faster than torch's; torch knows all dtypes and operations.
-"""
-
-
-def path_of(place: Place, op: Op, dtype: torch.dtype, num_rows: int) -> Path:
-    """The path of an addition; what is meant for C takes the next path where there is no extension."""
-    for rule in PATHS:
-        is_meant = rule.place == place and op in rule.ops and dtype in rule.dtypes and num_rows in rule.nums_rows
-        if is_meant and (rule.path != "C" or extension() is not None):
-            return rule.path
-    return "torch"
-
-
-extension: Final = partial(extensions.find, "popdist.host_memory._quick")
-"""Gives the part of this folder that is written in C, or None."""
-
-
-def as_numbers(numbers: Iterable[int]) -> bytes:
-    """Numbers from 0 to 2**64 - 1, such as addresses, as the extension reads them."""
-    return array("Q", numbers).tobytes()
-
 
 CACHED_BYTES: Final = 1 << 19
 """Length of the blocks of all rows together: they fit a usual second-level cache of 1 MiB."""
@@ -172,7 +109,7 @@ def combiner(op: Op, dtype: torch.dtype) -> Combine:
     return _COMBINERS[op]
 
 
-def combine_in_place(combine: Combine, rows: Sequence[Any], pairs: Iterable[tuple[int, int]]) -> Any:  # noqa: ANN401 - tensors or arrays
+def combine_in_place(combine: Combine, rows: Sequence[Tensor], pairs: Iterable[tuple[int, int]]) -> Tensor:
     """Combine rows in the order of ``pairs``, in their own memory; the row that ends as the result."""
     for left, right in pairs:
         combine(rows[left], rows[right], out=rows[left])
@@ -185,13 +122,7 @@ def is_widened(op: Op, dtype: torch.dtype) -> bool:
 
 
 class Combiner:
-    """Combines rows of one dtype.
-
-    Args:
-        op: How; "mean" divides the sum by the number of rows.
-        dtype: The dtype of rows and result.
-        num_rows: Rows to combine, at least 2.
-    """
+    """Combines at least two rows of one dtype by an operation; "mean" divides their sum by their number."""
 
     def __init__(self, op: Op, dtype: torch.dtype, num_rows: int) -> None:
         self.plain = combiner(op, dtype)

@@ -1,19 +1,30 @@
-"""What a forked child inherits and must not end: only its parent has the threads that the end would wait for."""
+"""What a forked child inherits from its parent and must neither use nor end.
+
+Only the parent has the threads that the end of a connection would wait for, and the barriers are the parent's.
+"""
 
 import atexit
 import ctypes
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 _connections: Final["weakref.WeakSet[Any]"] = weakref.WeakSet()
 _exit_handlers: Final[list[Callable[[], None]]] = []
+_in_children: Final["list[weakref.WeakMethod[Callable[[], None]]]"] = []
 
 
 def never_destroy_in_children(*connections: object) -> None:
     """Keep torch's process groups and stores alive in forked children: their destructors join threads."""
     _connections.update(connections)
+
+
+def call_in_children(method: Callable[[], None]) -> None:
+    """Call a method of an object in each forked child, as long as there is the object."""
+    _in_children[:] = [reference for reference in _in_children if reference() is not None]
+    _in_children.append(weakref.WeakMethod(method))
 
 
 def call_at_exit(handler: Callable[[], None]) -> None:
@@ -29,6 +40,11 @@ def _part_from_parent() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
     for handler in _exit_handlers:
         atexit.unregister(handler)
+    for reference in _in_children:
+        method = reference()
+        if method is not None:
+            with suppress(Exception):
+                method()
 
 
 os.register_at_fork(after_in_child=_part_from_parent)

@@ -1,34 +1,211 @@
-"""The collectives of a host group over tensors that live anywhere, through slots of shared memory.
+"""The collectives of a host group over tensors that live anywhere, through slots of shared memory or in place.
 
-A slot (see `popdist.host_memory.all_reduce`) is cut into as many parts as there are receivers of different data,
-and a piece is what fits such a part. Each piece takes one meeting.
+Each rank has two slots, used in turn: what it writes for barrier n stands in the slot of n's parity (see
+`popdist.host_memory.barriers`). So one barrier for each piece of data is enough: while a slow rank still reads one
+slot, a fast one fills the other. A slot is cut into as many parts as there are receivers of different data, and a
+piece is what fits such a part.
+
+An all-reduce of what fits a slot takes one barrier: every rank writes its tensor there and adds all of them. So it
+does with a larger one piece by piece between two ranks. Among more, each rank adds a share of every piece, writes
+the sum, and reads the others' sums: two barriers for each piece, and the work of adding is divided. A tensor whose
+memory all ranks have mapped is not copied at all (`popdist.host_memory.in_place`).
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, Self
+from typing import Final, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.host_memory import addition
-from popdist.host_memory.addition import KINDS, OPS, Combiner, Op
-from popdist.host_memory.all_reduce import LARGEST_BYTES, AllReduce, Slots
-from popdist.host_memory.flags import Names, operation, purpose
+from popdist.host_memory.addition import KINDS, OPS, Combiner, Op, combiner, share
+from popdist.host_memory.barriers import Names, operation, purpose
 from popdist.host_memory.host_group import HostGroup
-from popdist.host_memory.offers import LEAST_BYTES, MayMove, Places
+from popdist.host_memory.in_place import LEAST_BYTES, InPlace, MayMove, Places
 
+FIRST_BYTES: Final = 1 << 16
+"""Size of a slot until something larger is sent."""
+
+LARGEST_BYTES: Final = 1 << 20
+"""Size of a slot from then on; what is larger goes in pieces, which stay in the caches on their way."""
+
+_PAIR: Final = 2
+_SHARED_BYTES: Final = 1 << 16
+
+PIECE_BYTES: Final = 1 << 19
+"""Size of the pieces that two ranks add: two of them fit a usual second-level cache."""
+
+_ALL_REDUCE: Final = {op: operation(f"all_reduce ({op})") for op in OPS}
 _REDUCE_SCATTER: Final = {op: operation(f"reduce_scatter ({op})") for op in OPS}
 _REDUCE: Final = {op: operation(f"reduce ({op})") for op in OPS}
 _ALL_GATHER: Final = operation("all_gather of bytes")
 _BROADCAST: Final = operation("broadcast of bytes")
 _ALL_TO_ALL: Final = operation("all_to_all")
 
+_MOST_PREPARED: Final = 512
+
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat tensor of bytes: every dtype travels the same way."""
     return tensor.view(-1).view(torch.uint8)
+
+
+class Slots:
+    """The slots of a group; every rank makes them, and lets them grow, at the same time."""
+
+    def __init__(self, group: HostGroup) -> None:
+        self.num_bytes = FIRST_BYTES
+        self._group = group
+        self._block = group.allocate(2 * FIRST_BYTES)
+        self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def fit(self, num_bytes: int) -> None:
+        """Make the slots larger if ``num_bytes`` do not fit; what does not fit the largest goes in pieces.
+
+        Raises BackendError on every rank if one has no room, and the slots stay as they are.
+        """
+        if num_bytes > self.num_bytes < LARGEST_BYTES:
+            block = self._group.allocate(2 * LARGEST_BYTES)
+            self._block.release()
+            self._block, self.num_bytes = block, LARGEST_BYTES
+            self._views.clear()
+
+    @property
+    def whole_bytes(self) -> int:
+        """Up to this size each rank adds all by itself at one barrier; among three and more not what is large."""
+        return self.num_bytes if self._group.size == _PAIR else _SHARED_BYTES
+
+    def of_parity(self, parity: int, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's slot for barriers of this parity, in rank order: flat tensors of ``dtype``."""
+        key = (parity, dtype)
+        if key not in self._views:
+            start = parity * self.num_bytes
+            self._views[key] = [row[start : start + self.num_bytes].view(dtype) for row in self._block.rows]
+        return self._views[key]
+
+    def next(self, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's slot for the next barrier."""
+        return self.of_parity(self._group.barriers.next_number() & 1, dtype)
+
+
+class _PreparedSum(NamedTuple):
+    """An all-reduce of tensors of one shape and dtype at one barrier; pairs hold what is for each parity."""
+
+    purpose: int
+    mine: tuple[Tensor, Tensor]
+    rows: tuple[list[Tensor], list[Tensor]]
+    combine: Combiner
+    memory: list[Tensor]
+
+
+class AllReduce:
+    """The all-reduce of a group of at least two ranks."""
+
+    def __init__(self, group: HostGroup, slots: Slots, in_place: InPlace) -> None:
+        self._barriers = group.barriers
+        self._rank, self._size = group.rank, group.size
+        self._slots = slots
+        self._in_place = in_place
+        self._prepared: dict[tuple[Op, torch.dtype, Size], _PreparedSum] = {}
+        self._num_bytes = slots.num_bytes  # the size of the slots that the prepared sums are of
+
+    def __call__(self, tensor: Tensor, op: Op, may_move: MayMove | None) -> None:
+        """Combine in place; see `HostCollectives.all_reduce`."""
+        if tensor.nbytes < LEAST_BYTES:
+            self._add(tensor, op)
+            return
+        combiner(op, tensor.dtype)
+        self._slots.fit(tensor.nbytes)
+        reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=tensor.numel())
+        self._in_place.run(
+            tensor,
+            reason,
+            lambda places: self._in_place.reduction(places, tensor, op).finish(reason),
+            partial(self._add, tensor, op),
+            may_move,
+        )
+
+    def _add(self, tensor: Tensor, op: Op) -> None:
+        prepared = self._prepared.get((op, tensor.dtype, tensor.shape))
+        if prepared is None or self._num_bytes != self._slots.num_bytes:
+            prepared = self._prepare(tensor, op)
+            if prepared is None:
+                self._reduce_in_pieces(tensor, op)
+                return
+        parity = self._barriers.next_number() & 1
+        prepared.mine[parity].copy_(tensor)
+        self._in_place.wait(prepared.purpose)
+        combine, rows = prepared.combine, prepared.rows[parity]
+        if combine.is_plain:
+            combine.plain(rows[0], rows[1], out=tensor)
+        else:
+            combine(rows, tensor, prepared.memory)
+
+    def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
+        """Prepare what needs one meeting only; None for what needs more."""
+        num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
+        combine = Combiner(op, dtype, self._size)
+        self._slots.fit(num_bytes)
+        if self._num_bytes != self._slots.num_bytes or len(self._prepared) >= _MOST_PREPARED:
+            self._prepared.clear()
+            self._num_bytes = self._slots.num_bytes
+        if num_bytes > self._slots.whole_bytes:
+            return None
+        even, odd = (
+            [slot[: tensor.numel()].view(shape) for slot in self._slots.of_parity(i, dtype)] for i in (0, 1)
+        )
+        prepared = self._prepared[op, dtype, shape] = _PreparedSum(
+            purpose=purpose(_ALL_REDUCE[op], kind=KINDS[dtype], count=tensor.numel()),
+            mine=(even[self._rank], odd[self._rank]),
+            rows=(even, odd),
+            combine=combine,
+            memory=combine.memory(shape),
+        )
+        return prepared
+
+    def _reduce_in_pieces(self, tensor: Tensor, op: Op) -> None:
+        flat = tensor.contiguous().view(-1)
+        combine = Combiner(op, tensor.dtype, self._size)
+        reason = purpose(_ALL_REDUCE[op], kind=KINDS[tensor.dtype], count=len(flat))
+        width = (PIECE_BYTES if self._size == _PAIR else self._num_bytes) // tensor.element_size()
+        memory = combine.memory((width,))
+        reduce_piece = self._reduce_whole if self._size == _PAIR else self._reduce_shares
+        for piece in flat.split(width):
+            reduce_piece(piece, reason, combine, memory)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
+
+    def _reduce_whole(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
+        """Each rank adds all of the piece."""
+        length = len(piece)
+        rows = [slot[:length] for slot in self._slots.next(piece.dtype)]
+        rows[self._rank].copy_(piece)
+        self._in_place.wait(reason)
+        rows[self._rank] = piece
+        combine(rows, piece, [held[:length] for held in memory])
+
+    def _reduce_shares(self, piece: Tensor, reason: int, combine: Combiner, memory: Sequence[Tensor]) -> None:
+        """Each rank adds a share of the piece and takes the others'."""
+        barriers, rank, slots = self._barriers, self._rank, self._slots
+        shares = [share(len(piece), other, self._size, piece.element_size()) for other in range(self._size)]
+        mine = shares[rank]
+        rows = slots.next(piece.dtype)
+        for part in (slice(0, mine.start), slice(mine.stop, len(piece))):
+            rows[rank][part].copy_(piece[part])
+        self._in_place.wait(reason)
+        results = slots.next(piece.dtype)
+        if mine:
+            part = slice(mine.start, mine.stop)
+            own, total = piece[part], results[rank][part]
+            parts = [own if other == rank else row[part] for other, row in enumerate(rows)]
+            combine(parts, total, [held[: len(mine)] for held in memory])
+            own.copy_(total)
+        barriers.wait(reason)
+        for other, its in enumerate(shares):
+            if its and other != rank:
+                part = slice(its.start, its.stop)
+                piece[part].copy_(results[other][part])
 
 
 class HostCollectives:
@@ -52,12 +229,12 @@ class HostCollectives:
         self.group = group
         self.rank = self._rank = group.rank
         self.size = group.size
-        self._flags = group.flags
+        self._barriers = group.barriers
         self._is_alone = group.size == 1
         if not self._is_alone:
             self._slots = Slots(group)
-            self._all_reduce = AllReduce(group, self._slots)
-            self._offers = self._all_reduce.offers
+            self._in_place = InPlace(group)
+            self._all_reduce = AllReduce(group, self._slots, self._in_place)
 
     @classmethod
     def connect(
@@ -103,7 +280,7 @@ class HostCollectives:
             slot = self._slots.next(torch.uint8)[root][: len(piece)]
             if self._rank == root:
                 slot.copy_(piece)
-            self._flags.meet(reason)
+            self._barriers.wait(reason)
             if self._rank != root:
                 piece.copy_(slot)
 
@@ -119,22 +296,22 @@ class HostCollectives:
             self._gather_in_pieces(into, data, reason)
             return
         in_place = partial(self._gather_in_place, into, data, reason)
-        self._offers.run(data, reason, in_place, partial(self._gather_in_pieces, into, data, reason))
+        self._in_place.run(data, reason, in_place, partial(self._gather_in_pieces, into, data, reason))
 
     def _gather_in_place(self, into: Sequence[Tensor], data: Tensor, reason: int, places: Places) -> None:
-        rows = self._offers.rows(places, len(data), torch.uint8)
+        rows = self._in_place.rows(places, len(data), torch.uint8)
         rows[self._rank] = data
         for output, row in zip(into, rows, strict=True):
             if output.data_ptr() != row.data_ptr():
                 output.copy_(row)
-        self._flags.meet(reason)
+        self._barriers.wait(reason)
 
     def _gather_in_pieces(self, into: Sequence[Tensor], data: Tensor, reason: int) -> None:
         pieces = [_cut(output, self._slots.num_bytes) for output in into]
         for index, piece in enumerate(_cut(data, self._slots.num_bytes)):
             slots = [slot[: len(piece)] for slot in self._slots.next(torch.uint8)]
             slots[self._rank].copy_(piece)
-            self._offers.meet(reason)
+            self._in_place.wait(reason)
             slots[self._rank] = piece
             for row, slot in zip(pieces, slots, strict=True):
                 row[index].copy_(slot)
@@ -153,7 +330,7 @@ class HostCollectives:
             rows = [slot[:length] for slot in self._slots.next(tensor.dtype)]
             if self._rank != root:
                 rows[self._rank].copy_(piece)
-            self._flags.meet(reason)
+            self._barriers.wait(reason)
             if self._rank == root:
                 rows[root] = piece
                 combine(rows, piece, [held[:length] for held in memory])
@@ -171,17 +348,17 @@ class HostCollectives:
             in_pieces()
             return
         in_place = partial(self._scatter_in_place, output, combine, reason)
-        self._offers.run(_joined(tensors), reason, in_place, in_pieces)
+        self._in_place.run(_joined(tensors), reason, in_place, in_pieces)
 
     def _scatter_in_place(self, output: Tensor, combine: Combiner, reason: int, places: Places) -> None:
         """Combine this rank's part of all ranks' tensors where they lie."""
         first, width = self._rank * len(output), LARGEST_BYTES // output.element_size()
-        wholes = self._offers.rows(places, output.nbytes * self.size, output.dtype)
+        wholes = self._in_place.rows(places, output.nbytes * self.size, output.dtype)
         rows = [whole[first : first + len(output)] for whole in wholes]
         memory = combine.memory((min(width, len(output)),))
         for parts in zip(*(_cut(row, width) for row in (output, *rows)), strict=True):
             combine(parts[1:], parts[0], [held[: len(parts[0])] for held in memory])
-        self._flags.meet(reason)
+        self._barriers.wait(reason)
 
     def _scatter_in_pieces(
         self, output: Tensor, tensors: Sequence[Tensor], combine: Combiner, reason: int
@@ -195,7 +372,7 @@ class HostCollectives:
             for other in range(self.size):
                 if other != self._rank:
                     slots[self._rank][other * width : other * width + length].copy_(pieces[other][index])
-            self._offers.meet(reason)
+            self._in_place.wait(reason)
             first = self._rank * width
             rows = [slot[first : first + length] for slot in slots]
             rows[self._rank] = pieces[self._rank][index]
@@ -206,11 +383,11 @@ class HostCollectives:
         if self._is_alone:
             outputs[0].copy_(tensors[0])
             return
-        flags, mine = self._flags, self._rank
+        barriers, mine = self._barriers, self._rank
         sent, received = [as_bytes(tensor) for tensor in tensors], [as_bytes(tensor) for tensor in outputs]
-        flags.say(max(map(len, [*sent, *received])))
-        flags.meet(purpose(_ALL_TO_ALL))
-        most = max(flags.said())
+        barriers.post(max(map(len, [*sent, *received])))
+        barriers.wait(purpose(_ALL_TO_ALL))
+        most = max(barriers.posted())
         self._slots.fit(most * self.size)
         width = self._slots.num_bytes // self.size // 8 * 8
         received[mine].copy_(sent[mine])
@@ -219,7 +396,7 @@ class HostCollectives:
             for other, data in enumerate(sent):
                 if other != mine and (piece := data[start : start + width]).numel():
                     slots[mine][other * width : other * width + len(piece)].copy_(piece)
-            flags.meet(purpose(_ALL_TO_ALL, count=most))
+            barriers.wait(purpose(_ALL_TO_ALL, count=most))
             for other, data in enumerate(received):
                 if other != mine and (piece := data[start : start + width]).numel():
                     piece.copy_(slots[other][mine * width : mine * width + len(piece)])
@@ -230,33 +407,17 @@ class HostCollectives:
 
     def set_timeout(self, timeout_seconds: float) -> None:
         """Set how long a lost or late rank is waited for from now on."""
-        self.group.flags.timeout_seconds = timeout_seconds
-
-    def quick_call(self, *gate: object) -> Any:  # noqa: ANN401 - a class of the extension, or None
-        """A call in C of a torch group's allreduce, which adds what is small; None where there is none in C.
-
-        Args:
-            gate: What else ``QuickCall`` of quick_call.c takes: when it adds, and what it does otherwise.
-        """
-        quick = None if self._is_alone else self._all_reduce.quick.in_c
-        found: Any = addition.extension()
-        is_there = found is not None and (self._is_alone or quick is not None)
-        return found.QuickCall(quick, *gate) if is_there else None
-
-    def leave_large(self) -> None:
-        """Have :meth:`quick_call` leave large tensors to :meth:`all_reduce`, which can move their memory."""
-        if not self._is_alone:
-            self._all_reduce.quick.leave_large()
+        self.group.barriers.timeout_seconds = timeout_seconds
 
     def close(self) -> None:
         """Leave: the other ranks see it."""
         if not self._is_alone:
-            self._offers.close()
+            self._in_place.close()
         self.group.close()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End a call that is going on in another thread, with an error."""
-        self.group.flags.break_off()
+        self.group.barriers.abort()
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

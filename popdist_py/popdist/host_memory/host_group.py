@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
-from popdist.host_memory.flags import Flags, Names, make_fence, operation, purpose
+from popdist.host_memory.barriers import Barriers, Names, ProcessWatch, make_fence, operation, purpose
 from popdist.host_memory.row_reduction import Reduction
 from popdist.host_memory.segment_exchange import PeerSegment, SegmentExchange, open_through_proc
 from popdist.host_memory.segments import (
@@ -34,7 +34,6 @@ from popdist.host_memory.segments import (
     map_window,
     whole_pages,
 )
-from popdist.host_memory.waiting import ProcessWatch
 
 _ALLOCATE: Final = operation("allocate")
 _BARRIER: Final = 0
@@ -50,15 +49,21 @@ class HostGroup:
     Attributes:
         rank: This process's number, from 0.
         size: Processes in the group, at least 1.
-        flags: The meetings of the processes, which every operation is made of.
+        barriers: Those of the processes, which every operation is made of.
     """
 
     def __init__(
-        self, segment: Segment, found: dict[int, PeerSegment], flags: Flags, rank: int, *, is_part: bool = False
+        self,
+        segment: Segment,
+        found: dict[int, PeerSegment],
+        barriers: Barriers,
+        rank: int,
+        *,
+        is_part: bool = False,
     ) -> None:
         self.rank = rank
         self.size = len(found) + 1
-        self.flags = flags
+        self.barriers = barriers
         self._segment = segment
         self._found = found
         self._is_part = is_part
@@ -108,7 +113,7 @@ class HostGroup:
         windows = {other: map_window(theirs.descriptor, 0, PAGE_BYTES) for other, theirs in found.items()} | {
             rank: window
         }
-        flags = Flags(
+        barriers = Barriers(
             [memoryview(windows[other]).cast("Q") for other in range(size)],
             rank=rank,
             names=names,
@@ -116,7 +121,7 @@ class HostGroup:
             fence=fence,
             timeout_seconds=timeout_seconds,
         )
-        group = cls(segment, found, flags, rank)
+        group = cls(segment, found, barriers, rank)
         group.barrier()  # so a process that is watched is one that was there after the watch had begun
         return group
 
@@ -156,8 +161,8 @@ class HostGroup:
         ]
         found = {place: self._found[other] for place, other in enumerate(ranks) if other != self.rank}
         watch = ProcessWatch({place: theirs.pid for place, theirs in found.items()})
-        flags = self.flags.part(ranks, [as_words(page) for page in pages], watch)
-        return HostGroup(self._segment, found, flags, flags.rank, is_part=True)
+        barriers = self.barriers.of_part(ranks, [as_words(page) for page in pages], watch)
+        return HostGroup(self._segment, found, barriers, barriers.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
         """A row of ``num_bytes`` for each rank, mapped by all; all zero, unless it was reserved before.
@@ -175,9 +180,9 @@ class HostGroup:
             offset = self._segment.grow(num_bytes) if reserved is None else reserved.offset
         except BackendError as error:
             offset, trouble = -1, str(error)
-        self.flags.say(offset + 1)
-        self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
-        offsets = [word - 1 for word in self.flags.said()]
+        self.barriers.post(offset + 1)
+        self.barriers.wait(purpose(_ALLOCATE, count=num_bytes))
+        offsets = [word - 1 for word in self.barriers.posted()]
         if not trouble and -1 not in offsets:
             try:
                 rows = [
@@ -186,12 +191,12 @@ class HostGroup:
                 ]
             except (OSError, ValueError) as error:
                 trouble = f"cannot map {num_bytes} bytes of each rank: {error}"
-        self.flags.say(1 if rows else 0)
-        self.flags.meet(purpose(_ALLOCATE, count=num_bytes))
-        if not all(said := self.flags.said()):
+        self.barriers.post(1 if rows else 0)
+        self.barriers.wait(purpose(_ALLOCATE, count=num_bytes))
+        if not all(said := self.barriers.posted()):
             if offset >= 0 and reserved is None:
                 self._segment.release(offset, whole_pages(num_bytes))
-            without = self.flags.name([rank for rank, has_room in enumerate(said) if not has_room])
+            without = self.barriers.name([rank for rank, has_room in enumerate(said) if not has_room])
             raise BackendError(trouble or f"{without} found no room for {num_bytes} more bytes of shared memory")
         return SharedBlock(self._segment, offset, rows, self.rank)
 
@@ -232,7 +237,7 @@ class HostGroup:
         Raises:
             ValueError: If the rows do not fit together.
         """
-        return Reduction(self.flags, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
+        return Reduction(self.barriers, rows, op, outputs=rows if outputs is None else outputs, pairs=pairs)
 
     def barrier(self, timeout_seconds: float | None = None) -> None:
         """Wait until every rank is here; afterwards each sees what all wrote into shared memory before.
@@ -244,14 +249,14 @@ class HostGroup:
             BackendError: If a rank was lost or did not come in time; the message names it.
             CollectiveError: If a rank is in another operation of this group.
         """
-        self.flags.meet(_BARRIER, timeout_seconds)
+        self.barriers.wait(_BARRIER, timeout_seconds)
 
     def close(self) -> None:
         """Leave the group: the others see it, and nothing is held any more but what views of blocks still map.
 
         A part of a group leaves the segments to that one, which is closed later.
         """
-        self.flags.leave()
+        self.barriers.leave()
         if self._is_part:
             return
         self._segment.close()

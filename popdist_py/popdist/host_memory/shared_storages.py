@@ -2,7 +2,7 @@
 
 A storage lies alone in its file, from the start of it, as torch has it for tensors that it sends to another
 process; so torch can send such a tensor, too. A page more at the end holds a number that names the storage as long
-as it lives, and 0 afterwards: then whoever maps the file lets go of it. Pages are reserved, as a segment's are.
+as it lives, and 0 afterwards: then whoever has mapped the file unmaps it. Pages are reserved, as a segment's are.
 
 A storage that is there already can be moved: all tensors on it follow, and whoever has kept its address reads
 memory that is gone. A child that is forked later sees the storage and writes into pages of its own.
@@ -13,14 +13,14 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef, rebuild_storage_fd
 
+from popdist import torch_private
 from popdist.errors import BackendError
 from popdist.host_memory.segments import PAGE_BYTES, Segment, as_words, whole_pages
 
@@ -62,7 +62,7 @@ class MappedFile:
         """Whether the storage still lies there."""
         return bool(self._words[0])
 
-    def name(self, number: int) -> None:
+    def name_storage(self, number: int) -> None:
         """Name the storage; 0 means that it is gone."""
         self._words[0] = number
         self.number = number or self.number
@@ -80,62 +80,29 @@ def _map(descriptor: int, num_bytes: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorage:
-    """A storage of this process that lies in a file.
-
-    Attributes:
-        reference: The storage, which is not kept alive by this.
-        address: Where it begins.
-        num_bytes: Its length.
-        file: The file, mapped once more.
-    """
+    """A storage of this process that lies in a file; the descriptor is torch's, as long as it lies there."""
 
     reference: StorageWeakRef
     address: int
     num_bytes: int
     file: MappedFile
+    descriptor: int
 
     def is_there(self, storage: UntypedStorage) -> bool:
-        """Whether the storage, which is the one of :attr:`reference`, is where and what it was."""
+        """Whether the storage, which is the one of the reference, is where and what it was."""
         return storage.data_ptr() == self.address and storage.nbytes() == self.num_bytes
 
 
-_shared: Final[dict[int, SharedStorage]] = {}
-"""By :func:`key_of`."""
-
-
-class Listener(Protocol):
-    """Wants to know where storages lie in files."""
-
-    def tell(self, places: list[tuple[int, int]]) -> None:
-        """Where they begin and end from now on; some may be gone."""
-        ...
-
-
-_listeners: Final["weakref.WeakSet[Listener]"] = weakref.WeakSet()
-
-
-def tell(listener: Listener) -> None:
-    """Tell a listener, which is not kept alive by this, now and whenever a storage is added."""
-    _listeners.add(listener)
-    listener.tell(_places())
-
-
-def _places() -> list[tuple[int, int]]:
-    return [(shared.address, shared.address + shared.num_bytes) for shared in _shared.values()]
+_shared: Final[dict[StorageWeakRef, SharedStorage]] = {}
+"""By a weak reference, which keeps the identity of a storage from being used again."""
 
 
 def make(num_bytes: int) -> UntypedStorage:
-    """A storage of at least one byte in a file; all zero.
-
-    Raises:
-        BackendError: If there is no room.
-    """
+    """A storage of at least one byte in a file, all zero; BackendError if there is no room."""
     storage, file = _make(num_bytes)
-    _remember(storage, storage.data_ptr(), file)
+    _remember(storage, storage.data_ptr(), file, torch_private.descriptor_of(storage))
     return storage
 
-
-_use_count: Final[Callable[[int], int]] = torch._C._storage_Use_Count  # noqa: SLF001 - there is no other way to ask
 
 _POOL_SHARE: Final = 8
 
@@ -146,15 +113,11 @@ class StoragePool:
     def __init__(self) -> None:
         self._storages: list[UntypedStorage] = []
 
-    def take(self, num_bytes: int) -> UntypedStorage:
-        """A storage of at least ``num_bytes`` on which no tensor lies; its numbers are any.
-
-        Raises:
-            BackendError: If there is no room.
-        """
-        free = [storage for storage in self._storages if _use_count(key_of(storage)) == 1]
-        for storage in free:
-            if num_bytes <= storage.nbytes() <= num_bytes + num_bytes // _POOL_SHARE:
+    def storage(self, num_bytes: int) -> UntypedStorage:
+        """A storage of at least ``num_bytes`` that no tensor uses; BackendError if there is no room."""
+        for storage in self._storages:
+            is_long_enough = num_bytes <= storage.nbytes() <= num_bytes + num_bytes // _POOL_SHARE
+            if is_long_enough and torch_private.is_held_once(storage):
                 return storage
         self._storages.append(make(num_bytes))
         return self._storages[-1]
@@ -163,28 +126,19 @@ class StoragePool:
 def move(storage: UntypedStorage) -> None:
     """Move a storage into a file; all tensors on it follow.
 
-    Args:
-        storage: Of torch's own allocator for the CPU. Nobody has its address, or writes into it now.
-
-    Raises:
-        BackendError: If there is no room; the storage is where it was.
+    It is of torch's own allocator for the CPU, and nobody has its address, or writes into it now. Raises
+    BackendError, and leaves it where it was, if there is no room or torch cannot do it.
     """
     made, file = _make(storage.nbytes())
     made.copy_(storage, non_blocking=False)
-    swap: Any = storage._swap_data_ptr_  # type: ignore[attr-defined] # torch's stubs lack it
-    _remember(storage, made.data_ptr(), file)  # before the swap, so that a fork at any time finds it
-    swap(made)
-
-
-def key_of(storage: UntypedStorage) -> int:
-    """The address of torch's object, which is its own as long as there is a reference to it, also a weak one."""
-    key: int = storage._cdata  # noqa: SLF001 - torch's name for it
-    return key
+    # It is remembered before the swap, so that a fork at any time finds it.
+    _remember(storage, made.data_ptr(), file, torch_private.descriptor_of(made))
+    torch_private.swap_memory(storage, made)
 
 
 def find(storage: UntypedStorage) -> SharedStorage | None:
     """What is known of a storage that lies in a file of this process's; None of any other."""
-    key = key_of(storage)
+    key = StorageWeakRef(storage)
     found = _shared.get(key)
     if found is None or found.is_there(storage):
         return found
@@ -192,57 +146,62 @@ def find(storage: UntypedStorage) -> SharedStorage | None:
     return None
 
 
-def forget_gone() -> None:
-    """Let go of the files of storages that are gone."""
-    for key, shared in list(_shared.items()):
-        if shared.reference.expired():
+def release_gone() -> None:
+    """Mark the files of storages that are gone, so that all ranks unmap them."""
+    for key in list(_shared):
+        if key.expired():
             _forget(key)
 
 
+class _DuplicatedDescriptor:
+    """A descriptor as torch's function for storages of other processes takes it, and closes it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = os.dup(descriptor)
+
+    def detach(self) -> int:
+        """Hand over the descriptor."""
+        return self._descriptor
+
+
 def _make(num_bytes: int) -> tuple[UntypedStorage, MappedFile]:
-    rebuild: Any = UntypedStorage._new_shared_fd_cpu  # type: ignore[attr-defined] # noqa: SLF001 - as torch rebuilds them
     segment = Segment()
     try:
         segment.grow(whole_pages(num_bytes) + PAGE_BYTES)
         file = MappedFile(segment.descriptor)
-        storage: UntypedStorage = rebuild(segment.descriptor, num_bytes)
+        duplicated = _DuplicatedDescriptor(segment.descriptor)
+        storage: UntypedStorage = rebuild_storage_fd(UntypedStorage, duplicated, num_bytes)
     except (OSError, ValueError, RuntimeError) as error:
         raise BackendError(f"cannot map {num_bytes} bytes of shared memory: {error}") from error
     finally:
         segment.close()
-    file.name(secrets.randbelow((1 << NUMBER_BITS) - 1) + 1)
+    file.name_storage(secrets.randbelow((1 << NUMBER_BITS) - 1) + 1)
     return storage, file
 
 
-def _remember(storage: UntypedStorage, address: int, file: MappedFile) -> None:
-    forget_gone()
-    _shared[key_of(storage)] = SharedStorage(
-        reference=StorageWeakRef(storage), address=address, num_bytes=storage.nbytes(), file=file
+def _remember(storage: UntypedStorage, address: int, file: MappedFile, descriptor: int) -> None:
+    release_gone()
+    key = StorageWeakRef(storage)
+    _shared[key] = SharedStorage(
+        reference=key,
+        address=address,
+        num_bytes=storage.nbytes(),
+        file=file,
+        descriptor=descriptor,
     )
-    for listener in list(_listeners):
-        listener.tell(_places())
 
 
-def _forget(key: int) -> None:
-    _shared.pop(key).file.name(0)
-
-
-def descriptor_of(storage: UntypedStorage) -> int:
-    """The descriptor of the storage's file, which torch holds as long as the storage lies there."""
-    descriptor: int = storage._share_fd_cpu_()[0]
-    return descriptor
+def _forget(key: StorageWeakRef) -> None:
+    _shared.pop(key).file.name_storage(0)
 
 
 def _part_from_parent() -> None:
     """In a forked child, write into pages of its own from now on: the others are the parent's."""
-    for shared in list(_shared.values()):
-        if shared.reference.expired():
-            continue
-        storage = UntypedStorage._new_with_weak_ptr(shared.reference.cdata)  # noqa: SLF001 - there is no other way to ask
-        if not shared.is_there(storage):
+    for shared in _shared.values():
+        if not torch_private.has_storage(shared.reference, shared.is_there):
             continue
         length, how = whole_pages(shared.num_bytes), mmap.MAP_PRIVATE | _MAP_FIXED
-        if _libc.mmap(shared.address, length, _READ_AND_WRITE, how, descriptor_of(storage), 0) == _MAP_FAILED:
+        if _libc.mmap(shared.address, length, _READ_AND_WRITE, how, shared.descriptor, 0) == _MAP_FAILED:
             _libc.mprotect(shared.address, length, mmap.PROT_READ)
     _shared.clear()
 

@@ -28,7 +28,7 @@ class ShortMessages:
     """
 
     def __init__(self, group: HostGroup, num_bytes: int) -> None:
-        self._flags = group.flags
+        self._barriers = group.barriers
         stride = _COUNTER_BYTES + 2 * num_bytes
         block = group.allocate(group.size * stride)
         places = [slice(other * stride, (other + 1) * stride) for other in range(group.size)]
@@ -51,28 +51,30 @@ class ShortMessages:
         Raises:
             BackendError: If this rank or one of ``ranks`` has left, or does not answer the message before.
         """
-        flags = self._flags
-        flags.raise_failure()
+        barriers = self._barriers
+        barriers.raise_failure()
         for rank in ranks:
             number = self._outgoing_counters[rank][0]
-            if self._num_received[rank] < number and not self._take_until(rank, number, flags.timeout_seconds):
-                raise BackendError(f"{flags.name([rank])} did not come within {flags.timeout_seconds:g} seconds")
+            if self._num_received[rank] < number and not self._take_until(rank, number, barriers.timeout_seconds):
+                raise BackendError(
+                    f"{barriers.name([rank])} did not come within {barriers.timeout_seconds:g} seconds"
+                )
         numbers = []
         for rank in ranks:
             counter = self._outgoing_counters[rank]
             number = counter[0] + 1
             self._outgoing[rank][number & 1][:] = message
-            flags.order()
+            barriers.fence()
             counter[0] = number
             numbers.append(number)
-        flags.wake()
+        barriers.wake()
         return numbers
 
     def take(self, rank: int, number: int) -> bytes | None:
         """A message of ``rank`` that is there already, the next one: once, as of :meth:`receive`; or None."""
         if self._num_received[rank] != number - 1 or self._incoming_counters[rank][0] < number:
             return None
-        self._flags.order()
+        self._barriers.fence()
         self._num_received[rank] = number
         return bytes(self._incoming[rank][number & 1])
 
@@ -94,11 +96,11 @@ class ShortMessages:
 
     def _take_next(self, rank: int, deadline: float) -> bool:
         counter, number = self._incoming_counters[rank], self._num_received[rank] + 1
-        if counter[0] < number and not self._flags.wait_for(
+        if counter[0] < number and not self._barriers.wait_for(
             rank, lambda: counter[0] >= number, max(deadline - time.monotonic(), 0.0)
         ):
             return False
-        self._flags.order()
+        self._barriers.fence()
         self._num_received[rank] = number
         self._kept[rank][number] = bytes(self._incoming[rank][number & 1])
         return True

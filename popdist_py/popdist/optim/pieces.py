@@ -12,21 +12,20 @@ the tree.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from popdist import extensions
+from popdist import extension as compiled
 from popdist.errors import OptimizerError, as_float
 from popdist.tree import aligned_nodes, span
 
 BLOCK: Final = 128
 """Elements of a block: shards of parameters are cut at multiples of it."""
 
-find_extension: Final = partial(extensions.find, "popdist.optim._arithmetic")
+find_extension: Final = compiled.find
 """Gives the part of popdist that is written in C, or None."""
 
 

@@ -1,21 +1,25 @@
 """The collectives of one group of torch's over plain CPU tensors, in the form in which torch's C++ calls them.
 
-Each takes lists of tensors and an object of options, checks them, and does the collective in its turn. What cannot
-be combined in shared memory, such as complex numbers or bits, goes on to gloo.
+Each takes lists of tensors and an object of options, checks them, so that a wrong one is an error here and not a
+missing rank, and does the collective in its turn: for tensors of any strides, lists of tensors, and splits. What
+cannot be combined in shared memory, such as complex numbers or bits, goes on to gloo.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PythonCallbackWork
 
-from popdist.host_memory.offers import MayMove
-from popdist.process_group import operations
-from popdist.process_group.call_arguments import (
+from popdist.host_memory.addition import Op
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.in_place import MayMove
+from popdist.process_group.call_checks import (
     bare,
     check_exchange,
     check_parts,
+    check_peer,
     check_root,
     check_rows,
     check_single,
@@ -25,6 +29,10 @@ from popdist.process_group.call_arguments import (
     seconds,
 )
 from popdist.process_group.work_queue import WorkQueue
+from popdist.transport.several_hosts import SeveralHosts
+
+Collectives = HostCollectives | SeveralHosts
+
 
 Tensors = Sequence[Tensor]
 Lists = Sequence[Sequence[Tensor]]
@@ -39,8 +47,15 @@ class GroupCalls:
         num_calls: How many were called so far.
     """
 
-    def __init__(self, host: operations.Collectives, gloo: Any, queue: WorkQueue) -> None:  # noqa: ANN401 - torch's stubs lack its methods
+    def __init__(
+        self,
+        host: Collectives,
+        gloo: Any,  # noqa: ANN401 - torch's stubs lack its methods
+        queue: WorkQueue,
+        keep: Callable[[Tensors], None],
+    ) -> None:
         self.num_calls = 0
+        self._keep = keep
         self._host = host
         self._gloo = gloo
         self._queue = queue
@@ -58,7 +73,7 @@ class GroupCalls:
         """Combine each of several tensors; ``may_move`` tells which may be moved to where all ranks map them."""
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
-            return self._do(operations.all_reduce, opts, list(tensors), bare(tensors), op, may_move)
+            return self._do(_all_reduce, opts, list(tensors), bare(tensors), op, may_move)
         call = self._gloo.allreduce if len(tensors) == 1 else self._gloo.allreduce_coalesced
         return call(list(tensors), opts)
 
@@ -67,7 +82,7 @@ class GroupCalls:
         check_single("broadcast", tensors)
         check_root("broadcast", opts.rootRank, self._host.size)
         check_written("broadcast", tensors)
-        return self._do(operations.broadcast, opts, list(tensors), bare(tensors), opts.rootRank)
+        return self._do(_broadcast, opts, list(tensors), bare(tensors), opts.rootRank)
 
     def reduce(self, tensors: Tensors, opts: Options) -> Work:
         """Combine one tensor over the ranks into the root's."""
@@ -75,7 +90,7 @@ class GroupCalls:
         check_root("reduce", opts.rootRank, self._host.size)
         if op := op_of(opts.reduceOp, tensors):
             check_written("reduce", tensors)
-            return self._do(operations.reduce, opts, list(tensors), bare(tensors), op, opts.rootRank)
+            return self._do(_reduce, opts, list(tensors), bare(tensors), op, opts.rootRank)
         return self._gloo.reduce(list(tensors), opts)
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
@@ -84,7 +99,7 @@ class GroupCalls:
         check_rows("allgather", outputs, inputs, self._host.size)
         check_written("allgather", outputs[0])
         rows = [bare(row) for row in outputs]
-        return self._do(operations.all_gather, opts, list(outputs[0]), rows, bare(inputs))
+        return self._do(_all_gather, opts, list(outputs[0]), rows, bare(inputs))
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Options) -> Work:
         """Take every rank's tensors: ``outputs[rank][i]`` becomes the ``inputs[i]`` of ``rank``."""
@@ -97,16 +112,16 @@ class GroupCalls:
         check_rows("allgather_coalesced", rows, inputs, self._host.size)
         check_written("allgather_coalesced", [tensor for row in rows for tensor in row])
         results = unwrapped(list(map(list, outputs)))
-        return self._do(operations.all_gather, opts, results, rows, bare(inputs))
+        return self._do(_all_gather, opts, results, rows, bare(inputs))
 
     def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Options) -> Work:
-        return self._gather_parts([output], [tensor], opts, lambda: operations.parts_like(output, tensor))
+        return self._gather_parts([output], [tensor], opts, lambda: _parts_like(output, tensor))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options) -> Work:
         """Take every rank's tensors, one after the other in the output of each."""
 
         def results() -> Sequence[Any]:
-            return by_rank(map(operations.parts_like, outputs, inputs))
+            return by_rank(map(_parts_like, outputs, inputs))
 
         return self._gather_parts(outputs, inputs, opts, results)
 
@@ -115,7 +130,7 @@ class GroupCalls:
     ) -> Work:
         check_parts("allgather", outputs, inputs, self._host.size)
         check_written("allgather", outputs)
-        return self._do(operations.all_gather_single, opts, results, bare(outputs), bare(inputs))
+        return self._do(_all_gather_single, opts, results, bare(outputs), bare(inputs))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Options) -> Work:
         """Take this rank's part of a combination: ``inputs[0][rank]`` is for ``rank``."""
@@ -124,7 +139,7 @@ class GroupCalls:
             check_rows("reduce_scatter", inputs, outputs, self._host.size)
             check_written("reduce_scatter", outputs)
             rows = [bare(row) for row in inputs]
-            return self._do(operations.reduce_scatter, opts, list(outputs), bare(outputs), rows, op)
+            return self._do(_reduce_scatter, opts, list(outputs), bare(outputs), rows, op)
         return self._gloo.reduce_scatter(list(outputs), list(map(list, inputs)), opts)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Options) -> Work:
@@ -135,7 +150,7 @@ class GroupCalls:
         if op := op_of(opts.reduceOp, outputs):
             check_parts("reduce_scatter", inputs, outputs, self._host.size)
             check_written("reduce_scatter", outputs)
-            return self._do(operations.reduce_scatter_single, opts, list(outputs), bare(outputs), bare(inputs), op)
+            return self._do(_reduce_scatter_single, opts, list(outputs), bare(outputs), bare(inputs), op)
         works = one_by_one(self._gloo._reduce_scatter_base, outputs, inputs, opts)  # noqa: SLF001 - torch's name for it
         return works[0] if len(works) == 1 else all_of(works)
 
@@ -143,7 +158,7 @@ class GroupCalls:
         """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
         check_exchange(outputs, inputs, self._host.size)
         check_written("alltoall", outputs)
-        return self._do(operations.all_to_all, opts, list(outputs), bare(outputs), bare(inputs))
+        return self._do(_all_to_all, opts, list(outputs), bare(outputs), bare(inputs))
 
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int], opts: Options
@@ -151,11 +166,163 @@ class GroupCalls:
         """Do :meth:`alltoall` between tensors cut along their first dimension; no lengths mean equal ones."""
         check_splits(output, tensor, (received, sent), self._host.size)
         check_written("alltoall", [output])
-        return self._do(operations.all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
+        return self._do(_all_to_all_single, opts, [output], *bare([output, tensor]), received, sent)
+
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        """Send one tensor to one rank, by gloo."""
+        check_peer("send", rank, self._host.size)
+        self._keep(tensors)
+        return self._gloo.send(list(tensors), rank, tag)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        """Receive one tensor from one rank, by gloo."""
+        check_peer("recv", rank, self._host.size)
+        self._keep(tensors)
+        return self._gloo.recv(list(tensors), rank, tag)
 
     def barrier(self, opts: Options) -> Work:
         """Wait for all ranks."""
-        return self._do(operations.barrier, opts, [], seconds(opts.timeout))
+        return self._do(_barrier, opts, [], seconds(opts.timeout))
+
+
+def _all_reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, may_move: MayMove | None) -> None:
+    """Each of ``tensors`` becomes its combination over the ranks, of the values that all of them have before."""
+    combined = [tensor.clone() for tensor in tensors] if _share_memory(tensors) else tensors
+    for tensor in combined:
+        host.all_reduce(tensor, op, may_move)
+    if combined is not tensors:
+        for tensor, values in zip(tensors, combined, strict=True):
+            tensor.copy_(values)
+
+
+def _broadcast(host: Collectives, tensors: Sequence[Tensor], root: int) -> None:
+    """Each of ``tensors`` becomes the root's."""
+    for tensor in tensors:
+        flat = _flat(tensor)
+        host.broadcast(flat, root)
+        _give_back([tensor], [flat])
+
+
+def _reduce(host: Collectives, tensors: Sequence[Tensor], op: Op, root: int) -> None:
+    """Each of the root's ``tensors`` becomes the combination of all."""
+    for tensor in tensors:
+        flat = _flat(tensor)
+        host.reduce(flat, op, root)
+        _give_back([tensor], [flat])
+
+
+def _all_gather(host: Collectives, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+    """``outputs[i][rank]`` becomes the ``tensors[i]`` of ``rank``."""
+    for row, tensor in zip(outputs, tensors, strict=True):
+        places = [_place(tensor) for tensor in row]
+        host.all_gather(places, _apart(_flat(tensor), places, places[host.rank]))
+        _give_back(row, places)
+
+
+def _reduce_scatter(
+    host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: Op
+) -> None:
+    """``outputs[i]`` becomes the combination over the ranks of what stands in ``inputs[i]`` for this one."""
+    for output, row in zip(outputs, inputs, strict=True):
+        place = _place(output)
+        host.reduce_scatter(place, [_apart(_flat(tensor), [place], place) for tensor in row], op)
+        _give_back([output], [place])
+
+
+def _all_to_all(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """``outputs[rank]`` becomes what stands in the ``inputs`` of ``rank`` for this one."""
+    places = [_place(output) for output in outputs]
+    host.all_to_all(places, [_apart(_flat(tensor), places) for tensor in inputs])
+    _give_back(outputs, places)
+
+
+def _all_gather_single(host: Collectives, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Gather each of ``tensors`` into one output, one rank's part after the other."""
+    for output, tensor in zip(outputs, tensors, strict=True):
+        place = _place(output)
+        parts = _parts(place, host)
+        host.all_gather(parts, _apart(_flat(tensor), [place], parts[host.rank]))
+        _give_back([output], [place])
+
+
+def _reduce_scatter_single(host: Collectives, outputs: Sequence[Tensor], inputs: Sequence[Tensor], op: Op) -> None:
+    """:func:`_reduce_scatter` of inputs that are one tensor each, one rank's part after the other."""
+    for output, tensor in zip(outputs, inputs, strict=True):
+        place = _place(output)
+        parts = [_apart(part, [place], place) for part in _parts(_flat(tensor), host)]
+        host.reduce_scatter(place, parts, op)
+        _give_back([output], [place])
+
+
+def _all_to_all_single(
+    host: Collectives, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]
+) -> None:
+    """:func:`_all_to_all` between tensors cut along their first dimension; no lengths mean equal ones."""
+    place = _place(output)
+    given = _apart(_flat(tensor), [place])
+    host.all_to_all(_cut(place, output, received, host), _cut(given, tensor, sent, host))
+    _give_back([output], [place])
+
+
+def _barrier(host: Collectives, timeout_seconds: float | None) -> None:
+    """Wait for all ranks."""
+    host.barrier(timeout_seconds)
+
+
+def _parts_like(output: Tensor, tensor: Tensor) -> list[Tensor]:
+    """What all ranks brought to an output of parts like ``tensor``, in the order of the ranks."""
+    size = output.numel() // tensor.numel() if tensor.numel() else 1
+    return list(output.reshape(size, *tensor.shape).unbind())
+
+
+def _parts(flat: Tensor, host: Collectives) -> Sequence[Tensor]:
+    return flat.view(host.size, len(flat) // host.size).unbind()
+
+
+def _cut(flat: Tensor, tensor: Tensor, lengths: Sequence[int], host: Collectives) -> Sequence[Tensor]:
+    if not lengths:
+        return _parts(flat, host)
+    width = tensor[:1].numel()
+    return list(flat.split([length * width for length in lengths]))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The values as one contiguous run, in memory of the tensor's where it is one already."""
+    return _run(tensor.contiguous())
+
+
+def _place(tensor: Tensor) -> Tensor:
+    """Memory for the values of ``tensor`` as one contiguous run: its own where that is contiguous."""
+    return _run(tensor) if tensor.is_contiguous() else torch.empty(tensor.numel(), dtype=tensor.dtype)
+
+
+def _run(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one dimension; a view of one number might have any stride, and then no bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _give_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for tensor, place in zip(tensors, places, strict=True):
+        if not tensor.is_contiguous():
+            tensor.copy_(place.view(tensor.shape))
+
+
+def _apart(tensor: Tensor, outputs: Sequence[Tensor], allowed: Tensor | None = None) -> Tensor:
+    """The values of ``tensor``, in other memory than what is written into.
+
+    Args:
+        tensor: What is sent.
+        outputs: What is written into.
+        allowed: The place that a value may share with its result: each is read before it is written.
+    """
+    if allowed is not None and (tensor.data_ptr(), tensor.nbytes) == (allowed.data_ptr(), allowed.nbytes):
+        return tensor
+    return tensor.clone() if any(_share_memory([tensor, output]) for output in outputs) else tensor
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+    return len(tensors) > 1 and len(storages) < sum(tensor.numel() > 0 for tensor in tensors)
 
 
 def one_by_one(call: Callable[..., Work], outputs: Tensors, inputs: Tensors, opts: Options) -> list[Work]:

@@ -1,87 +1,120 @@
 """The process group of the backend ``popdist``: shared memory for what CPUs do often, gloo and NCCL for the rest.
 
 DeviceMesh, DTensor, FSDP and the functional collectives ask a group for the backend of a device, so the group
-holds a gloo group for the CPU and, where there is one, an NCCL group for CUDA. A call is taken in any form that
-torch has for it. One that nobody looks at, and whose tensors are numbers in this computer's memory, is done here.
-Any other goes torch's way, through its dispatcher: to a mode that looks, to NCCL, to gloo, or back to here
-(see `popdist.process_group.dispatched_calls`).
+holds a gloo group for the CPU and, where there is one, an NCCL group for CUDA. Each of its methods calls torch's
+own, in any form that torch has for it. That one calls an operator, whose kernel for the CPU calls the group's
+collectives (see `popdist.process_group.operators`); for CUDA it is torch's, which calls NCCL.
 
-torch calls several operations by an older and a newer name. Its own methods of the older names call those of the
-newer ones here; where it has none that do, both names are here. No other may be: torch's method of the newer name
-would call it, and so this one again.
+A group written in Python must never be traced. In a compiled DistributedDataParallel, C++ calls the group in the
+middle of what is being traced; a Python method would be traced as a frame of its own, and that fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
-from weakref import WeakMethod
+from functools import cache, wraps
+from inspect import currentframe
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-)
-from torch.autograd import profiler
+from torch import distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.host_memory.flags import Names
+from popdist import torch_private
+from popdist.host_memory.barriers import Names
+from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.shared_storages import StoragePool
-from popdist.process_group.call_arguments import SUM, as_list, bare, check_peer, options
-from popdist.process_group.dispatched_calls import (
-    Showing,
-    are_plain,
-    are_sparse,
-    flat,
-    install_kernels,
-    is_watched,
-    num_modes,
-)
 from popdist.process_group.group_calls import GroupCalls
-from popdist.process_group.movable import MovableTensors
-from popdist.process_group.torch_groups import TorchGroups, accept_monitored_barriers, never_traced
-from popdist.process_group.work_queue import DONE, WorkQueue, outside_inference
+from popdist.process_group.operators import DispatchedCall, install_kernels
+from popdist.process_group.remapping import RemappableStorages
+from popdist.process_group.work_queue import WorkQueue
 from popdist.transport.host_placement import connect
+
+if TYPE_CHECKING:
+    from popdist.host_memory.host_group import HostGroup
 
 _CPU: Final = torch.device("cpu")
 _CUDA: Final = torch.device("cuda")
+_GLOO: Final = dist.ProcessGroup.BackendType.GLOO
+_NCCL: Final = dist.ProcessGroup.BackendType.NCCL
 
-Tensors = Sequence[Tensor]
-Lists = Any  # of lists of tensors, or one list
-Given = Any  # tensors or lists of them; None where they are given by their other name
+_ProcessGroupGloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its methods
+_ProcessGroup: Any = dist.ProcessGroup  # with torch's own stubs, no two of its calling forms fit one method
+
 Work = Any  # dist.Work, of which torch's stubs do not say that its groups return it
-Options = Any
-"""Of one of torch's many classes, or what such an object holds; see `popdist.process_group.call_arguments`."""
 
 
-def _shown(tensors: Given) -> bool:
-    """Whether a call with these tensors goes torch's way."""
-    return num_modes() > 0 or profiler._is_profiler_enabled or not are_plain(tensors)  # noqa: SLF001 - as `is_watched`
+class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
+    """gloo, which torch takes for the whole group: where it sets the group's timeout, and where it makes tensors.
+
+    ``pool`` is memory for the tensors that the group makes for its collectives; None where it makes none.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, on_timeout: Callable[[float], None]
+    ) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._on_timeout = on_timeout
+        self.pool: StoragePool | None = None
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether the group makes tensors on this device that its collectives need not copy."""
+        return self.pool is not None and device.type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor of ``size`` numbers in memory that all ranks can map; what they are is left open."""
+        made = torch.empty(0, dtype=dtype, device=device)
+        if self.pool is None or not self.supports_tensor_alloc(device) or not size:
+            return made.new_empty(size)
+        return made.set_(self.pool.storage(size * made.element_size()), 0, (size,), (1,))
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self._on_timeout(timeout.total_seconds())
 
 
-@never_traced
-class PopdistProcessGroup(TorchGroups):
+def make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - no class without CUDA
+    """NCCL, for tensors on CUDA devices; as :class:`Gloo`."""
+    chosen = dist.ProcessGroupNCCL.Options()
+    chosen._timeout = timeout  # noqa: SLF001 - the only way to set it
+    return dist.ProcessGroupNCCL(store, rank, size, chosen)
+
+
+def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
+    """A method that calls torch's own, and gives back the kernel's work, if it came to a kernel here."""
+    torchs_own = getattr(_ProcessGroup, torchs_name or name)
+
+    def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
+        with DispatchedCall(None) as call:
+            work = torchs_own(self, *arguments, **named)
+        return work if call.work is None else call.work
+
+    named_method: Callable[..., Work] = _named(method, name)
+    return named_method
+
+
+def _named(method: Any, name: str) -> Any:  # noqa: ANN401 - a function
+    """The function under torch's name: by that, torch's own method knows its caller and does not call it again."""
+    method.__code__ = method.__code__.replace(co_name=name)
+    method.__name__ = method.__qualname__ = name
+    return torch_private.skip_tracing(method)
+
+
+class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     """A process group of torch's over popdist's collectives; made by torch.
 
-    Each collective has the names of torch's for its arguments, and may be called in each of its forms: of lists of
-    tensors and an object of options, or of a tensor and what would stand in the options.
+    torch calls several operations by an older and a newer name, and its methods of the older names call those of
+    the newer ones here. No other may be defined: torch's method of the newer name would call it, and so this one
+    again.
 
-    Args:
-        store: Where the ranks find each other.
-        rank: This process in the group.
-        size: Ranks in the group.
-        timeout: How long a lost or late rank is waited for.
-        members: Their ranks in the job, for errors.
-        share_tensors: See `popdist.contract.read_share_tensors`.
+    ``members`` are the ranks of this group's ranks in the job, for errors. For ``share_tensors`` see
+    `popdist.contract.read_share_tensors`. ``calls`` are the group's collectives over plain CPU tensors.
     """
+
+    calls: GroupCalls
 
     def __init__(
         self,
@@ -95,261 +128,75 @@ class PopdistProcessGroup(TorchGroups):
     ) -> None:
         install_kernels()
         accept_monitored_barriers()
-        host = connect(
-            PrefixStore("popdist", store),
-            rank,
-            size,
-            timeout_seconds=timeout.total_seconds(),
-            names=Names(members=members),
+        super().__init__(rank, size)
+        names = Names(members=members)
+        self._host = connect(
+            PrefixStore("popdist", store), rank, size, timeout_seconds=timeout.total_seconds(), names=names
         )
-        super().__init__(store, rank, size, timeout, host.set_timeout)
-        self._host = host
-        self._movable = MovableTensors(is_wanted=share_tensors)
-        if isinstance(host, HostCollectives) and share_tensors is not False:
+        self._store = store
+        self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
+        self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
+        self._register_backend(_CPU, _GLOO, self._gloo)
+        self._set_default_backend(_GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl = make_nccl(PrefixStore("nccl", store), rank, size, timeout)
+            self._register_backend(_CUDA, _NCCL, nccl)
+            never_destroy_in_children(nccl)
+        never_destroy_in_children(self, self._gloo, store)
+        self._remappable = RemappableStorages(is_wanted=share_tensors)
+        if isinstance(self._host, HostCollectives) and share_tensors is not False:
             self._gloo.pool = StoragePool()
-            if share_tensors:
-                host.leave_large()
-        self._queue = WorkQueue(host.break_off)
-        self.calls = GroupCalls(host, self._gloo, self._queue)
-        self._quick = self._quick_call(are_moved=share_tensors is True)
-        if self._quick is not None:
-            self.__dict__["allreduce"] = self._quick
-
-    def _quick_call(self, *, are_moved: bool) -> Any:  # noqa: ANN401 - a class of the extension, or None
-        """What torch calls in place of :meth:`allreduce`: C, which adds what is small and calls that for all else.
-
-        Args:
-            are_moved: Whether large tensors may be moved, which that method sees to.
-        """
-        host, queue = self._host, self._queue
-        if not isinstance(host, HostCollectives):
-            return None
-
-        def add_large(tensors: Tensors) -> None:
-            outside_inference(lambda: host.all_reduce(bare(tensors)[0]), ())
-
-        return host.quick_call(
-            *(AllreduceOptions, SUM, queue.pending, queue.turn, num_modes, vars(profiler)),
-            *(DONE, None if are_moved else add_large, WeakMethod(self.allreduce)),
-        )
+        self._queue = WorkQueue(self._host.abort)
+        self.calls = GroupCalls(self._host, self._gloo, self._queue, self._remappable.keep)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """``popdist``."""
         return "popdist"
 
+    def get_group_store(self) -> Store:
+        """The store in which the ranks found each other."""
+        return self._store
+
     @property
-    def host_group(self) -> HostGroup | None:
+    def host_group(self) -> "HostGroup | None":
         """The shared memory of the ranks; None where they do not all share a host."""
         return self._host.group if isinstance(self._host, HostCollectives) else None
 
-    def allreduce(
-        self,
-        tensors: Given = None,
-        opts: Options = None,
-        timeout: timedelta | None = None,
-        *,
-        op: Options = None,
-        tensor: Given = None,
-    ) -> Work:
-        """Combine one tensor over the ranks, in place."""
-        if type(opts) is not AllreduceOptions:
-            opts = options(AllreduceOptions, reduceOp=op if opts is None else opts, timeout=timeout)
-        tensors = as_list(tensors if tensor is None else tensor)
-        if _shown(tensors):
-            if are_sparse(tensors) and not is_watched():
-                # torch's own method would keep Python's lock while gloo waits for a thread that wants it
-                return self._gloo.allreduce(tensors, opts)
-            with Showing() as taken:
-                return taken(super().allreduce(tensors, opts))
-        return self.calls.allreduce(tensors, opts, self._movable.of_this_call(is_async=opts.asyncOp))
+    def allreduce(self, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
+        """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
+        is_async = any(getattr(it, "asyncOp", False) for it in (*arguments, *named.values()))
+        with DispatchedCall(self._remappable.of_call(currentframe(), is_async=is_async)) as call:
+            work = super().allreduce(*arguments, **named)
+        return work if call.work is None else call.work
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Options = None) -> Work:
-        """Combine each of several tensors."""
-        opts = opts or AllreduceCoalescedOptions()
-        if _shown(tensors):
-            with Showing() as taken:
-                return taken(super().allreduce_coalesced(tensors, opts))
-        return self.calls.allreduce_coalesced(tensors, opts)
+    allreduce_coalesced = _method("allreduce_coalesced")
+    broadcast = _method("broadcast")
+    reduce = _method("reduce")
+    allgather = _method("allgather")
+    allgather_coalesced = _method("allgather_coalesced")
+    all_gather_single = _allgather_base = _method("all_gather_single", "_allgather_base")
+    all_gather_single_coalesced = _method("all_gather_single_coalesced")
+    reduce_scatter = _method("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _method("reduce_scatter_single", "_reduce_scatter_base")
+    reduce_scatter_single_coalesced = _method("reduce_scatter_single_coalesced")
+    alltoall = _method("alltoall")
+    all_to_all_single = _method("all_to_all_single")
 
-    def broadcast(
-        self,
-        tensors: Given = None,
-        opts: Options = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int | None = None,
-        tensor: Given = None,
-    ) -> Work:
-        """Overwrite one tensor with the root's."""
-        tensors = as_list(tensors if tensor is None else tensor)
-        if type(opts) is not BroadcastOptions:
-            opts = options(BroadcastOptions, rootRank=root if opts is None else opts, timeout=timeout)
-        if _shown(tensors):
-            with Showing() as taken:
-                return taken(super().broadcast(tensors, opts))
-        return self.calls.broadcast(tensors, opts)
-
-    def reduce(
-        self,
-        tensors: Given = None,
-        opts: Options = None,
-        op: Options = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int | None = None,
-        tensor: Given = None,
-    ) -> Work:
-        """Combine one tensor over the ranks into the root's."""
-        tensors = as_list(tensors if tensor is None else tensor)
-        if type(opts) is not ReduceOptions:
-            opts = options(ReduceOptions, rootRank=root if opts is None else opts, reduceOp=op, timeout=timeout)
-        if _shown(tensors):
-            with Showing() as taken:
-                return taken(super().reduce(tensors, opts))
-        return self.calls.reduce(tensors, opts)
-
-    def allgather(
-        self,
-        output_tensors: Lists,
-        input_tensors: Given = None,
-        opts: Options = None,
-        *,
-        input_tensor: Given = None,
-        timeout: timedelta | None = None,
-    ) -> Work:
-        """Take every rank's tensor: ``output_tensors[0][rank]`` becomes that of ``rank``."""
-        input_tensors = input_tensors if input_tensor is None else input_tensor
-        if isinstance(input_tensors, Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if type(opts) is not AllgatherOptions:
-            opts = options(AllgatherOptions, timeout=timeout if opts is None else opts)
-        if _shown(flat([output_tensors, input_tensors])):
-            with Showing() as taken:
-                return taken(super().allgather(output_tensors, input_tensors, opts))
-        return self.calls.allgather(output_tensors, input_tensors, opts)
-
-    def allgather_coalesced(self, output_lists: Lists, input_list: Tensors, opts: Options = None) -> Work:
-        """Take every rank's tensors: ``output_lists[rank][i]`` becomes the ``input_list[i]`` of ``rank``."""
-        opts = opts or AllgatherOptions()
-        if _shown(flat([output_lists, input_list])):
-            with Showing() as taken:
-                return taken(super().allgather_coalesced(output_lists, input_list, opts))
-        return self.calls.allgather_coalesced(output_lists, input_list, opts)
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options = None) -> Work:  # noqa: A002 - torch's name
-        """Take every rank's tensor, one after the other in ``output``."""
-        opts = opts or AllgatherOptions()
-        if _shown((output, input)):
-            with Showing() as taken:
-                return taken(super()._allgather_base(output, input, opts))
-        return self.calls._allgather_base(output, input, opts)  # noqa: SLF001 - torch's name for it
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
-        """Do :meth:`all_gather_single` of several tensors."""
-        opts = opts or AllgatherOptions()
-        if _shown(flat([outputs, inputs])):
-            with Showing() as taken:
-                return taken(super().all_gather_single_coalesced(outputs, inputs, opts))
-        return self.calls.allgather_into_tensor_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter(  # noqa: PLR0913 - as torch's
-        self,
-        output_tensors: Given = None,
-        input_tensors: Lists = None,
-        opts: Options = None,
-        timeout: timedelta | None = None,
-        *,
-        output: Given = None,
-        input: Given = None,  # noqa: A002 - torch's name
-        op: Options = None,
-    ) -> Work:
-        """Take this rank's part of a combination: ``input_tensors[0][rank]`` is for ``rank``."""
-        output_tensors = output_tensors if output is None else output
-        input_tensors = input_tensors if input is None else input
-        if isinstance(output_tensors, Tensor):
-            output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if type(opts) is not ReduceScatterOptions:
-            opts = options(ReduceScatterOptions, reduceOp=op if opts is None else opts, timeout=timeout)
-        if _shown(flat([output_tensors, input_tensors])):
-            with Showing() as taken:
-                return taken(super().reduce_scatter(output_tensors, input_tensors, opts))
-        return self.calls.reduce_scatter(output_tensors, input_tensors, opts)
-
-    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Options = None) -> Work:  # noqa: N803 - torch's names
-        """Take this rank's part of a combination; the parts stand one after the other in ``inputTensor``."""
-        opts = opts or ReduceScatterOptions()
-        if _shown((outputTensor, inputTensor)):
-            with Showing() as taken:
-                return taken(super()._reduce_scatter_base(outputTensor, inputTensor, opts))
-        return self.calls._reduce_scatter_base(outputTensor, inputTensor, opts)  # noqa: SLF001 - torch's name for it
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Options = None) -> Work:
-        """Do :meth:`reduce_scatter_single` of several tensors."""
-        opts = opts or ReduceScatterOptions()
-        if _shown(flat([outputs, inputs])):
-            with Showing() as taken:
-                return taken(super().reduce_scatter_single_coalesced(outputs, inputs, opts))
-        return self.calls.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-
-    def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Options = None) -> Work:
-        """``output_tensors[rank]`` becomes what stands in the ``input_tensors`` of ``rank`` for this one."""
-        opts = opts or AllToAllOptions()
-        if _shown(flat([output_tensors, input_tensors])):
-            with Showing() as taken:
-                return taken(super().alltoall(output_tensors, input_tensors, opts))
-        return self.calls.alltoall(output_tensors, input_tensors, opts)
-
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,  # noqa: A002 - torch's name
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Options = None,
-        *,
-        timeout: timedelta | None = None,
-    ) -> Work:
-        """Do :meth:`alltoall` between tensors cut along their first dimension; no sizes mean equal ones."""
-        if type(opts) is not AllToAllOptions:
-            opts = options(AllToAllOptions, timeout=timeout if opts is None else opts)
-        splits = (output_split_sizes, input_split_sizes)
-        if _shown((output, input)):
-            with Showing() as taken:
-                return taken(super().all_to_all_single(output, input, *splits, opts))
-        return self.calls.alltoall_base(output, input, *splits, opts)
-
-    def barrier(self, opts: Options = None, timeout: timedelta | None = None) -> Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # noqa: ANN401 - as torch's
         """Wait for all ranks; for what runs on their CUDA devices only where the options name one."""
         if type(opts) is not BarrierOptions:
-            opts = options(BarrierOptions, timeout=timeout or opts)
+            opts, chosen = BarrierOptions(), timeout or opts
+            opts.timeout = opts.timeout if chosen is None else chosen
         if opts.device_ids if opts.device is None else opts.device.type != "cpu":
             return self._get_backend(opts.device or _CUDA).barrier(opts)
-        if is_watched():
-            opts.device = _CPU
-            with Showing() as taken:
-                return taken(super().barrier(opts))
-        return self.calls.barrier(opts)
-
-    def send(self, tensors: Tensors, dstRank: int, tag: int) -> Work:  # noqa: N803 - torch's name
-        """Give one tensor to one rank."""
-        check_peer("send", dstRank, self.size())
-        self._movable.keep(tensors)
-        if _shown(tensors):
-            return super().send(tensors, dstRank, tag)
-        return self.beneath(tensors).send(tensors, dstRank, tag)
-
-    def recv(self, tensors: Tensors, srcRank: int, tag: int) -> Work:  # noqa: N803 - torch's name
-        """Take one tensor from one rank."""
-        check_peer("recv", srcRank, self.size())
-        self._movable.keep(tensors)
-        if _shown(tensors):
-            return super().recv(tensors, srcRank, tag)
-        return self.beneath(tensors).recv(tensors, srcRank, tag)
+        opts.device = _CPU
+        with DispatchedCall(None) as call:
+            work = super().barrier(opts)
+        return work if call.work is None else call.work
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives and messages were called so far: here and, what went there, of gloo."""
-        num_quick = 0 if self._quick is None else self._quick.num_sums
-        return num_quick + self.calls.num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
+        return self.calls.num_calls + int(self._gloo._get_sequence_number_for_group())  # noqa: SLF001 - torch's name
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a lost or late rank is waited for from now on."""
@@ -364,5 +211,31 @@ class PopdistProcessGroup(TorchGroups):
         super().shutdown()
 
     abort = shutdown
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+
+
+for _own in vars(PopdistProcessGroup).values():
+    if callable(_own) and hasattr(_own, "__code__"):
+        torch_private.skip_tracing(_own)
+
+
+@cache
+def accept_monitored_barriers() -> None:
+    """Have ``torch.distributed.monitored_barrier`` take these groups, once in a process.
+
+    torch refuses every group whose backend is not named gloo, also one that can do it.
+    """
+    torchs_own = distributed_c10d.monitored_barrier
+
+    @wraps(torchs_own)
+    def monitored_barrier(
+        group: Any = None,  # noqa: ANN401 - torch's stubs lack the method
+        timeout: timedelta | None = None,
+        wait_all_ranks: bool = False,  # noqa: FBT001, FBT002 - as torch's
+    ) -> None:
+        chosen: Any = dist.group.WORLD if group is None else group
+        if isinstance(chosen, PopdistProcessGroup):
+            chosen.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            torchs_own(group, timeout, wait_all_ranks)
+
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

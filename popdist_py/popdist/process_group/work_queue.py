@@ -17,8 +17,9 @@ import torch
 from torch import distributed as dist
 from torch.futures import Future
 
+from popdist import torch_private
+from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.forks import call_at_exit
-from popdist.host_memory.waiting import wait_until
 
 _END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the group has been left."""
@@ -74,13 +75,12 @@ class PendingWork(dist.Work):
         """A future of :meth:`result`."""
         return self._future
 
-    def tell(self, error: BaseException | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """Finish the future, with what the collective raised or with its results."""
         if error is None:
             self._future.set_result(self.result())
         else:
-            self._future._set_unwrap_func(_Failure.reveal)  # noqa: SLF001 - as torch's set_exception does
-            self._future.set_result(_Failure(error))
+            torch_private.set_failure(self._future, _Failure(error), _Failure.reveal)
 
 
 class _Failure:
@@ -136,33 +136,18 @@ class DoneWork(dist.Work):
         return future
 
 
-def _no_result() -> Results:
-    raise RuntimeError(
-        "the small sum that was done here keeps no result: its tensor is the result, or set asyncOp=True"
-    )
-
-
-DONE: Final = DoneWork(_no_result)
-"""The work of every call that must take no time for one of its own."""
-
-
 class WorkQueue:
     """The collectives of one group, and the thread that does those that are not done at once.
 
-    Args:
-        break_off: Ends a wait that is going on in the thread, with an error.
-
-    Attributes:
-        turn: Held by the thread that does a collective.
-        pending: What was handed to the group's thread and is still to be done; always the same set.
+    ``abort`` ends a wait that is going on in the thread, with an error.
     """
 
-    def __init__(self, break_off: Callable[[], None]) -> None:
-        self._break_off = break_off
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
         self._tasks: SimpleQueue[tuple[PendingWork, Callable[..., None], Sequence[Any]] | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self.turn, self._issue = Lock(), Lock()
-        self.pending: set[PendingWork] = set()
+        self._lock, self._issue = Lock(), Lock()  # held by the thread that does a collective, and to hand one over
+        self._pending: set[PendingWork] = set()
         _queues.add(self)
 
     def run(
@@ -172,14 +157,14 @@ class WorkQueue:
 
         A synchronous one is done when this returns; an asynchronous one may be done later.
         """
-        if not is_async and not self.pending:
-            with self.turn:
-                outside_inference(do, arguments)
+        if not is_async and not self._pending:
+            with self._lock:
+                _outside_inference(do, arguments)
             return DoneWork(outcome)
         work = PendingWork(outcome)
         is_callback = current_thread() is self._thread
         with self._issue:
-            self.pending.add(work)
+            self._pending.add(work)
             if not is_callback:
                 self._tasks.put((work, do, arguments))
                 self._start()
@@ -192,12 +177,12 @@ class WorkQueue:
     @property
     def is_idle(self) -> bool:
         """Whether no collective that was handed to the thread is still to be done."""
-        return not self.pending
+        return not self._pending
 
     def stop(self) -> None:
         """End the thread: a collective that is not begun fails, and one that is going on is broken off."""
         if self._thread is not None:
-            self._break_off()
+            self._abort()
             self._tasks.put(None)
             self._thread.join(_END_SECONDS)
             self._thread = None
@@ -215,16 +200,16 @@ class WorkQueue:
     def _finish(self, work: PendingWork, do: Callable[..., None], arguments: Sequence[Any]) -> None:
         error: BaseException | None = None
         try:
-            with self.turn:
+            with self._lock:
                 do(*arguments)
         except BaseException as caught:  # noqa: BLE001 - it is raised where the work is waited for
             error = caught
-        self.pending.discard(work)
-        work.tell(error)
+        self._pending.discard(work)
+        work.finish(error)
         del error  # which knows this frame, and with it the tensors
 
 
-def outside_inference(do: Callable[..., None], arguments: Sequence[Any]) -> None:
+def _outside_inference(do: Callable[..., None], arguments: Sequence[Any]) -> None:
     """Call ``do``; what it keeps for later calls must not be of inference mode."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):

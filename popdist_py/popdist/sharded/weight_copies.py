@@ -103,7 +103,7 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
     try:
         block = host.allocate(num_bytes)
     except BackendError:
-        host.flags.raise_failure()
+        host.barriers.raise_failure()
     has_room = group.start(f"ShardedOptimizer, one copy of {num_bytes} bytes on each host", [block is not None])
     if all(said for (said,) in has_room.wait()):
         return block

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from popdist.errors import BackendError, name_instances
+from popdist.host_memory.barriers import wait_until
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
-from popdist.host_memory.waiting import wait_until
 from popdist.progress import progress_page
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ class Channel:
         with suppress(RuntimeError):
             self._break_off(self._process_group)
         if self.local_collectives is not None:
-            self.local_collectives.break_off()
+            self.local_collectives.abort()
 
     def close(self) -> None:
         """End the thread, and what still waits for an instance; on CUDA such a wait would outlast the program."""

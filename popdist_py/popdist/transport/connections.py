@@ -21,7 +21,7 @@ from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from popdist.errors import BackendError
-from popdist.host_memory.flags import Names
+from popdist.host_memory.barriers import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.short_messages import ShortMessages

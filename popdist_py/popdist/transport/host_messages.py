@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from popdist.errors import BackendError, PopdistError
-from popdist.host_memory.flags import Names
+from popdist.host_memory.barriers import Names
 from popdist.host_memory.host_collectives import as_bytes
 
 _FAILURE: Final = "failure"

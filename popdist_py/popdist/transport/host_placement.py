@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from popdist.host_memory.flags import Names
+from popdist.host_memory.barriers import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.segment_exchange import tell_all

@@ -15,7 +15,7 @@ from torch import Tensor
 from popdist.errors import BackendError
 from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives
-from popdist.host_memory.offers import MayMove
+from popdist.host_memory.in_place import MayMove
 from popdist.transport.host_messages import HostMessages
 from popdist.transport.two_level import Arrival, TwoLevelReduction
 from popdist.tree import Node
@@ -178,11 +178,11 @@ class SeveralHosts:
         if self._local_collectives is not None:
             self._local_collectives.close()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """End a call that is going on in another thread, with an error."""
         self._messages.close()
         if self._local_collectives is not None:
-            self._local_collectives.break_off()
+            self._local_collectives.abort()
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -191,5 +191,5 @@ class SeveralHosts:
                 yield
         except BackendError as error:
             if self._local_collectives is not None:
-                self._local_collectives.group.flags.fail(str(error))
+                self._local_collectives.group.barriers.fail(str(error))
             raise

@@ -228,7 +228,7 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
     try:
         return HostCollectives(part)
     except BackendError:
-        part.flags.raise_failure()
+        part.barriers.raise_failure()
         return None
 
 

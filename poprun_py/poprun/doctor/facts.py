@@ -29,8 +29,8 @@ for name in ("torch", "mpi4py", "popdist"):
     except Exception as error:
         problems[name] = f"{type(error).__name__}: {error}"
 try:
-    extensions = importlib.import_module("popdist.extensions")
-    found["has_extension"] = extensions.find("popdist.host_memory._quick") is not None
+    extension = importlib.import_module("popdist.extension")
+    found["has_extension"] = extension.find() is not None
 except Exception:
     pass
 if "torch" in versions:

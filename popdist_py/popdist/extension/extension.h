@@ -1,7 +1,7 @@
-/* What the files of this folder's extension share. */
+/* What the files of the extension share. */
 
-#ifndef POPDIST_ARITHMETIC_H
-#define POPDIST_ARITHMETIC_H
+#ifndef POPDIST_EXTENSION_H
+#define POPDIST_EXTENSION_H
 
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -59,5 +59,9 @@ Work widen_blocks, round_blocks;
 
 /* The sum of squares of a row: its address, its length, whether its numbers are doubles. */
 PyObject *square_sum(PyObject *module, PyObject *args);
+
+/* The sum of two or four rows into all of them: their addresses, how many numbers, whether these are doubles, the
+ * divisor. */
+PyObject *add_rows(PyObject *module, PyObject *args);
 
 #endif

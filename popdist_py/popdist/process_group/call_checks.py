@@ -1,11 +1,9 @@
-"""The arguments of torch's collectives, which may be called in several ways, and the checks of them.
+"""The arguments of torch's collectives: their tensors without autograd, their operations, and the checks of them.
 
-C++ and ``torch.distributed`` pass lists of tensors and an object of options. torch's bindings also take a single
-tensor, and the root, operation or timeout without options, by name, too; so a group written in Python has to take
-all of them. What is wrong raises what gloo raises: RuntimeError, mostly.
+What is wrong raises what gloo raises: RuntimeError, mostly.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -23,24 +21,6 @@ _OPS: Final[dict[Any, Op]] = {
     c10d.ReduceOp.MAX: "max",
     c10d.ReduceOp.PRODUCT: "product",
 }
-SUM: Final = c10d.ReduceOp.SUM
-
-_OVERLAPS: Final = 1
-"""torch's number for it; others are for no and for unknown."""
-
-
-def options(make: Callable[[], Any], **values: object) -> Any:  # noqa: ANN401 - torch's many classes
-    """Options made by ``make``, with ``values`` set; a value of None leaves the default."""
-    made = make()
-    for name, value in values.items():
-        if value is not None:
-            setattr(made, name, value)
-    return made
-
-
-def as_list(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    """A list of tensors; one tensor becomes a list of one."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def bare(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -59,8 +39,6 @@ def op_of(reduce_op: Any, tensors: Sequence[Tensor]) -> Op | None:  # noqa: ANN4
     for tensor in tensors:
         if tensor.dtype not in KINDS:
             return None
-    if reduce_op == SUM:
-        return "sum"
     op = _OPS.get(getattr(reduce_op, "op", reduce_op))
     return None if op == "mean" and not all(tensor.is_floating_point() for tensor in tensors) else op
 
@@ -95,7 +73,7 @@ def check_single(call: str, *tensors: Sequence[object]) -> None:
 def check_written(call: str, tensors: Iterable[Tensor]) -> None:
     """Raise RuntimeError if numbers of one of the tensors, which are written into, lie in one place."""
     for tensor in tensors:
-        if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:  # noqa: SLF001 - there is no other way to ask
+        if any(length > 1 and stride == 0 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise RuntimeError(
                 f"popdist::{call}: more than one element of the written-to tensor refers to a single memory "
                 f"location, as after expand(): {_describe(tensor)}. Please clone() the tensor before."

@@ -1,8 +1,8 @@
-"""The parts of popdist that are written in C: where each one is, and whether it is as old as its sources.
+"""The part of popdist that is written in C: whether it was built, and from the sources beside it.
 
-A build leaves them out where there is no C compiler; what they do is also written in Python, with the same bits.
-In an editable checkout an extension lies beside its sources, and stays when these change, as by ``git pull``: so a
-build writes a digest of the sources at the end of the file, where the loader of the system does not look.
+A build leaves it out where there is no C compiler; what it does is also written in Python, with the same bits. In
+an editable checkout it lies beside its sources, and stays when these change, as by ``git pull``: so a build writes
+a digest of the sources at the end of the file, where the loader of the system does not look.
 """
 
 import hashlib
@@ -18,12 +18,8 @@ _NUM_BYTES = 32
 
 
 @cache
-def find(name: str) -> Any:  # noqa: ANN401 - mypy knows no extension
-    """The extension ``name``, as ``"popdist.optim._arithmetic"``.
-
-    None where it was not built or is for another interpreter. None with a warning where it was built from other
-    sources than those beside it.
-    """
+def find(name: str = "popdist.extension._extension") -> Any:  # noqa: ANN401 - mypy knows no extension
+    """The extension; None where it was not built, or with a warning where it was built from other sources."""
     spec = find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -33,18 +29,17 @@ def find(name: str) -> Any:  # noqa: ANN401 - mypy knows no extension
         return None
     try:
         return import_module(name)
-    except ImportError:
+    except ImportError:  # built for another interpreter
         return None
 
 
 def sources_in(folder: Path) -> list[Path]:
-    """The files in C there, and the headers that all extensions share; none where popdist comes from a wheel."""
-    own = sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
-    return own and own + sorted(Path(__file__).parent.glob("*.h"))
+    """The files in C there; none where popdist comes from a wheel."""
+    return sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
 
 
 def digest_of(sources: Iterable[Path]) -> bytes:
-    """What a build writes at the end of an extension."""
+    """What a build writes at the end of the extension."""
     digest = hashlib.blake2b(digest_size=_NUM_BYTES)
     for path in sources:
         digest.update(b"%s %d " % (path.name.encode(), path.stat().st_size))

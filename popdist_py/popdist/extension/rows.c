@@ -4,7 +4,7 @@
  * stored once, where row by row takes up to twice as many of both.
  */
 
-#include "quick.h"
+#include "extension.h"
 
 #include <math.h>
 
@@ -42,27 +42,27 @@ typedef double f64;
 DEFINE_ROWS(f32, frexpf, 100)
 DEFINE_ROWS(f64, frexp, 100)
 
-void add_into_all(char *const *rows, int num_rows, int64_t length, int is_double, double over) {
-    if (is_double) add_f64(rows, num_rows, length, over);
-    else add_f32(rows, num_rows, length, (float)over);
-}
-
 PyObject *add_rows(PyObject *module, PyObject *args) {
-    Numbers addresses;
-    Py_ssize_t length;
+    const char *addresses;
+    Py_ssize_t num_bytes, length;
     int is_double;
     double over;
     char *rows[4];
     (void)module;
-    if (!PyArg_ParseTuple(args, "y#npd", &addresses.bytes, &addresses.length, &length, &is_double, &over)) return NULL;
-    int num_rows = (int)(addresses.length / (Py_ssize_t)sizeof(uint64_t));
-    if ((num_rows != 2 && num_rows != 4) || addresses.length % sizeof(uint64_t)) {
+    if (!PyArg_ParseTuple(args, "y#npd", &addresses, &num_bytes, &length, &is_double, &over)) return NULL;
+    int num_rows = (int)(num_bytes / (Py_ssize_t)sizeof(uint64_t));
+    if ((num_rows != 2 && num_rows != 4) || num_bytes % sizeof(uint64_t)) {
         PyErr_SetString(PyExc_ValueError, "two rows are added here, or four");
         return NULL;
     }
-    for (int i = 0; i < num_rows; i++) rows[i] = (char *)(uintptr_t)number_at(addresses, i);
+    for (int i = 0; i < num_rows; i++) {
+        uint64_t address;
+        memcpy(&address, addresses + i * sizeof address, sizeof address);
+        rows[i] = (char *)(uintptr_t)address;
+    }
     Py_BEGIN_ALLOW_THREADS
-    add_into_all(rows, num_rows, length, is_double, over);
+    if (is_double) add_f64(rows, num_rows, length, over);
+    else add_f32(rows, num_rows, length, (float)over);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

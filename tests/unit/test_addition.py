@@ -1,11 +1,8 @@
 """The order and the shares in which ranks add in shared memory."""
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.host_memory import addition
 from popdist.host_memory.addition import LINE_BYTES, additions, blocks, share
 from popdist.tree import tree_sum
 
@@ -37,29 +34,3 @@ def test_blocks_cover_a_share_once(start: int, length: int, element_bytes: int, 
     assert all(piece.start < piece.stop for piece in pieces)
     assert [piece.start for piece in pieces] == [start, *[piece.stop for piece in pieces]][: len(pieces)]
     assert sum(piece.stop - piece.start for piece in pieces) == length
-
-
-def test_one_table_says_which_path_an_addition_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By place, operation, dtype and number of rows; what C would do takes the next path where it is missing."""
-    cases: list[tuple[addition.Place, addition.Op, torch.dtype, int, str, str]] = [
-        ("slot", "sum", torch.float32, 2, "C", "torch"),
-        ("slot", "sum", torch.int64, 64, "C", "torch"),
-        ("slot", "sum", torch.float32, 65, "torch", "torch"),
-        ("slot", "sum", torch.uint8, 2, "torch", "torch"),
-        ("slot", "mean", torch.float32, 2, "torch", "torch"),
-        ("pieces", "sum", torch.uint8, 2, "numpy", "numpy"),
-        ("pieces", "sum", torch.bfloat16, 2, "torch", "torch"),
-        ("pieces", "sum", torch.float32, 3, "torch", "torch"),
-        ("rows", "mean", torch.float64, 4, "C", "numpy"),
-        ("rows", "sum", torch.float32, 3, "numpy", "numpy"),
-        ("rows", "sum", torch.int32, 2, "numpy", "numpy"),
-        ("rows", "max", torch.float32, 2, "torch", "torch"),
-        ("rows", "sum", torch.bool, 2, "torch", "torch"),
-        ("outputs", "sum", torch.float32, 2, "numpy", "numpy"),
-        ("cast outputs", "sum", torch.float32, 2, "torch", "torch"),
-    ]
-    for built, is_there in ((object(), True), (None, False)):
-        monkeypatch.setattr(addition, "extension", lambda built=built: built)
-        for place, op, dtype, num_rows, with_c, without_c in cases:
-            wanted = with_c if is_there else without_c
-            assert addition.path_of(place, op, dtype, num_rows) == wanted, (place, op, dtype, num_rows)

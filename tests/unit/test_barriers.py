@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import pytest
 
-from popdist.host_memory.waiting import LONGEST_YIELD_SECONDS, MOST_SLEEPS, CrowdedYields, is_crowded
+from popdist.host_memory.barriers import LONGEST_YIELD_SECONDS, MOST_SLEEPS, CrowdedYields, is_crowded
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_ranks_yield_until_that_is_not_enough() -> None:
 
     def num_sleeps_after(waited_seconds: float) -> int:
         assert yields.next_seconds() == LONGEST_YIELD_SECONDS
-        yields.judge(waited_seconds)
+        yields.record_wait(waited_seconds)
         count = 0
         while yields.next_seconds() == 0:
             count += 1

@@ -1,9 +1,9 @@
-/* The module that Python imports, popdist.optim._arithmetic, and how its work is shared by threads.
+/* The module that Python imports, popdist.extension._extension, and how threads share the rounding of rows.
  *
  * The threads are those of torch: a pool of one's own would wait for a core while these, which have just worked, spin. */
 
 #define _GNU_SOURCE
-#include "arithmetic.h"
+#include "extension.h"
 
 #include <dlfcn.h>
 #include <stdatomic.h>
@@ -92,12 +92,13 @@ static PyObject *round_rows(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
+    {"add_rows", add_rows, METH_VARARGS, NULL},
     {"square_sum", square_sum, METH_VARARGS, NULL},
     {"widen_rows", widen_rows, METH_VARARGS, NULL},
     {"round_rows", round_rows, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_arithmetic", NULL, 0, functions, NULL, NULL, NULL, NULL};
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_extension", NULL, 0, functions, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__arithmetic(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__extension(void) { return PyModuleDef_Init(&definition); }

@@ -1,6 +1,6 @@
 /* Rounding of float32 to half precision by random bits: popdist.optim.rounding, to the same bits, faster. */
 
-#include "arithmetic.h"
+#include "extension.h"
 
 /* Calls of the generator for a block: each gives four words, of which an element takes one or half of one. */
 enum { CALLS = BLOCK / 4, CALLS_OF_HALVES = BLOCK / 8 };

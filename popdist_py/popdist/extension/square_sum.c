@@ -1,7 +1,7 @@
 /* The sum of squares of a row of numbers in the order of popdist.optim.square_sums: blocks of 128 elements, in float64,
  * and a binary tree over the blocks. */
 
-#include "arithmetic.h"
+#include "extension.h"
 
 #define DEFINE_BLOCK_SUM(TYPE)                                                                                \
     FOR_EACH_PROCESSOR static double block_sum_##TYPE(const TYPE *x) {                                        \

@@ -1,6 +1,6 @@
 /* Random words by Philox4x32-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, SC 2011). */
 
-#include "arithmetic.h"
+#include "extension.h"
 
 enum { ROUNDS = 10 };
 

@@ -1,23 +1,20 @@
-"""What holds for small sums, which the extension makes where there is one: run on every rank of a real job."""
+"""What holds for sums of small tensors and of rows of shared memory: run on every rank of a real job."""
 
 import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
+from popdist import extension
 from popdist.errors import CollectiveError
-from popdist.host_memory import addition
 from popdist.tree import tree_sum
 from tests.contract.host_memory_laws import connected
 from tests.running import DEADLINE_SECONDS
-
-SLOT_BYTES = 1 << 16
 
 SMALL_STACK_BYTES = 1 << 18
 
@@ -27,50 +24,8 @@ def without_it_on_odd_ranks(rank: int, run_all: Callable[[], int]) -> int:
     if rank % 2 == 0:
         return run_all()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(addition, "extension", lambda: None)
+        patch.setattr(extension, "find", lambda: None)
         return run_all()
-
-
-def num_quick_sums() -> int:
-    """How many sums of the default group were made without Python."""
-    group: Any = dist.group.WORLD
-    return int(getattr(group.allreduce, "num_sums", 0))
-
-
-def is_added_quickly(tensor: Tensor, *, async_op: bool = False) -> bool:
-    """Add ``tensor`` over the ranks, see that it is right, and say which way it went."""
-    wanted = sum(tensor.double() + other - dist.get_rank() for other in range(dist.get_world_size()))
-    before = num_quick_sums()
-    work = dist.all_reduce(tensor, async_op=async_op)
-    if work is not None:
-        work.wait()
-    assert torch.equal(tensor.double(), torch.as_tensor(wanted))
-    return num_quick_sums() > before
-
-
-def law_the_extension_adds_what_is_small_and_plain() -> None:
-    """Of four dtypes and any shape; all else is added as it would be without it."""
-    rank, is_there = dist.get_rank(), addition.extension() is not None
-    if dist.get_world_size() == 1:
-        wide = torch.full((3,), rank, dtype=torch.uint8)
-        assert is_added_quickly(wide) is is_there  # there is nothing to add
-        return
-    for dtype in addition.SLOT_DTYPES:
-        for shape in [(), (1,), (3, 5), (600,), (SLOT_BYTES // dtype.itemsize,)]:
-            assert is_added_quickly(torch.full(shape, rank, dtype=dtype)) is is_there
-    rows = torch.full((4, 6), float(rank))
-    assert is_added_quickly(rows[1:3]) is is_there
-    assert rows[0, 0] == rank
-    for other in (
-        torch.full((3,), rank, dtype=torch.bfloat16),
-        torch.full((3,), rank, dtype=torch.uint8),
-        torch.full((4, 6), float(rank)).T,
-        torch.frombuffer(bytearray(9), dtype=torch.float32, count=2, offset=1).fill_(rank),
-        nn.Parameter(torch.full((3,), float(rank)), requires_grad=False),
-        torch.full((1 << 19,), float(rank)),
-    ):
-        assert not is_added_quickly(other)
-    assert not is_added_quickly(torch.full((3,), float(rank)), async_op=True)
 
 
 def law_a_number_that_torch_negates_when_it_reads_it_is_added_as_read() -> None:
@@ -91,7 +46,9 @@ def law_nothing_is_added_when_the_ranks_differ() -> None:
         dist.all_reduce(mine)
     assert "rank 0: all_reduce (sum) of 5 float32" in str(caught.value)
     assert (mine == rank).all()
-    assert is_added_quickly(torch.full((4,), float(rank))) is (addition.extension() is not None)
+    total = torch.full((4,), float(rank))
+    dist.all_reduce(total)
+    assert (total == size * (size - 1) / 2).all()
 
 
 def law_overflow_and_infinity_are_as_torch_has_them() -> None:
@@ -107,33 +64,13 @@ def law_overflow_and_infinity_are_as_torch_has_them() -> None:
 
 
 def law_a_nan_has_the_same_bits_on_every_rank() -> None:
-    """Of several NaNs, all take the same one's; where some have the extension and some have not, any."""
-    ways: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ways, addition.extension() is not None)
-    if len(set(ways)) > 1:
-        return
+    """Of several NaNs, all take the same one's."""
     for length in (1, 3, 64, 600):
         bits = torch.full((length,), 0x7FC00001 + dist.get_rank(), dtype=torch.int32)
         dist.all_reduce(bits.view(torch.float32))
         first = bits.clone()
         dist.broadcast(first, 0)
         assert torch.equal(bits, first)
-
-
-def law_tensors_that_speak_another_dlpack_are_added_without_the_extension() -> None:
-    """No group fails for want of it."""
-
-    def refuse(*_: object) -> None:
-        raise ValueError("tensors of this class speak another DLPack")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if (found := addition.extension()) is not None:
-            patch.setattr(found, "Quick", refuse)
-        group = dist.new_group(backend="popdist")
-    tensor = torch.ones(3)
-    dist.all_reduce(tensor, group=group)
-    assert (tensor == dist.get_world_size()).all()
-    dist.destroy_process_group(group)
 
 
 def law_a_thread_with_a_small_stack_adds() -> None:
@@ -173,7 +110,7 @@ def law_rows_that_are_added_in_one_pass_have_the_bits_of_the_tree() -> None:
             blocks = [made.allocate(length * dtype.itemsize) for _ in owners]
             rows = [block.of(owner).view(dtype) for block, owner in zip(blocks, owners, strict=True)]
             reduction = made.reduction(rows)
-            is_fused = addition.extension() is not None and num_rows in (2, 4)
+            is_fused = extension.find() is not None and num_rows in (2, 4)
             assert isinstance(reduction._combine_share, partial) is is_fused
             for over in (1.0, 2.0, 3.0, 0.25, 1e-30, 2.0**-120):
                 brought = [some_numbers(length, dtype, seed=number) for number in range(num_rows)]

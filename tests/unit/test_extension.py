@@ -1,21 +1,20 @@
-"""Extensions in C: taken where they are as old as the sources beside them, else left, and said so."""
+"""The extension in C: used where it is as old as the sources beside it, else left, with a warning."""
 
 import shutil
 from pathlib import Path
 
 import pytest
 
-import popdist.optim
-from popdist import extensions
+from popdist import extension
 from popdist.errors import PopdistWarning
 
-FOLDER = Path(popdist.optim.__file__).parent
-EXTENSION = FOLDER / "_arithmetic.abi3.so"
+FOLDER = Path(extension.__file__).parent
+EXTENSION = FOLDER / "_extension.abi3.so"
 
 
 def test_one_that_was_not_built_is_none() -> None:
     """Without a warning: there was no compiler."""
-    assert extensions.find("popdist.optim._nobody_built_this") is None
+    assert extension.find("popdist.extension._nobody_built_this") is None
 
 
 @pytest.mark.skipif(not EXTENSION.exists(), reason="there was no C compiler that could make the extension")
@@ -37,9 +36,9 @@ def test_one_of_other_sources_is_left(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
 
     if name in ("as_built", "installed"):
-        found = extensions.find(f"extension_{name}._arithmetic")
+        found = extension.find(f"extension_{name}._extension")
         assert hasattr(found, "square_sum")
     else:
         with pytest.warns(PopdistWarning, match="was built from other sources .* pip install --no-deps -e "):
-            assert extensions.find(f"extension_{name}._arithmetic") is None
-        assert extensions.find(f"extension_{name}._arithmetic") is None  # and says so once
+            assert extension.find(f"extension_{name}._extension") is None
+        assert extension.find(f"extension_{name}._extension") is None  # and says so once

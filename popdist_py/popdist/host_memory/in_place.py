@@ -1,0 +1,254 @@
+"""In-place collectives on storages that every rank has mapped: each tensor stays where it is, nothing is copied.
+
+Before a large collective every rank posts a place at a barrier that the collective has anyway: which of its files
+(see `popdist.host_memory.shared_storages`) holds the tensor and where in it, or nothing. If all ranks post a
+place, they work there; if one does not, all go through slots. The places need not be alike, so tensors that come
+in another order will do.
+
+A storage that is posted for the first time is shared first, at two more barriers: its rank moves it into a file if
+it lies in none, and the others map that. They unmap it when its file says that the storage is gone.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from popdist.host_memory import shared_storages
+from popdist.host_memory.addition import KINDS, Op
+from popdist.host_memory.barriers import operation, purpose
+from popdist.host_memory.host_group import HostGroup
+from popdist.host_memory.shared_storages import NUMBER_BITS, MappedFile, SharedStorage
+
+if TYPE_CHECKING:
+    from popdist.host_memory.row_reduction import Reduction
+
+LEAST_BYTES: Final = 1 << 18
+"""Size of the smallest tensors that are combined in place."""
+
+_SHARE: Final = operation("mapping of a tensor")
+
+_NUMBER_BITS: Final = 20
+_MOST_NUMBERS: Final = 1 << _NUMBER_BITS
+_HAS_PLACE: Final = 1 << 62
+_NEW: Final = 1 << 61
+
+_MOST_SEEN: Final = 1 << 10
+_MOST_PREPARED: Final = 1 << 8
+
+_MOST_DESCRIPTORS: Final = 1 << 23
+_ANSWER: Final = 1 << 63
+
+
+MayMove = Callable[[Tensor], bool]
+"""Whether the memory of a tensor may be moved now."""
+
+
+Places = tuple[int, ...]
+"""Of each rank, in which of its files a tensor lies, and where in it."""
+
+
+class _OthersUseInPlaceError(Exception):
+    """Other ranks have posted a place, and written nothing: all begin again, through slots."""
+
+
+class InPlace:
+    """The places that the ranks of a group post; every rank makes the same calls in the same order."""
+
+    def __init__(self, group: HostGroup) -> None:
+        self._group = group
+        self._barriers = group.barriers
+        self._numbers: dict[int, int] = {}
+        """Of this rank's files that all ranks have mapped, by what names their storages."""
+        self._files: list[dict[int, MappedFile]] = [{} for _ in range(group.size)]
+        """Of each rank, by the number that the file has in this group."""
+        self._num_shared = [0] * group.size
+        self._can_map = True
+        """Whether all ranks could map every storage so far."""
+        self._seen: dict[StorageWeakRef, int] = {}
+        """The lengths of storages that may be moved when they come again."""
+        self._prepared: dict[tuple[Places, Op, torch.dtype, int], Reduction] = {}
+        self._posts_nothing = False
+
+    def run(
+        self,
+        tensor: Tensor | None,
+        reason: int,
+        in_place: Callable[[Places], None],
+        through_slots: Callable[[], None],
+        may_move: MayMove | None = None,
+    ) -> None:
+        """Do a collective in place if all ranks post a place, and else through slots.
+
+        Args:
+            tensor: What this rank brings, of at least :data:`LEAST_BYTES`; None where it is not one tensor.
+            reason: What its barriers are for; the same on all ranks.
+            in_place: Does it where all tensors lie. All ranks have come when it begins.
+            through_slots: Does it the other way; its first barrier is :meth:`wait`, and it changes nothing before.
+            may_move: Asked whether the tensor's memory may be moved, when it comes again; None if it may not.
+        """
+        place = 0 if tensor is None else self._place_of(tensor, may_move)
+        if tensor is not None and place:
+            self._barriers.post(place)
+            self._barriers.wait(reason)
+            places = self._agreed(tensor)
+            if places is None:
+                through_slots()
+            else:
+                in_place(places)
+            return
+        self._unmap_gone()
+        self._posts_nothing = True
+        try:
+            through_slots()
+        except _OthersUseInPlaceError:
+            through_slots()
+        finally:
+            self._posts_nothing = False
+
+    def wait(self, reason: int) -> None:
+        """Wait at a barrier; at the first one of a collective that posts no place, see whether others do."""
+        if not self._posts_nothing:
+            self._barriers.wait(reason)
+            return
+        self._posts_nothing = False
+        self._barriers.post(0)
+        self._barriers.wait(reason)
+        if any(self._barriers.posted()):
+            raise _OthersUseInPlaceError
+
+    def rows(self, places: Places, num_bytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """What stands in these places, as flat tensors."""
+        found = []
+        for rank, place in enumerate(places):
+            start, number = (place & ~_HAS_PLACE) >> _NUMBER_BITS, place & _MOST_NUMBERS - 1
+            found.append(self._files[rank][number].memory[start : start + num_bytes].view(dtype))
+        return found
+
+    def reduction(self, places: Places, tensor: Tensor, op: Op) -> "Reduction":
+        """The reduction of tensors like this one in these places."""
+        key = (places, op, tensor.dtype, tensor.numel())
+        if key not in self._prepared:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[key] = self._group.reduction(self.rows(places, tensor.nbytes, tensor.dtype), op)
+        return self._prepared[key]
+
+    def _place_of(self, tensor: Tensor, may_move: MayMove | None) -> int:
+        """What this rank posts; 0 for nothing."""
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return 0
+        storage = tensor.untyped_storage()
+        shared = shared_storages.find(storage)
+        if shared is None:
+            is_whole = tensor.nbytes == storage.nbytes()
+            is_new = may_move is not None and is_whole and self._comes_again(storage) and may_move(tensor)
+            return _HAS_PLACE | _NEW if is_new else 0
+        place = (tensor.data_ptr() - shared.address) << _NUMBER_BITS
+        number = self._numbers.get(shared.file.number)
+        if number is not None:
+            return _HAS_PLACE | place | number
+        return _HAS_PLACE | _NEW | place if self._may_share() else 0
+
+    def _agreed(self, tensor: Tensor) -> Places | None:
+        """The places that all ranks have posted for the last barrier; None if one has posted none."""
+        posted = self._barriers.posted()
+        if 0 in posted:
+            self._unmap_gone()
+            return None
+        if max(posted) < _HAS_PLACE | _NEW:  # none is new
+            return tuple(posted)
+        if not self._share(tensor, posted):
+            return None
+        return tuple(
+            place & ~_NEW | self._num_shared[rank] if place & _NEW else place for rank, place in enumerate(posted)
+        )
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self._prepared.clear()
+        for files in self._files:
+            files.clear()
+
+    def _may_share(self) -> bool:
+        return self._can_map and self._num_shared[self._group.rank] < _MOST_NUMBERS - 1
+
+    def _comes_again(self, storage: UntypedStorage) -> bool:
+        """Whether torch's allocator owns the storage, and it was there before, with the same length."""
+        if not storage.resizable() or not self._may_share():
+            return False  # numpy and others who know the address have cleared the one
+        key, num_bytes = StorageWeakRef(storage), storage.nbytes()
+        if self._seen.get(key) == num_bytes:
+            return True
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen = {seen: length for seen, length in self._seen.items() if not seen.expired()}
+            if len(self._seen) >= _MOST_SEEN:
+                self._seen.clear()
+        self._seen[key] = num_bytes
+        return False
+
+    def _share(self, tensor: Tensor, posted: Sequence[int]) -> bool:
+        """Have all ranks map the storages that are posted for the first time; whether all of them could."""
+        self._unmap_gone()
+        rank = self._group.rank
+        new = [other for other, place in enumerate(posted) if place & _NEW]
+        mine, answer = None, _ANSWER
+        if rank in new:
+            mine = self._file_of(tensor)
+            answer = 0 if mine is None else _ANSWER | mine.descriptor << NUMBER_BITS | mine.file.number
+        reason = purpose(_SHARE, kind=KINDS[tensor.dtype], count=tensor.numel())
+        self._barriers.post(answer)
+        self._barriers.wait(reason)
+        answers, found = self._barriers.posted(), dict[int, MappedFile]()
+        if all(answers):
+            with suppress(OSError, ValueError):
+                for other in new:
+                    is_own = mine is not None and other == rank
+                    found[other] = mine.file if mine is not None and is_own else self._map(other, answers[other])
+        self._barriers.post(1 if all(answers) and len(found) == len(new) else 0)
+        self._barriers.wait(reason)
+        if not all(self._barriers.posted()):
+            self._can_map = False
+            return False
+        for other, file in found.items():
+            self._num_shared[other] += 1
+            self._files[other][self._num_shared[other]] = file
+        if mine is not None:
+            self._numbers[mine.file.number] = self._num_shared[rank]
+        return True
+
+    def _file_of(self, tensor: Tensor) -> SharedStorage | None:
+        """The file in which the tensor lies, after it was moved there if need be; None if there is no room."""
+        storage = tensor.untyped_storage()
+        if shared_storages.find(storage) is None:
+            self._seen.pop(StorageWeakRef(storage), None)
+            try:
+                shared_storages.move(storage)
+            except Exception:  # noqa: BLE001 - whatever it is, the others wait for an answer
+                return None
+        return shared_storages.find(storage)
+
+    def _map(self, rank: int, answer: int) -> MappedFile:
+        number = answer & (1 << NUMBER_BITS) - 1
+        descriptor = self._group.open_file(rank, answer >> NUMBER_BITS & _MOST_DESCRIPTORS - 1)
+        try:
+            file = MappedFile(descriptor)
+        finally:
+            os.close(descriptor)
+        if file.number != number:
+            raise OSError(f"another file is there than that of rank {rank}")
+        return file
+
+    def _unmap_gone(self) -> None:
+        """Unmap storages that are gone."""
+        shared_storages.release_gone()
+        for rank, files in enumerate(self._files):
+            for number in [number for number, file in files.items() if not file.is_in_use]:
+                gone = files.pop(number)
+                if rank == self._group.rank:
+                    del self._numbers[gone.number]
+                self._prepared.clear()
