@@ -149,7 +149,7 @@ def _is_engine_understood() -> bool:
         found.append((_is_engine(cast("FrameType", currentframe()).f_back), inner()))
 
     with torch.inference_mode(mode=False), torch.enable_grad():
-        value = torch.ones(1, requires_grad=True)
+        value = torch.ones(1, dtype=torch.float32, requires_grad=True)
         value.register_hook(hook)
         value.clone().sum().backward()
     return found == [(True, False)]

@@ -37,7 +37,6 @@ POPDIST: Final[Floors] = (
     {
         "errors": "what popdist raises, and checks of arguments",
         "layout": "which replicas each instance owns",
-        "torch_private": "the private names of torch that are used",
         "tree": "the one order of addition",
         "training_loop": "where a step of a training loop ends",
         "stack_signal": "stacks on request",
@@ -45,7 +44,8 @@ POPDIST: Final[Floors] = (
     },
     {
         "contract": "every variable between launcher and library",
-        "extensions": "what is written in C: found, and as old as its sources",
+        "torch_private": "the private names of torch that are used",
+        "extension": "what is written in C: found, and as old as its sources",
     },
     {
         "environments": "jobs of other launchers",

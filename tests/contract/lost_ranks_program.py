@@ -35,7 +35,7 @@ def main(folder: str, rank: str, size: str) -> None:
 def be_late() -> None:
     """The last rank comes when the others have stopped waiting."""
     group: Any = dist.new_group(backend="popdist", timeout=PATIENCE)
-    group.host_group.flags.timeout_seconds = SHORT_SECONDS
+    group.host_group.barriers.timeout_seconds = SHORT_SECONDS
     if dist.get_rank() == dist.get_world_size() - 1:
         dist.barrier()
         tell("late", lambda: dist.all_reduce(torch.ones(1), group=group))
