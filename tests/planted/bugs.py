@@ -34,9 +34,9 @@ BUGS = (
     ),
     Bug(
         "a square number has one divisor twice",
-        "counts._divisors",
+        "request._divisors",
         "lambda right: lambda number: (it for it in right(number) for _ in range(1 + (it * it == number)))",
-        ("unit/test_counts.py",),
+        ("unit/test_request.py",),
     ),
     Bug(
         "a pod's hosts get overlapping shares",
