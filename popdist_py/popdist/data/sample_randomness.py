@@ -30,15 +30,15 @@ _WATCHED_SEED: Final = 0
 class _Generator(NamedTuple):
     """A random generator of the process, by public calls only.
 
-    ``set_aside`` gives the program's state, in whose place another one may now be put; ``put_back`` restores it.
+    ``save`` gives the program's state, in whose place another one may now be put; ``restore`` restores it.
     ``draw`` tells whether others have drawn since it was seeded.
     """
 
     name: str
     seed: Callable[[int], object]
     draw: Callable[[], object]
-    set_aside: Callable[[], Any]
-    put_back: Callable[[Any], object]
+    save: Callable[[], Any]
+    restore: Callable[[Any], object]
 
     def is_as_seeded(self, seed: int) -> bool:
         """Whether nothing was drawn since it was set from ``seed``; it draws itself."""
@@ -51,7 +51,7 @@ _bits: Final = np.random.MT19937()
 """What numpy's functions draw from while samples are read."""
 
 
-def _set_numpy_aside() -> Any:  # noqa: ANN401 - a bit generator of any class
+def _exchange_numpy() -> Any:  # noqa: ANN401 - a bit generator of any class
     """Have numpy's functions draw from another bit generator: reading a state takes a hundred times longer."""
     own: Any = get_bit_generator()
     set_bit_generator(np.random.MT19937() if own is _bits else _bits)  # a dataset may read another loader
@@ -64,7 +64,7 @@ _GENERATORS: Final = (
         "numpy",
         lambda seed: np.random.seed(seed % 2**32),  # noqa: NPY002 - what datasets draw from
         lambda: np.random.bytes(8),  # noqa: NPY002 - as above
-        _set_numpy_aside,
+        _exchange_numpy,
         set_bit_generator,
     ),
     _Generator(
@@ -92,15 +92,15 @@ class Randomness:
         It gets None where nothing is drawn, and else must reseed before it draws. The generators' states are
         afterwards what they were before.
         """
-        own = [generator.set_aside() for generator in _GENERATORS]
+        own = [generator.save() for generator in _GENERATORS]
         try:
             while True:
                 before = self.used
-                result = self._learn(work) if before is None else self._watch(work, before)
+                result = self._find_used(work) if before is None else self._watch(work, before)
                 if before is None or self.used == before:
                     return result
         finally:
-            _put_back(own)
+            _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str]) -> T:
         """Set the generators that are known to be used, and see whether others are."""
@@ -113,7 +113,7 @@ class Randomness:
             drawn = [it.name for it in others if it.draw() != _first_draws[it.name]]
             self.used = used.union(drawn)
 
-    def _learn(self, work: Callable[[Reseed | None], T]) -> T:
+    def _find_used(self, work: Callable[[Reseed | None], T]) -> T:
         """Set all generators, and see which of them each sample draws from."""
         used, last = set[str](), cast("int | None", None)
         reseed_all = _reseed(_GENERATORS)
@@ -136,16 +136,16 @@ class Randomness:
 
 def isolated(work: Callable[[Reseed], T]) -> T:
     """What ``work`` returns, called once; the generators' states are afterwards what they were before."""
-    own = [generator.set_aside() for generator in _GENERATORS]
+    own = [generator.save() for generator in _GENERATORS]
     try:
         return work(_reseed(_GENERATORS))
     finally:
-        _put_back(own)
+        _restore(own)
 
 
-def _put_back(own: list[Any]) -> None:
+def _restore(own: list[Any]) -> None:
     for generator, state in zip(_GENERATORS, own, strict=True):
-        generator.put_back(state)
+        generator.restore(state)
 
 
 def _reseed(generators: Iterable[_Generator]) -> Reseed:

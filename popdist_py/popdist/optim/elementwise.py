@@ -152,8 +152,8 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
             continue
         size = min(parameter.numel(), _MOST_ELEMENTS) // _EVEN * _EVEN
         for factor in _SIZES[1:]:
-            whole = _step_aside(optimizer, group, parameter, slice(size), factor)
-            parts = [_step_aside(optimizer, group, parameter, part, factor) for part in _parts_of(whole)]
+            whole = _step_on_copy(optimizer, group, parameter, slice(size), factor)
+            parts = [_step_on_copy(optimizer, group, parameter, part, factor) for part in _parts_of(whole)]
             try:
                 _check_equal(whole, torch.cat(parts))
             except _NotElementwiseError as error:
@@ -161,7 +161,7 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
                 raise OptimizerError(message) from None
 
 
-def _step_aside(
+def _step_on_copy(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
 ) -> Tensor:
     """What a step would make of ``part`` of a parameter, with ``factor`` times its gradient."""

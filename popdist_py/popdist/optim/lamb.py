@@ -8,7 +8,7 @@ from torch import Tensor
 
 from popdist.errors import OptimizerError
 from popdist.optim.pieces import check_number
-from popdist.optim.trust_ratio import Half, Settings, TrustRatioOptimizer
+from popdist.optim.trust_ratio import PreparedUpdate, Settings, TrustRatioOptimizer
 
 
 class LAMB(TrustRatioOptimizer):
@@ -90,7 +90,7 @@ class LAMB(TrustRatioOptimizer):
             check_number("max_weight_norm", settings["max_weight_norm"], minimum=1e-300)
         super().add_param_group(param_group)
 
-    def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Move m and v; the update u of each parameter."""
         states = [self._state_of(parameter) for parameter in parameters]
         means, squares = [it["exp_avg"] for it in states], [it["exp_avg_sq"] for it in states]
@@ -114,15 +114,15 @@ class LAMB(TrustRatioOptimizer):
         torch._foreach_addcdiv_(updates, means, below)
         return updates
 
-    def second_half(self, half: Half, norms: Sequence[tuple[float, float]] | None) -> None:
+    def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
         """Move the weights by -lr · r · u."""
-        rate, limit = float(half.group["lr"]), half.group["max_weight_norm"]
+        rate, limit = float(prepared.group["lr"]), prepared.group["max_weight_norm"]
         if norms is None:
-            torch._foreach_mul_(half.measured, -rate)
+            torch._foreach_mul_(prepared.measured, -rate)
         else:
             ratios = [_trust_ratio(*both, limit) for both in norms]
-            torch._foreach_mul_(half.measured, [-rate * ratio for ratio in ratios])
-        torch._foreach_add_(half.parameters, half.measured)
+            torch._foreach_mul_(prepared.measured, [-rate * ratio for ratio in ratios])
+        torch._foreach_add_(prepared.parameters, prepared.measured)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

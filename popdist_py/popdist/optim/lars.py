@@ -8,7 +8,7 @@ from torch import Tensor
 
 from popdist.errors import OptimizerError
 from popdist.optim.pieces import check_number
-from popdist.optim.trust_ratio import Half, Settings, TrustRatioOptimizer
+from popdist.optim.trust_ratio import PreparedUpdate, Settings, TrustRatioOptimizer
 
 
 class LARS(TrustRatioOptimizer):
@@ -80,22 +80,22 @@ class LARS(TrustRatioOptimizer):
             raise OptimizerError("nesterov=True needs a momentum above 0: there is nothing to look ahead by")
         super().add_param_group(param_group)
 
-    def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
+    def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
         """The gradients: their norms are wanted."""
         return gradients
 
-    def second_half(self, half: Half, norms: Sequence[tuple[float, float]] | None) -> None:
+    def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
         """Move v and the weights."""
-        group, parameters = half.group, half.parameters
+        group, parameters = prepared.group, prepared.parameters
         rate, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
         rates = [rate] * len(parameters)
         if norms is not None:
             rates = [rate * _local_rate(*both, decay, float(group["trust_coefficient"])) for both in norms]
         if decay:
-            moves = list(torch._foreach_add(half.measured, parameters, alpha=decay))  # noqa: SLF001 - as torch's own optimizers do
+            moves = list(torch._foreach_add(prepared.measured, parameters, alpha=decay))  # noqa: SLF001 - as torch's own optimizers do
             torch._foreach_mul_(moves, rates)
         else:
-            moves = list(torch._foreach_mul(half.measured, rates))  # noqa: SLF001
+            moves = list(torch._foreach_mul(prepared.measured, rates))  # noqa: SLF001
         if momentum:
             speeds = [self._speed_of(parameter) for parameter in parameters]
             torch._foreach_mul_(speeds, momentum)

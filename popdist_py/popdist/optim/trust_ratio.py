@@ -1,8 +1,8 @@
 """The step that LAMB and LARS have in common: the update of a whole parameter is scaled by norms over all of it.
 
-A step of each parameter has two halves. The first one makes the tensor whose norm is wanted beside that of the
-weights; the second one updates the weights, with both norms. Between them pieces of parameters have their sums
-added up over the instances, once for all of them.
+A step has two parts. The first one prepares the tensor whose norm is needed beside that of the weights; the second
+one updates the weights, with both norms. Between them the sums over pieces of parameters are added up over the
+instances, once for all of them.
 """
 
 import math
@@ -24,8 +24,8 @@ _CACHED_ELEMENTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Half:
-    """A step between its halves."""
+class PreparedUpdate:
+    """Parameters with, for each, the tensor whose norm is compared with its own: ``measured``."""
 
     group: Settings
     parameters: list[Tensor]
@@ -47,14 +47,14 @@ class TrustRatioOptimizer(PieceOptimizer):
         settings: Mapping[str, Any],  # noqa: ARG003
         device: torch.device,  # noqa: ARG003
     ) -> frozenset[str]:
-        """Those of the class, for any settings."""
+        """The same names for any settings."""
         return cls.element_names
 
-    def first_half(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Make the tensors whose norms are needed; gradients are negated already if the group maximizes."""
         raise NotImplementedError
 
-    def second_half(self, half: Half, norms: Sequence[tuple[float, float]] | None) -> None:
+    def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
         """Update the weights; ``norms`` are those of weights and measured tensors, None without a trust ratio."""
         raise NotImplementedError
 
@@ -65,8 +65,8 @@ class TrustRatioOptimizer(PieceOptimizer):
             self._step_on_pieces(work, self._whole_sums)
         for group, parameters in work:
             for some in _batches([it for it in parameters if not self._is_cut(group, it)], group["foreach"]):
-                half = self._begin(group, some)
-                self.second_half(half, _norms(half) if group["trust_ratio"] else None)
+                prepared = self._begin(group, some)
+                self.finish_update(prepared, _norms(prepared) if group["trust_ratio"] else None)
 
     def _step_on_pieces(
         self,
@@ -74,30 +74,30 @@ class TrustRatioOptimizer(PieceOptimizer):
         whole_sums: Callable[..., Mapping[Tensor, Sequence[float]]],
     ) -> None:
         """Update what this instance has a piece of."""
-        halves = []
+        prepared_updates = []
         for group, parameters in work:
             if cut := [it for it in parameters if self._is_cut(group, it)]:
-                halves.append(self._begin(group, cut))
+                prepared_updates.append(self._begin(group, cut))
         pieces = {
             parameter: [node_sums(flat_in_order_of(it, parameter), self._pieces[parameter]) for it in both]
-            for half in halves
-            for parameter, *both in zip(half.parameters, half.parameters, half.measured, strict=True)
+            for prepared in prepared_updates
+            for parameter, *both in zip(prepared.parameters, prepared.parameters, prepared.measured, strict=True)
         }
         whole = whole_sums(pieces)
-        for half in halves:
-            self.second_half(half, [_roots(*whole[parameter]) for parameter in half.parameters])
+        for prepared in prepared_updates:
+            self.finish_update(prepared, [_roots(*whole[parameter]) for parameter in prepared.parameters])
 
     def _is_cut(self, group: Settings, parameter: Tensor) -> bool:
         """Whether the other instances must be asked for the norms."""
         piece = self._pieces.get(parameter)
         return piece is not None and not piece.is_whole and bool(group["trust_ratio"])
 
-    def _begin(self, group: Settings, parameters: list[Tensor]) -> Half:
+    def _begin(self, group: Settings, parameters: list[Tensor]) -> PreparedUpdate:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if group["maximize"]:
             gradients = list(torch._foreach_neg(gradients))  # noqa: SLF001 - as torch's own optimizers call it
-        with_values = self.first_half(group, parameters, gradients)
-        return Half(group=group, parameters=parameters, measured=with_values)
+        with_values = self.prepare(group, parameters, gradients)
+        return PreparedUpdate(group=group, parameters=parameters, measured=with_values)
 
 
 def _with_gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -130,9 +130,9 @@ def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[lis
         yield batch
 
 
-def _norms(half: Half) -> list[tuple[float, float]]:
-    weights = [flat_in_order_of(it, it) for it in half.parameters]
-    measured = [flat_in_order_of(it, own) for it, own in zip(half.measured, half.parameters, strict=True)]
+def _norms(prepared: PreparedUpdate) -> list[tuple[float, float]]:
+    weights = [flat_in_order_of(it, it) for it in prepared.parameters]
+    measured = [flat_in_order_of(it, own) for it, own in zip(prepared.measured, prepared.parameters, strict=True)]
     sums = square_sums([*weights, *measured])
     return [_roots(*both) for both in zip(sums[: len(weights)], sums[len(weights) :], strict=True)]
 

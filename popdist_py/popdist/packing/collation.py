@@ -144,7 +144,7 @@ class Collator:
         places = list(_places(rows, lengths, self.max_length))
         shape = (len(rows), self.max_length)
         tokens = {
-            name: self._lay(name, [sample[name] for sample in samples], places, shape) for name in token_names
+            name: self._place(name, [sample[name] for sample in samples], places, shape) for name in token_names
         }
         position_ids, segment_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
         for (row, start, number), length in zip(places, lengths, strict=True):
@@ -192,7 +192,7 @@ class Collator:
                 tokens.append(name)
         return tokens, [name for name in names if name not in tokens]
 
-    def _lay(
+    def _place(
         self, name: str, values: Sequence[Any], places: Sequence[tuple[int, int, int]], shape: tuple[int, int]
     ) -> Tensor:
         """The rows of one field."""

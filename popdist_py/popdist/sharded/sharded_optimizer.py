@@ -210,7 +210,7 @@ class ShardedOptimizer(Optimizer):
 
     def _update(self) -> Exception | None:
         """Update this instance's shards; the error, if there was one."""
-        inside = self._settled_inside()
+        inside = self._completed_settings()
         if self._norms is not None:
             self._norms.begin_step()
         try:
@@ -251,7 +251,7 @@ class ShardedOptimizer(Optimizer):
         """What ``state_dict`` gives, on the instances that ``keep`` it; the others take part and keep nothing."""
         check_flags(OptimizerError, keep=keep)
         text = f"ShardedOptimizer.state_dict() of {len(self._sharded)} parameters"
-        inner = self._settled_inside().state
+        inner = self._completed_settings().state
         for parameter, state in gather_state(self._group(), self._sharded, inner, self._keys, text):
             if keep:
                 self.state[parameter.whole] = state
@@ -278,7 +278,7 @@ class ShardedOptimizer(Optimizer):
             self.state.update(states)
         else:
             super().load_state_dict(dict(state_dict))
-        inside = self._settled_inside()
+        inside = self._completed_settings()
         mine = [parameter for parameter in self._sharded if parameter.mine and parameter.whole in self.state]
         states = {
             parameter.shard: own_state(parameter, self.state[parameter.whole], self._keys) for parameter in mine
@@ -295,11 +295,11 @@ class ShardedOptimizer(Optimizer):
     @property
     def own_state(self) -> Mapping[Tensor, State]:
         """The state that this instance holds, by its shards of the parameters."""
-        return self._settled_inside().state
+        return self._completed_settings().state
 
     def remember(self) -> Callable[[], None]:
         """A function that makes this instance's state and the settings again what they are now."""
-        inside = self._settled_inside()
+        inside = self._completed_settings()
         states = {piece: copy_state(state) for piece, state in inside.state.items()}
         settings = [settings_of(group) for group in self.param_groups]
 
@@ -327,7 +327,7 @@ class ShardedOptimizer(Optimizer):
             for name in said:
                 del vars(inside)[name]
 
-    def _settled_inside(self) -> Optimizer:
+    def _completed_settings(self) -> Optimizer:
         """The optimizer of this instance's shards, with the settings that the groups have now."""
         assert self._inside is not None  # noqa: S101 - there is no optimizer without a group
         for own, within in zip(self.param_groups, self._inside.param_groups, strict=True):
