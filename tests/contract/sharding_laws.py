@@ -687,7 +687,7 @@ def law_a_failure_before_norms_are_exchanged_is_one_on_all() -> None:
     last = f"instance {popdist.num_instances() - 1}"
     with ExitStack() as stack:
         if is_last():
-            stack.enter_context(mock.patch.object(LAMB, "first_half", side_effect=ValueError("no room")))
+            stack.enter_context(mock.patch.object(LAMB, "prepare", side_effect=ValueError("no room")))
         with refused(*((ValueError, "no room") if is_last() else (popdist.OptimizerError, f"{last} failed in"))):
             optimizer.step()
     popdist.barrier()
