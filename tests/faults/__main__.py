@@ -66,6 +66,7 @@ def _cells(contestants: Iterable[Contestant], only: str) -> Iterator[Cell]:
     for fault, contestant in itertools.product(FAULTS, contestants):
         has_what_it_needs = fault.is_comparable and (contestant.has_mpi or not fault.needs_mpi)
         is_possible = contestant.name in fault.under if contestant.is_poprun else has_what_it_needs
+        is_possible = is_possible and (os.getuid() == 0 or not fault.has_full_disk)
         if is_possible and only in fault.name:
             yield contestant, fault
 
