@@ -25,11 +25,7 @@ _MAX_DESCRIPTORS = 4
 
 
 def fetch_lease(address: str) -> list[int]:
-    """The descriptors of the job's lease on this host, which are this process's now.
-
-    Raises:
-        OSError: If nobody of this user keeps it.
-    """
+    """The descriptors of the job's lease on this host, now this process's; an OSError if nobody keeps it."""
     with _connected(address) as connection:
         connection.sendall(FETCH)
         data, descriptors = receive_descriptors(connection, 1, _MAX_DESCRIPTORS)

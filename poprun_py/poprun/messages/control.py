@@ -94,11 +94,7 @@ _CREDENTIALS = Struct("iII")
 
 
 def check_event(message: Message) -> None:
-    """Check that a message is an event with all its fields.
-
-    Raises:
-        ProtocolError: If not.
-    """
+    """Check that a message is an event with all its fields, or raise a ProtocolError."""
     kind = message.get("event")
     fields = EVENT_FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
@@ -130,13 +126,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 class Received(NamedTuple):
-    """The messages and descriptors that came over a link at once.
-
-    Attributes:
-        messages: Those that are messages.
-        refusals: Why others are none, in words.
-        descriptors: Those that came along.
-    """
+    """The messages that came over a link at once, why others are none, and the descriptors that came along."""
 
     messages: list[Message]
     refusals: list[str]
@@ -146,11 +136,7 @@ class Received(NamedTuple):
 def receive_descriptors(
     connection: socket.socket, num_bytes: int, max_descriptors: int
 ) -> tuple[bytes, list[int]]:
-    """What has come over a unix socket, and the descriptors that came along (unix(7), SCM_RIGHTS).
-
-    Raises:
-        OSError: If the other end is gone.
-    """
+    """What has come over a unix socket, and the descriptors that came along (unix(7), SCM_RIGHTS)."""
     data, ancillary, _, _ = connection.recvmsg(num_bytes, socket.CMSG_LEN(max_descriptors * _DESCRIPTOR.size))
     descriptors = [
         descriptor
@@ -167,23 +153,14 @@ def _send_descriptors(connection: socket.socket, data: bytes, descriptors: Seque
 
 
 class Link:
-    """The connection between poprun and one agent or monitor.
-
-    Args:
-        connection: The socket. The link owns it.
-        seal: What seals the lines of a TCP socket; None for a unix socket.
-
-    Attributes:
-        is_sealed: Whether its lines are sealed: the other end may be on another host.
-        is_silent: Whether the other end is gone without a word, with its host or the way to it.
-    """
+    """The connection between poprun and one agent or monitor, which owns the socket; a TCP one has a ``seal``."""
 
     def __init__(self, connection: socket.socket, seal: Seal | None = None) -> None:
         self.connection = connection
         self._seal = seal
         self._lines = LineReader()
-        self.is_sealed = seal is not None
-        self.is_silent = False
+        self.is_sealed = seal is not None  # then the other end may be on another host
+        self.is_silent = False  # the other end is gone without a word, with its host or the way to it
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors; negative when it is closed."""
@@ -198,11 +175,7 @@ class Link:
         self.connection.close()
 
     def send(self, *messages: Message, descriptors: Sequence[int] = ()) -> None:
-        """Send messages, and descriptors with them if the other end is on this machine.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
+        """Send messages, and descriptors with them if the other end is on this machine; an OSError if gone."""
         lines = [encode(message) for message in messages]
         if self._seal is not None:
             lines = [self._seal.seal(line) for line in lines]
@@ -213,8 +186,7 @@ class Link:
     def receive(self, check: Callable[[Message], None] | None = None) -> Received | None:
         """The messages that have come; None when the other end is gone.
 
-        Args:
-            check: Raises :class:`ProtocolError` for a message that is not to be taken.
+        ``check`` raises a ProtocolError for a message that is to be refused.
         """
         try:
             data, descriptors = self._read()
@@ -243,16 +215,9 @@ class Link:
 
 
 def connect(address: str, key: str, timeout_seconds: float) -> Link:
-    """Connect an agent with poprun.
+    """Connect an agent with poprun at what ``CONTROL_ADDRESS`` says; the key is used for TCP only.
 
-    Args:
-        address: What ``CONTROL_ADDRESS`` says.
-        key: The job's; used for TCP only.
-        timeout_seconds: How long connecting and proving may take.
-
-    Raises:
-        OSError: If nobody is there.
-        ProtocolError: If who is there is not the poprun of this job.
+    An OSError if nobody is there, a ProtocolError if who is there is not the poprun of this job.
     """
     if not address.startswith(_TCP):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

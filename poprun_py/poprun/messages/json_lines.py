@@ -47,11 +47,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message in a line.
-
-    Raises:
-        ProtocolError: If it is no JSON object.
-    """
+    """The message in a line; a ProtocolError if it is no JSON object."""
     try:
         text = line.decode().strip(_BLANKS)
         message, end = _scan(text, 0)

@@ -90,12 +90,7 @@ def _hmac(key: bytes, text: bytes) -> bytes:
 
 
 def prove(connection: socket.socket, key: str) -> Seal:
-    """An agent's side of the handshake: poprun speaks first.
-
-    Raises:
-        OSError: If poprun hangs up.
-        ProtocolError: If who is there does not know the key.
-    """
+    """An agent's side of the handshake, in which poprun speaks first; a ProtocolError if it lacks the key."""
     handshake = Handshake(key, is_agent=True)
     nonce = _read_exactly(connection, NONCE_BYTES)
     connection.sendall(handshake.nonce + handshake.proof(nonce))

@@ -15,62 +15,35 @@ from poprun.text.fields import between, read_record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceView:
-    """One instance at one moment.
-
-    Attributes:
-        index: Global index.
-        host: Name of the host it runs on.
-        state: How far its process has come, in a word.
-        exit_code: Its exit code, negative for a signal; None while it runs.
-        looked_at_seconds: Monotonic time at which its agent looked at it last, or None before the first look.
-        num_steps: Optimizer steps that popdist saw; 0 without popdist.
-        step: The step that the program reported last, or None.
-        loss: The loss that it reported last, or None.
-        waits_in: The collective that it waits in, in words; empty when it does not.
-        cpu_seconds: Processor time of its processes, or None before the first look.
-        memory_bytes: Their memory, or None before the first look.
-        last_line: The last line that it printed.
-    """
+    """One instance at one moment."""
 
     index: int
     host: str
-    state: str
-    exit_code: int | None = None
-    looked_at_seconds: float | None = None
-    num_steps: int = 0
-    step: int | None = None
+    state: str  # how far its process has come, in a word
+    exit_code: int | None = None  # negative for a signal; None while it runs
+    looked_at_seconds: float | None = None  # monotonic time of its agent's last look
+    num_steps: int = 0  # optimizer steps that popdist saw; 0 without popdist
+    step: int | None = None  # the step and the loss that the program reported last
     loss: float | None = None
-    waits_in: str = ""
-    cpu_seconds: float | None = None
+    waits_in: str = ""  # the collective that it waits in
+    cpu_seconds: float | None = None  # of all its processes, as the memory; None before the first look
     memory_bytes: int | None = None
-    last_line: str = ""
+    last_line: str = ""  # that it printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A job at one moment.
+    """A job at one moment."""
 
-    Attributes:
-        pid: poprun's own process.
-        job_id: The job's name.
-        restart_count: How often it has been started again.
-        phase: How far it has come, in a word.
-        seconds: How long it has been going on.
-        program: Its argv.
-        num_replicas: Replicas of the whole job.
-        instances: Its instances, by index.
-        said: What poprun has said of where the programs stand since the last view; empty for nothing.
-    """
-
-    pid: int
+    pid: int  # of poprun
     job_id: str
     restart_count: int
-    phase: str
+    phase: str  # how far it has come, in a word
     seconds: Annotated[float, between(0, float_info.max)]
     program: tuple[str, ...]
     num_replicas: int
     instances: tuple[InstanceView, ...]
-    said: str = ""
+    said: str = ""  # what poprun has said since the last view of where the programs stand
 
     def to_message(self) -> Message:
         """The view as JSON values. Inverse of :meth:`from_message`."""
@@ -78,11 +51,7 @@ class JobView:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Self:
-        """The view that ``message`` holds.
-
-        Raises:
-            ProtocolError: If it holds none, as that of another version of poprun would.
-        """
+        """The view that ``message`` holds; a ProtocolError if it is one of another version of poprun."""
         try:
             return read_record(cls, message, "the view", noun="a view")
         except PlanError:

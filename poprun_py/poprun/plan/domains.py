@@ -16,11 +16,7 @@ from poprun.text.ranges import counted
 
 
 def check_counted(plan: LaunchPlan) -> None:
-    """Check that a host has the virtual IPUs of its replicas, where ``--ipus-per-host`` counts them.
-
-    Raises:
-        PlanError: If it has too few; the message names what would fit.
-    """
+    """Check that a host has the virtual IPUs of its replicas, where ``--ipus-per-host`` counts them."""
     there, used = plan.vipu.ipus_per_host, plan.num_ipus_per_host
     if there is not None and used > there:
         fitting = _what_fits(plan, there // plan.ipus_per_replica * len(plan.hosts))
@@ -34,13 +30,8 @@ def check_counted(plan: LaunchPlan) -> None:
 def num_ilds(plan: LaunchPlan, pod: Cluster | None) -> int | None:
     """The IPU-Link domains of a job; None where nobody has asked for any and there is no pod that has some.
 
-    Args:
-        plan: The job, with the number that was asked for.
-        pod: The pod that is planned for, or None.
-
-    Raises:
-        PlanError: If the job does not fit into the pod, an instance not into a domain, or the instances not evenly
-            into the domains; the message names what would fit.
+    A PlanError names what would fit, if the job does not fit into the pod, an instance not into a domain, or the
+    instances not evenly into the domains.
     """
     asked = plan.vipu.num_ilds
     if pod is None:

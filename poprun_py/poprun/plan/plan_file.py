@@ -66,15 +66,9 @@ def plan_to_dict(plan: LaunchPlan) -> dict[str, object]:
 
 
 def plan_from_dict(values: object, source: str) -> LaunchPlan:
-    """The plan that ``values`` states.
+    """The plan that ``values``, which a JSON or YAML reader made of the file ``source``, state.
 
-    Args:
-        values: What a JSON or YAML reader made of the file.
-        source: Name of the file, for messages.
-
-    Raises:
-        PlanError: If a key is missing, unknown or of the wrong type, the version is another one, or the values
-            contradict each other; the message names the file, the key, and what was found.
+    A PlanError if they state none, or contradict each other; it names the file, the key, and what was found.
     """
     plan = read_record(LaunchPlan, values, source, version=VERSION, forms=_FORMS)
     check_plan(plan, source)
@@ -82,11 +76,7 @@ def plan_from_dict(values: object, source: str) -> LaunchPlan:
 
 
 def read_plan(text: str, source: str) -> LaunchPlan:
-    """The plan in ``text``, JSON or YAML, of the file ``source``.
-
-    Raises:
-        PlanError: If it is neither, or states no plan; the message names the file.
-    """
+    """The plan in ``text``, JSON or YAML, of the file ``source``, which a PlanError names."""
     try:
         values = parse_json(text) if text.lstrip().startswith("{") else _read_yaml(text)
     except ValueError as error:
@@ -105,11 +95,7 @@ def _read_yaml(text: str) -> object:
 
 
 def check_plan(plan: LaunchPlan, source: str) -> None:
-    """Check that the values of a plan that somebody wrote fit together as those of a made plan do.
-
-    Raises:
-        PlanError: If not; the message names the file ``source`` and the key.
-    """
+    """Check that the values of a plan that somebody wrote fit together as those of a made plan do."""
     try:
         check_counts(num_instances=plan.num_instances, num_replicas=plan.num_replicas, num_hosts=len(plan.hosts))
         check_count("--ipus-per-replica", plan.ipus_per_replica)

@@ -60,11 +60,7 @@ _OPTIONAL: Final = [field.name for field in fields(PodDescription) if field.defa
 
 
 def named_pod(name: str) -> Cluster | None:
-    """The pod with a name such as ``POD16``, ``POD64`` or ``POD256``; None when that is no name of one.
-
-    Raises:
-        PlanError: If it has no whole number of IPU-Machines.
-    """
+    """The pod with a name such as ``POD16``, ``POD64`` or ``POD256``; None when that is no name of one."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -75,11 +71,7 @@ def named_pod(name: str) -> Cluster | None:
 
 
 def read_pod(text: str, source: str) -> Cluster:
-    """The pod that YAML describes, see :class:`PodDescription`, in a file called ``source``.
-
-    Raises:
-        PlanError: If it is no YAML, or describes no pod; the message names the file and the key.
-    """
+    """The pod that YAML describes, see :class:`PodDescription`, in a file called ``source``."""
     try:
         values = parse_yaml(text)
     except ValueError as error:

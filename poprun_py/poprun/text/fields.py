@@ -84,16 +84,8 @@ def read_record(
 ) -> Record:
     """The value of the dataclass ``kind`` that ``values`` state; inverse of :func:`write_record`.
 
-    Args:
-        kind: The dataclass.
-        values: What a JSON or YAML reader found.
-        source: Name of the file, for messages.
-        noun: What such a mapping is called in messages.
-        version: What must stand under ``version`` beside the fields; None for files without.
-        forms: Fields of ``kind`` itself that stand in a text in a form of their own.
-
-    Raises:
-        PlanError: If the values state none.
+    Messages name the file ``source`` and call such a mapping ``noun``. A file with a ``version`` has it under that
+    key, beside the fields. ``forms`` are for fields of ``kind`` that stand in a text in a form of their own.
     """
     reader = _Reader(source=source, noun=noun)
     extra: tuple[str, ...] = ()

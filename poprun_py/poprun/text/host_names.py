@@ -28,16 +28,10 @@ _CURE: Final = "write hosts like a,b or host[0-2,4]"
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """The hosts that ``text`` names, in its order.
+    """The hosts that ``text`` names, in its order; a PlanError if it is malformed, or names one twice.
 
-    Args:
-        text: Names with commas between them; a bracket holds numbers and ranges, a number's leading zeros are
-            kept, and one name may have several brackets. Blanks around a name are dropped, and so are the
-            brackets of an IPv6 address.
-
-    Raises:
-        PlanError: If a name, bracket or range is malformed, a host is named twice, or there are more than
-            ``MAX_HOSTS``.
+    There are commas between the names. A bracket holds numbers and ranges, whose leading zeros are kept, and one
+    name may have several. Blanks around a name are dropped, and so are the brackets of an IPv6 address.
     """
     items = [_read_item(item, text) for item in _split(text)]
     num_hosts = sum(math.prod(map(_size, parts)) for parts in items)
@@ -49,11 +43,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Check that every name can be a host's, and none comes twice.
-
-    Raises:
-        PlanError: If not; the message names the host.
-    """
+    """Check that every name can be a host's, and none comes twice."""
     for host in hosts:
         if slots := re.fullmatch(_WITH_SLOTS, host):
             raise PlanError(
@@ -169,12 +159,7 @@ def _read_bracket(bracket: str, text: str) -> list[tuple[str, int]]:
 
 
 def read_host_file(path: str) -> tuple[str, ...]:
-    """The hosts that the file at ``path`` names, in its order.
-
-    Raises:
-        UsageError: If it cannot be read, or names none; or a line is no host, by its number.
-        PlanError: If a host comes twice.
-    """
+    """The hosts that the file at ``path`` names, in its order; errors name the line."""
     from poprun.text.input_files import read_text  # noqa: PLC0415 - most jobs have no hostfile
 
     try:

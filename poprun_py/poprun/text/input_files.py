@@ -24,9 +24,7 @@ STDIN: Final = "-"
 def read_text(file: str) -> str:
     """The text of ``file``, or of the standard input for ``-``, in UTF-8.
 
-    Raises:
-        OSError: If it cannot be read.
-        ValueError: If it is longer than 16 MB, or not in UTF-8.
+    An OSError if it cannot be read, a ValueError if it is longer than 16 MB, or not in UTF-8.
     """
     if file != STDIN:
         with open(file, "rb") as stream:
@@ -41,11 +39,7 @@ def read_text(file: str) -> str:
 
 
 def parse_json(text: str) -> object:
-    """The value that ``text`` is in JSON.
-
-    Raises:
-        ValueError: If it is none, has a key twice, or is too deep.
-    """
+    """The value that ``text`` is in JSON; a ValueError if it is none, has a key twice, or is too deep."""
     try:
         values: object = json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -73,33 +67,21 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def parse_yaml(text: str) -> object:
-    """The value that ``text`` is in YAML.
-
-    Raises:
-        ValueError: If it is none, is too deep, or has an alias; the message is one line.
-    """
+    """The value that ``text`` is in YAML; a ValueError of one line if it is none, is too deep, or has an alias."""
     with _loading(text) as loader:
         value: object = loader.get_single_data()
     return value
 
 
 def compose_yaml(text: str) -> "yaml.Node | None":
-    """The nodes of ``text`` in YAML, with their lines; None for an empty one.
-
-    Raises:
-        ValueError: As :func:`parse_yaml` does.
-    """
+    """The nodes of ``text`` in YAML, with their lines; None for an empty one. Errors are as in `parse_yaml`."""
     with _loading(text) as loader:
         node: yaml.Node | None = loader.get_single_node()
     return node
 
 
 class YamlError(ValueError):
-    """What is wrong with a text in YAML, in one line.
-
-    Attributes:
-        line: Number of the line, from 1, or None.
-    """
+    """What is wrong with a text in YAML, in one line, and in which line of it, from 1."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem)

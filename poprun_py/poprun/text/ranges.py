@@ -29,11 +29,7 @@ def fold_numbers(numbers: Iterable[int]) -> str:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of ``text``, inverse of :func:`fold_numbers`.
-
-    Raises:
-        ValueError: If it is not of that form, its numbers do not ascend, or they are more than ``MAX_NUMBERS``.
-    """
+    """The numbers of ``text``, inverse of :func:`fold_numbers`; a ValueError if it is not of that form."""
     if not _RANGES.fullmatch(text):
         raise ValueError(f"{text!r} is no list of numbers and ranges such as 0-3,6")
     ranges = [(int(first), int(last or first)) for first, _, last in map(_cut, text.split(",")) if first]

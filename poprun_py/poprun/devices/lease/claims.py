@@ -28,23 +28,15 @@ ATTEMPT_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedPlan:
-    """A plan with the leases taken for it.
+    """A plan with the leases taken for it."""
 
-    Attributes:
-        plan: The plan, as it was made.
-        given: What leases gave the job on this machine, in the place of what its plan names.
-        network: How its hosts reach each other, and what each has given; None when there is only this machine.
-        leases: What it holds.
-        has_gpus: Whether the GPUs that it computes on are among it.
-        regain: Takes anew what was lost with a host, before the job is started again; the network with it.
-    """
-
-    plan: LaunchPlan
-    given: LeasedDevices
-    network: JobNetwork | None = None
+    plan: LaunchPlan  # as it was made
+    given: LeasedDevices  # what leases gave it on this machine, in the place of what the plan names
+    network: JobNetwork | None = None  # of several hosts, with what each has given
     leases: tuple[HeldLease, ...] = ()
-    has_gpus: bool = False
+    has_gpus: bool = False  # whether the GPUs that it computes on are among the leases
     regain: Callable[[JobNetwork], JobNetwork] = lambda network: network
+    """Takes anew what was lost with a host, before the job is started again; the network with it."""
 
     @property
     def shown_plan(self) -> LaunchPlan:
@@ -58,11 +50,7 @@ class LeasedPlan:
 
 
 class Claim(ABC):
-    """A job's place in the queue of a pool, and its lease when the pool has granted it.
-
-    Args:
-        partition: Name of the partition that is claimed, or None.
-    """
+    """A job's place in the queue of a pool, for ``partition`` if it is one, and its lease when that is granted."""
 
     def __init__(self, partition: str | None) -> None:
         self.partition = partition
@@ -82,8 +70,7 @@ class Claim(ABC):
     def wait_until_granted(self, vipu: VipuSettings, log: Log) -> tuple[str, ...]:
         """Ask as often as ``vipu`` says, until the pool grants the claim; names of what is granted.
 
-        Raises:
-            IpusTakenError: If others have it, and the job does not wait, or not any longer.
+        An IpusTakenError if others have it, and the job does not wait, or not any longer.
         """
         attempts_left = vipu.partition_attempts - 1 if self.partition else 0
         is_logged = False

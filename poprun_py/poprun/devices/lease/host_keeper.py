@@ -51,11 +51,7 @@ def main() -> None:
 
 
 def machine_of(pool: str) -> str:
-    """Words that tell the pool at ``pool`` from those of other machines, whatever the machine is called.
-
-    Raises:
-        PoolError: If there can be no pool.
-    """
+    """Words that distinguish the pool at ``pool`` from those of other machines, whatever the machine is called."""
     with opened_place(pool, makes=True) as descriptor:
         folder = os.fstat(descriptor)
     return f"{boot_id()} {folder.st_dev} {folder.st_ino}"

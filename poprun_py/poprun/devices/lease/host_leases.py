@@ -137,11 +137,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Check that each host has a pool of its own, or the job would wait for itself.
-
-    Args:
-        machines: What tells the pools of the hosts from each other, by host.
-    """
+    """Check that each host has a pool of its own, by words that tell pools apart, or the job would wait for itself."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
@@ -160,12 +156,7 @@ def _until(plan: LaunchPlan) -> float | None:
 
 
 class HostKeeper:
-    """The process that keeps the job's lease on one host (`host_keeper`), as poprun talks with it.
-
-    Args:
-        host: What the plan calls the host.
-        remote: How it is reached; None for the machine that poprun runs on.
-    """
+    """The process that keeps the job's lease on one host, reached over ``remote``; None for this machine."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host
@@ -206,11 +197,9 @@ class HostKeeper:
         return granted
 
     def answer(self, wanted: str, until: float | None) -> _Message:
-        """The next message of the process that has ``wanted``; what it tells meanwhile goes to the user.
+        """The next message of the process that has ``wanted``; what it logs meanwhile goes to the user.
 
-        Raises:
-            PoprunError: If it is an error.
-            HostsError: If none comes, before the monotonic time ``until`` if there is one.
+        A PoprunError if it is an error; a HostsError if none comes before the monotonic time ``until``.
         """
         while True:
             message = self._hear(until)

@@ -57,12 +57,8 @@ def leased_here(
     """Hold what a job needs of this machine for the length of a block; the job with it.
 
     A job that a program of another job starts runs on that one's GPUs, and needs no lease of its own on them.
-
-    Args:
-        job: The job, with what it holds elsewhere.
-        facts: What the plan was made from; None for a plan that was read.
-        is_fixed: Whether the job needs just those devices that its plan names.
-        log: Writes a line for the user.
+    ``facts`` are what the plan was made from, None for a plan that was read; one that ``is_fixed`` needs just
+    those devices that it names.
     """
     plan = job.plan
     with ExitStack() as stack:
@@ -244,12 +240,9 @@ class GpuClaim(LocalClaim):
 
 
 class CoreClaim(LocalClaim):
-    """A claim on cores that the instances have to themselves on this machine.
+    """A claim on cores that the instances have to themselves, beside what the job was ``given`` before.
 
-    Args:
-        plan: The job.
-        facts: What the job may use of the machine; None when it needs just those cores that its plan names.
-        given: What the job has been given before.
+    ``facts`` are what it may use of this machine; None when it needs just those cores that its plan names.
     """
 
     def __init__(self, plan: LaunchPlan, facts: MachineFacts | None, given: LeasedDevices) -> None:

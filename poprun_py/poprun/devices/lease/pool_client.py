@@ -33,15 +33,7 @@ def facts_under_pool(
 ) -> tuple[MachineFacts, Cluster | None]:
     """The facts with the GPUs that a job may get, those that others hold marked, and the pod to plan for, if any.
 
-    Args:
-        vipu: What the job asks of the pool.
-        facts: What there is on this machine.
-        asks_server: Whether the server is asked, if the job names one.
-
-    Raises:
-        PartitionError: If there is no such allocation.
-        PlanError: If there is no such pod, or a server hands out GPUs, and none of them is here.
-        PoolError, ServerError: If the pool cannot be used.
+    A server that the job names is asked only if ``asks_server``.
     """
     pod = None if vipu.pod is None else pod_of(vipu.pod)
     if pod is not None:
@@ -61,19 +53,10 @@ def facts_under_pool(
 
 @contextmanager
 def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | None) -> Iterator[LeasedPlan]:
-    """Hold what a job needs, on all of its hosts, for the length of a block; the job with it.
+    """Hold what a job needs, on all of its hosts, for the length of a block; the plan with the leases.
 
-    Args:
-        plan: The job.
-        facts: What the plan was made from; None for a plan that was read, which needs just what it names.
-        network: How the hosts reach each other; None when there is only this machine.
-
-    Raises:
-        HostsError: If a host does not answer, or two are one machine.
-        IpusTakenError: If others hold what the job needs, and it does not wait.
-        PartitionError: If the partition does not fit the job.
-        PlanError: If there can never be as much.
-        PoolError, ServerError: If a pool cannot be used.
+    A plan that was read, with no ``facts``, needs just what it names. ``network`` is None with only this machine.
+    What cannot be held is an IpusTakenError, a PartitionError, a PlanError, or a HostsError with the host's name.
     """
     is_fixed = facts is None
     with ExitStack() as stack:
@@ -93,10 +76,7 @@ def hold(plan: LaunchPlan, facts: MachineFacts | None, network: JobNetwork | Non
 def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -> str:
     """A line on the virtual IPUs that a job would take now, or why it would not start; the pool stays as it is.
 
-    Args:
-        plan: The job. It takes virtual IPUs, and from no server.
-        facts: What the plan was made from; None for a plan that was read.
-        is_here: Whether this machine is the only host.
+    The job asks no server; ``is_here`` says that this machine is its only host.
     """
     if not is_here:
         counts = [counted(plan.num_ipus_per_host, "virtual IPU")] if plan.leases_ipus else []
@@ -113,11 +93,7 @@ def would_hold(plan: LaunchPlan, facts: MachineFacts | None, *, is_here: bool) -
 
 
 def _would_lease(claim: LocalClaim, state: PoolState) -> str:
-    """What a claim would be given now, in words.
-
-    Raises:
-        IpusTakenError: If it would have to wait.
-    """
+    """What a claim would be given now, in words; an IpusTakenError if it would have to wait."""
     request = claim.request()
     chosen = _chosen(request, state)
     if not chosen:

@@ -30,11 +30,7 @@ _PATIENCE = 4
 
 
 class LeaseRenewal:
-    """The renewal of one lease from time to time, until the job is over.
-
-    Args:
-        told: What the first line of the standard input says.
-    """
+    """The renewal of one lease until the job is over, as the first line of the standard input says."""
 
     def __init__(self, told: dict[str, Any]) -> None:
         self._lease_seconds = float(told["lease_seconds"])

@@ -168,17 +168,10 @@ class ServerClaim(Claim):
 
 @contextmanager
 def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seconds: float) -> Iterator[int]:
-    """Renew a lease (`renewal`) for the length of a block and, if this process is killed, as long as agents live.
+    """Renew a lease for the length of a block and, if this process is killed, as long as its agents live.
 
-    Args:
-        server: The server that gave it.
-        key: The key of the lease.
-        lease_seconds: How long it lasts without being renewed.
-        linger_seconds: How long to renew it when this process and all agents here were killed: so long may
-            programs of other hosts still run.
-
-    Yields:
-        The descriptor that the agents keep open.
+    The block has the descriptor that the agents keep open. When all here were killed the lease is renewed for
+    ``linger_seconds`` more: so long may programs of other hosts still run.
     """
     seconds = {"lease_seconds": lease_seconds, "linger_seconds": linger_seconds}
     told = {"server": asdict(server), "key": key, **seconds}
@@ -220,12 +213,7 @@ def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
 
 
 def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
-    """``cluster`` with the devices of this machine, as this process calls and orders them, and no others.
-
-    Args:
-        cluster: The GPUs that the server hands out.
-        gpus: The GPUs of this machine that the job may use.
-    """
+    """The GPUs of a server as this process calls and orders them: ``gpus`` are those that the job may use."""
     devices = {gpu.uuid or gpu.name: gpu.name for gpu in gpus}
     slots = {gpu.name: slot for slot, gpu in enumerate(gpus)}
     ipus = [replace(ipu, device=devices.get(ipu.name, "")) for ipu in cluster.ipus]
@@ -252,14 +240,10 @@ def hosts_in(hosts: Sequence[str], cluster: Cluster, aliases: Collection[str]) -
 def given_ipus(
     plan: LaunchPlan, cluster: Cluster, hosts: Sequence[str], names: Sequence[str], partition: str | None
 ) -> LeasedDevices:
-    """What ``plan`` runs on with what the server gave it.
+    """What ``plan`` runs on with the IPUs called ``names`` that the server gave it.
 
-    Args:
-        plan: The job.
-        cluster: What the server hands out; of GPUs as :func:`as_here` gives it.
-        hosts: The hosts of the job as the cluster calls them; none where it names no hosts.
-        names: Names of the IPUs that the job was given.
-        partition: The partition that they are, or None.
+    ``cluster`` has GPUs as :func:`as_here` gives them; ``hosts`` are called as the cluster calls them, if it
+    names any.
     """
     if cluster.kind == GPU:
         in_slot_order = [ipu.name for ipu in cluster.ipus if ipu.name in names]

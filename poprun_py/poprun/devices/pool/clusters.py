@@ -20,13 +20,8 @@ def choose_cluster(
 ) -> Cluster:
     """The virtual IPUs of this machine: its part of a described pod, else its GPUs, else shares of its cores.
 
-    Args:
-        hostname: The machine's name.
-        gpus: Its CUDA devices.
-        num_cores: Cores of its that may be used.
-        ipus_per_host: How many virtual IPUs there are; of GPUs the first ones, one for each at most. None for all
-            GPUs, and for as many shares of the cores as somebody takes.
-        pod: The pod that this machine stands for, or None.
+    ``ipus_per_host`` says how many there are, of GPUs the first ones; None is all GPUs, or as many shares of the
+    cores as jobs take.
     """
     if pod is not None:
         return on_machine(pod, (hostname, hostname.partition(".")[0]))
@@ -36,11 +31,7 @@ def choose_cluster(
 
 
 def pod_of(text: str) -> Cluster:
-    """The pod that ``text`` names, such as ``POD16``, or the file of that name describes.
-
-    Raises:
-        PlanError: If there is no such pod and no such file, or the file describes none.
-    """
+    """The pod that ``text`` names, such as ``POD16``, or the file of that name describes."""
     found = named_pod(text)
     if found is not None:
         return found
@@ -53,11 +44,7 @@ def pod_of(text: str) -> Cluster:
 
 
 def check_names(ours: Cluster, allocation: str | None, cluster: str | None = None) -> None:
-    """Check that an allocation and a cluster are there.
-
-    Raises:
-        PartitionError: If one is not.
-    """
+    """Check that an allocation and a cluster are there."""
     if cluster is not None and cluster != ours.name:
         raise PartitionError(f"there is no cluster {cluster}: there is {ours.name}")
     if allocation is not None and allocation not in ours.allocations:
@@ -68,11 +55,7 @@ def check_names(ours: Cluster, allocation: str | None, cluster: str | None = Non
 
 
 def check_hosts_of(cluster: Cluster, hosts: Sequence[str]) -> None:
-    """Check that ``hosts`` are among those of a cluster that names its hosts.
-
-    Raises:
-        PlanError: If one is not.
-    """
+    """Check that ``hosts`` are among those of a cluster that names its hosts."""
     strangers = [host for host in hosts if host not in cluster.hosts]
     if cluster.hosts and strangers:
         raise PlanError(

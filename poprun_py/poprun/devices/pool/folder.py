@@ -38,17 +38,10 @@ _MODE: Final = 0o644
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFile:
-    """A file of the folder, as it was when it was read.
+    """A file of the folder with its owner, as it was when it was read."""
 
-    Attributes:
-        kind: What it is, the beginning of its name.
-        key: The rest of its name, 32 hexadecimal digits.
-        uid: Whose it is.
-        data: What stands in it.
-    """
-
-    kind: str
-    key: str
+    kind: str  # the beginning of its name
+    key: str  # the rest of its name, 32 hexadecimal digits
     uid: int
     data: bytes
 
@@ -59,13 +52,9 @@ class PoolFile:
 
 
 class PoolFolder:
-    """The open folder of a pool.
+    """The open folder of a pool, whose ``path`` is for messages only.
 
     A file is named by its kind and its key: ``lease-`` and 32 hexadecimal digits. Every method raises PoolError.
-
-    Args:
-        path: Its path, for messages.
-        descriptor: The open folder.
     """
 
     def __init__(self, path: str, descriptor: int) -> None:
@@ -108,14 +97,9 @@ class PoolFolder:
         return PoolFile(kind=kind, key=key, uid=uid, data=data)
 
     def write(self, kind: str, key: str, data: bytes, *, uid: int | None = None, is_lasting: bool = False) -> None:
-        """Make a file, or replace one, as a whole.
+        """Make a file, or replace one, as a whole; root may write it for the user ``uid``.
 
-        Args:
-            kind: Of which kind it is.
-            key: What it is called.
-            data: What stands in it.
-            uid: Whose it is, for root, who writes for others; None for this process's user.
-            is_lasting: Whether it counts after a crash of the machine, too.
+        One that ``is_lasting`` counts after a crash of the machine, too.
         """
         if len(data) > MAX_FILE_BYTES:
             raise PoolError(f"pool {self.path}: a lease of so many virtual IPUs is too large for it")
@@ -171,12 +155,9 @@ class PoolFolder:
         return False
 
     def remove_own(self, keeps: Mapping[str, Collection[str]]) -> None:
-        """Remove this user's files of some kinds, and those that were never finished.
+        """Remove this user's files of some kinds, but not the keys that ``keeps`` has, and those never finished.
 
         Nobody else may write meanwhile.
-
-        Args:
-            keeps: The keys of those that stay, by kind.
         """
         for kind, key in self.keys(_NEW, *keeps):
             if key not in keeps.get(kind, ()):

@@ -59,9 +59,7 @@ def pid_namespace() -> str:
 def lives(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
     """Whether the job is still there for which ``holder`` took a lease.
 
-    Args:
-        holder: That process.
-        is_locked: Looks whether the lease's file is locked; None where there is no such file of that user.
+    ``is_locked`` tells whether the lease's file is locked; None where there is no such file of that user.
     """
     if holder.key is not None:
         return True
@@ -96,11 +94,7 @@ _MAX_DIGITS: Final = 10
 
 @contextmanager
 def sole_server(pool: str) -> Iterator[None]:
-    """Be the one server of the pool at ``pool``: two would end each other's leases.
-
-    Raises:
-        PoolError: If there is another one, or there can be no pool there.
-    """
+    """Be the one server of the pool at ``pool``, or raise a PoolError: two would end each other's leases."""
     key = secrets.token_hex(16)
     with opened_folder(pool, makes=True) as folder:
         with folder.alone(BUSY_SECONDS):

@@ -42,14 +42,8 @@ def pool_folder(named: str | None) -> str:
 def opened_place(path: str, *, makes: bool) -> Iterator[int]:
     """The folder of the pool at ``path``, open for the length of a block; its descriptor.
 
-    Args:
-        path: Absolute path.
-        makes: Whether to make it if there is none, to write in it.
-
-    Raises:
-        FileNotFoundError: If there is none, and it is not to be made.
-        PoolError: If it is a link or no folder, below another user's link, on a network file system, closed to
-            this user, or such that users can remove what others have put there.
+    If ``makes``, it is made where there is none, and must be one to write in. A folder that cannot be trusted is a
+    PoolError.
     """
     if makes:
         _make(path)

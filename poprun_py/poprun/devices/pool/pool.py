@@ -32,30 +32,19 @@ from poprun.process.process_tree import user_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
-    """A lease, or a place in the queue for one, of this process or of a client of this server.
-
-    Attributes:
-        id: The number of the lease.
-        key: What its files in the pool are called.
-        descriptor: The locked file that is the lease: as long as a process has it open, the lease lasts. None for
-            a client of a server, which ends the lease itself.
-        ipus: Names of the IPUs that it holds, in slot order; empty while it waits.
-    """
+    """A lease, or a place in the queue for one, of this process or of a client of this server."""
 
     id: int
-    key: str
+    key: str  # what its files in the pool are called
     descriptor: int | None = None
-    ipus: tuple[str, ...] = ()
+    """The locked file that is the lease, as long as a process has it open; None for a client of a server."""
+    ipus: tuple[str, ...] = ()  # names of those that it holds, in slot order; none while it waits
 
 
 class Pool:
     """The pool in the folder at ``path``, which is made when it is first written to.
 
-    Every method raises :class:`~poprun.errors.PoolError` when it cannot be used.
-
-    Args:
-        path: Absolute path.
-        busy_seconds: How long to wait for the transactions of others, of milliseconds each.
+    Every method raises PoolError when it cannot be used, as when others keep it locked for ``busy_seconds``.
     """
 
     def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
@@ -73,8 +62,7 @@ class Pool:
     def enqueue(self, holder: Holder, request: PoolRequest) -> Ticket:
         """Queue at the end for ``holder``; it has what is requested if nobody stands before and it is free.
 
-        Raises:
-            PartitionError: If the partition that is requested does not fit; then nothing is left in the queue.
+        A PartitionError if the partition that is requested does not fit; then nothing is left in the queue.
         """
         with self._writing() as (folder, contents):
             key = holder.key or secrets.token_hex(16)
@@ -99,11 +87,7 @@ class Pool:
         return Ticket(id=lease.id, key=key, descriptor=descriptor, ipus=ipus)
 
     def retry(self, ticket: Ticket, request: PoolRequest) -> Ticket:
-        """Take what is requested if nobody stands before ``ticket`` by now, and it is free.
-
-        Raises:
-            PartitionError: If the partition that is requested does not fit any more.
-        """
+        """Take what is requested if nobody stands before ``ticket`` by now, and it is free."""
         with self._writing() as (folder, contents):
             return replace(ticket, ipus=_take(folder, contents, _own(contents, ticket.key), request))
 
@@ -122,19 +106,10 @@ class Pool:
     def create_partition(
         self, name: str, cluster: Cluster, size: int, *, allocation: str | None = None, user: str | None = None
     ) -> Partition:
-        """Make a partition of free IPUs of ``cluster``.
+        """Make a partition of free IPUs of ``cluster``, for the client ``user`` of this server or for this user.
 
-        Args:
-            name: Its name.
-            cluster: The IPUs that there are.
-            size: How many of them it gets, a power of two.
-            allocation: The part of the cluster to take them from, or None.
-            user: Whose it is, of a client of this server; None for the user of this process.
-
-        Raises:
-            PlanError: If that is no name, or no number.
-            PartitionError: If there is one of that name, or the size is no power of two.
-            IpusTakenError: If too few are free.
+        A PlanError if that is no name or number, a PartitionError if there is one of that name or the size is no
+        power of two, an IpusTakenError if too few are free.
         """
         check_count("--size", size)
         if not (name and name.isprintable()):
@@ -159,22 +134,15 @@ class Pool:
             return _give_ipus(folder, stored, chosen)
 
     def remove_partition(self, name: str) -> None:
-        """Remove a partition that nobody uses.
-
-        Raises:
-            PartitionError: If there is none, or it is another user's.
-            IpusTakenError: If a job holds it.
-        """
+        """Remove a partition of this user's that no job holds."""
         with self._writing() as (folder, contents):
             _unused(contents.state, name)
             remove_partition(folder, _changeable(contents, name))
 
     def reset_partition(self, name: str, cluster: Cluster) -> Partition:
-        """Choose anew the IPUs of a partition that nobody uses, among those of ``cluster``.
+        """Choose anew the IPUs of a partition that no job holds, among those of ``cluster``.
 
-        Raises:
-            PartitionError: If there is none, it is another user's, or its allocation has gone.
-            IpusTakenError: If a job holds it, or too few others are free; then it keeps its own.
+        An IpusTakenError if too few others are free; then it keeps its own.
         """
         with self._writing() as (folder, contents):
             state = contents.state

@@ -20,12 +20,8 @@ class Renewals:
     """The times at which leases end unless they are renewed.
 
     Time in which this process itself did not run (it was stopped, or the machine slept) counts for nobody: clients
-    could not renew anything while nobody listened.
-
-    Args:
-        lease_seconds: How long a lease lasts after it was renewed.
-        look_seconds: How often :meth:`expired` is called; what is much later is a gap.
-        clock: Monotonic time in seconds.
+    could not renew anything while nobody listened. Such a gap is a call of :meth:`expired` that comes much later
+    than ``look_seconds`` after the last one.
     """
 
     def __init__(
@@ -75,13 +71,7 @@ _FEWEST_LOOKS: Final = 4
 
 
 class ClientLeases:
-    """The leases of the clients of one server. Methods may be called from any thread; they come one by one.
-
-    Args:
-        local: The pool, which this server alone serves.
-        lease_seconds: How long a lease lasts after it was renewed.
-        log: Writes a line about what happens to leases.
-    """
+    """The leases of the clients of one server. Methods may be called from any thread, and run one at a time."""
 
     def __init__(self, local: LocalPool, lease_seconds: float, log: Callable[[str], None]) -> None:
         self._local = local
@@ -102,9 +92,7 @@ class ClientLeases:
     def take(self, request: LeaseRequest) -> LeaseAnswer:
         """Put a client into the queue, and give it what it wants when its turn has come.
 
-        Raises:
-            PlanError, PartitionError: If it can never have that; it is in no queue any more.
-            ServerLostError: If there are too many clients.
+        A PlanError or PartitionError if it can never have that: then it is in no queue any more.
         """
         with self._lock:
             state = self._pool.state()

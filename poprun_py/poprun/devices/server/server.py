@@ -75,11 +75,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there; port 0 is any that is free.
-
-    Raises:
-        ServerError: If the port is in use, or this machine has no such address.
-    """
+    """A socket that listens there; port 0 is any that is free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -104,10 +100,7 @@ def is_loopback(listener: socket.socket) -> bool:
 def serve(app: Starlette, listener: socket.socket, when_ready: Callable[[], None]) -> None:
     """Answer until SIGTERM or Ctrl-C; then what was asked is still answered, for a few seconds.
 
-    Args:
-        app: What answers.
-        listener: Where.
-        when_ready: Called once, when a signal would be heeded.
+    ``when_ready`` is called once, when a signal would be heeded.
     """
     config = uvicorn.Config(
         app,

@@ -43,11 +43,7 @@ def token_file(environ: Mapping[str, str]) -> str:
 
 
 def read_token(file: str) -> str:
-    """The token in ``file``.
-
-    Raises:
-        ServerError: If it is not there, others may read it, it is somebody else's, or it holds no token.
-    """
+    """The token in ``file``, which belongs to this user and which nobody else may read."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as opened:
@@ -72,11 +68,7 @@ def read_token(file: str) -> str:
 
 
 def make_token(file: str) -> bool:
-    """Make a token in ``file``, which nobody else may read, unless there is one; whether one was made.
-
-    Raises:
-        ServerError: If it cannot be written.
-    """
+    """Make a token in ``file``, which nobody else may read, unless there is one; whether one was made."""
     if os.path.lexists(file):
         return False
     folder = os.path.dirname(file)
@@ -96,14 +88,9 @@ def make_token(file: str) -> bool:
 
 
 class RemotePool:
-    """The pool that a server hands out.
+    """The pool that a server hands out to ``client``, who is called ``user@host``.
 
-    Every method raises :class:`~poprun.errors.ServerError` when the server cannot be used, and what the pool of
-    this machine would raise.
-
-    Args:
-        server: The address of the server.
-        client: Who asks, as ``user@host``.
+    Every method raises ServerError when the server cannot be used, and what the pool of this machine would raise.
     """
 
     def __init__(self, server: ServerAddress, client: str) -> None:
@@ -154,11 +141,7 @@ class RemotePool:
 
 
 def pool_at(host: str, port: int, timeout_seconds: float) -> RemotePool:
-    """The pool that the server at that port of ``host`` hands out, for the user of this process.
-
-    Raises:
-        ServerError: If there is no token for it.
-    """
+    """The pool that the server at that port of ``host`` hands out, for the user of this process."""
     token = read_token(token_file(os.environ))
     server = ServerAddress(host=host, port=port, token=token, timeout_seconds=timeout_seconds)
     return RemotePool(server, f"{user_name(os.getuid())}@{socket.gethostname()}")

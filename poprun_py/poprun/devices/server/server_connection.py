@@ -40,19 +40,12 @@ _KINDS: Final[Mapping[str, type[PoprunError]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """The address of a server, with what lets a client in.
-
-    Attributes:
-        host: Name or address.
-        port: Its TCP port.
-        token: The secret that its clients know.
-        timeout_seconds: How long it may take to answer.
-    """
+    """The address of a server, with what lets a client in."""
 
     host: str
     port: int
-    token: str
-    timeout_seconds: float
+    token: str  # the secret that its clients know
+    timeout_seconds: float  # how long it may take to answer
 
     def __str__(self) -> str:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
@@ -64,18 +57,10 @@ def kind_of(error: PoprunError) -> str:
 
 
 def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
-    """Ask a server to do something; its answer.
+    """Have a server do ``command`` with ``values``; its answer.
 
-    Args:
-        server: The server.
-        command: What to do.
-        values: What it needs to know.
-
-    Raises:
-        ServerLostError: If it is not there, does not answer in time, or is busy: it may be worth trying again.
-        LeaseEndedError: If the lease that is asked for has ended.
-        ServerError: If it does not let this client in, is another program, or speaks another version.
-        PoprunError: What the server says, of the kind that the pool of this machine would raise.
+    A ServerLostError may be gone at the next try; a LeaseEndedError says that the lease has ended; any other
+    ServerError that this is no server for this client. Else it is what the server says, of the same kind as there.
     """
     status, version, text = _exchange(server, command, json.dumps(values).encode())
     if version != str(VERSION):

@@ -21,12 +21,7 @@ _IPUS_VARIABLE: Final = "POPRUN_IPUS_PER_HOST"
 
 
 class LocalPool:
-    """The pool of this machine with the cluster that it hands out.
-
-    Args:
-        pool: Its file.
-        find_cluster: Looks at what there is.
-    """
+    """The pool of this machine with the cluster that it hands out, which ``find_cluster`` looks up."""
 
     def __init__(self, pool: Pool, find_cluster: Callable[[], Cluster]) -> None:
         self.pool = pool
@@ -54,11 +49,7 @@ class LocalPool:
 
 
 def target_pool(server_host: str | None, server_port: int, timeout_seconds: float) -> LocalPool | RemotePool:
-    """The pool of a server, or without its host that of this machine.
-
-    Raises:
-        ServerError: If there is no token for the server.
-    """
+    """The pool of a server, or without its host that of this machine."""
     return _local_pool(BUSY_SECONDS) if server_host is None else pool_at(server_host, server_port, timeout_seconds)
 
 
