@@ -35,7 +35,7 @@ READERS = {
     "poptorch": ("environment.py",),
     "poprun": (
         "cli",
-        "vipu",
+        "vipu.py",
         "probe",
         "launch",
         "devices/lease",

@@ -1,7 +1,7 @@
 """The pool over HTTP: who is let in, what is refused, and that a lease of another host ends with its job.
 
-Holds poprun.devices.lease.renewal, poprun.devices.server.answers, poprun.devices.server.server,
-poprun.devices.server.target_pool and poprun.vipu.serve_command.
+Holds poprun.devices.lease.renewal, poprun.devices.server.server, poprun.devices.server.target_pool and
+poprun.vipu.
 """
 
 import json
@@ -32,7 +32,7 @@ from poprun.devices.server.server_client import RemotePool, make_token, read_tok
 from poprun.devices.server.server_connection import ServerAddress
 from poprun.devices.server.server_messages import LeaseRequest
 from poprun.errors import PartitionError, ServerError, ServerLostError
-from poprun.vipu.vipu_command import vipu
+from poprun.vipu import vipu
 from tests.leftovers import TOKEN_VARIABLE, processes_of
 from tests.running import DEADLINE_SECONDS, Finished, Poprun, run
 
@@ -483,7 +483,7 @@ def test_the_server_says_why_it_cannot_serve(server: Server, tmp_path: Path) -> 
     command = [sys.executable, "-m", "poprun.vipu", "serve", f"--token-file={server.folder / 'token'}"]
     served = {"POPRUN_POOL": str(server.folder / "pool"), "POPRUN_POD": "POD16"}
     other = {**served, "POPRUN_POOL": str(tmp_path / "pool")}
-    without = "import sys; sys.modules['uvicorn'] = None; from poprun.vipu.vipu_command import main; main()"
+    without = "import sys; sys.modules['uvicorn'] = None; from poprun.vipu import main; main()"
     for words, env, problem in (
         (
             [*command, f"--port={server.port}"],

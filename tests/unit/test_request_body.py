@@ -6,7 +6,7 @@ from typing import Any
 import anyio
 import pytest
 
-from poprun.devices.server.answers import MAX_BODY_BYTES, RefusalError, _body
+from poprun.devices.server.server import MAX_BODY_BYTES, RefusalError, _body
 
 
 class ComingRequest:

@@ -137,7 +137,7 @@ class _HostLeases:
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
-    """Check that each host has a pool of its own, or the job would wait for itself; each host says which its pool is."""
+    """Check that each host has a pool of its own, or the job would wait for itself."""
     first: dict[str, str] = {}
     for host, machine in machines.items():
         if (twin := first.setdefault(machine, host)) != host:
