@@ -1,4 +1,4 @@
-"""What the instances exchange around a checkpoint: bytes, tensors, and errors that each of them raises."""
+"""Exchanges between instances around a checkpoint: bytes, tensors, and errors, which all of them raise."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ WRITER: Final = 0
 
 
 def whole_job(call: str) -> Group:
-    """The group of all instances of the job."""
+    """The group of all instances of the job; an error within ``execute_on_instances``."""
     group = context.current_group()
     num_instances = context.environment().contract.num_instances
     if len(group.instances) < num_instances:
@@ -34,7 +34,7 @@ def is_writer(group: Group) -> bool:
 
 @contextmanager
 def together(group: Group, text: str) -> Iterator[None]:
-    """Do the block on every instance, then wait for all: an error on one of them is an error on each.
+    """Run the block on every instance, then wait for all: an error on one of them is raised on each.
 
     The block may not wait for others.
     """
@@ -59,7 +59,7 @@ def broadcast_bytes(group: Group, text: str, data: bytes) -> bytes:
 
 
 def broadcast_tensors(group: Group, text: str, tensors: Iterable[Tensor]) -> None:
-    """Overwrite dense CPU tensors, whose forms and order are the same everywhere, with the writer's."""
+    """Overwrite dense CPU tensors, of the same shapes and order on all instances, with the writer's."""
     group.agree(text)
     for tensor in tensors:
         in_memory_order = tensor.as_strided((tensor.numel(),), (1,))

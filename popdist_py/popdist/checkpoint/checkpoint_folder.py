@@ -21,7 +21,7 @@ LAST_STEP: Final = 10**_DIGITS - 1
 
 
 def name_of(path: object) -> str:
-    """The path of a folder, as a program gave it, as text."""
+    """The path of a folder as text; an error if the program gave no path."""
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"{path!r} is no folder: expected its path as a str or a pathlib.Path")
     return str(os.fspath(path))
@@ -77,7 +77,7 @@ def keep_last(folder: Path, count: int) -> None:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make ``folder`` and its parents; the directories that were not there."""
+    """Make ``folder`` and its parents, and return the directories that were missing."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return missing

@@ -41,7 +41,7 @@ class TensorForm:
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
-        """The inverse of :meth:`to_json`."""
+        """Make the form from what :meth:`to_json` gave."""
         dtype, shape, stride = value
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ValueError(f"torch has no dtype {dtype!r}")  # noqa: TRY004 - the value is wrong, whatever its type

@@ -1,4 +1,4 @@
-"""One checkpoint on the disk: its manifest in JSON, with the conditions of its bits and the digests of its files.
+"""One checkpoint on the disk: a manifest in JSON with the digests of all files, and the tensors.
 
 A bit that has changed anywhere is found before anything is read: a checkpoint is whole or damaged.
 """
@@ -24,12 +24,12 @@ TENSORS: Final = "tensors"
 """Directory of the tensors' files."""
 
 _CPU_NAMES: Final = ("model name", "cpu model", "CPU part")
-"""How different kernels name the kind of CPU in ``/proc/cpuinfo``."""
+"""Names under which ``/proc/cpuinfo`` has the kind of CPU, on different architectures."""
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")
 
 Conditions = dict[str, str | int]
-"""Each condition in words, such as ``threads per replica``, and what it is."""
+"""What the bits of a training depend on, by name, such as ``threads per replica``."""
 
 
 def current_conditions() -> Conditions:
@@ -48,7 +48,7 @@ def current_conditions() -> Conditions:
 
 
 def differences(before: Conditions, now: Conditions) -> list[str]:
-    """Each condition that has changed, in words; one that only one side knows is not compared."""
+    """A text for each condition that has changed; those that only one side has are not compared."""
     return [
         f"{name}: {before[name]} then, {now[name]} now"
         for name in now
@@ -67,12 +67,12 @@ def _cpu_kind() -> str:
 
 
 class DamagedError(Exception):
-    """The error of a checkpoint that is not as it was written; the message says in what."""
+    """A checkpoint is not as it was written; the message says what differs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All of a checkpoint but the values of its tensors."""
+    """Everything in a checkpoint except the values of its tensors."""
 
     step: int
     conditions: Conditions
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, found: Json) -> Self:
-        """The inverse of :meth:`to_json`."""
+        """Make the manifest from what :meth:`to_json` gave."""
         forms = {name: TensorForm.from_json(form) for name, form in found["forms"].items()}
         return cls(**{name: found[name] for name in ("step", "conditions", "states", "values")}, forms=forms)
 
@@ -106,7 +106,7 @@ def write(directory: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) ->
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in ``directory``, every file of which is as it was written."""
+    """Read the manifest of the checkpoint in ``directory``; an error if any of its files has changed."""
     try:
         whole = json.loads((directory / MANIFEST).read_bytes())
         if whole["format"] != FORMAT:

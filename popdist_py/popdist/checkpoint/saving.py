@@ -1,4 +1,4 @@
-"""Saving a checkpoint: instance 0 writes what all agree on, with the random states that each instance holds."""
+"""Saving a checkpoint: instance 0 writes, with the random states of replicas gathered from all instances."""
 
 import base64
 import json
@@ -77,7 +77,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 3, step: int | None = None
 def _encode_named(
     named: Mapping[str, object], gathered: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of the objects and the other values as JSON; their tensors go into ``tensors``."""
+    """Encode the states of objects and other values as JSON; their tensors are added to ``tensors``."""
     things = stateful_of(named)
     for thing in things.values():
         if isinstance(thing, nn.Module):
@@ -101,7 +101,7 @@ def _check(keep: int, step: int | None, named: Mapping[str, object]) -> None:
 
 
 def _gather_replica_states(group: Group, name: str, thing: Stateful) -> dict[Any, Any]:
-    """The states of all replicas, from the instances that own them."""
+    """Gather the random states of all replicas from the instances that own them."""
     with together(group, f"checkpoint.save, {name}"):
         mine = _pack(thing.state_dict(), name)
     return {
@@ -122,7 +122,7 @@ def _pack(state: object, name: str) -> bytes:
 
 
 def _unpack(packed: bytes) -> Any:  # noqa: ANN401 - whatever the object's state is
-    """The inverse of :func:`_pack`."""
+    """Make the state from what :func:`_pack` gave."""
     encoded, inline = json.loads(packed)
     tensors = {}
     for key, (form, text) in inline.items():

@@ -1,4 +1,4 @@
-"""The objects that a checkpoint holds: whose states are saved, and how all of them get others, or none does."""
+"""The objects whose states a checkpoint holds; either all of them are loaded, or none is."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,24 +24,24 @@ class Stateful(Protocol):
         """The state that a later run needs."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:  # noqa: ANN401 - as above
-        """Go on from such a state."""
+        """Continue from such a state."""
 
 
 def stateful_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """Those of ``named`` that have a state, rather than being values."""
+    """The objects in ``named`` that have a state; the others are plain values."""
     return {
         name: thing for name, thing in named.items() if isinstance(thing, Stateful) and not isinstance(thing, type)
     }
 
 
 def replica_states_of(named: Mapping[str, object]) -> dict[str, Stateful]:
-    """The random states of the models' replicas: each instance holds those of its own."""
+    """The random states of the models' replicas that this instance owns."""
     models = {name: thing for name, thing in named.items() if isinstance(thing, ReplicatedModel)}
     return {f"{name}.randomness": model.randomness for name, model in models.items()}
 
 
 def gather_sharded(named: Mapping[str, object], *, keep: bool) -> dict[str, dict[str, Any]]:
-    """The states of sharded optimizers, to which all instances bring their parts; whole on those that ``keep``."""
+    """Gather the states of sharded optimizers from all instances; only those that ``keep`` get them."""
     sharded = {name: thing for name, thing in named.items() if isinstance(thing, ShardedOptimizer)}
     return {name: optimizer.gather_state_dict(keep=keep) for name, optimizer in sharded.items()}
 
@@ -60,7 +60,7 @@ def check_fits(things: Mapping[str, Stateful], states: Mapping[str, Any], where:
 
 
 def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Callable[[], None]:
-    """Load each state; modules last, because what they had is written over."""
+    """Load each state, modules last, and return a function that undoes it for all but modules."""
     before: list[Callable[[], object]] = []
 
     def undo() -> None:
@@ -81,7 +81,7 @@ def load_states(things: Mapping[str, Stateful], states: Mapping[str, Any]) -> Ca
 
 
 def _remember(thing: Stateful) -> Callable[[], object]:
-    """A function that gives ``thing`` the state it has now; it waits for nobody."""
+    """Return a function that restores the present state of ``thing``, without any exchange."""
     if isinstance(thing, ShardedOptimizer):
         return thing.remember()
     state = thing.state_dict()
@@ -117,7 +117,7 @@ def _differing_groups(saved: Mapping[str, Any], optimizer: Optimizer) -> list[st
 
 
 def _differing_settings(saved: Mapping[str, object], optimizer: Optimizer) -> list[str]:
-    """The differences that tell another kind of optimizer: each has settings that the other does not know.
+    """The differences in settings if they are those of another kind of optimizer: each has some of its own.
 
     One side alone may know more: another version of torch does, and a schedule adds settings of its own.
     """

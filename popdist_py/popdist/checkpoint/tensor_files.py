@@ -38,7 +38,7 @@ _INDEX_TYPES: Final = frozenset(
         "pathlib._local PosixPath",
     }
 )
-"""What an index of tensors holds, in the words of its pickle; beside them dtypes."""
+"""The types that the pickle of a DCP index may contain, beside dtypes."""
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -57,10 +57,10 @@ def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader with a careful unpickler."""
+    """DCP's reader, which unpickles only the types of an index."""
 
     def read_metadata(self, *_args: object, **_kwargs: object) -> Metadata:
-        """The index of the tensors."""
+        """Read the index of the tensors."""
         with Path(self.path, ".metadata").open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
@@ -69,13 +69,13 @@ class _Reader(FileSystemReader):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that makes the types of an index, and refuses all others."""
+    """An unpickler that refuses all types except those of an index."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:  # noqa: ANN401 - pickle's own signature
-        """The class of an index's type, or a dtype."""
+        """Find a type of an index, or a dtype; an error for anything else."""
         is_dtype = module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype)
         if is_dtype or f"{module_name} {global_name}" in _INDEX_TYPES:
             return super().find_class(module_name, global_name)
@@ -84,7 +84,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A context without DCP's warning that it works alone, and with the causes of the errors that it wraps."""
+    """A context that hides DCP's warning about a missing process group, and raises the causes of its errors."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -94,7 +94,7 @@ def _alone() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error of the system behind torch's, which says only that a file has become too short."""
+    """The system's error behind torch's, which says only that a file is too short."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__

@@ -41,7 +41,7 @@ class Share(NamedTuple):
     positions: range | None = None  # in the order of a sampler, which may give an index twice
 
     def split(self, num_replicas: int, accumulation: int) -> list[list[int]]:
-        """The indices of each micro batch, of ``num_replicas`` local replicas one after the other."""
+        """The indices of each micro batch: all those of the first local replica, then those of the next one."""
         rows = micro_batch_rows(len(self.indices), num_replicas, accumulation)
         return [self.indices[row.start : row.stop] for row in rows]
 
@@ -75,7 +75,7 @@ class Batch:
 
     @classmethod
     def of(cls, share: Share, contents: list[Any], replicas: range, accumulation: int) -> "Batch":
-        """The batch of the samples of ``share``, with the content of each micro batch."""
+        """Make the batch of the samples of ``share``, with the content of each micro batch."""
         rows = micro_batch_rows(len(share.indices), len(replicas), accumulation)
         owners = [replica for replica in replicas for _ in range(accumulation)]
         steps = [*range(accumulation)] * len(replicas)
@@ -103,12 +103,12 @@ class Batch:
         raise AttributeError(_taken_apart(f"asked for .{name}"), name=name, obj=self)
 
     def keys(self) -> NoReturn:
-        """Refused: it is no dict of tensors, as ``model(**batch)`` takes it for."""
+        """Raise an error: ``model(**batch)`` would take the batch for a dict of tensors."""
         raise BatchError(_taken_apart("taken for a dict"))
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object) -> NoReturn:  # noqa: ANN401 - whatever torch calls
-        """Refused: it is no tensor, as ``model(batch)`` takes it for."""
+        """Raise an error: ``model(batch)`` would take the batch for a tensor."""
         raise BatchError(_taken_apart(f"given to {getattr(function, '__name__', function)}"))
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Batch:
 
 
 def _taken_apart(how: str) -> str:
-    """What to tell a program that takes a batch for the tensors of one micro batch."""
+    """The message for a program that uses a batch as if it were the tensors of one micro batch."""
     return (
         f"a batch of popdist.data_loader was {how}, and it holds this instance's micro batches, not one batch of "
         """tensors. Write

@@ -17,7 +17,7 @@ _DEALING_OPTIONS: Final = frozenset({"batch_size", "batch_sampler", "in_order"})
 
 
 class LoaderPlan(NamedTuple):
-    """What a loader was asked for; see :func:`data_loader`."""
+    """The arguments of :func:`data_loader` that say what a step is."""
 
     micro_batch_size: int
     accumulation: int
@@ -27,7 +27,7 @@ class LoaderPlan(NamedTuple):
 
 
 class LoaderMaker(Protocol):
-    """What makes a loader of something else than samples, such as ``popdist.packing.Packing``."""
+    """An object that makes a loader whose steps count other things than samples, such as ``packing.Packing``."""
 
     def make_loader(
         self,
@@ -36,7 +36,7 @@ class LoaderMaker(Protocol):
         collate_fn: Collate | None,
         options: Mapping[str, Any],
     ) -> ReplicaLoader:
-        """The loader of ``dataset``."""
+        """Make the loader of ``dataset``."""
 
 
 def data_loader(  # noqa: PLR0913 - torch's own options, and what a step is
@@ -128,7 +128,7 @@ def _refuse_dealing(options: dict[str, Any]) -> None:
 
 
 def _refuse_order(dataset: object, sampler: object, *, shuffle: bool, is_packed: bool) -> None:
-    """Refuse two orders, and one for what has none."""
+    """Refuse a sampler together with shuffling, packing or a stream, and shuffling of a stream."""
     is_stream = isinstance(dataset, ShardedIterable)
     if sampler is None:
         if is_stream and shuffle and not is_packed:

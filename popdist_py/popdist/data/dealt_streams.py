@@ -43,7 +43,7 @@ class ShardedIterable(IterableDataset[Any]):
                 yield item
 
     def worker(self) -> tuple[int, int]:
-        """The number of this worker, and how many there are; hidden from streams that would divide themselves."""
+        """This worker's number and the number of workers; hidden from streams, which would divide themselves."""
         if (info := get_worker_info()) is not None:
             self._worker = info.id, info.num_workers
             torch_worker._worker_info = None  # noqa: SLF001 - divided twice, a stream would lose items
@@ -74,7 +74,7 @@ def shard_iterable(stream: Iterable[Any]) -> ShardedIterable:
 
 
 class StreamFetcher(IterableDataset[Any]):
-    """A stream as DataLoader sees it: iterated over, it gives this worker's steps of the epoch."""
+    """The dataset that torch's DataLoader reads for a stream: iterating gives this worker's steps of the epoch."""
 
     def __init__(
         self, sharded: ShardedIterable, collation: Collation, samples_per_replica: int, *, drop_last: bool
@@ -86,11 +86,11 @@ class StreamFetcher(IterableDataset[Any]):
         self._place = torch.zeros(2, dtype=torch.int64).share_memory_()
 
     def begin(self, epoch: int, position: int) -> None:
-        """Where the next iteration starts; workers that are kept from epoch to epoch see it too."""
+        """Set where the next iteration starts, in shared memory: persistent workers read it, too."""
         self._place.copy_(torch.tensor([epoch, position], dtype=torch.int64))
 
     def __iter__(self) -> Iterator[Fetched]:
-        """Read everything; make the micro batches of every n-th step."""
+        """Read the whole stream, and make the micro batches of every n-th step, for n workers."""
         epoch, first = self._place.tolist()
         number, num_workers = self.dataset.worker()
         if hasattr(self.dataset.stream, "set_epoch"):
@@ -116,12 +116,12 @@ class StreamFetcher(IterableDataset[Any]):
             step, start = step + 1, start + len(read)
 
     def _keep(self, numbers: range) -> list[int]:
-        """The numbers of this instance's items among those of a step, replica by replica."""
+        """Which of a step's item numbers belong to this instance, replica by replica."""
         num_replicas = self.dataset.num_replicas
         return [number for replica in self.dataset.replicas for number in numbers[replica::num_replicas]]
 
     def _read(self, items: Iterator[Any], numbers: range, epoch: int) -> list[Any]:
-        """The next items; fewer when the stream ends."""
+        """Read one item for each of ``numbers``, or fewer when the stream ends."""
         seeds = self._collation.seeds(epoch, list(numbers))
 
         def read(reseed: Reseed) -> list[Any]:
@@ -172,7 +172,7 @@ class StreamLoader(ReplicaLoader):
         self._fetcher.begin(self._position.epoch, self._position.num_read)
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Give an instance whose stream has ended empty batches until all have ended; keep nothing of them."""
+        """Yield steps until all streams have ended; an instance whose stream ended before gets empty batches."""
         epoch = self._position.epoch
         with training_loop.read_loader() as ask:
             for step in itertools.count():
@@ -195,5 +195,5 @@ class StreamLoader(ReplicaLoader):
         self._position.end_epoch(number)
 
     def _num_samples(self, share: Share, _contents: list[Any]) -> int:
-        """How many samples of a step this instance has."""
+        """The number of samples that this instance has in a step."""
         return len(share.indices)

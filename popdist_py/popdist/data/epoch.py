@@ -28,14 +28,14 @@ from popdist.layout import parts
 
 MAX_LENGTH: Final = 2**63
 NUM_ROUNDS: Final = 12
-"""With fewer, the orders of ranges below 10 are visibly unequal in frequency; 12 pass the test for uniformity."""
+"""Rounds of the Feistel network: with fewer than 12, some orders of short ranges are visibly more frequent."""
 
 LOOKUP_SIZES: Final = (256, 16384)
 """Samples looked up in the permutation at once: few at first, so that an epoch starts at once, soon so many that
 numpy's cost for each call does not show."""
 
 _GROWTH: Final = 8
-"""How many times more samples each lookup is than the one before it."""
+"""Each lookup has so many times the samples of the one before it."""
 
 _WORD: Final = 2**64 - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -44,7 +44,7 @@ _SECOND_FACTOR: Final = 0x94D049BB133111EB
 
 
 class Order(Protocol):
-    """The order of one epoch."""
+    """The order of the samples of one epoch."""
 
     def indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The indices of the dataset at ``positions``, in their order and shape."""
@@ -78,7 +78,7 @@ class Permutation:
         return values.astype(np.int64).reshape(positions.shape)
 
     def _mix(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The Feistel network on all numbers of the power of two; each round changes one half by the other."""
+        """Apply the Feistel network, a bijection on the next power of two; each round changes one half."""
         low, high = values & self._low_mask, values >> self._low_bits
         for even_key, odd_key in zip(self._keys[::2], self._keys[1::2], strict=True):
             low ^= scramble(high + even_key) & self._low_mask
@@ -97,7 +97,7 @@ def scramble(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _scramble_word(word: int) -> int:
-    """What :func:`scramble` does, for one Python number."""
+    """The same as :func:`scramble`, for one Python number."""
     word &= _WORD
     word = (word ^ word >> 30) * _FIRST_FACTOR & _WORD
     word = (word ^ word >> 27) * _SECOND_FACTOR & _WORD
@@ -114,7 +114,7 @@ def round_keys(*ingredients: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochPlan:
-    """The steps of an epoch over ``length`` samples.
+    """How an epoch over ``length`` samples is divided into steps.
 
     Every step is full but the last ones: without ``drop_last`` the remainder is a smaller step. A remainder with
     fewer samples than replicas takes some from the step before, so that every replica has at least one sample in
@@ -139,7 +139,7 @@ class EpochPlan:
         return full + bool(has_own_step)
 
     def steps(self, position: int = 0) -> Iterator[range]:
-        """The positions of each step from ``position`` on, over all replicas."""
+        """The range of positions of each step from ``position`` on, over all replicas."""
         while (size := self._step_size(self.length - position)) > 0:
             yield range(position, position + size)
             position += size
@@ -165,7 +165,7 @@ def plan_epochs(
     *,
     drop_last: bool,
 ) -> EpochPlan:
-    """How the epochs of a dataset are dealt to the replicas of the job."""
+    """Plan how the epochs of a dataset are dealt to the replicas; an error if no step would be left."""
     check_sizes(micro_batch_size, accumulation)
     plan = EpochPlan(
         length=length_of(length_or_dataset, num_replicas),
@@ -183,7 +183,7 @@ def plan_epochs(
 
 
 def check_sizes(micro_batch_size: int, accumulation: int) -> None:
-    """Refuse sizes that no step can have."""
+    """Refuse a micro batch size or accumulation that is no whole number of at least 1."""
     whole_number("micro_batch_size", micro_batch_size, DatasetError)
     whole_number("accumulation", accumulation, DatasetError, maximum=MOST_PARTS)
 
@@ -191,7 +191,7 @@ def check_sizes(micro_batch_size: int, accumulation: int) -> None:
 def deal_epoch(
     plan: EpochPlan, replicas: range, position: EpochPosition, order: Order | None = None
 ) -> Iterator[tuple[range, list[int]]]:
-    """The rest of the epoch in which ``position`` stands now, step by step.
+    """Deal the rest of the epoch in which ``position`` stands now, step by step.
 
     For each step come its positions, over all replicas of the job, and the dataset's indices of the samples that
     ``replicas`` see, first replica first. ``order`` takes the place of the dataset's order and its shuffle.

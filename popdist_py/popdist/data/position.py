@@ -1,4 +1,4 @@
-"""Where a reader stands in its epochs, and the proof that all instances have made the same reader."""
+"""The position of a sampler or loader in its epochs, and the check that all instances made the same one."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ ReaderState: TypeAlias = dict[str, int | bool]
 
 
 class EpochPosition:
-    """The place of one reader (a sampler or a loader) in its endless row of epochs.
+    """The position of one reader, a sampler or a loader, in its endless sequence of epochs.
 
     Each time that it is started, set or loaded it gets a new number, and what an older iteration reads then counts
     no more.
@@ -29,13 +29,13 @@ class EpochPosition:
         self._agree()
 
     def _agree(self) -> None:
-        """Compare the agreement with the others', once; before ``init()`` nobody can be asked."""
+        """Compare the agreement with that of other instances, once and after ``init()``."""
         if self._agreement is not None and context.is_initialized():
             agreement, self._agreement = self._agreement, None
             context.current_group().agree(agreement)
 
     def start(self) -> int:
-        """Begin the next epoch, or go on with the one that was loaded; the number of this iteration."""
+        """Begin the next epoch, or continue the one that was loaded, and return the number of this iteration."""
         self._agree()
         if self._is_running:
             self._jump(self.epoch + 1)
@@ -44,12 +44,12 @@ class EpochPosition:
         return self._number
 
     def read_to(self, position: int, number: int) -> None:
-        """Iteration ``number`` has read all before ``position``."""
+        """Record that iteration ``number`` has read all samples before ``position``."""
         if number == self._number:
             self.num_read = position
 
     def end_epoch(self, number: int) -> None:
-        """Iteration ``number`` has read its epoch to the end."""
+        """Record that iteration ``number`` has read its epoch to the end."""
         if number == self._number:
             self._jump(self.epoch + 1)
 
@@ -84,7 +84,7 @@ class EpochPosition:
 
 
 class EpochReader:
-    """A sampler or a loader: what reads epoch after epoch, and goes on where it stood."""
+    """The public methods that samplers and loaders have in common: epochs, and states to resume from."""
 
     _position: EpochPosition
 
@@ -120,7 +120,7 @@ class EpochReader:
 
 
 def _is_state(state: object, own: ReaderState) -> bool:
-    """Whether ``state`` has the entries of ``own``, and tells a place that there can be."""
+    """Whether ``state`` has the entries of ``own``, and its position is within the epoch."""
     if not isinstance(state, Mapping) or state.keys() != own.keys():
         return False
     if not all(isinstance(value, int) for value in state.values()):

@@ -25,14 +25,14 @@ from popdist.errors import BatchError, PopdistWarning
 from popdist.training_loop import training_loop
 
 SMALL_BYTES: Final = 2**18
-"""Up to so many bytes a tensor is copied: of more, torch's way takes less of the loop's time."""
+"""Tensors of up to so many bytes are sent as copies; for larger ones torch's shared memory is faster."""
 
 Collate = Callable[[list[Any]], Any]
 Fetched = tuple[Share, list[Any]]
-"""A share, and the content of each of its micro batches; None for one without samples."""
+"""A share, and the content of each of its micro batches, which is None without samples."""
 
 _FOR_COLLATE: Final = 1
-"""Tells the random numbers of a collate function from those of its first sample."""
+"""Makes the random numbers of a collate function other ones than those of its first sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Collation:
         return sample_seeds(indices, seed=self.seed, epoch=epoch)
 
     def collate(self, samples: list[Any], epoch: int, first: int, reseed: Reseed | None) -> Any:  # noqa: ANN401 - whatever the collate function makes
-        """One micro batch of ``samples``; what is drawn for it follows from ``first``, as for its first sample."""
+        """Collate one micro batch; its random numbers follow from ``first``, the index of its first sample."""
         if reseed is not None and self.collate_fn is not default_collate:
             reseed(sample_seeds([first], seed=self.seed, epoch=epoch, what=_FOR_COLLATE)[0])
         content = _collated(samples) if self.collate_fn is default_collate else self.collate_fn(samples)
@@ -66,7 +66,7 @@ class Collation:
 
 
 def _collated(samples: list[Any]) -> Any:  # noqa: ANN401 - as torch's
-    """What torch's ``default_collate`` makes of ``samples``, in less time where they are tuples, as most are."""
+    """The same as torch's ``default_collate``, in less time where samples are tuples, as most are."""
     kinds = dict(default_collate_fn_map)
     if kinds.get(Tensor) is collate_tensor_fn:
         kinds[Tensor] = _stacked
@@ -80,7 +80,7 @@ def _collated(samples: list[Any]) -> Any:  # noqa: ANN401 - as torch's
 
 
 def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:  # noqa: ANN401 - torch's
-    """What torch makes of tensors; a worker does not put small ones into shared memory, since it sends a copy."""
+    """Stack tensors as torch does, but small ones not in shared memory, since a worker sends them as copies."""
     first = samples[0]
     if first.layout is torch.strided and not first.is_nested and first.nbytes * len(samples) <= SMALL_BYTES:
         return torch.stack(samples)
@@ -89,7 +89,7 @@ def _stacked(samples: list[Tensor], *, collate_fn_map: Any = None) -> Tensor:  #
 
 
 class MapFetcher(Dataset[Any]):
-    """A map-style dataset as DataLoader sees it: indexed by shares, it gives their micro batches."""
+    """The dataset that torch's DataLoader reads: indexed by a share, it gives the share's micro batches."""
 
     def __init__(self, dataset: Any, collation: Collation) -> None:  # noqa: ANN401 - anything with a length and items
         self.dataset = dataset
@@ -110,7 +110,7 @@ class MapFetcher(Dataset[Any]):
         return share, self._randomness.run(lambda reseed: self._contents(share, reseed))
 
     def _rows(self, indices: list[int]) -> list[Any]:
-        """The rows at ``indices``, taken at once: what collating them one by one would give."""
+        """The rows at ``indices``, read at once, with the same result as collating them one by one."""
         rows = torch.tensor(indices, dtype=torch.int64)
         return [tensor[rows.to(tensor.device)] for tensor in self.dataset.tensors]
 
@@ -165,10 +165,10 @@ class SentContents:
 
 
 class _Pickler(ForkingPickler):
-    """Copies small tensors."""
+    """A pickler that copies small tensors, and leaves others to torch."""
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as pickle has it
-        """What makes ``value`` again, and from what; NotImplemented leaves it to torch."""
+        """The function and arguments that make ``value`` again; NotImplemented leaves it to torch."""
         if type(value) is not Tensor or not _is_copied(value):
             return NotImplemented
         content = bytearray(value.view(-1).view(torch.uint8).numpy())
@@ -176,7 +176,7 @@ class _Pickler(ForkingPickler):
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is small, and no more than its elements in their order."""
+    """Whether ``tensor`` is small, dense and plain, so that its bytes are all there is to send."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -189,7 +189,7 @@ def _is_copied(tensor: Tensor) -> bool:
 
 
 def _tensor_of(content: bytearray, dtype: torch.dtype, *shape: int) -> Tensor:
-    """A tensor in memory of torch's own: where it begins decides the bits of products."""
+    """Make a tensor in memory that torch allocates: its alignment decides the bits of products."""
     tensor = torch.empty(shape, dtype=dtype, device="cpu")
     tensor.view(-1).view(torch.uint8).copy_(torch.frombuffer(content, dtype=torch.uint8))
     return tensor
@@ -225,7 +225,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return self._received(self._fetched(), number)
 
     def _fetched(self) -> Iterator[Fetched]:
-        """What torch's iterator would give. Without workers that one takes longer than some samples do.
+        """Iterate as torch would, without workers around torch's iterator, which is slower than some datasets.
 
         It is made all the same: it checks options, and draws from the generator of those who give one.
         """
@@ -234,10 +234,10 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         return map(self.dataset.__getitem__, self.sampler) if is_direct else iterator  # type: ignore[arg-type] # torch calls what it gives batches
 
     def _begin(self) -> None:
-        """Prepare for a start, before anything is read."""
+        """Prepare an epoch, before anything is read; subclasses do their part here."""
 
     def _received(self, fetched: Iterator[Fetched], number: int) -> Iterator[Batch]:
-        """Count what the loop receives as read, and keep nothing of it: its memory is for the next one."""
+        """Yield batches and count them as read; no reference is kept, so that their memory is reused."""
         with training_loop.read_loader() as ask:
             for share, contents in fetched:
                 self._position.read_to(share.stop, number)
@@ -248,7 +248,7 @@ class ReplicaLoader(EpochReader, DataLoader[Batch]):
         self._position.end_epoch(number)
 
     def _batch(self, share: Share, contents: list[Any]) -> Batch:
-        """What the loop gets of ``share``."""
+        """Make the batch that the loop gets for ``share``."""
         return Batch.of(share, contents, self._replicas, self._accumulation)
 
 
@@ -266,11 +266,11 @@ def _warn_if_limited() -> None:
 
 
 def _as_it_is(fetched: Any) -> Any:  # noqa: ANN401 - torch says so
-    """The collate function of torch's DataLoader: the micro batches are made already."""
+    """The collate function without workers: the micro batches are made already, so nothing is done."""
     return fetched
 
 
 def _to_the_loop(fetched: Any) -> tuple[Share, SentContents]:  # noqa: ANN401 - as above
-    """That of a worker, which sends what it returns."""
+    """The collate function of a worker, which sends what this returns."""
     share, contents = fetched
     return share, SentContents(contents)

@@ -22,7 +22,7 @@ from popdist.data.epoch import GOLDEN, round_keys, scramble
 T = TypeVar("T")
 
 Reseed: TypeAlias = Callable[[int], None]
-"""Sets generators from a 64-bit number, for the sample that is read next."""
+"""Seeds generators with a 64-bit number, for the sample that is read next."""
 
 _WATCHED_SEED: Final = 0
 
@@ -41,14 +41,14 @@ class _Generator(NamedTuple):
     restore: Callable[[Any], object]
 
     def is_as_seeded(self, seed: int) -> bool:
-        """Whether nothing was drawn since it was set from ``seed``; it draws itself."""
+        """Whether nothing was drawn since the generator was seeded with ``seed``; this draws two numbers."""
         found = self.draw()
         self.seed(seed)
         return found == self.draw()
 
 
 _bits: Final = np.random.MT19937()
-"""What numpy's functions draw from while samples are read."""
+"""The bit generator that numpy's functions use while samples are read."""
 
 
 def _exchange_numpy() -> Any:  # noqa: ANN401 - a bit generator of any class
@@ -79,7 +79,7 @@ _GENERATORS: Final = (
 
 @dataclass(slots=True)
 class Randomness:
-    """The generators that reading samples draws from: set for each sample, and afterwards as they were.
+    """Seeds the generators that a dataset uses for each sample, and restores the program's states afterwards.
 
     ``used`` holds the names of those that the dataset was seen to draw from, None before the first work.
     """
@@ -87,7 +87,7 @@ class Randomness:
     used: frozenset[str] | None = None
 
     def run(self, work: Callable[[Reseed | None], T]) -> T:
-        """What ``work`` returns, as if all generators had been set whenever it reseeded; it may be called again.
+        """Return what ``work`` does with seeded generators; it may be called several times.
 
         It gets None where nothing is drawn, and else must reseed before it draws. The generators' states are
         afterwards what they were before.
@@ -103,7 +103,7 @@ class Randomness:
             _restore(own)
 
     def _watch(self, work: Callable[[Reseed | None], T], used: frozenset[str]) -> T:
-        """Set the generators that are known to be used, and see whether others are."""
+        """Seed the generators that are known to be used, and find out whether others were used, too."""
         others = [generator for generator in _GENERATORS if generator.name not in used]
         for generator in others:
             generator.seed(_WATCHED_SEED)
@@ -114,7 +114,7 @@ class Randomness:
             self.used = used.union(drawn)
 
     def _find_used(self, work: Callable[[Reseed | None], T]) -> T:
-        """Set all generators, and see which of them each sample draws from."""
+        """Seed all generators for each sample, and find out which of them are used."""
         used, last = set[str](), cast("int | None", None)
         reseed_all = _reseed(_GENERATORS)
 
@@ -135,7 +135,7 @@ class Randomness:
 
 
 def isolated(work: Callable[[Reseed], T]) -> T:
-    """What ``work`` returns, called once; the generators' states are afterwards what they were before."""
+    """Call ``work`` once with all generators to be seeded, and restore their states afterwards."""
     own = [generator.save() for generator in _GENERATORS]
     try:
         return work(_reseed(_GENERATORS))
@@ -161,7 +161,7 @@ def _reseed(generators: Iterable[_Generator]) -> Reseed:
 
 
 def _find_first_draws() -> dict[str, object]:
-    """The first number of each generator after it was set as one that is watched."""
+    """The first number that each generator draws after it was seeded to be watched."""
 
     def draw(reseed: Reseed) -> dict[str, object]:
         reseed(_WATCHED_SEED)

@@ -29,10 +29,10 @@ from popdist.groups import wait_for_first_error
 from popdist.training_loop import training_loop
 
 _DIVISORS: Final = ("num_replicas", "num_shards", "world_size", "num_processes")
-"""How samplers that divide by rank call the number of ranks."""
+"""Names under which samplers that divide by rank keep the number of ranks."""
 
 _FOR_SAMPLER: Final = 2
-"""Tells the random numbers of a sampler from those of samples and collate functions."""
+"""Makes the random numbers of a sampler other ones than those of samples and collate functions."""
 
 
 class ReplicaSampler(EpochReader, Sampler[list[int]]):
@@ -96,7 +96,7 @@ class ReplicaSampler(EpochReader, Sampler[list[int]]):
         return self._batches(self._position.start())
 
     def _batches(self, number: int) -> Iterator[list[int]]:
-        """Count what is yielded as read."""
+        """Yield the indices of each step, and count them as read."""
         with training_loop.read_loader() as ask:
             for step, indices in deal_epoch(self._plan, self._replicas, self._position):
                 self._position.read_to(step.stop, number)
@@ -119,7 +119,7 @@ class EpochShares(Sampler[Share]):
         return self._plan.num_steps()
 
     def set_epoch(self, epoch: int) -> None:
-        """As the loader's, for programs that know it of DistributedSampler."""
+        """The same as ``set_epoch`` of the loader, for programs that call it as DistributedSampler's."""
         self._position.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Share]:
@@ -132,7 +132,7 @@ class EpochShares(Sampler[Share]):
 
 
 class SamplerOrder:
-    """The order of one epoch: what its sampler gave."""
+    """The order of one epoch: the indices that its sampler gave, with a 64-bit checksum of them."""
 
     def __init__(self, sampler: object, numbers: list[Any], num_samples: int) -> None:
         try:
@@ -155,7 +155,7 @@ class SamplerOrder:
 
 
 class SampledPosition(EpochPosition):
-    """The place of a loader with a sampler; its state has the checksum of a begun epoch's indices, else 0."""
+    """The position of a loader with a sampler; its state has the checksum of a begun epoch's indices, else 0."""
 
     checksum = 0
 
@@ -223,7 +223,7 @@ class SampledShares(EpochShares):
             yield share._replace(positions=plan.positions_of(self._replicas, step))
 
     def _read_together(self) -> SamplerOrder:
-        """What the sampler gives in this epoch, on every instance."""
+        """Read the sampler on every instance, and check that all get the same indices."""
         if not context.is_initialized() or len(context.current_group().instances) == 1:
             return self._read()
         name, epoch = type(self._sampler).__name__, self._position.epoch
@@ -248,7 +248,7 @@ class SampledShares(EpochShares):
         return order
 
     def _read(self) -> SamplerOrder:
-        """What the sampler gives in this epoch, with the process's generators set from seed and epoch."""
+        """Read the sampler on this instance, with the process's generators seeded from seed and epoch."""
         epoch = self._position.epoch
         (seed,) = sample_seeds([0], seed=self._position.identity["seed"], epoch=epoch, what=_FOR_SAMPLER)
 
@@ -300,7 +300,7 @@ def check_sampler(sampler: object) -> None:
 
 
 def _wrong_index(sampler: object, numbers: list[Any], num_samples: int) -> str:
-    """What is wrong with the first of ``numbers`` that is no index."""
+    """The message about the first of ``numbers`` that is no index."""
     place, wrong = next((place, it) for place, it in enumerate(numbers) if not _is_index(it, num_samples))
     batch = "; a sampler of batches is none of indices" if isinstance(wrong, list | tuple) else ""
     return (

@@ -21,12 +21,12 @@ Numbers: TypeAlias = "float | Tensor | Iterable[float | Tensor]"
 """A number, a tensor of numbers, or several of them."""
 
 _UNIT_EXPONENT: Final = 1074
-"""Sums are whole numbers of units of 2 to the power of minus this."""
+"""A unit of the exact sums is 2 to the power of minus this."""
 
 _WORD_BITS: Final = 64
 
 _REFUSED: Final = -1
-"""What an instance sends in place of the length of its message, when it has no sums to send."""
+"""The number that an instance sends in place of its message's length when it has no sums."""
 
 
 class _ExactSum:
@@ -48,7 +48,7 @@ class _ExactSum:
                 self.infinite += number
 
     def to_words(self) -> list[int]:
-        """The sum as signed 64-bit integers: as many as its bits span, and three."""
+        """The sum as signed 64-bit integers: three, and as many as its bits need."""
         (infinite,) = groups.as_words([self.infinite])
         num_zero_words = 0
         if self.num_units:
@@ -63,7 +63,7 @@ class _ExactSum:
 
     @classmethod
     def from_words(cls, words: list[int]) -> "_ExactSum":
-        """Inverse of :meth:`to_words`; takes what it reads off the front of ``words``."""
+        """Read a sum that :meth:`to_words` wrote, and remove it from the front of ``words``."""
         infinite, num_zero_words, num_words = words[:3]
         data = b"".join(word.to_bytes(8, "little", signed=True) for word in words[3 : 3 + num_words])
         del words[: 3 + num_words]
@@ -126,7 +126,7 @@ class Mean:
         self._count = _ExactSum()
 
     def add(self, total: Numbers, count: Numbers) -> None:
-        """Add ``total``, which was summed up over ``count``; on this instance, which waits for nobody.
+        """Add ``total``, which was summed up over ``count``, on this instance; there is no exchange.
 
         Args:
             total: A number, a tensor of any shape, or a list of these, whose elements are all added.
@@ -164,7 +164,7 @@ class Mean:
         return self._over_all("Mean.compute()")
 
     def _over_all(self, text: str) -> float:
-        """The mean over all instances, which are all in the call ``text``."""
+        """Exchange the sums in the call ``text``, and return the mean over all instances."""
         total, count = _ExactSum(), _ExactSum()
         for words in _gather([*self._total.to_words(), *self._count.to_words()], text):
             for known in (total, count):
@@ -199,13 +199,13 @@ def _flat(numbers: object) -> list[float]:
 
 
 def _shown(numbers: object) -> str:
-    """``numbers`` in a message: a long list or tensor by its type alone."""
+    """``numbers`` as text for a message; a long list or tensor is shown by its type."""
     text = repr(numbers)
     return text if len(text) <= 60 else f"a {type(numbers).__name__}"  # noqa: PLR2004 - most of a line
 
 
 def _gather(message: list[int] | None, text: str, fault: str | None = None) -> list[list[int]]:
-    """The messages of all instances: in one header, or in as many as the longest one takes."""
+    """Exchange the messages of all instances, in one header or as many as the longest one needs."""
     group = current_group()
     own = message or []
     received: list[list[int]] = [[] for _ in group.instances]

@@ -58,10 +58,10 @@ _KNOWN: Final = frozenset(
         "SGD",
     )
 )
-"""Those of torch that treat each element by itself, whatever their settings and their state."""
+"""Optimizers of torch that treat each element by itself, whatever their settings and their state."""
 
 _SHAPES: Final = {(16, 16): 18, (256,): 6, (8, 4, 4, 4): 6, (128, 128): 3}
-"""What the proof is made on, and in how many steps."""
+"""Shapes of the tensors that the proof is made on, each with its number of steps."""
 
 _SIZES: Final = (1.0, 1.0, 1e4, 1.0, 1e-6, 0.0)
 """What the gradients of successive steps are multiplied by."""
@@ -76,7 +76,7 @@ _ADVICE: Final = {
         "without LowPrecision, or take one that treats each element by itself, such as AdamW"
     ),
 }
-"""What is said to who asked."""
+"""The error message for each class that needs an elementwise optimizer."""
 
 _RATE: Final = 0.01
 _MOST_ELEMENTS: Final = 512
@@ -143,7 +143,7 @@ def _prove(
 
 
 def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer") -> None:
-    """Check the same on some elements that ``optimizer`` is about to update; neither they nor its state change."""
+    """Check on copies of some elements that ``optimizer`` is about to update that it treats each by itself now."""
     if is_known(type(optimizer)) or is_piece_optimizer(type(optimizer)):
         return
     for group in optimizer.param_groups:
@@ -164,7 +164,7 @@ def check_in_training(optimizer: Optimizer, *, asked_by: str = "ShardedOptimizer
 def _step_on_copy(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, part: slice, factor: float
 ) -> Tensor:
-    """What a step would make of ``part`` of a parameter, with ``factor`` times its gradient."""
+    """The values of ``part`` of a parameter after a step on a copy, with ``factor`` times its gradient."""
     aside = Parameter(parameter.detach().view(-1)[part].clone())
     aside.grad = cast("Tensor", parameter.grad).view(-1)[part] * factor
     state = {name: _own_part(value, parameter, part) for name, value in optimizer.state.get(parameter, {}).items()}
@@ -188,7 +188,7 @@ def _own_part(value: Any, parameter: Tensor, part: slice) -> Any:  # noqa: ANN40
 
 
 def _parts_of(whole: Tensor) -> tuple[slice, slice]:
-    """A smaller and a larger part, or two halves."""
+    """Cut a tensor into a smaller and a larger part, or into two halves if it is short."""
     cut = max(whole.numel() // 4, min(64, whole.numel() // 2))
     return slice(0, cut), slice(cut, whole.numel())
 
@@ -213,7 +213,7 @@ def _make(
 
 
 def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: list[Tensor]) -> dict[str, Any]:
-    """Update ``values`` in place by each of ``gradients``; the optimizer's state afterwards."""
+    """Update ``values`` in place by each of ``gradients``, and return the optimizer's state."""
     parameter = Parameter(values)
     optimizer = make(parameter)
     for gradient in gradients:
@@ -223,14 +223,14 @@ def _train(make: Callable[[Parameter], Optimizer], values: Tensor, gradients: li
 
 
 def is_known(optimizer_class: type[Optimizer]) -> bool:
-    """Whether it is one of torch's that treat each element by itself, whatever their settings and their state."""
+    """Whether it is an optimizer of torch that treats each element by itself, whatever its settings and state."""
     return optimizer_class in _KNOWN
 
 
 def signless_names(
     optimizer_class: type[Optimizer], defaults: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> list[str]:
-    """The names in the state of what has a number for each element that is never negative: second moments."""
+    """The names of second moments: of state with one number for each element that is never negative."""
     values = torch.Generator().manual_seed(0)
     start, *gradients = torch.randn(1 + len(_SIZES), 2 * _EVEN, dtype=torch.float32, generator=values)
     state = _train(functools.partial(_make, optimizer_class, defaults, settings), start, gradients)
@@ -257,7 +257,7 @@ def has_exact_fused_kernel(optimizer_class: type[Optimizer]) -> bool:
 
 
 def quiet_step(optimizer: Optimizer) -> None:
-    """A step that torch's hooks around steps do not see: it is a part of another one, or none of the program's."""
+    """Step without torch's hooks around steps: this is a part of another step, or none of the program's."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # what torch's wrapper for hooks and profiles is known by
         step = step.__wrapped__

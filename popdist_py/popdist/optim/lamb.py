@@ -91,7 +91,7 @@ class LAMB(TrustRatioOptimizer):
         super().add_param_group(param_group)
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Move m and v; the update u of each parameter."""
+        """Update the moments m and v, and return the update u of each parameter."""
         states = [self._state_of(parameter) for parameter in parameters]
         means, squares = [it["exp_avg"] for it in states], [it["exp_avg_sq"] for it in states]
         torch._foreach_add_([it["step"] for it in states], 1.0)
@@ -115,7 +115,7 @@ class LAMB(TrustRatioOptimizer):
         return updates
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Move the weights by -lr · r · u."""
+        """Add -lr · r · u to the weights."""
         rate, limit = float(prepared.group["lr"]), prepared.group["max_weight_norm"]
         if norms is None:
             torch._foreach_mul_(prepared.measured, -rate)

@@ -81,11 +81,11 @@ class LARS(TrustRatioOptimizer):
         super().add_param_group(param_group)
 
     def prepare(self, group: Settings, parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:  # noqa: ARG002 - all that is wanted is the gradients
-        """The gradients: their norms are wanted."""
+        """Return the gradients, whose norms are needed."""
         return gradients
 
     def finish_update(self, prepared: PreparedUpdate, norms: Sequence[tuple[float, float]] | None) -> None:
-        """Move v and the weights."""
+        """Update the momentum v and the weights."""
         group, parameters = prepared.group, prepared.parameters
         rate, decay, momentum = float(group["lr"]), float(group["weight_decay"]), float(group["momentum"])
         rates = [rate] * len(parameters)

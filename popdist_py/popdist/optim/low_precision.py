@@ -36,7 +36,7 @@ _DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*HALVES
 _WEIGHTS: Final = "weights"
 
 _ELEMENTS_AT_ONCE: Final = 1 << 19
-"""What they need in float32 fits a usual last-level cache. A multiple of 128, as blocks of random bits are."""
+"""So many elements in float32 fit a usual last-level cache; a multiple of 128, the block of random bits."""
 
 
 class LowPrecision(PieceOptimizer):
@@ -123,7 +123,7 @@ class LowPrecision(PieceOptimizer):
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """Those of the optimizer inside."""
+        """The same names as those of the optimizer inside."""
         given = {name: value for name, value in defaults.items() if name not in _NOT_INSIDE}
         inside = _check_class(defaults.get("optimizer_class"))
         return check_elementwise(inside, given, _inner_settings(settings), device, asked_by="LowPrecision")
@@ -185,7 +185,7 @@ class LowPrecision(PieceOptimizer):
         self._know_names(state_dict)
 
     def _know_names(self, state_dict: Mapping[str, Any]) -> None:
-        """Learn which names of a state have a number for each element: its settings may be others, as amsgrad."""
+        """Add the names in a saved state that have a number for each element, as ``amsgrad`` adds one."""
         states = state_dict["state"].values()
         names = {
             name for state in states for name, it in state.items() if isinstance(it, Tensor) and it.numel() > 1
@@ -203,7 +203,7 @@ class LowPrecision(PieceOptimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has, beside what torch's optimizers have."""
+        """The attributes that a copy or pickle has beside those of torch's optimizers."""
         names = ("_optimizer_class", "_given", "_names")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}, "_inside": {}}
 
@@ -239,7 +239,7 @@ class LowPrecision(PieceOptimizer):
     def _step_parameter(
         self, inner: "_InnerStep", group: Mapping[str, Any], parameter: Tensor, place: Place
     ) -> None:
-        """Step on some elements of ``parameter`` after the other."""
+        """Step on ``parameter``, some elements at a time."""
         _check_parameter(parameter, group["weights"])
         before = self.state.get(parameter, {})
         held = {
@@ -287,7 +287,7 @@ class _InnerStep:
         self._attributes = {} if is_known(type(optimizer)) else _attributes(optimizer)
 
     def step(self, weights: Tensor, gradient: Tensor, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """The weights and the state after a step on these elements, which it may write into."""
+        """Step on these elements, perhaps in place, and return the weights and the state."""
         inside = self._optimizer
         vars(inside).update({name: copy(value) for name, value in self._attributes.items()})
         parameter = Parameter(weights)
@@ -320,7 +320,7 @@ def _attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _may_be_fused(settings: Mapping[str, Any]) -> bool:
-    """Whether the choice of the kernel is left open."""
+    """Whether the settings leave the choice between torch's kernels open."""
     is_open = "fused" in settings and settings["fused"] is None and settings.get("foreach") is None
     return is_open and not settings.get("capturable") and not settings.get("differentiable")
 
@@ -360,7 +360,7 @@ def _inner_settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Our own settings with the names of dtypes, which a checkpoint can hold."""
+    """LowPrecision's own settings, checked, with names in place of dtypes, as a checkpoint needs them."""
     moments, weights, rounding = settings["moments"], settings["weights"], settings["rounding"]
     if rounding not in ("stochastic", "nearest"):
         raise OptimizerError(f"rounding={rounding!r} must be 'stochastic' or 'nearest'")

@@ -26,7 +26,7 @@ BLOCK: Final = 128
 """Elements of a block: shards of parameters are cut at multiples of it."""
 
 find_extension: Final = compiled.find
-"""Gives the part of popdist that is written in C, or None."""
+"""Finds the part of popdist that is written in C; None without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all elements."""
+        """Whether the piece has all elements of the parameter."""
         return len(self.elements) == self.num_elements
 
 
@@ -47,11 +47,11 @@ NodeSums: TypeAlias = Mapping[Tensor, Sequence[Sequence[float]]]
 """For each piece several sums over it, each in nodes of the tree over the blocks of the whole parameter."""
 
 WholeSums: TypeAlias = Callable[[NodeSums], Mapping[Tensor, Sequence[float]]]
-"""From the sums over pieces to those over whole parameters, by an exchange with the other instances."""
+"""A function from sums over pieces to those over whole parameters; it exchanges them between instances."""
 
 
 class PieceOptimizer(Optimizer):
-    """An optimizer that may be given pieces of parameters, together with what it has to know about them.
+    """An optimizer that may be given pieces of parameters, with what it needs to know about them.
 
     torch's copies of optimizers leave out what a class adds, so a copy has whole parameters again.
     """
@@ -91,14 +91,14 @@ class PieceOptimizer(Optimizer):
         return loss
 
     def update(self) -> None:
-        """Make the step, with the gradients that are there."""
+        """Update the parameters that have a gradient; subclasses implement it."""
         raise NotImplementedError
 
     @classmethod
     def names_of_elements(
         cls, defaults: Mapping[str, Any], settings: Mapping[str, Any], device: torch.device
     ) -> frozenset[str]:
-        """The names in the state of what has a number for each element, for a group with these settings."""
+        """The names of state with a number for each element, for a group with these settings."""
         raise NotImplementedError
 
 
@@ -144,17 +144,17 @@ def in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def flat_in_order_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The elements of :func:`in_order_of` as one row."""
+    """The elements of :func:`in_order_of` as a tensor of one dimension."""
     return flat(in_order_of(tensor, parameter))
 
 
 def flat(dense: Tensor) -> Tensor:
-    """The elements of a tensor without gaps in the order of its memory, as one row that shares its memory."""
+    """A view of one dimension of a tensor without gaps, in the order of its memory."""
     return dense.as_strided((dense.numel(),), (1,))
 
 
 def square_sums(flats: Sequence[Tensor]) -> list[float]:
-    """The sum of squares of each row of numbers; of complex ones, of their absolute values."""
+    """The sum of squares of each tensor; for complex numbers, of their absolute values."""
     arithmetic = find_extension()
     sums = [_square_sum(row, arithmetic) for row in flats]
     on_devices = [number for number in sums if isinstance(number, Tensor)]
@@ -163,7 +163,7 @@ def square_sums(flats: Sequence[Tensor]) -> list[float]:
 
 
 def node_sums(elements: Tensor, piece: Piece) -> list[float]:
-    """The sums of squares of ``piece``, which has these elements, in the nodes of the tree that it covers."""
+    """The sums of squares in each node of the tree that ``piece``, which has these elements, covers."""
     start = piece.elements.start
     return square_sums([elements[run.start - start : run.stop - start] for run in runs_of_nodes(piece)])
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from popdist.optim.pieces import BLOCK, find_extension
 
 HALVES: Final = (torch.float16, torch.bfloat16)
-"""What can be rounded to."""
+"""The dtypes of half precision."""
 
 _NUMBERS: Final = {dtype: number for number, dtype in enumerate(HALVES, 1)}
-"""What the extension calls them."""
+"""The numbers of these dtypes in the extension."""
 
 _MASK: Final = 0xFFFFFFFF
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
@@ -40,12 +40,12 @@ _LARGEST_BFLOAT16: Final = 0x7F7F0000
 _LARGEST_FLOAT16: Final = 0x477FE000
 _LEAST_NORMAL_FLOAT16: Final = 0x38800000
 _OTHER_EXPONENTS: Final = 112 << 10
-"""How much larger float32's exponents are, in the bits of float16."""
+"""The difference of the exponents' biases of float32 and float16, at float16's place of the exponent."""
 
 _NAN: Final = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0}
 
 Words: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Four rows of 32-bit words, in int64."""
+"""Four tensors of 32-bit words, held in int64."""
 
 
 class Place(NamedTuple):
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 @cache
 def number_of(name: str) -> int:
-    """The number of the tensor ``name`` in the generator's counter."""
+    """The number that stands for the tensor ``name`` in the random generator's counter."""
     return zlib.crc32(name.encode())
 
 
@@ -106,7 +106,7 @@ def _round_by_torch(wide: Tensor, held: Tensor, known_by: tuple[int, int, int], 
 
 
 def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) -> Tensor:
-    """The words of the blocks of ``held``, a row for each block; ``first`` is the number of its first element."""
+    """The random words for ``held``, one row for each block; ``first`` is the number of its first element."""
     num_blocks = -(-len(held) // BLOCK)
     elements_of_a_word = 2 if held.dtype == torch.bfloat16 else 1
     num_calls = BLOCK // _WORDS_OF_A_CALL // elements_of_a_word
@@ -118,7 +118,7 @@ def _words(held: Tensor, known_by: tuple[int, int, int], first: int, seed: int) 
 
 
 def _float16_bits(bits: Tensor, size: Tensor, words: Tensor) -> Tensor:
-    """Those of numbers up to the largest finite one."""
+    """The bits of float16 for numbers up to the largest finite one."""
     normal = (size + (words >> 19) >> 13) - _OTHER_EXPONENTS
     is_small = size < _LEAST_NORMAL_FLOAT16
     units = torch.where(is_small, size, 0).to(torch.int32).view(torch.float32) * 2.0**24

@@ -20,7 +20,7 @@ Settings: TypeAlias = Mapping[str, Any]
 """A parameter group."""
 
 _CACHED_ELEMENTS: Final = 1 << 16
-"""So many elements of small tensors are updated at once on the CPU: what they need fits its caches."""
+"""On the CPU so many elements of small tensors are updated at once, which fit its caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class TrustRatioOptimizer(PieceOptimizer):
     exchanges_norms = True
 
     element_names: frozenset[str]
-    """What the state of a parameter has a number in for each element."""
+    """The names of state with a number for each element."""
 
     @classmethod
     def names_of_elements(
@@ -59,7 +59,7 @@ class TrustRatioOptimizer(PieceOptimizer):
         raise NotImplementedError
 
     def update(self) -> None:
-        """Update the parameters that have a gradient, those first whose norms the others help to make."""
+        """Update the parameters that have a gradient, first those whose norms need an exchange."""
         work = [(group, _with_gradient(group["params"])) for group in self.param_groups]
         if self._whole_sums is not None:
             self._step_on_pieces(work, self._whole_sums)
@@ -73,7 +73,7 @@ class TrustRatioOptimizer(PieceOptimizer):
         work: Sequence[tuple[Settings, list[Tensor]]],
         whole_sums: Callable[..., Mapping[Tensor, Sequence[float]]],
     ) -> None:
-        """Update what this instance has a piece of."""
+        """Update the parameters of which this instance has only a piece."""
         prepared_updates = []
         for group, parameters in work:
             if cut := [it for it in parameters if self._is_cut(group, it)]:
@@ -88,7 +88,7 @@ class TrustRatioOptimizer(PieceOptimizer):
             self.finish_update(prepared, [_roots(*whole[parameter]) for parameter in prepared.parameters])
 
     def _is_cut(self, group: Settings, parameter: Tensor) -> bool:
-        """Whether the other instances must be asked for the norms."""
+        """Whether the norms of this parameter need an exchange with other instances."""
         piece = self._pieces.get(parameter)
         return piece is not None and not piece.is_whole and bool(group["trust_ratio"])
 
@@ -112,7 +112,7 @@ def _with_gradient(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _batches(parameters: Sequence[Tensor], foreach: bool | None) -> Iterator[list[Tensor]]:  # noqa: FBT001 - torch's setting
-    """The parameters that are updated at once: the bits are the same for any of these ways.
+    """Group the parameters that are updated at once, which changes no bit.
 
     On the CPU torch's foreach functions are loops over the tensors, so few that stay in the cache are best.
     """

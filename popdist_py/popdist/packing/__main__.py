@@ -15,7 +15,7 @@ from popdist.packing.sample_lengths import TOO_LONG, TooLong, as_lengths, cut_to
 from popdist.packing.strategies import Histogram, PackingStrategy, check_histogram, lpfhp, spfhp, table, unpacked
 
 _MAX_BYTES: Final = 2**30
-"""Of a file of lengths: a billion of them is nobody's."""
+"""The largest file of lengths that is read."""
 
 
 @click.command(context_settings={"help_option_names": ["--help", "-h"]})
@@ -78,7 +78,7 @@ def _counts(numbers: list[Any], max_length: int, too_long: TooLong, *, is_histog
 def _strategies(
     counts: Histogram, max_length: int, limit: int | None, *, with_nnlshp: bool
 ) -> list[PackingStrategy]:
-    """Padding first; without scipy the strategies that need none. A bound that one proves holds for all."""
+    """All strategies, padding first; without scipy those that need none. A bound that one proves holds for all."""
     found = [unpacked(counts, max_length), spfhp(counts, max_length, limit), lpfhp(counts, max_length, limit)]
     if with_nnlshp:
         found.append(nnlshp(counts, max_length, min(limit or SMALL_PACK, SMALL_PACK)))

@@ -23,7 +23,7 @@ _MADE: Final = frozenset({"position_ids", "segment_ids", "attention_mask"})
 """Fields of samples that say nothing of a packed row: they are made anew, or follow from ``segment_ids``."""
 
 _IGNORED_LABEL: Final = -100
-"""What torch's cross entropy ignores; the padding of ``labels``."""
+"""The label that torch's cross entropy ignores; it fills the padding of ``labels``."""
 
 Row = Sequence[Mapping[str, Any]]
 """The samples of one row, in their order."""
@@ -81,12 +81,12 @@ class Packed:
 
     @property
     def num_rows(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.segment_ids)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in all rows."""
+        """Number of sequences in all rows."""
         return len(self.lengths)
 
     @property
@@ -97,7 +97,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collator:
-    """Makes a :class:`Packed` of a list of rows.
+    """Collates a list of rows into a :class:`Packed`.
 
     Attributes:
         max_length: Tokens of a row.
@@ -130,7 +130,7 @@ class Collator:
                 raise DatasetError(f"padding={dict(self.padding)!r}: {value!r} of {name!r} is no number")
 
     def __call__(self, rows: Sequence[Row]) -> Packed:
-        """The tensors of ``rows``."""
+        """Make the tensors of ``rows``, whose samples must all have the same fields."""
         given: object = rows
         if (
             not isinstance(given, Sequence)
@@ -195,7 +195,7 @@ class Collator:
     def _place(
         self, name: str, values: Sequence[Any], places: Sequence[tuple[int, int, int]], shape: tuple[int, int]
     ) -> Tensor:
-        """The rows of one field."""
+        """Make the tensor of one field, a row for each packed row."""
         tensors = [torch.as_tensor(value) for value in values]
         padding = self.padding.get(name, _IGNORED_LABEL if name == "labels" else 0)
         laid = torch.full(shape, padding, dtype=tensors[0].dtype)
@@ -236,7 +236,7 @@ def _num_tokens(sample: object, max_length: int) -> int:
 
 
 def _size(value: Any) -> int | None:  # noqa: ANN401 - any field
-    """Length of a row of values; None for anything else."""
+    """Length of a list or one-dimensional tensor; None for anything else."""
     if isinstance(value, Tensor) or hasattr(value, "__array__"):
         return int(value.shape[0]) if value.ndim else None
     return len(value) if isinstance(value, list | tuple) else None

@@ -39,13 +39,13 @@ Prices = NDArray[Any]
 """What a sequence of each length is worth, from length 1 on: in float64, or in int64 for the proof."""
 
 SMALL_PACK: Final = 3
-"""Packs of so many sequences are few enough to list, and are all that :func:`nnlshp` knows."""
+"""Packs of up to so many sequences are few enough to list; :func:`nnlshp` uses no larger ones."""
 
 _MOST_LISTED: Final = 100_000
 """Columns that a programme starts with at most."""
 
 _PRICE_UNIT: Final = 2**40
-"""Prices in whole numbers, for the proof."""
+"""Prices times this are rounded to whole numbers for the proof."""
 
 _GAIN: Final = 1e-9
 """A pack worth more than 1 by less than this is not worth a column."""
@@ -174,7 +174,7 @@ class _Best(NamedTuple):
 
 
 class _Programme:
-    """The linear programme, column by column."""
+    """The linear programme, which gets its columns one by one; the first ones can pack every sequence."""
 
     def __init__(self, counts: Histogram, max_length: int, most: int, packs: Iterable[Pack]) -> None:
         self._top = lengths_of(counts)[-1]
@@ -193,7 +193,7 @@ class _Programme:
                 self._add(pack)
 
     def _add(self, pack: Pack) -> bool:
-        """Whether the pack is a new column."""
+        """Add the pack as a column, and return whether it is a new one."""
         pack = tuple(sorted(pack, reverse=True))
         if pack in self._columns:
             return False
@@ -223,7 +223,7 @@ class _Programme:
         return solution, self._prove(best_prices)
 
     def _solve_once(self) -> tuple[float, dict[Pack, float], Floats]:
-        """Value, solution and prices with the columns that there are."""
+        """Solve with the present columns: the value, the solution and the prices."""
         from scipy.optimize import linprog  # noqa: PLC0415 - see _scipy
         from scipy.sparse import csc_array  # noqa: PLC0415 - see _scipy
 
@@ -254,7 +254,7 @@ class _Programme:
         return _Best(totals, lambda length: (length, *fill(self._max_length - length)))
 
     def _add_worthy(self, found: _Best, prices: Floats) -> int:
-        """Add packs that are worth more than 1 at the true ``prices``; how many."""
+        """Add packs that are worth more than 1 at the true ``prices``, and return how many."""
         num_added = 0
         for length in (np.flatnonzero(found.values > 1 - _SMOOTHING) + 1).tolist():
             pack = found.pack_of(length)
@@ -263,7 +263,7 @@ class _Programme:
         return num_added
 
     def _prove(self, prices: Floats) -> int:
-        """The bound of ``prices``, in whole numbers."""
+        """The lower bound that ``prices`` prove, computed in whole numbers."""
         whole = np.floor(prices * _PRICE_UNIT).astype(np.int64)
         dearest = int(self._price(whole).values.max())
         total = sum(int(count) * int(price) for count, price in zip(self._counts[: self._top], whole, strict=True))
@@ -274,7 +274,7 @@ Fill = Callable[[int], Pack]
 
 
 def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
-    """For each room from 0 on the value of the best pack of any number of sequences, and that pack."""
+    """For each number of free tokens: the value of the best pack of any number of sequences, and that pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     last = np.zeros(max_room + 1, np.int64)
     for room in range(1, max_room + 1):
@@ -298,7 +298,7 @@ def _best_of_any(prices: Prices, max_room: int) -> tuple[Prices, Fill]:
 
 
 def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, Fill]:
-    """For each room from 0 on the value of the best pack of at most ``most`` sequences, and that pack."""
+    """For each number of free tokens: the value of the best pack of at most ``most`` sequences, and that pack."""
     values = np.zeros(max_room + 1, prices.dtype)
     layers: list[Ints] = []
     for _ in range(most):
@@ -317,7 +317,7 @@ def _best_of_few(prices: Prices, max_room: int, *, most: int) -> tuple[Prices, F
 
 
 def _with_one_more(values: Prices, prices: Prices) -> tuple[Prices, Ints]:
-    """For each room the best of ``values`` with at most one sequence more, and its length; 0 for none."""
+    """For each number of free tokens: the best value with at most one sequence more, and its length or 0."""
     longest = min(len(prices), len(values) - 1)
     worth = np.concatenate([np.zeros(1, prices.dtype), prices[:longest]])
     impossible = np.full(
@@ -350,7 +350,7 @@ def _complete(packs: dict[Pack, int], counts: Histogram, max_length: int, limit:
 
 
 def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, int], Histogram]:
-    """Give each place to the longest sequence left that fits in it; the packs, and the sequences without one."""
+    """Fill each place with the longest remaining sequence that fits; return packs and remaining sequences."""
     rest, surplus, current = counts.copy(), -counts, packs
     for pack, count in packs.items():
         for length in pack:
@@ -371,7 +371,7 @@ def _take_places(packs: dict[Pack, int], counts: Histogram) -> tuple[dict[Pack, 
 
 
 def _shorten(packs: dict[Pack, int], length: int, surplus: int) -> dict[Pack, int]:
-    """``surplus`` of the places of ``length`` one shorter (one of length 1 gone)."""
+    """Make ``surplus`` places of ``length`` one token shorter; places of length 1 are dropped."""
     changed: dict[Pack, int] = {}
     waiting = list(packs.items())
     while waiting:

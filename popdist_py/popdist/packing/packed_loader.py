@@ -41,7 +41,7 @@ ALGORITHMS: Final[Mapping[str, Algorithm]] = {
 }
 
 SHARED_BYTES: Final = 2**22
-"""Larger arrays of sample numbers lie once in the memory of a host; smaller ones are not worth a meeting."""
+"""Larger arrays of sample numbers are shared by a host's instances; smaller ones are not worth an exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class PackedMicroBatch(MicroBatch):
 
 
 class _Filled(NamedTuple):
-    """One micro batch, as a worker sends it."""
+    """One packed micro batch, as a worker sends it."""
 
     content: Any = None
     num_rows: int = 0
@@ -212,7 +212,7 @@ class _Filled(NamedTuple):
 
 
 def _packed_batch(batch: Batch, filled: Sequence[_Filled | None], indices: tuple[int, ...]) -> PackedBatch:
-    """``batch``, whose micro batches hold what was ``filled``."""
+    """Make a PackedBatch of ``batch`` with the contents in ``filled``."""
     contents = [each or _Filled() for each in filled]
     return PackedBatch(
         micro_batches=tuple(
@@ -255,7 +255,7 @@ class _PackedFetcher(MapFetcher):
         return _Filled(content, len(rows), len(indices), num_tokens, tuple(indices))
 
     def _cut(self, sample: Any, index: int, start: int, length: int) -> Any:  # noqa: ANN401 - any sample
-        """The part of ``sample`` that is packed; all of it, as a rule."""
+        """The tokens of ``sample`` that belong to a piece: all of them, unless it was split."""
         whole = int(self._pieces.whole_lengths[index])
         if isinstance(sample, Mapping) and TOKENS in sample and len(sample[TOKENS]) != whole:
             raise DatasetError(
@@ -346,7 +346,7 @@ class _PackedStreamLoader(StreamLoader):
 
 
 def _once_on_host(numbers: NDArray[Any]) -> NDArray[Any]:
-    """``numbers``, which all instances of a host have alike, in one place that they all read.
+    """Put ``numbers``, the same on all instances of a host, into memory that they share.
 
     Small ones stay where they are, and so do those of a host without room. The memory is given back when the job
     ends.

@@ -22,7 +22,7 @@ Numbers = NDArray[np.int64] | NDArray[np.int32]
 
 
 def order_by_length(lengths: Numbers) -> Numbers:
-    """The numbers of all samples, shortest first, equally long ones in their order; int32 where it fits."""
+    """The indices of all samples by length, shortest first; int32 where it suffices."""
     order = np.argsort(lengths, kind="stable")
     return order.astype(np.int32) if len(order) < 2**31 else order
 
@@ -72,7 +72,7 @@ class PackedRows:
         return np.searchsorted(self._last_row_of_pack, rows, side="right")
 
     def _samples_at(self, lengths: NDArray[np.int64], places: NDArray[np.int64], epoch: int) -> Numbers:
-        """The samples that take these places of these lengths in this epoch."""
+        """The samples at these places of these lengths in this epoch."""
         if self._shuffle:
             by_length = np.argsort(lengths, kind="stable")
             borders = np.flatnonzero(np.diff(lengths[by_length])) + 1
@@ -92,7 +92,7 @@ class PackedRows:
 
 
 class _Places(NamedTuple):
-    """The places of all packs, pack after pack."""
+    """The places for sequences in all packs, pack after pack."""
 
     lengths: NDArray[np.int64]  # tokens of the sequence that stands there
     first: NDArray[np.int64]  # number of the place in the first row of its pack, among all places of its length

@@ -34,7 +34,7 @@ LengthSource = Iterable[int] | str | Callable[[Any], int]
 _COUNTING_BATCH: Final = 256
 
 _FAILED: Final = -(2**62)
-"""What an instance tells in place of lengths when it could not count them."""
+"""The number that an instance sends in place of lengths when it could not count them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Pieces:
 
 
 def cut_to_fit(lengths: NDArray[np.int64], max_length: int, too_long: TooLong) -> Pieces:
-    """The pieces of samples of these lengths."""
+    """Drop, cut or split samples that are longer than a row; an error if nothing is left."""
     if not len(lengths):
         raise DatasetError("the dataset has no samples to pack: look at where it is made")
     if lengths.min() < 1:
@@ -99,7 +99,7 @@ def find_lengths(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Tokens of each sample of ``dataset``, as ``source`` has them."""
+    """The number of tokens of each sample of ``dataset``, according to ``source``."""
     if callable(source):
         lengths = _count_or_load(dataset, source, num_workers, cache)
     elif isinstance(source, str):
@@ -114,7 +114,7 @@ def find_lengths(
 
 
 def as_lengths(given: Iterable[int], what: str) -> NDArray[np.int64]:
-    """``given`` as an array of int64."""
+    """``given`` as an array of int64; an error if it is no list of whole numbers."""
     try:
         numbers = np.asarray(given if hasattr(given, "__array__") else list(given))
     except (TypeError, ValueError):
@@ -140,7 +140,7 @@ def _column(dataset: Any, name: str) -> Iterable[int]:  # noqa: ANN401 - of the 
 
 
 class _Counted(Dataset[int]):
-    """A dataset of lengths."""
+    """A dataset whose items are the lengths of another one's samples."""
 
     def __init__(self, dataset: Any, length_of: Callable[[Any], int]) -> None:  # noqa: ANN401 - as above
         self.dataset = dataset
@@ -162,7 +162,7 @@ def _count_or_load(
     num_workers: int,
     cache: str | os.PathLike[str] | None,
 ) -> NDArray[np.int64]:
-    """Count: each instance a part, or with a cache one instance of each host for all."""
+    """Count lengths: each instance a part of them, or, with a cache, one instance of each host all."""
     if cache is None:
         return _count_parts(_Counted(dataset, length_of), num_workers)
     path = Path(cache)
@@ -175,7 +175,7 @@ def _count_or_load(
 
 
 def _count_parts(counted: _Counted, num_workers: int) -> NDArray[np.int64]:
-    """Each instance counts its part of the samples, and tells the others."""
+    """Count this instance's part of the samples, and gather those of the others."""
     if not context.is_initialized() or (num_instances := context.environment().contract.num_instances) == 1:
         return _count(counted, num_workers)
     own = part(range(len(counted)), context.environment().contract.instance_index, num_instances)
@@ -201,7 +201,7 @@ def _save(path: Path, dataset: Any, length_of: Callable[[Any], int], num_workers
 
 @contextmanager
 def _renamed_to(path: Path) -> Iterator[str]:
-    """The name of an empty file beside ``path``, which becomes ``path`` when the block has ended well."""
+    """A temporary file beside ``path``, renamed to ``path`` when the block has succeeded."""
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
@@ -230,7 +230,7 @@ def _load(path: Path, num_samples: int) -> NDArray[np.int64]:
 
 
 def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
-    """Ask each sample, in workers; a terminal shows how far it is."""
+    """Count the tokens of each sample, in workers, with a progress bar on a terminal."""
     loader = DataLoader(counted, batch_size=_COUNTING_BATCH, num_workers=num_workers, collate_fn=list)
     lengths = np.empty(len(loader.dataset), np.int64)  # type: ignore[arg-type] # it has a length
     done = 0
@@ -241,7 +241,7 @@ def _count(counted: Dataset[int], num_workers: int) -> NDArray[np.int64]:
 
 
 def _shown(loader: "DataLoader[int]", num_samples: int) -> Iterator[list[int]]:
-    """The loader's batches, under a bar on a terminal of the main instance."""
+    """Iterate over the loader's batches with a progress bar, on a terminal of the main instance."""
     is_shown = sys.stderr.isatty() and (not context.is_initialized() or is_main())
     if not is_shown:
         yield from loader

@@ -1,4 +1,4 @@
-"""What keeps the sequences of a packed row apart: attention masks, one vector a sequence, and weights of losses.
+"""Attention masks, outputs and losses that keep the sequences of a packed row apart.
 
 Packed and unpacked training have the same gradients, if nothing of a sequence reaches another one (the mask, and
 positions that begin again) and if each token, or each sequence, weighs the same as without packing (the weights).

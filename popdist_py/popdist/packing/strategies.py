@@ -27,7 +27,7 @@ Histogram = NDArray[np.int64]
 """Element i counts the sequences of length i + 1."""
 
 MAX_COUNT: Final = 2**53
-"""Sequences in all: what a float holds exactly, since the linear programme counts in floats."""
+"""The largest number of sequences: floats, in which the linear programme counts, hold it exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ class PackingStrategy:
 
     @property
     def num_packs(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return sum(self.packs.values())
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in all rows."""
+        """Number of sequences in all rows."""
         return sum(len(pack) * count for pack, count in self.packs.items())
 
     @property
@@ -67,7 +67,7 @@ class PackingStrategy:
 
     @property
     def padding_tokens(self) -> int:
-        """Tokens of all rows that are no sequence's."""
+        """Number of padding tokens in all rows."""
         return self.num_packs * self.max_length - self.num_tokens
 
     @property
@@ -82,7 +82,7 @@ class PackingStrategy:
 
     @property
     def gap(self) -> float:
-        """How many more rows than the lower bound, as a part of it: 0 is a packing that nothing can beat."""
+        """The rows above the lower bound, divided by it: 0 for a packing that no other can beat."""
         return (self.num_packs - self.lower_bound) / self.lower_bound if self.packs else 0.0
 
     def histogram(self) -> Histogram:
@@ -205,7 +205,7 @@ class _OpenPacks:
         self.closed: dict[Pack, int] = {}
 
     def add(self, pack: Pack, count: int, room: int) -> None:
-        """``count`` packs that are as full as ``pack``; those that can take no more are closed."""
+        """Add ``count`` packs that hold ``pack``; those that can take no more sequence are closed."""
         if not count:
             return
         if room == 0 or len(pack) == self.limit:
@@ -214,7 +214,7 @@ class _OpenPacks:
             self.by_room[room].append((pack, count))
 
     def close(self) -> dict[Pack, int]:
-        """All packs, as they are now."""
+        """Close all packs, and return them."""
         for packs in self.by_room:
             for pack, count in packs:
                 self.closed[pack] = self.closed.get(pack, 0) + count
@@ -222,7 +222,7 @@ class _OpenPacks:
 
 
 def _worst_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
-    """Packs by :func:`spfhp`."""
+    """The packs of :func:`spfhp`, each sequence in the pack with most room."""
     packs = _OpenPacks(max_length, limit)
     for length in reversed(lengths_of(counts)):
         remaining = int(counts[length - 1])
@@ -251,7 +251,7 @@ def best_fit(counts: Histogram, max_length: int, limit: int) -> dict[Pack, int]:
 
 
 def _fill(packs: _OpenPacks, pack: Pack, count: int, room: int, piece: tuple[int, int]) -> int:
-    """Put as many sequences as fit into each of ``count`` packs; how many of ``piece`` remain."""
+    """Put as many sequences as fit into each of ``count`` packs, and return how many remain."""
     length, remaining = piece
     most = min(room // length, packs.limit - len(pack))
     full = min(count, remaining // most)
@@ -297,7 +297,7 @@ def check_histogram(histogram: Iterable[int], max_length: int) -> Histogram:
 
 
 def check_limit(max_sequences_per_pack: int | None) -> int | None:
-    """``max_sequences_per_pack`` as an int."""
+    """``max_sequences_per_pack`` as an int, checked to be at least 1."""
     if max_sequences_per_pack is None:
         return None
     return whole_number("max_sequences_per_pack", max_sequences_per_pack, DatasetError)
@@ -318,7 +318,7 @@ def make_strategy(
     *,
     bound: int = 0,
 ) -> PackingStrategy:
-    """A strategy with the best of ``bound`` and of the bounds that any packing has."""
+    """Make a strategy; its lower bound is the best of ``bound`` and of those that hold for any packing."""
     merged: dict[Pack, int] = {}
     for pack, count in packs.items():
         key = tuple(sorted(pack, reverse=True))
@@ -333,7 +333,7 @@ def make_strategy(
 
 
 def _simple_bound(counts: Histogram, max_length: int, limit: int | None) -> int:
-    """All tokens in full rows; all sequences in packs of the limit; a row for each one longer than half a row."""
+    """The largest of three lower bounds: by tokens, by sequences, and by those longer than half a row."""
     num_tokens = int(np.dot(counts, np.arange(1, max_length + 1)))
     num_sequences = int(counts.sum())
     num_long = int(counts[max_length // 2 :].sum())

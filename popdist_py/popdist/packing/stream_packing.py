@@ -1,4 +1,4 @@
-"""Packing of a stream whose lengths nobody knows: best fit over a bounded buffer.
+"""Packing of a stream whose lengths are not known before: best fit over a bounded buffer.
 
 Samples are read into a buffer. When it is full, the longest one opens a row, and the row is filled with the
 longest sample that still fits, until none does: best fit decreasing, with so much knowledge as the buffer holds.
@@ -15,7 +15,7 @@ from popdist.packing.collation import TOKENS
 from popdist.packing.sample_lengths import TooLong
 
 Entry = tuple[int, int, Any]
-"""Length, minus its number in the stream (the oldest of equal length is taken first), and sample."""
+"""Length, negative number in the stream (the oldest of equal length comes first), and sample."""
 
 
 class StreamRow(list[Any]):
@@ -54,7 +54,7 @@ class PackedStream:
         self._too_long = too_long
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream the number of the epoch, if it wants to know."""
+        """Pass the number of the epoch to the stream, if that has ``set_epoch``."""
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
@@ -74,7 +74,7 @@ class PackedStream:
             yield self._take_row(entries)
 
     def _take_row(self, entries: list[Entry]) -> StreamRow:
-        """Take the samples of the next row out of ``entries``."""
+        """Remove the samples of the next row from ``entries``, and return them."""
         length, _, sample = entries.pop()
         row, room = [sample], self.max_length - length
         while room and len(row) < self._limit:
@@ -87,7 +87,7 @@ class PackedStream:
         return StreamRow(row, self.max_length - room)
 
     def _measured(self) -> Iterator[Entry]:
-        """The samples with their lengths, those that are too long dropped."""
+        """Yield the samples with their lengths, without those that are too long."""
         for number, sample in enumerate(self.stream):
             length = self._length_of(sample)
             if isinstance(length, bool) or not hasattr(length, "__index__") or length < 1:

@@ -1,4 +1,4 @@
-"""Where PopDist's compiled part has its functions: those of ``popdist`` under the same names."""
+"""The name of PopDist's compiled part, with the same functions as ``popdist``."""
 
 from popdist.compat import (
     checkNumIpusPerReplica,

@@ -1,4 +1,4 @@
-"""The exchange that gives every instance norms of parameters of which several instances have a shard.
+"""The exchange of norms of parameters of which several instances have a shard.
 
 Such an instance has some nodes of the tree over the parameter's blocks. Once in a step all instances send what
 they have, for all cut parameters in one message, and each finishes the same trees.
@@ -19,11 +19,11 @@ from popdist.sharded.parameters import ShardedParameter
 from popdist.tree import Node, aligned_nodes, finish
 
 _NUM_SUMS: Final = 2
-"""Sums over each parameter: of the weights, and of what the optimizer compares with them."""
+"""Sums of squares for each parameter: one of the weights, one of the tensor that is compared with them."""
 
 
 class NormExchange:
-    """The exchange of one optimizer's steps."""
+    """Exchanges norms in the steps of one optimizer."""
 
     def __init__(self, group: Group, sharded: Sequence[ShardedParameter]) -> None:
         self._group = group
@@ -34,7 +34,7 @@ class NormExchange:
         self._is_over = True
 
     def begin_step(self) -> None:
-        """The next step has its exchange before it."""
+        """Begin a step, whose exchange is still to be made."""
         self._is_over = not self._cut
 
     def run(self, own: NodeSums) -> Mapping[Tensor, Sequence[float]]:
@@ -63,12 +63,12 @@ class NormExchange:
         return totals
 
     def end_step(self) -> None:
-        """Take part in the exchange if this instance failed before it: the others wait for it."""
+        """Take part in the exchange if this instance failed before it, because the others wait."""
         if not self._is_over:
             self._gather([1.0])
 
     def _numbers_of(self, own: NodeSums) -> list[float]:
-        """What this instance sends: zeros for parameters without a gradient, which the others do not read."""
+        """The numbers that this instance sends; zeros, which nobody reads, for parameters without a gradient."""
         mine = self._group.backend.instance_index
         numbers: list[float] = []
         for parameter, nodes_of_all in zip(self._cut, self._nodes, strict=True):
@@ -91,7 +91,7 @@ class NormExchange:
 
 
 def pieces_of(sharded: Sequence[ShardedParameter]) -> dict[Tensor, Piece]:
-    """What this instance's shards are pieces of."""
+    """The piece of the whole parameter that each shard of this instance is."""
     return {
         parameter.shard: Piece(position=position, elements=parameter.mine, num_elements=parameter.whole.numel())
         for position, parameter in enumerate(sharded)

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: gathered from the instances as the optimizer alone has it, or cut for them."""
+"""The state of a sharded optimizer: gathered into the form it has without sharding, or cut into shards."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ def gather_state(
     keys: frozenset[str],
     text: str,
 ) -> Iterator[tuple[ShardedParameter, State]]:
-    """The whole state of each parameter that has one, one after the other; all instances take all of them."""
+    """Yield the whole state of each parameter that has one; all instances must iterate to the end."""
     described_here = json.dumps(_describe_all(sharded, states, keys)).encode()
     everybody = [json.loads(data) for data in gather_bytes(group, text, described_here)]
     if trouble := next((said for said in everybody if isinstance(said, str)), None):
@@ -66,7 +66,7 @@ def _is_of_elements(key: str, value: object, keys: frozenset[str], shape: torch.
 def _describe_all(
     sharded: Sequence[ShardedParameter], states: Mapping[Tensor, State], keys: frozenset[str]
 ) -> list[dict[str, Any]] | str:
-    """The state of each parameter as JSON, or why there is none."""
+    """Describe the state of each parameter as JSON; a text says why that is not possible."""
     if others := set(states) - {parameter.shard for parameter in sharded}:
         return f"a part of the optimizer's state belongs to no parameter, so it cannot be gathered: {others}"
     try:
@@ -76,7 +76,7 @@ def _describe_all(
 
 
 def _describe(parameter: ShardedParameter, state: State, keys: frozenset[str]) -> dict[str, Any]:
-    """The state as JSON; of what has a number for each element the dtype only."""
+    """Describe the state as JSON; of tensors with a number for each element only the dtype."""
     return {
         key: ["elements", _name(value.dtype)]
         if _is_of_elements(key, value, keys, parameter.shard.shape)

@@ -15,12 +15,12 @@ from popdist.gradients.shards import Ranges, deal_elements, flat_like, flat_view
 from popdist.groups import Group
 
 Named: TypeAlias = tuple[str, Parameter]
-"""A parameter of the model, after its name."""
+"""A name and its parameter of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedParameter:
-    """One parameter and its shards."""
+    """One parameter of the model, and this instance's shard of it."""
 
     name: str
     whole: Parameter
@@ -31,11 +31,11 @@ class ShardedParameter:
 
     @property
     def content(self) -> Tensor:
-        """The elements of ``whole``, in its memory."""
+        """``whole`` without gradient, in the same memory."""
         return self.whole.detach()
 
     def check(self) -> None:
-        """Check that the parameter is where its shards are, and that its gradient is dense."""
+        """Check that the parameter still has the memory of its shards, and that its gradient is dense."""
         if self.whole.data_ptr() != self.address:
             raise OptimizerError(
                 f"{self.name} was given other memory after ShardedOptimizer was made, as model.to() and "
@@ -45,7 +45,7 @@ class ShardedParameter:
             raise OptimizerError(f"the gradient of {self.name} is sparse: make it with sparse=False")
 
     def lend_gradient(self) -> None:
-        """Give the shard its part of the gradient; None where there is none."""
+        """Set the shard's gradient to its part of the parameter's, or to None."""
         gradient = self.whole.grad
         if isinstance(gradient, PartialGradient):
             gradient = gradient.content if gradient.ranges == self.ranges else gradient.whole
@@ -93,7 +93,7 @@ def _shard(name: str, whole: Parameter, ranges: Ranges, instance: int) -> Sharde
 
 
 def describe(named: Sequence[Named]) -> str:
-    """What must be the same on all instances, in words: how many, and a digest of what they are."""
+    """A text that must be the same on all instances: the number of parameters and a digest of names and shapes."""
     text = "\n".join(
         f"{name} {tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {parameter.device.type} "
         f"{parameter.requires_grad}"

@@ -33,7 +33,7 @@ from popdist.training.checks import is_checked
 from popdist.training.replicated_model import ReplicatedModel
 
 PLAIN = (bool, int, float, str, tuple, type(None))
-"""Kinds of settings that have a text of their own."""
+"""Types of settings that are shown and compared by their value."""
 
 
 def is_optimizer_class(kind: object) -> bool:
@@ -47,14 +47,14 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Settings as further arguments of a call, in words; those without a text of their own by name only."""
+    """Settings as text of further arguments; those of other types than ``PLAIN`` by name only."""
     return "".join(
         f", {name}={value!r}" if isinstance(value, PLAIN) else f", {name}" for name, value in settings.items()
     )
 
 
 def report(group: Group, text: str, trouble: Exception | None, settings: int = 0) -> None:
-    """Wait for all instances, and raise on each of them if one has failed."""
+    """Wait for all instances, and raise an error on each of them if one has failed."""
     told = group.start(text, [trouble is not None, settings]).wait()
     if trouble is not None:
         raise trouble
@@ -73,7 +73,7 @@ def report(group: Group, text: str, trouble: Exception | None, settings: int = 0
 
 
 def digest_of(groups: Iterable[Mapping[str, Any]], names: Iterable[str]) -> int:
-    """A number for the settings ``names`` of an optimizer's groups, as far as they have a text of their own."""
+    """A digest of the settings ``names`` of an optimizer's groups, as far as they are of types in ``PLAIN``."""
     known = sorted(names)
     texts = [repr([group.get(name) for name in known if isinstance(group.get(name), PLAIN)]) for group in groups]
     return int.from_bytes(hashlib.blake2b("\n".join(texts).encode(), digest_size=7).digest(), "little")
@@ -199,7 +199,7 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _begin(self, group: Group, text: str) -> None:
-        """Wait until all instances are here, so that nobody reads the weights any more."""
+        """Wait for all instances, after which no instance reads the old weights any more."""
         trouble: OptimizerError | None = None
         try:
             for parameter in self._sharded:
@@ -209,7 +209,7 @@ class ShardedOptimizer(Optimizer):
         report(group, text, trouble, digest_of(self.param_groups, self.defaults))
 
     def _update(self) -> Exception | None:
-        """Update this instance's shards; the error, if there was one."""
+        """Update this instance's shards, and return the error, if there was one."""
         inside = self._completed_settings()
         if self._norms is not None:
             self._norms.begin_step()
@@ -298,7 +298,7 @@ class ShardedOptimizer(Optimizer):
         return self._completed_settings().state
 
     def remember(self) -> Callable[[], None]:
-        """A function that makes this instance's state and the settings again what they are now."""
+        """Return a function that restores this instance's state and the settings as they are now."""
         inside = self._completed_settings()
         states = {piece: copy_state(state) for piece, state in inside.state.items()}
         settings = [settings_of(group) for group in self.param_groups]
@@ -318,7 +318,7 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def _scaled(self, inside: Optimizer) -> Iterator[None]:
-        """Hand on what a GradScaler has said for this step."""
+        """Hand a GradScaler's scale and its found infinity to the optimizer inside, for this step."""
         said = {name: it for name, it in vars(self).items() if name in ("grad_scale", "found_inf")}
         vars(inside).update(said)
         try:

@@ -1,4 +1,4 @@
-"""The copies that a job has of a sharded optimizer's parameters, and how an update reaches all of them.
+"""The copies of a sharded optimizer's parameters on each host, and how an update reaches all of them.
 
 Instances that share the memory of a host have one copy together, in memory that each of them maps; others have
 one each. An instance sends what it has updated to those that have its place on the other hosts, and these write
@@ -32,7 +32,7 @@ class WeightCopies:
         self._exchanges: list[ShardExchange] | None = None
 
     def share(self, group: Group, named: Sequence[Named], owner: object) -> None:
-        """Make parameters one copy on each host, where its instances share memory."""
+        """Put parameters into memory that the instances of a host share."""
         host = host_group_of(group.backend)
         if host is not None:
             shared = share_weights(group, host, named)
@@ -57,7 +57,7 @@ def _exchanges(sharded: Sequence[ShardedParameter], backend: Backend) -> list[Sh
 
 
 def _peers(backend: Backend) -> Backend:
-    """One instance of each host: those that have this one's place there."""
+    """The instances with the same index on their hosts as this one, one for each host."""
     host = host_group_of(backend)
     if host is None:
         return backend
@@ -97,7 +97,7 @@ def share_weights(group: Group, host: HostGroup, named: Iterable[Named]) -> list
 
 
 def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedBlock | None:
-    """Memory of this host; None on all instances of the job if one host has none."""
+    """Allocate shared memory of this host; None on all instances if one host has no room."""
     _release_unused(group, host)
     block = None
     try:
@@ -114,7 +114,7 @@ def _room_on_all_hosts(group: Group, host: HostGroup, num_bytes: int) -> SharedB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copy:
-    """Memory of weights."""
+    """Shared memory of weights, with the function that releases this instance's part of it."""
 
     storage: StorageWeakRef
     release: Callable[[], None]
@@ -124,7 +124,7 @@ _copies: Final[weakref.WeakKeyDictionary[HostGroup, list[_Copy]]] = weakref.Weak
 """The copies of each group, in the same order on all its instances."""
 
 _MOST_LOOKED_AT: Final = 48
-"""How many of them fit a number."""
+"""So many copies are looked at in one exchange: a bit for each in one number."""
 
 
 def _release_unused(group: Group, host: HostGroup) -> None:

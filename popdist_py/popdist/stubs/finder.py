@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import FrameType, ModuleType
 
 ORIGIN = "popdist"
-"""What the specs of modules that are served here have for their origin."""
+"""The origin in the specs of the modules that are served here."""
 
 _FOLDER = "popdist.stubs"
 
@@ -29,13 +29,13 @@ _SERVED = {
     "examples_utils.load_lib_utils": "operation_loading",
     "examples_utils.load_lib_utils.load_lib_utils": "operation_loading",
 }
-"""Each module that is served, and the one whose public names it has."""
+"""Each module that is served, and the module of this folder whose public names it has."""
 
 _MACHINERY = "<frozen importlib._bootstrap>"
 
 
 class LastFinder:
-    """What ``sys.meta_path`` asks when no other finder has the module, also none that was added later."""
+    """A finder that answers only when no other one in ``sys.meta_path`` has the module."""
 
     def __init__(self, *, is_for_all: bool) -> None:
         self.is_for_all = is_for_all
@@ -60,13 +60,13 @@ class LastFinder:
 
 
 class _Loader:
-    """Fills a module with the public names of the one that stands for it."""
+    """Fills a served module with the public names of its stand-in."""
 
     def create_module(self, _spec: ModuleSpec) -> None:
         """Leave it to Python to make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it its names."""
+        """Copy the names of the stand-in."""
         source = _SERVED[module.__name__]
         if source:
             names = vars(__import__(_FOLDER + "." + source, fromlist=["__all__"]))
@@ -88,7 +88,7 @@ def _is_import(frame: FrameType | None) -> bool:
 
 
 def _is_popdist_here() -> bool:
-    """Whether popdist can be imported, as in a Python that poprun starts and that has it not it cannot."""
+    """Whether popdist can be imported: poprun starts programs of other Pythons, too."""
     if "popdist" in sys.modules:
         return True
     from importlib.util import find_spec  # noqa: PLC0415 - only programs without popdist come here
@@ -107,6 +107,6 @@ def _is_popdist_used() -> bool:
 
 
 def begin(*, is_for_all: bool = False) -> None:
-    """Have Python ask here from now on, once."""
+    """Add the finder to ``sys.meta_path``, once."""
     if not any(type(finder).__name__ == LastFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.append(LastFinder(is_for_all=is_for_all))

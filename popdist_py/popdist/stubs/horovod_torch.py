@@ -47,7 +47,7 @@ __all__ = [
 
 
 class AllreduceOp(IntEnum):
-    """How tensors of several instances become one; the numbers are Horovod's."""
+    """The operations of ``allreduce``; the numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -83,7 +83,7 @@ def init(comm: object = None) -> None:
 
 
 def shutdown() -> None:
-    """Nothing: popdist leaves the job at the end of the program."""
+    """Do nothing: popdist leaves the job at the end of the program."""
 
 
 is_initialized = context.is_initialized
@@ -285,7 +285,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 
 def _encode(obj: object) -> tuple[bytes, str]:
-    """The object in torch's format, or in words what keeps it from being read as data only."""
+    """The object in torch's format, or a text that says why it cannot be read as data only."""
     file = io.BytesIO()
     try:
         torch.save(obj, file)
@@ -296,7 +296,7 @@ def _encode(obj: object) -> tuple[bytes, str]:
 
 
 def DistributedOptimizer(optimizer: object, *_arguments: object, **_settings: object) -> Any:  # noqa: ANN401, N802 - Horovod's
-    """Refused: popdist reduces gradients before an optimizer sees them.
+    """Raise an error: popdist reduces gradients before an optimizer sees them.
 
     Raises:
         OptimizerError: Always; it says what to write.

@@ -18,7 +18,7 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def load_lib(path: object, *_arguments: object, **_settings: object) -> None:
-    """Leave operations for IPUs, the C++ file or the folder ``path``, uncompiled."""
+    """Do nothing: operations for IPUs, in the C++ file or folder ``path``, are not compiled."""
     _log.debug("load_lib(%s): nothing is compiled, there is no IPU", path)
 
 

@@ -30,7 +30,7 @@ _MEMBERS = {
     "TileSet": "Compute IO",
     "VirtualGraphMode": "Off Manual Auto ExecutionPhases",
 }
-"""The members of each, numbered from 0."""
+"""The members of each enumeration, numbered from 0."""
 
 globals().update({name: IntEnum(name, members, start=0, module=__name__) for name, members in _MEMBERS.items()})
 

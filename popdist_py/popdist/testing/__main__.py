@@ -10,7 +10,7 @@ from popdist.testing.function_reference import JOB_FILE, FunctionReference, Outc
 
 
 def main(directory: Path) -> int:
-    """Make this instance's call, and give the exit code."""
+    """Make this instance's call, and return the exit code."""
     failure = None
     try:
         reference, arguments = _load(directory / JOB_FILE)

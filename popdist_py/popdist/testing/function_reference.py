@@ -22,7 +22,7 @@ JOB_FILE: Final = "job.pickle"
 """Name of the file with the call."""
 
 MAIN_ALIAS: Final = "__mp_main__"
-"""What ``__main__`` is called in other processes, and here for what comes back; multiprocessing's name for it."""
+"""The name of the program's ``__main__`` in the instances; the same as multiprocessing's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class FunctionReference:
 
     @classmethod
     def of(cls, fn: Callable[..., object]) -> Self:
-        """The reference to ``fn``."""
+        """Make the reference to ``fn``; an error if another process could not find it."""
         qualname = getattr(fn, "__qualname__", repr(fn))
         if not inspect.isfunction(fn) or "<" in qualname:
             raise WorldError(
@@ -48,7 +48,7 @@ class FunctionReference:
         return cls(module=fn.__module__, path=str(Path(path).resolve()), qualname=qualname)
 
     def load(self) -> Callable[..., Any]:
-        """The function, in this process."""
+        """Import the function in this process."""
         fn: Callable[..., Any] = attrgetter(self.qualname)(_load_module(self.module, Path(self.path)))
         return fn
 
@@ -83,5 +83,5 @@ class Outcome:
 
 
 def outcome_path(directory: Path, instance: int) -> Path:
-    """Where an instance's outcome is written, whole or not at all."""
+    """The path where an instance's outcome is written."""
     return directory / f"outcome-{instance}.pickle"

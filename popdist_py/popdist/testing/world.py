@@ -62,7 +62,7 @@ def run_world(
 
 
 def _run(command: list[str], output_path: Path, timeout_seconds: float) -> tuple[int | None, str]:
-    """The exit code, None when the time was up, and the output, through a file: no process can keep that open."""
+    """Run the command: its exit code, None when the time was up, and its output, which is written to a file."""
     with output_path.open("wb") as output:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_child_environment()
@@ -81,7 +81,7 @@ def _child_environment() -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Let poprun stop its job if it is still there; a killed poprun's instances end by themselves."""
+    """Stop poprun if it still runs, first with SIGTERM; if it is killed, its instances end by themselves."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -92,7 +92,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _outcomes(directory: Path, num_instances: int, code: int | None, output: str) -> list[Outcome]:
-    """Every instance's outcome; the failure that was written first explains the others."""
+    """The outcome of every instance; an error with the failure that was written first."""
     paths = {instance: outcome_path(directory, instance) for instance in range(num_instances)}
     written = {instance: path.stat().st_mtime_ns for instance, path in paths.items() if path.exists()}
     outcomes: dict[int, Outcome] = {}

@@ -45,7 +45,7 @@ class ReplicaRandomness:
         self._scopes = {replica: RandomScope(self._states, replica, None) for replica in self._states}
 
     def of(self, replica: int, device: torch.device) -> "RandomScope":
-        """What to enter for a micro batch of ``replica`` on a model whose parameters lie on ``device``."""
+        """The context for a micro batch of ``replica`` on a model whose parameters are on ``device``."""
         if self.seed is None:
             return _ProgramScope(self._states, replica, None)
         if device == _CPU or device.type != "cuda":
@@ -114,11 +114,11 @@ class RandomScope:
                 self._entered[-1]._put_in_place()  # noqa: SLF001 - as above
 
     def _put_in_place(self) -> None:
-        """Let the generators go on from the replica's states."""
+        """Save the program's states, and let the generators continue from the replica's."""
         _exchange(_programs, self._states[self._replica], self._ordinal)
 
     def _take_back(self) -> None:
-        """Let them go on where they were, and keep what the replica's states have come to."""
+        """Restore the program's states, and keep those of the replica."""
         _exchange(self._states[self._replica], _programs, self._ordinal)
 
 
@@ -128,14 +128,14 @@ class _ProgramScope(RandomScope):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def __exit__(self, *_error: object) -> None:
-        """Nothing has changed."""
+        """Do nothing."""
 
 
 def _exchange(out: _States, into: _States, ordinal: int | None) -> None:
-    """Save the generators' states in ``out``, and let them go on from those of ``into``."""
+    """Save the generators' states in ``out``, and let them continue from those of ``into``."""
     out.python, out.numpy, out.torch = random.getstate(), get_bit_generator(), torch.get_rng_state()
     random.setstate(into.python)
     set_bit_generator(into.numpy)
@@ -161,7 +161,7 @@ def _seeded(seed: int, replica: int) -> _States:
 
 
 _programs: Final = _seeded(0, 0)
-"""The program's own, while a replica draws."""
+"""The program's own states, while a replica draws."""
 
 
 def _as_values(states: _States) -> dict[str, object]:
