@@ -180,7 +180,7 @@ def _reduce_in_memory(backend: Backend, flat: Tensor, op: ReduceOp) -> bool:
         if host is not None:
             host.all_reduce(flat, op)
     finally:
-        progress_page.go_on()
+        progress_page.end_wait()
     return host is not None
 
 

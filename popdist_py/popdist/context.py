@@ -186,7 +186,7 @@ def _join_job(found: Environment, asked: Asked) -> Job:
     try:
         connected = _connect(found, DEVICE_TYPES[backend], timeout_seconds)
     finally:
-        progress_page.go_on()
+        progress_page.end_wait()
     if "torch" in sys.modules or not _torch_registers():
         register()
     group = Group(connected, found.contract.num_instances, _state.notice)

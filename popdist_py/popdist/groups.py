@@ -286,7 +286,7 @@ class Exchange:
             except BackendError as error:
                 raise self._group.described(self._text, error) from error.__cause__
             finally:
-                progress_page.go_on()
+                progress_page.end_wait()
             self._group.forget(self)
             self._group.read_preemption(received)
             self._numbers = unpack(received)

@@ -207,7 +207,7 @@ class ProgressPage:
         """Say that it waits for what it waited for last, or for the data that belongs to that."""
         self._floats[_WAITING_SINCE] = time.monotonic()
 
-    def go_on(self) -> None:
+    def end_wait(self) -> None:
         """Say that it waits no more."""
         self._floats[_WAITING_SINCE] = 0.0
 

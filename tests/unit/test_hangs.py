@@ -95,27 +95,27 @@ def test_a_suspended_job_does_not_hang() -> None:
 def test_one_hang_is_told_once_and_the_next_one_again() -> None:
     """It is another one when somebody has got on in between."""
     watch = HangWatch()
-    watch.look([waiting(0), status(1)], now_seconds=1)
+    watch.update([waiting(0), status(1)], now_seconds=1)
     watch.is_told = True
-    watch.look([waiting(0, idle_seconds=12), status(1, idle_seconds=12)], now_seconds=2)
+    watch.update([waiting(0, idle_seconds=12), status(1, idle_seconds=12)], now_seconds=2)
     assert (watch.is_told, watch.idle_seconds) == (True, 12)
 
-    watch.look([waiting(0, idle_seconds=1), status(1, idle_seconds=13)], now_seconds=3)
+    watch.update([waiting(0, idle_seconds=1), status(1, idle_seconds=13)], now_seconds=3)
     assert (watch.is_told, watch.idle_seconds) == (False, 1)
 
-    watch.look([status(0), status(1)], now_seconds=4)
+    watch.update([status(0), status(1)], now_seconds=4)
     assert watch.idle_seconds == 0
 
 
 def test_a_watch_begins_anew_when_a_suspended_job_is_continued() -> None:
     """What hung before is no hang yet."""
     watch, statuses = HangWatch(), [waiting(0, idle_seconds=500), status(1, idle_seconds=500)]
-    watch.look(statuses, now_seconds=NOW - 5)
+    watch.update(statuses, now_seconds=NOW - 5)
     assert watch.idle_seconds == 500
     watch.is_told = True
 
     watch.begin_anew(NOW - 3)
-    watch.look(statuses, now_seconds=NOW)
+    watch.update(statuses, now_seconds=NOW)
 
     assert (watch.is_told, watch.idle_seconds) == (False, 3)
 
@@ -218,15 +218,15 @@ def test_who_stands_in_a_collective_of_torch_waits_for_the_others() -> None:
 def test_a_suspicion_is_settled_by_where_the_programs_stand() -> None:
     """Nobody in a collective: it is asked again later. Somebody: that is a hang until it computes."""
     watch, statuses = HangWatch(), [idle(0, 7.0), idle(1, 8.0)]
-    watch.look(statuses, NOW)
+    watch.update(statuses, NOW)
     seen = [(watch.is_suspected, watch.idle_seconds)]
     watch.note_calls({}, statuses, NOW - 2.0)
-    watch.look(statuses, NOW + 1)
+    watch.update(statuses, NOW + 1)
     seen.append((watch.is_suspected, watch.idle_seconds))
     watch.note_calls({0: REDUCE}, statuses, NOW)
-    watch.look(statuses, NOW + 2)
+    watch.update(statuses, NOW + 2)
     seen.append((watch.is_suspected, watch.idle_seconds))
-    watch.look([replace(statuses[0], busy_at_seconds=NOW + 1), statuses[1]], NOW + 3)
+    watch.update([replace(statuses[0], busy_at_seconds=NOW + 1), statuses[1]], NOW + 3)
 
     assert seen == [(True, 8.0), (True, 2.0), (False, 7.0)]
     assert watch.is_suspected
@@ -236,7 +236,7 @@ def test_a_program_that_computes_does_not_wait_where_it_stands() -> None:
     """It may be in the middle of a backward pass of its own."""
     watch, statuses = HangWatch(), [idle(0, 0.0), idle(1, 8.0)]
     watch.note_calls({0: "backward() of torch", 1: REDUCE}, statuses, NOW)
-    watch.look(statuses, NOW)
+    watch.update(statuses, NOW)
 
     assert watch.hang is not None
     assert (watch.hang.waiting, watch.hang.absent) == ({REDUCE: (1,)}, (0,))

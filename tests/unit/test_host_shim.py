@@ -40,8 +40,8 @@ def meet(shim: Deaf, ends: tuple[socket.socket, socket.socket], words: bytes) ->
     """Have a shim read ``words``; whether it hangs up then or not, the descriptor is closed here."""
     ours, theirs = ends
     theirs.send(words)
-    shim._heed(ours.fileno(), lambda: None)
-    shim._meet(ours)
+    shim._on_readable(ours.fileno(), lambda: None)
+    shim._receive_handover(ours)
 
 
 @pytest.mark.parametrize("words", [b"", b"0", b"2 1", b"-1 1", b"one 1", b"0 one", b"0 1 PMI_FD", b"1" * 60])

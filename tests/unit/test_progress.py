@@ -81,7 +81,7 @@ def test_waits_are_counted_and_named(waits: list[str | None]) -> None:
     page = ProgressPage()
     for collective in waits:
         if collective is None:
-            page.go_on()
+            page.end_wait()
         else:
             page.wait(collective)
 

@@ -26,9 +26,9 @@ class Terminal:
         self._written += self._row.render(stream, (instance,), tag, lines.encode(), step.encode())
         return rows_of(self._written.decode())
 
-    def leave(self, instance: int) -> list[str]:
+    def end_bars(self, instance: int) -> list[str]:
         """The rows after ``instance`` ended, and poprun spoke."""
-        self._written += self._row.leave("stderr", instance) + b"poprun: bye\n"
+        self._written += self._row.end_bars("stderr", instance) + b"poprun: bye\n"
         return rows_of(self._written.decode())
 
 
@@ -74,9 +74,9 @@ def test_a_bar_whose_program_ended_stays_on_a_row_of_its_own() -> None:
     terminal = Terminal()
     terminal.show(0, "", "10%")
 
-    assert terminal.leave(1) == ["poprun: bye"]
+    assert terminal.end_bars(1) == ["poprun: bye"]
     terminal.show(0, "10%\r", "20%")
-    assert terminal.leave(0) == ["poprun: bye", "[0] 20%", "poprun: bye"]
+    assert terminal.end_bars(0) == ["poprun: bye", "[0] 20%", "poprun: bye"]
 
 
 def test_a_step_is_as_wide_as_the_terminal() -> None:

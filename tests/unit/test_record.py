@@ -51,7 +51,7 @@ def recorded(events: Events, identity: JobIdentity = IDENTITY) -> Record:
     """The record of an attempt with two instances that began at 100 s."""
     record = Record(planned(num_instances=2), identity, now_seconds=100.0)
     for instance, event in events:
-        record.note(instance, event, 102.5)
+        record.add_event(instance, event, 102.5)
     return record
 
 
@@ -99,12 +99,12 @@ def test_a_phase_has_its_own_clock() -> None:
 def test_who_has_reported_and_where_the_stores_listen() -> None:
     """Agents and their shims; the ports are those of instance 0, whose program is to listen there."""
     record = recorded([hello(1)])
-    assert (record.reported, record.meeting) == ({21, 121}, [])
+    assert (record.reported, record.endpoints) == ({21, 121}, [])
 
-    record.note(*hello(0), 102.5)
+    record.add_event(*hello(0), 102.5)
 
     assert record.reported == {20, 21, 120, 121}
-    assert record.meeting == [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]
+    assert record.endpoints == [Endpoint(host="10.0.0.1", port=1), Endpoint(host="10.0.0.1", port=2)]
 
 
 def test_nobody_waits_for_agents_that_were_given_up() -> None:
@@ -130,9 +130,9 @@ def test_signals_shims_and_stacks_are_seen() -> None:
         for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(signum)
     signals.is_output_closed = True
-    watch.note({7}, set(), 101.0)
-    watch.note(set(), set(), 102.0)
-    watch.note(set(), set(), 102.5)
+    watch.note_living({7}, set(), 101.0)
+    watch.note_living(set(), set(), 102.0)
+    watch.note_living(set(), set(), 102.5)
 
     seen = recorded([]).snapshot(signals, watch, awaits_stacks=True, has_launcher_ended=True, now_seconds=NOW)
 

@@ -27,10 +27,10 @@ def test_it_is_said_when_all_have_answered() -> None:
     asked: list[int] = []
     statuses = [*RUNNING[:2], ENDED[2]]
     inquiry = ask(statuses, asked)
-    inquiry.take(0, answer("a"))
+    inquiry.add_answer(0, answer("a"))
     assert inquiry.text(statuses, 1.0) is None
 
-    inquiry.take(1, answer("b"))
+    inquiry.add_answer(1, answer("b"))
 
     assert asked == [0, 1]
     assert inquiry.text(statuses, 1.0) == (
@@ -41,7 +41,7 @@ def test_it_is_said_when_all_have_answered() -> None:
 def test_nobody_is_waited_for_too_long() -> None:
     """One that does not answer in time, and one that ends meanwhile, are told as such."""
     inquiry = ask(RUNNING)
-    inquiry.take(0, answer("a"))
+    inquiry.add_answer(0, answer("a"))
     statuses = [*RUNNING[:2], ENDED[2]]
 
     assert inquiry.text(statuses, 3.9) is None
@@ -59,7 +59,7 @@ def test_whoever_did_not_arrive_is_shown_first() -> None:
     """Of a hang."""
     inquiry = ask(RUNNING, hang=Hang(idle_seconds=5, waiting={"barrier()": (0, 1)}, absent=(2,)))
     for index in range(3):
-        inquiry.take(index, answer(f"process {index}"))
+        inquiry.add_answer(index, answer(f"process {index}"))
     said = inquiry.text(RUNNING, 1.0) or ""
 
     assert said.splitlines()[0] == "no progress for 5 s: instances 0 and 1 wait in barrier()"

@@ -46,7 +46,7 @@ def as_backend_error(what: str) -> Iterator[None]:
         reason = str(error).partition(". ")[0].splitlines()[0]
         raise BackendError(f"{what} ({reason.rpartition('.cc:')[2]})") from error
     finally:
-        progress_page.go_on()
+        progress_page.end_wait()
 
 
 def swap(

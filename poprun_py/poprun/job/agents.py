@@ -92,17 +92,17 @@ class AgentLinks:
             for stream in streams.values():
                 stream.close()
 
-    def tell(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
+    def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
         """Send an order, and descriptors with it. An agent that has gone is passed over: its loss is an event."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
                 agent.send(order, descriptors=streams or ())
 
-    def tell_all(self, order: Message) -> None:
+    def send_to_all(self, order: Message) -> None:
         """Send an order to every agent that has reported."""
         for instance in self._agents:
-            self.tell(instance, order)
+            self.send_order(instance, order)
 
     def take_streams(self, instance: int) -> dict[int, int]:
         """Descriptors of the sockets that are the streams of an instance of a job of several hosts."""
@@ -172,11 +172,11 @@ class AgentLinks:
         for reason in received.refusals:
             self._refuse(reason)
         for message in received.messages:
-            yield from self._take(link, message)
+            yield from self._accept_message(link, message)
             if link not in self._instance_of:
                 return
 
-    def _take(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
+    def _accept_message(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
         """Find out whose a new link is by its first message; pass on the others."""
         instance, kind = self._instance_of[link], message["event"]
         if kind == VIEW_EVENT and instance < 0:
@@ -245,13 +245,13 @@ class AgentLinks:
 
 
 def start_order(
-    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, meeting: Sequence[Endpoint]
+    plan: LaunchPlan, index: int, environ: Mapping[str, str], identity: JobIdentity, endpoints: Sequence[Endpoint]
 ) -> Message:
     """The order that starts the program of instance ``index``.
 
-    ``meeting`` is where torch's own store and popdist's will listen, on instance 0's host.
+    ``endpoints`` is where torch's own store and popdist's will listen, on instance 0's host.
     """
-    master, store = meeting
+    master, store = endpoints
     given = identity.devices_of(plan, index)
     binding = plan.instance(index, given).binding
     start = StartFacts(

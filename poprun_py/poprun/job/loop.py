@@ -125,11 +125,11 @@ class Attempt:
             self._listen(_LOOK_SECONDS if is_calm else _TICK_SECONDS)
             now = time.monotonic()
             if self._record.phase is Phase.STARTING:
-                self._start_watch.look(self._launcher.running, self._record.reported, now)
+                self._start_watch.update(self._launcher.running, self._record.reported, now)
             if self._links.viewers is not None:
-                self._links.viewers.show(self._record, self._streams.last_line, now)
-            self._record.hang_watch.look(self._record.statuses, now)
-            self._tell_of_stacks(now)
+                self._links.viewers.send_view(self._record, self._streams.last_line, now)
+            self._record.hang_watch.update(self._record.statuses, now)
+            self._handle_stacks(now)
             snapshot = self._record.snapshot(
                 self._signals,
                 self._start_watch,
@@ -153,47 +153,47 @@ class Attempt:
                 self._signals.drain()
                 continue
             for instance, event in key.data():
-                self._hear(instance, event)
+                self._handle_event(instance, event)
         self._pass_signals_on()
 
-    def _hear(self, instance: int, event: dict[str, Any]) -> None:
+    def _handle_event(self, instance: int, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind not in ("stats", "stacks"):
             self._log(1 if "memory_not_bound" in event else 2, f"instance {instance}: {event}")
-        self._record.note(instance, event, time.monotonic())
+        self._record.add_event(instance, event, time.monotonic())
         if kind == "hello":
-            self._note_hello(instance, event)
+            self._handle_hello(instance, event)
         elif kind == "stacks" and self._inquiry is not None:
-            self._inquiry.take(instance, event)
+            self._inquiry.add_answer(instance, event)
         elif kind == "signal_unhandled" and event["signal"] == signal.SIGHUP:
             self._signals.is_terminated = True
 
-    def _note_hello(self, instance: int, hello: dict[str, Any]) -> None:
+    def _handle_hello(self, instance: int, hello: dict[str, Any]) -> None:
         if hello["runtime"] == os.getpid() and self._start_watch.has_runtime:  # it died before the shim could look
-            self._record.note(instance, {"event": "shim_lost"}, time.monotonic())
+            self._record.add_event(instance, {"event": "shim_lost"}, time.monotonic())
         if self._record.phase >= Phase.STOPPING:
-            self._links.tell(instance, {"order": "kill"})
+            self._links.send_order(instance, {"order": "kill"})
 
     def _pass_signals_on(self) -> None:
         """Pass on to the programs the signals that came since the last call."""
         signals = self._signals
         while signals.passed_on:
-            self._links.tell_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
+            self._links.send_to_all({"order": "offer_signal", "signal": signals.passed_on.pop(0)})
         if signals.has_resized and self._streams.is_inherited:  # the program has poprun's own terminal
             signals.has_resized = False
-            self._links.tell(0, {"order": "signal", "signal": int(signal.SIGWINCH)})
+            self._links.send_order(0, {"order": "signal", "signal": int(signal.SIGWINCH)})
         if signals.is_suspended:
             self._suspend()
 
     def _suspend(self) -> None:
         """Stop the programs, then poprun, for Ctrl-Z; whoever continues poprun continues them."""
-        self._links.tell_all({"order": "signal", "signal": int(signal.SIGSTOP)})
+        self._links.send_to_all({"order": "signal", "signal": int(signal.SIGSTOP)})
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signals.is_suspended = False
-        self._links.tell_all({"order": "signal", "signal": int(signal.SIGCONT)})
+        self._links.send_to_all({"order": "signal", "signal": int(signal.SIGCONT)})
         self._record.hang_watch.begin_anew(time.monotonic())
 
-    def _tell_of_stacks(self, now_seconds: float) -> None:
+    def _handle_stacks(self, now_seconds: float) -> None:
         """Say where the programs stand when they have answered; ask them when the user wants to know."""
         if self._inquiry is not None and self._inquiry.is_about_suspicion:
             if self._inquiry.is_over(self._record.statuses, now_seconds):
@@ -203,15 +203,15 @@ class Attempt:
             text = self._inquiry.text(self._record.statuses, now_seconds)
             if text is not None:
                 self._inquiry = None
-                self._say(text)
+                self._print_stacks(text)
         if self._signals.wants_stacks and self._inquiry is None:
             self._signals.wants_stacks = False
             self._ask_for_stacks()
 
-    def _say(self, text: str) -> None:
+    def _print_stacks(self, text: str) -> None:
         """Say where the programs stand; the monitor that draws on this terminal shows it above its drawing."""
         viewers = self._links.viewers
-        is_shown = viewers is not None and viewers.tell(text)
+        is_shown = viewers is not None and viewers.add_text(text)
         if not is_shown or self._monitor is None:
             log(text)
 
@@ -220,7 +220,7 @@ class Attempt:
 
         timeout_seconds = self._plan.ending.hang_timeout_seconds
         self._inquiry = StackInquiry(
-            self._record.statuses, time.monotonic(), self._links.tell, hang, timeout_seconds
+            self._record.statuses, time.monotonic(), self._links.send_order, hang, timeout_seconds
         )
 
     def _act(self, decision: Decision) -> None:
@@ -233,7 +233,7 @@ class Attempt:
         elif decision.action is Action.INTERRUPT:
             self._enter(Phase.INTERRUPTED)
             self._streams.leave_out_interrupts()
-            self._links.tell_all({"order": "signal", "signal": int(signal.SIGINT)})
+            self._links.send_to_all({"order": "signal", "signal": int(signal.SIGINT)})
         elif decision.action is Action.REPORT_HANG:
             self._record.hang_watch.is_told = True
             self._ask_for_stacks(self._record.hang_watch.hang)
@@ -243,7 +243,7 @@ class Attempt:
             self._stop(decision.reason)
         elif decision.action is Action.KILL:
             self._enter(Phase.KILLING)
-            self._links.tell_all({"order": "kill"})
+            self._links.send_to_all({"order": "kill"})
 
     def _enter(self, phase: Phase) -> None:
         self._record.enter(phase, time.monotonic())
@@ -251,8 +251,8 @@ class Attempt:
     def _start_programs(self) -> None:
         for index in range(self._plan.num_instances):
             streams = self._streams.open(index, self._links.take_streams(index))
-            order = start_order(self._plan, index, self._environ, self._identity, self._record.meeting)
-            self._links.tell(index, order, self._identity.with_leases(streams))
+            order = start_order(self._plan, index, self._environ, self._identity, self._record.endpoints)
+            self._links.send_order(index, order, self._identity.with_leases(streams))
             self._streams.close(streams)
         self._record.has_started = True
         self._streams.start(self._signals.note_closed_output)
@@ -265,7 +265,7 @@ class Attempt:
             self._launcher.end(signal.SIGTERM)
             self._record.give_up_awaited()
         self._enter(Phase.STOPPING)
-        self._links.tell_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
+        self._links.send_to_all({"order": "stop", "grace_seconds": self._limits.grace_seconds})
 
     def _clean_up(self) -> None:
         """End what is left of the job, remove what it left, and show the rest of its output.

@@ -72,7 +72,7 @@ class Viewers:
         self._next_seconds = 0.0
         self._said = ""
 
-    def tell(self, text: str) -> bool:
+    def add_text(self, text: str) -> bool:
         """Have the next view say ``text``, as far as it has room; whether anybody looks."""
         self._said = f"{self._said}{text}\n"[:_MAX_SAID]
         self._next_seconds = 0.0
@@ -90,7 +90,7 @@ class Viewers:
             link.close()
         self._links = []
 
-    def show(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
+    def send_view(self, record: Record, last_line: Callable[[int], str], now_seconds: float) -> None:
         """Send all monitors a view of the job, if it is time for one."""
         if not self._links or now_seconds < self._next_seconds:
             return

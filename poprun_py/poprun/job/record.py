@@ -188,7 +188,7 @@ class HangWatch:
         """For how long none has made progress while instances wait; 0 when none waits."""
         return 0.0 if self.hang is None else self.hang.idle_seconds
 
-    def look(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
+    def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
         """Look at the instances, if the last look was a while ago: it costs more the more there are."""
         if now_seconds < self._next_seconds:
             return
@@ -233,7 +233,7 @@ class Record:
         self.statuses = [InstanceStatus(index=index) for index in range(plan.num_instances)]
         self.phase = Phase.STARTING  # how far the attempt has come
         # where torch's own store and popdist's will listen, once instance 0's agent has reported
-        self.meeting: list[Endpoint] = []
+        self.endpoints: list[Endpoint] = []
         self.reported: set[int] = set()  # the process ids of the agents that have reported, and of their shims
         self.began_at_seconds = now_seconds  # monotonic time at which the attempt began
         self.has_started = False  # whether the programs were told to start
@@ -242,7 +242,7 @@ class Record:
         self.is_hung = False  # whether it is stopped because no instance makes progress
         self.stop_reason = ""  # why poprun stops it; empty when it does not
 
-    def note(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
+    def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
         """Take note of an event; the clocks of other hosts show other times."""
         if event["event"] == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
@@ -250,7 +250,7 @@ class Record:
         if event["event"] == "hello":
             self.reported |= {event["shim"], event["pid"]}
             if instance == 0:
-                self.meeting = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
+                self.endpoints = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
         """Take note that a new phase begins."""

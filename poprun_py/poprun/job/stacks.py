@@ -190,15 +190,15 @@ def _render_frame(frame: StackFrame, read_line: ReadLine) -> list[str]:
 class StackInquiry:
     """The question to all programs that run where they stand, about a hang or because the user wants to know.
 
-    ``tell`` sends an order to the agent of an instance; ``hang_timeout_seconds`` says when a job that hangs is
-    ended.
+    ``send_order`` sends an order to the agent of an instance; ``hang_timeout_seconds`` says when a job that
+    hangs is ended.
     """
 
     def __init__(
         self,
         statuses: Sequence[InstanceStatus],
         now_seconds: float,
-        tell: Callable[[int, Message], None],
+        send_order: Callable[[int, Message], None],
         hang: Hang | None = None,
         hang_timeout_seconds: float | None = None,
     ) -> None:
@@ -209,9 +209,9 @@ class StackInquiry:
         self._answers: dict[int, dict[str, Any] | None] = dict.fromkeys((*first, *running))
         self._deadline_seconds = now_seconds + _MOST_ANSWER_SECONDS
         for index in running:
-            tell(index, {"order": "stacks"})
+            send_order(index, {"order": "stacks"})
 
-    def take(self, instance: int, event: dict[str, Any]) -> None:
+    def add_answer(self, instance: int, event: dict[str, Any]) -> None:
         """Take note of an answer."""
         if instance in self._answers:
             self._answers[instance] = event

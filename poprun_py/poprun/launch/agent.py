@@ -42,7 +42,7 @@ _CONNECT_SECONDS = 30.0
 _WALK_MILLISECONDS = 20
 
 
-class Origin(NamedTuple):
+class Parentage(NamedTuple):
     """Where an agent comes from."""
 
     shim: int  # the process id of its shim
@@ -180,7 +180,7 @@ def detach_streams() -> None:
     os.close(null)
 
 
-def run_agent(address: str, key: HeldKey, index: int, origin: Origin) -> int:
+def run_agent(address: str, key: HeldKey, index: int, parentage: Parentage) -> int:
     """Be the agent of instance ``index``; its exit code. poprun is told of an OSError, if possible."""
     os.setsid()
     try:
@@ -191,7 +191,7 @@ def run_agent(address: str, key: HeldKey, index: int, origin: Origin) -> int:
     except (ConnectionError, TimeoutError, ProtocolError):
         return 1  # poprun is gone: there is nobody to tell
     try:
-        Agent(control, index, origin, streams, key).run()
+        Agent(control, index, parentage, streams, key).run()
     except OSError as error:
         control.send({"event": "agent_lost", "instance": index, "errno": error.errno or 0})
         raise
@@ -203,10 +203,10 @@ def run_agent(address: str, key: HeldKey, index: int, origin: Origin) -> int:
 class Agent:
     """An agent: its state, and what it does at each event; :meth:`run` is its loop."""
 
-    def __init__(self, control: Link, index: int, origin: Origin, streams: list[int], key: HeldKey) -> None:
+    def __init__(self, control: Link, index: int, parentage: Parentage, streams: list[int], key: HeldKey) -> None:
         self._control = control
         self._index = index
-        self._origin = origin
+        self._parentage = parentage
         self._streams = streams
         self._key = key
         self._is_remote = bool(key.text)
@@ -227,10 +227,10 @@ class Agent:
         """Serve orders until the program's whole tree has ended, or there is nothing to start."""
         detach_streams()
         wakeup = self._catch_signals()
-        self._say_hello()
+        self._report_ready()
         become_subreaper()
         poll = select.poll()
-        ends = set(self._origin.ends)
+        ends = set(self._parentage.ends)
         for descriptor in (self._control.fileno(), wakeup, *ends):
             poll.register(descriptor, select.POLLIN)
         while not self._is_over:
@@ -238,7 +238,7 @@ class Agent:
             for descriptor, _ in poll.poll(self._patience_milliseconds()):
                 if descriptor == wakeup:
                     os.read(wakeup, RECEIVE_BYTES)
-                elif descriptor in self._origin.ends:
+                elif descriptor in self._parentage.ends:
                     self._lose_shim(poll, ends)
                 elif not self._receive():
                     self._is_orphan = True
@@ -248,8 +248,8 @@ class Agent:
                 self._ending.stop(self._program)
             self._reap()
             self._is_over |= self._ending.is_over(self._program)
-            self._tell_of_program()
-        self._tell({"event": "ended"})
+            self._report_program()
+        self._queue({"event": "ended"})
         self._send()
         if self._is_orphan or self._is_remote:  # else it is poprun's to do, once for all instances
             remove_abandoned(time.monotonic() - self._began_at_seconds)
@@ -260,28 +260,28 @@ class Agent:
     def _lose_shim(self, poll: select.poll, ends: set[int]) -> None:
         """End the program because the shim or its parent is gone: the first that is, for both may be at once."""
         if ends:
-            self._tell({"event": "shim_lost"})
+            self._queue({"event": "shim_lost"})
             self._ending.stop(self._program)
         while ends:
             poll.unregister(ends.pop())
 
-    def _say_hello(self) -> None:
+    def _report_ready(self) -> None:
         ports = [holder.getsockname()[1] for holder in self._ports]
-        known = {"shim": self._origin.shim, "runtime": self._origin.runtime, "address": self._address}
-        self._tell({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
+        known = {"shim": self._parentage.shim, "runtime": self._parentage.runtime, "address": self._address}
+        self._queue({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
 
     def _end_runtime(self) -> None:
         """End what started the shim: its mpiexec is out of reach, and it would wait for that for ever."""
-        runtime = key_of(self._origin.runtime)
-        if runtime is not None and any(key.pid == self._origin.shim for key in descendants(runtime.pid)):
+        runtime = key_of(self._parentage.runtime)
+        if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
 
-    def _tell_of_program(self) -> None:
+    def _report_program(self) -> None:
         """Tell poprun what the program uses, now and then, and where it stands when poprun has asked."""
         if self._program is not None and self._watch.is_due():
-            self._tell(self._watch.look())
+            self._queue(self._watch.measure())
         if self._question is not None and (answer := self._question.answer()):
-            self._tell(answer)
+            self._queue(answer)
             self._question = None
 
     def _patience_milliseconds(self) -> float | None:
@@ -303,7 +303,7 @@ class Agent:
     def _on_terminate(self, *_: object) -> None:
         self._was_terminated = True
 
-    def _tell(self, message: Message) -> None:
+    def _queue(self, message: Message) -> None:
         self._unsent.append(message)
 
     def _send(self) -> None:
@@ -321,17 +321,17 @@ class Agent:
             return False
         self._streams += received.descriptors
         for message in received.messages:
-            self._obey(message)
+            self._execute(message)
         return True
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _execute(self, order: dict[str, Any]) -> None:
         if order["order"] == "start" and not self._ending.was_stopped:
             self._start(order)
         elif order["order"] == "signal" and self._program is not None:
             os.killpg(self._program, order["signal"])
-            self._watch.heed(order["signal"])
+            self._watch.pause_or_resume(order["signal"])
         elif order["order"] == "offer_signal" and self._program is not None:
-            self._offer(order["signal"])
+            self._pass_signal(order["signal"])
         elif order["order"] == "stacks" and self._program is not None:
             self._question = self._watch.ask_for_stacks()
         elif order["order"] == "stop":
@@ -348,7 +348,7 @@ class Agent:
         """
         forget_key(self._key)  # poprun has heard of every agent
         self._ending.grace_seconds = order["grace_seconds"]
-        given = self._origin.environment
+        given = self._parentage.environment
         environment = {name: value for name, value in given.items() if not name.startswith("POPRUN_")}
         environment |= order["environment"]
         if self._ports:
@@ -384,7 +384,7 @@ class Agent:
 
     def _fail(self, event: Message) -> None:
         """Tell why the program cannot be started; there is nothing more to do."""
-        self._tell(event)
+        self._queue(event)
         self._is_over = True
 
     def _run(self, order: dict[str, Any], environment: dict[str, str], to_tell: dict[str, str]) -> None:
@@ -405,7 +405,7 @@ class Agent:
             self._fail({"event": "failed_to_start", "errno": error.errno, "place": error.filename})
         else:
             self._watch.begin()
-            self._tell({"event": "started", "pid": self._program, **to_tell})
+            self._queue({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
         """Close what is the program's now: an end of a pipe that is held here would never close.
@@ -417,19 +417,19 @@ class Agent:
         for listener in self._ports[1:]:
             listener.close()
 
-    def _offer(self, signum: int) -> None:
+    def _pass_signal(self, signum: int) -> None:
         """Pass a signal on to the processes that handle it, and tell if there are none."""
         catching = catchers(signum)
         send(catching, signum)
         if not catching:
-            self._tell({"event": "signal_unhandled", "signal": signum})
+            self._queue({"event": "signal_unhandled", "signal": signum})
 
     def _reap(self) -> None:
         for ended in reap():
             if ended.pid == self._program:
                 self._program = None
-                self._tell(self._watch.last_words())
+                self._queue(self._watch.last_event())
                 event = {"event": "exited", "code": ended.code, "at_seconds": time.monotonic()}
                 end = {"peak_bytes": ended.peak_bytes, "was_stopped": self._ending.was_stopped}
-                self._tell({**event, **end})
+                self._queue({**event, **end})
                 self._ending.stop_leftovers()

@@ -13,7 +13,7 @@ import errno
 import os
 import sys
 
-from poprun.launch.agent import Origin
+from poprun.launch.agent import Parentage
 from poprun.launch.shim import LISTENER, Shim, load_agent
 from poprun.messages.control import peer_process, peer_user, receive_descriptors
 from poprun.process.process_tree import environment_of
@@ -50,7 +50,7 @@ class HostShim(Shim):
         is_over.acquire()
         load_agent()
         self._listener = socket.socket(fileno=int(os.environ[LISTENER]))
-        self._heed(self._listener.fileno(), self._accept)
+        self._on_readable(self._listener.fileno(), self._accept)
         return True
 
     def _accept(self) -> None:
@@ -61,9 +61,9 @@ class HostShim(Shim):
             return
         connection = socket.socket(fileno=descriptor)
         if peer_user(connection) == os.getuid():
-            self._heed(descriptor, lambda: self._meet(connection))
+            self._on_readable(descriptor, lambda: self._receive_handover(connection))
 
-    def _meet(self, connection: socket.socket) -> None:
+    def _receive_handover(self, connection: socket.socket) -> None:
         """Fork the agent of a rank shim that has handed over; one that is none is hung up on."""
         self._ignore(connection.fileno())
         descriptors: list[int] = []
@@ -90,14 +90,14 @@ class HostShim(Shim):
         try:
             end = end_of(runtime)
         except OSError as error:
-            self._tell_of_loss(index, error.errno or 0)
+            self._report_loss(index, error.errno or 0)
             raise
         self._awaited.remove(index)
         if not self._awaited:
             self._ignore(self._listener.fileno())
             self._listener.close()
         report = connection.fileno()
-        agent = self._fork_agent(index, lambda: Origin(shim, runtime, (report, end), environment), report)
+        agent = self._fork_agent(index, lambda: Parentage(shim, runtime, (report, end), environment), report)
         os.close(end)
         if agent is not None:
             self._await_end(agent)

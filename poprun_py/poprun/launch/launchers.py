@@ -236,16 +236,16 @@ class StartWatch:
         self.has_lost_one = False  # whether a shim, or an agent, was gone before it had reported
         self.idle_seconds = 0.0  # for how long there has been no shim that may still report
 
-    def look(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
+    def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
         """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
         if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _LOOK_SECONDS
             below = {key for root in roots for key in descendants(root) if key.pid not in reported}
             # To read the words of a process that maps its memory is to wait for it: so only once.
             self._shims |= {key for key in below - self._shims if tuple(words_of(key.pid)) in _ALL_SHIM_WORDS}
-            self.note({key.pid for key in below & self._shims}, reported, now_seconds)
+            self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
-    def note(self, living: set[int], reported: set[int], now_seconds: float) -> None:
+    def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
         """Take note of the shims, and of the agents that have not left their shim's session, that live now."""
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living

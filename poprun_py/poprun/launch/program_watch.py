@@ -234,7 +234,7 @@ class ProgramWatch:
         """Take note that the program runs: the first look is due when it has run for a moment."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
 
-    def heed(self, signum: int) -> None:
+    def pause_or_resume(self, signum: int) -> None:
         """Pause while poprun stops the program: it does not read then, and looks would pile up on the way."""
         if signum == signal.SIGSTOP:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
@@ -249,11 +249,11 @@ class ProgramWatch:
         """How long until the next look."""
         return max(0.0, self._next_seconds - time.monotonic())
 
-    def last_words(self) -> Message:
+    def last_event(self) -> Message:
         """The event that tells what the page says after the program's end."""
         return {"event": "stats", "progress": self._read_page()}
 
-    def look(self) -> Message:
+    def measure(self) -> Message:
         """The event that tells what the program uses and how far it is."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
         if self._num_looks % _LOOKS_PER_WALK == 0:

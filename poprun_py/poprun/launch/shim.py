@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-    from poprun.launch.agent import Origin
+    from poprun.launch.agent import Parentage
 else:
     import _signal as signal  # signal itself loads enum and more
 
@@ -55,7 +55,7 @@ _MOST_BYTES = 1024
 
 def main(kind: type[Shim]) -> NoReturn:
     """Fork the agents, then live until they end, the runtime's process ends, or the runtime kills this one."""
-    sys.excepthook = say_in_one_line
+    sys.excepthook = print_in_one_line
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
     close_unnamed()
     runtime = os.getppid()
@@ -87,7 +87,7 @@ class Shim:
         self._awaited: set[int] = set()
         self._is_well = True
         self._poll = select.poll()
-        self._acts: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
         """Fork an agent for each of ``instances``; whether there could be as many, else poprun was told.
@@ -96,76 +96,76 @@ class Shim:
         """
         life_reader, life_writer = os.pipe()
 
-        def originate() -> Origin:
-            from poprun.launch.agent import Origin  # noqa: PLC0415 - in an agent, it was loaded
+        def make_parentage() -> Parentage:
+            from poprun.launch.agent import Parentage  # noqa: PLC0415 - in an agent, it was loaded
 
             os.close(life_writer)
-            return Origin(os.getppid(), self._runtime, (life_reader,), os.environ)
+            return Parentage(os.getppid(), self._runtime, (life_reader,), os.environ)
 
         if len(instances) > 1:
             load_agent()
         for index in instances:
-            if self._fork_agent(index, originate) is None:
+            if self._fork_agent(index, make_parentage) is None:
                 return False
         os.close(life_reader)
         return True
 
-    def _fork_agent(self, index: int, originate: Callable[[], Origin], report: int = -1) -> int | None:
+    def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
         """Fork the agent of instance ``index``; its process id, or None if there could be none: poprun was told.
 
-        ``originate`` is called in it, and says where it comes from. When it has ended well, it sends a byte to the
-        descriptor ``report``, if there is one.
+        ``make_parentage`` is called in it, and says where it comes from. When it has ended well, it sends a byte
+        to the descriptor ``report``, if there is one.
         """
         try:
             agent = os.fork()
         except OSError as error:
-            self._tell_of_loss(index, error.errno or 0)
+            self._report_loss(index, error.errno or 0)
             return None
         if agent == 0:
-            self._be_agent(index, originate, report)
+            self._be_agent(index, make_parentage, report)
         self._agents[agent] = index
         return agent
 
-    def _be_agent(self, index: int, originate: Callable[[], Origin], report: int) -> NoReturn:
+    def _be_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int) -> NoReturn:
         """Be an agent to its end; the exit code of its process says why it could not begin, as an error number."""
         exit_code = 1
         try:
-            for descriptor in self._acts:
+            for descriptor in self._handlers:
                 os.close(descriptor)
             load_agent()
             from poprun.launch.agent import HeldKey, run_agent  # noqa: PLC0415 - where there are several, it was loaded
 
-            exit_code = run_agent(self._address, HeldKey(self._key, self._key_file), index, originate())
+            exit_code = run_agent(self._address, HeldKey(self._key, self._key_file), index, make_parentage())
             if exit_code == 0 and report >= 0:
                 _report_end(report)
         except OSError as error:
             exit_code = error.errno or 1
         except Exception as error:  # noqa: BLE001 - it ends here, and nobody else would tell
-            say_in_one_line(type(error), error, None)
+            print_in_one_line(type(error), error, None)
         finally:
             os._exit(exit_code)
 
     def wait(self) -> bool:
         """Wait until every agent has ended, or the runtime's process; whether each agent ended by itself."""
         try:
-            self._heed(os.pidfd_open(self._runtime), self._lose_all)
+            self._on_readable(os.pidfd_open(self._runtime), self._lose_all)
             for agent in self._agents:
                 self._await_end(agent)
         except OSError as error:  # the runtime's process is gone, or there are too many files
             self._lose_all(0 if isinstance(error, ProcessLookupError) else error.errno or 0)
         while self._agents or self._awaited:
             descriptor, _ = self._poll.poll()[0]  # no other: its number may be another's by then
-            self._acts[descriptor]()
+            self._handlers[descriptor]()
         return self._is_well
 
-    def _heed(self, descriptor: int, act: Callable[[], None]) -> None:
+    def _on_readable(self, descriptor: int, act: Callable[[], None]) -> None:
         """Call ``act`` whenever there is something to read from ``descriptor``."""
-        self._acts[descriptor] = act
+        self._handlers[descriptor] = act
         self._poll.register(descriptor, select.POLLIN)
 
     def _ignore(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
-        del self._acts[descriptor]
+        del self._handlers[descriptor]
 
     def _await_end(self, agent: int) -> None:
         """Have an agent reaped as soon as it has ended."""
@@ -176,7 +176,7 @@ class Shim:
             os.close(end)
             self._note_end(agent)
 
-        self._heed(end, note_end)
+        self._on_readable(end, note_end)
 
     def _note_end(self, agent: int) -> None:
         """Reap an agent; poprun is told of one that did not end by itself."""
@@ -185,17 +185,17 @@ class Shim:
         if status:
             self._is_well = False
             exit_code = os.waitstatus_to_exitcode(status)
-            self._tell_of_loss(index, exit_code if exit_code > 1 else 0)
+            self._report_loss(index, exit_code if exit_code > 1 else 0)
 
     def _lose_all(self, number: int = 0) -> None:
         """Tell poprun of all agents, with an error number, and wait for none any more."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
-            self._tell_of_loss(index, number)
+            self._report_loss(index, number)
         self._agents.clear()
         self._awaited.clear()
 
-    def _tell_of_loss(self, index: int, number: int) -> None:
+    def _report_loss(self, index: int, number: int) -> None:
         """Say that an agent is gone: one that had not reported leaves no other trace, and Hydra says nothing.
 
         ``number`` is the error number that says why, or 0. Returns when poprun has heard it: then it does not take
@@ -254,6 +254,6 @@ def close_unnamed() -> None:
                 continue
 
 
-def say_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
+def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
     """Say why the shim itself has failed; its calls tell a user of poprun nothing."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")

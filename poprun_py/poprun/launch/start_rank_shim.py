@@ -16,12 +16,12 @@ else:
     import _socket as socket
 
 
-def say_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
+def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
     """Say why the shim itself has failed; its calls tell a user of poprun nothing."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")
 
 
-sys.excepthook = say_in_one_line
+sys.excepthook = print_in_one_line
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would write a traceback
 runtime = posix.getppid()
 given = posix.environ.get(b"PMI_FD", b"")

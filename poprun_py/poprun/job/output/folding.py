@@ -53,7 +53,7 @@ class Folder:
             shown.append(self._show_next(self._oldest(self._queues)))
         return shown
 
-    def take(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
+    def add_lines(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
         """Take what ``instance`` wrote; the lines that are to be shown now. Steps of bars are not held back."""
         shown: list[Folded] = []
         for line in lines.splitlines(keepends=True):
@@ -114,14 +114,14 @@ class Folder:
         while (other := self._not_there_yet(line, seen)) is not None:
             seen.add(other)
             line = self._queues[other][0].line
-        return self._take(line)
+        return self._remove(line)
 
     def _not_there_yet(self, line: bytes, seen: set[int]) -> int | None:
         """An instance that holds ``line``, but not at the head of its queue."""
         others = (other for other in self._counts[line] if other not in seen)
         return next((other for other in others if self._queues[other][0].line != line), None)
 
-    def _take(self, line: bytes) -> Folded:
+    def _remove(self, line: bytes) -> Folded:
         """Take ``line`` from all queues that it is the head of."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)

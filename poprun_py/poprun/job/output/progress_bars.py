@@ -56,7 +56,7 @@ class BottomRow:
             if number == last or not row.endswith(b"\r") or _CURSOR_UP in row
         )
 
-    def leave(self, stream: str, instance: int) -> bytes:
+    def end_bars(self, stream: str, instance: int) -> bytes:
         """The bytes for the end of a stream: its bars stay where they are, on rows of their own."""
         if self._owner != (stream, (instance,)):
             return b""

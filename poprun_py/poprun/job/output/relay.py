@@ -110,7 +110,7 @@ class Display:
     def show(self, instance: int, lines: bytes, step: bytes) -> None:
         """Show what ``instance`` wrote: whole lines, and what has come of a progress bar's next step."""
         if self._folder is not None:
-            self._write_folded(self._folder.take(instance, lines, time.monotonic()))
+            self._write_folded(self._folder.add_lines(instance, lines, time.monotonic()))
             lines = b""
         self._write((instance,), lines, step)
 
@@ -124,7 +124,7 @@ class Display:
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
-            self._output.write(self._row.leave(self._stream, instance))
+            self._output.write(self._row.end_bars(self._stream, instance))
 
     @property
     def due_in_seconds(self) -> float | None:
