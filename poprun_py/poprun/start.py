@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Final
 from poprun.errors import HostsError, PlanError, UsageError
 from poprun.job.identity import JobIdentity
 from poprun.job.loop import Attempt
-from poprun.job.outcome import JobEnd, exit_code, first_failure, has_left
+from poprun.job.record import JobEnd, exit_code, first_failure, has_left
 from poprun.job.signals import ReceivedSignals
 from poprun.plan.plan import LauncherKind, LaunchPlan
 from poprun.plan.program_environment import passed_environment, wished_job_id
 from poprun.probe.limits import find_loopback_problem, raise_open_files, users_open_files
 from poprun.probe.machine import names_of_this_machine
+from poprun.probe.program import fabric_variables
 from poprun.process.spawn import become_subreaper
 from poprun.text import screen
 from poprun.text.host_names import fold_hosts
@@ -116,8 +117,6 @@ def _library_variables(plan: LaunchPlan) -> Mapping[str, str]:
     """Variables for a script of Lightning Fabric that leaves the number of devices to its launcher."""
     if not any(word.endswith(".py") for word in plan.program):
         return {}
-    from poprun.probe.python_file import fabric_variables  # noqa: PLC0415 - other programs go without
-
     counts = plan.num_instances_per_host, len(plan.hosts)
     return fabric_variables(plan.program, plan.working_directory, counts, os.environ, on_cpu=not plan.devices)
 

@@ -27,7 +27,6 @@ AGENT = frozenset(
         "poprun.process",
         "poprun.process.spawn",
         "poprun.process.process_tree",
-        "poprun.process.tuples",
     }
 )
 """All that the agents may use beside the standard library."""

@@ -1,6 +1,6 @@
 """Programs that do not know us, started without MPI.
 
-Holds poprun.probe.python_file.
+Holds poprun.probe.program.
 """
 
 import os

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poprun.devices.pool.records import HeldLease
-from poprun.job.outcome import JobEnd
+from poprun.job.record import JobEnd
 from poprun.job.report.findings import Findings
 from poprun.job.report.last_words import LastWords
 from poprun.job.report.report_file import job_to_dict, render_job

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from poprun.job.outcome import JobEnd
+from poprun.job.record import JobEnd
 from poprun.job.report.printed_report import render_attempts
 from poprun.job.state import NOT_FOUND, SHIM_KILLED, InstanceState, InstanceStatus
 from poprun.start import restart_pause_seconds

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from poprun.job.agents import AgentLinks, start_order
 from poprun.job.identity import JobIdentity
-from poprun.job.outcome import JobEnd, exit_code
 from poprun.job.output.streams import ProgramStreams
 from poprun.job.policy import Action, Decision, decide
-from poprun.job.record import Record
+from poprun.job.record import JobEnd, Record, exit_code
 from poprun.job.signals import ReceivedSignals
 from poprun.job.state import Limits, Phase
 from poprun.launch.launchers import LauncherProcesses, StartWatch, launch_commands

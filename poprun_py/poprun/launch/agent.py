@@ -32,7 +32,7 @@ else:
     import _signal as signal  # signal and socket themselves load enum and more
     import _socket as socket
 
-    from poprun.process.tuples import NamedTuple
+    from poprun.process import NamedTuple
 
 _GRACE_SECONDS = 5.0
 _LEFTOVER_SECONDS = 1.0

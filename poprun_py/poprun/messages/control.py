@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 else:
     import _socket as socket  # socket itself loads enum, selectors and more
 
-    from poprun.process.tuples import NamedTuple
+    from poprun.process import NamedTuple
 
 VIEW_EVENT = "view"
 """What a monitor says in place of an agent's hello; it is sent views of the job until it hangs up."""

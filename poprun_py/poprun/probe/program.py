@@ -1,15 +1,28 @@
-"""The words of the user's program, made ready to execute.
+"""The user's program: its words made ready to execute, what its Python file says, and which Python ran it.
 
 A word with a slash is a path. Any other is looked for on PATH, as a shell does, and then in the working directory,
 so that `poprun train.py` works; a Python file that cannot be executed by itself runs under poprun's own Python.
+
+A script for Lightning Fabric may leave it to its launcher how many devices there are: `Fabric()`. `fabric run`
+says so by variables (lightning.fabric.cli), and without those each instance would train alone. The same variables
+are errors for a script that says something else, so they are set only where it says nothing.
+
+An installed poprun that is called by its path, or in an environment that is not active, finds another `python` on
+PATH than the one that it was installed for. Where that one lacks what poprun's own Python has, poprun says so.
 """
 
 import os
+import re
 import shlex
 import sys
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from poprun.errors import ProgramNotExecutableError, ProgramNotFoundError
+from poprun.process.spawn import answer_of
+
+if TYPE_CHECKING:
+    import ast
 
 _HEAD_BYTES: Final = 256
 """As much of a script as Linux reads for its ``#!`` line (execve(2))."""
@@ -113,3 +126,124 @@ def _names_in(folder: str) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+_USED: Final = "LT_CLI_USED"
+_DEVICES: Final = "LT_DEVICES"
+_NODES: Final = "LT_NUM_NODES"
+_ACCELERATOR: Final = "LT_ACCELERATOR"
+_MOST_LETTERS: Final = 1_000_000
+_POSITIONS: Final = {"accelerator": 0, "devices": 2, "num_nodes": 3}
+"""Where Fabric's own arguments stand when they are not named."""
+
+_ASK_SECONDS: Final = 10.0
+_MISSING: Final = re.compile(r"ModuleNotFoundError: No module named '(\w+)'")
+_PYTHON: Final = re.compile(r"python[\d.]*$")
+_IMPORT: Final = re.compile(r"^\s*(?:import|from)\s+(torch|popdist)\b", re.MULTILINE)
+
+
+def fabric_variables(
+    program: Sequence[str],
+    working_directory: str,
+    counts: tuple[int, int],
+    user: Mapping[str, str],
+    *,
+    on_cpu: bool,
+) -> dict[str, str]:
+    """What `fabric run` would set for a program; nothing for one that is no such script, or for one instance.
+
+    ``counts`` are the instances of each host, and the hosts. Whoever sets one of Fabric's variables sets them all.
+    """
+    file = next((word for word in program if word.endswith(".py")), "")
+    calls = _calls(_source(file, working_directory))
+    given = _arguments_of_fabric(calls)
+    if given is None or given & {"devices", "num_nodes"} or counts == (1, 1) or {_USED, _DEVICES} & user.keys():
+        return {}
+    variables = {_DEVICES: str(counts[0]), _NODES: str(counts[1])}
+    if not any(_name(call.func) == "launch" for call in calls):  # `fabric run` launches in place of the script
+        variables[_USED] = "1"
+    if on_cpu and "accelerator" not in given:
+        variables[_ACCELERATOR] = "cpu"
+    return variables
+
+
+def _source(file: str, working_directory: str) -> str:
+    """The text of a Python file; empty where there is none, or none that can be read."""
+    try:
+        with open(os.path.join(working_directory, file), encoding="utf-8", errors="replace") as stream:
+            return stream.read(_MOST_LETTERS)
+    except OSError:
+        return ""
+
+
+def _calls(source: str) -> "list[ast.Call]":
+    """Every call in a file that calls Fabric; none in others."""
+    if "Fabric(" not in source:
+        return []
+    import ast  # noqa: PLC0415 - expensive, and few scripts need it
+
+    try:
+        return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+
+
+def _arguments_of_fabric(calls: "Sequence[ast.Call]") -> set[str] | None:
+    """Which of the arguments that count are given to `Fabric(…)`; None where it is not called, or not plainly."""
+    made = [call for call in calls if _name(call.func) == "Fabric"]
+    if not made or any(word.arg is None for call in made for word in call.keywords):  # **options: anything
+        return None
+    named = {word.arg for call in made for word in call.keywords if word.arg}
+    placed = {name for name, place in _POSITIONS.items() if any(len(call.args) > place for call in made)}
+    return named | placed
+
+
+def _name(function: "ast.expr") -> str:
+    """The last part of a function's name; empty for what is no name."""
+    return getattr(function, "attr", "") or getattr(function, "id", "")
+
+
+def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
+    """What to write instead, with the module that was missing: ``… has no torch, … : write poprun … train.py``.
+
+    ``said`` are the last lines of its standard error. Where it wrote past poprun its file is looked at, and its
+    Python is asked for what the file imports. The text is empty when poprun's own Python would not have helped.
+    """
+    own_folder = os.path.dirname(sys.executable)
+    if not program or os.path.dirname(program[0]) == own_folder:
+        return ""
+    missing = _missing_module(said) if said else _missing_import(program, working_directory)
+    if not missing or not _can_find(missing):
+        return ""
+    first, *arguments = program
+    if _PYTHON.fullmatch(os.path.basename(first)):
+        write = f"poprun [OPTIONS] {shlex.join((sys.executable, *arguments))}"
+    else:
+        write = f"PATH={shlex.quote(own_folder)}:$PATH poprun [OPTIONS] {shlex.join(program)}"
+    return f"{first} has no {missing}, and poprun's own Python has: write {write}"
+
+
+def _missing_module(said: Sequence[str]) -> str:
+    found = [match[1] for line in said if (match := _MISSING.search(line))]
+    return found[-1] if found else ""
+
+
+def _missing_import(program: Sequence[str], working_directory: str) -> str:
+    """The first of torch and popdist that a Python file imports and its Python cannot find; empty for none."""
+    first, *arguments = program
+    if not _PYTHON.fullmatch(os.path.basename(first)) or not arguments:
+        return ""
+    wanted = sorted(set(_IMPORT.findall(_source(arguments[0], working_directory))))
+    asked = f"import importlib.util as u; print(*(n for n in {wanted!r} if u.find_spec(n) is None))"
+    answer = answer_of((first, "-c", asked), _ASK_SECONDS) if wanted else None
+    return next(iter((answer or "").split()), "")
+
+
+def _can_find(module: str) -> bool:
+    """Whether this Python has a module, which is not imported for that."""
+    from importlib.util import find_spec  # noqa: PLC0415 - expensive, and only a failure needs it
+
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,1 +1,45 @@
-"""Processes of this machine: started, found in their tree, signalled, asked. Standard library only."""
+"""Processes: started, found, ended, and what a bare interpreter needs for that.
+
+`NamedTuple` is for modules that shims and agents load: `typing` takes longer than all of them. Type checkers see
+typing's own:
+
+if TYPE_CHECKING:
+    from typing import NamedTuple
+else:
+    from poprun.process import NamedTuple
+"""
+
+from __future__ import annotations
+
+from _collections import (  # type: ignore[import-not-found]  # what collections.namedtuple makes its fields of
+    _tuplegetter,
+)
+
+TYPE_CHECKING = False  # as typing has it
+if TYPE_CHECKING:
+    from typing import Any, ClassVar, Self
+
+
+class NamedTuple(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - each annotated name of a subclass is a field
+    """A tuple whose fields are the annotated names of its class, as `typing.NamedTuple` makes it."""
+
+    _fields: ClassVar[tuple[str, ...]] = ()
+    _defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._fields = tuple(cls.__annotations__)
+        cls._defaults = {field: getattr(cls, field) for field in cls._fields if hasattr(cls, field)}
+        for position, field in enumerate(cls._fields):
+            setattr(cls, field, _tuplegetter(position, f"Field {position}."))
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:  # noqa: ANN401 - a field may be anything
+        """A tuple of ``values`` and of those that are ``named``."""
+        rest = cls._fields[len(values) :]
+        found = {**{field: cls._defaults[field] for field in rest if field in cls._defaults}, **named}
+        if len(values) > len(cls._fields) or found.keys() != set(rest):
+            raise TypeError(f"{cls.__name__} has the fields {', '.join(cls._fields)}")
+        return super().__new__(cls, (*values, *(found[field] for field in rest)))
+
+    def __repr__(self) -> str:
+        fields = (f"{field}={value!r}" for field, value in zip(self._fields, self, strict=True))
+        return f"{type(self).__name__}({', '.join(fields)})"

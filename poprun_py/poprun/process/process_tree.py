@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # signal itself loads enum and more
 
-    from poprun.process.tuples import NamedTuple
+    from poprun.process import NamedTuple
 
 _KIBIBYTE = 1024
 _PARENT_FIELD, _STATE_FIELD, _START_FIELD = 1, 0, 19

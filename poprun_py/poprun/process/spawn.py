@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # signal itself loads enum and more
 
-    from poprun.process.tuples import NamedTuple
+    from poprun.process import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Final
 
 from popdist.errors import name_instances
-from poprun.job.outcome import JobEnd, first_failure, has_left
+from poprun.job.record import JobEnd, first_failure, has_left
 from poprun.job.report.findings import Findings, find_shortage
 from poprun.job.report.last_words import LastWords, last_words
 from poprun.job.state import SHIM_KILLED, InstanceStatus, describe_code, name_code
 from poprun.plan.plan import LaunchPlan
 from poprun.probe.limits import Evidence, KillCounts, evidence_since
+from poprun.probe.program import words_for_own_python
 from poprun.text.screen import Level, log
 
 _MAX_SURVIVORS: Final = 10
@@ -157,8 +158,6 @@ def _other_python(end: JobEnd, plan: LaunchPlan, tails: Mapping[int, Sequence[st
     failed = first_failure(end.statuses)
     if failed is None or failed.exit_code != 1:
         return ""
-    from poprun.probe.python_file import words_for_own_python  # noqa: PLC0415 - jobs that end well need none
-
     return words_for_own_python(plan.program, plan.working_directory, tails.get(failed.index, ()))
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from popdist import contract
 from poprun.devices.pool.records import HeldLease
-from poprun.job.outcome import JobEnd, exit_code, first_failure
+from poprun.job.record import JobEnd, exit_code, first_failure
 from poprun.job.report.findings import Findings
 from poprun.job.state import InstanceStatus, name_code, shell_code, signal_of
 from poprun.plan.plan import InstancePlan, LaunchPlan, LeasedDevices

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from poprun.probe.python_file import fabric_variables
+from poprun.probe.program import fabric_variables
 
 OPEN = {"LT_DEVICES": "2", "LT_NUM_NODES": "3", "LT_CLI_USED": "1", "LT_ACCELERATOR": "cpu"}
 

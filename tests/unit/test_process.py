@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from poprun.process import tuples
+from poprun.process import NamedTuple
 
 
-class Point(tuples.NamedTuple):
+class Point(NamedTuple):
     """A place, with a default."""
 
     x: int
