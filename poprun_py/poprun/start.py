@@ -20,7 +20,7 @@ from poprun.probe.machine import names_of_this_machine
 from poprun.probe.program import fabric_variables
 from poprun.process.spawn import become_subreaper
 from poprun.text import screen
-from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import fold_hosts
 
 if TYPE_CHECKING:
     from poprun.devices.lease.claims import LeasedPlan

@@ -42,7 +42,7 @@ BUGS = (
         "a pod's hosts get overlapping shares",
         "pods.share_of",
         "lambda right: lambda pod, host: pod.ipus[pod.hosts.index(host) :][: len(right(pod, host))]",
-        ("unit/test_pods.py", "unit/test_host_names.py"),
+        ("unit/test_pods.py", "unit/test_ranges.py"),
     ),
     Bug(
         "an instance's replicas are those of the one before",

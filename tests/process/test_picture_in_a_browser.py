@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from poprun.plan.request import VipuSettings
 from poprun.render import render_plan
-from poprun.text.host_names import parse_hosts
+from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.planning import CLUSTER_NODE, planned
 

@@ -12,8 +12,8 @@ from poprun.cli.config_file import read_config
 from poprun.errors import PlanError, UsageError
 from poprun.plan.plan_file import read_plan
 from poprun.plan.pods import read_pod
-from poprun.text.host_names import read_host_file
 from poprun.text.input_files import MAX_BYTES, MAX_DEPTH, parse_json, parse_yaml, read_text
+from poprun.text.ranges import read_host_file
 
 LAUGHS = "\n".join(
     [

@@ -19,7 +19,7 @@ from poprun.render import render_plan
 from poprun.render.picture.blocks import Block, grid
 from poprun.render.picture.drawing import MAX_WIDTH
 from poprun.render.picture.scene import Gap, HostScene, make_scene
-from poprun.text.host_names import parse_hosts
+from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.machines import TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus

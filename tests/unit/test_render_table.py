@@ -11,7 +11,7 @@ import pytest
 from poprun.plan.topology import MachineFacts, ProcessPlacement
 from poprun.render import render_plan
 from poprun.render.table import Details
-from poprun.text.host_names import parse_hosts
+from poprun.text.ranges import parse_hosts
 from poprun.text.screen import TopologyFormat
 from tests.machines import EIGHT_NODES, TWO_SOCKETS, facts_of
 from tests.planning import CLUSTER_NODE, LAPTOP, planned, with_gpus

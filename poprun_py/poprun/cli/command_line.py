@@ -9,7 +9,7 @@ from poprun.cli.click_command import read_words
 from poprun.cli.options import LINE, OPTIONS, REQUEST, VARIABLE_PREFIX, OptionValue, default_of, values_by_section
 from poprun.errors import UsageError
 from poprun.plan.request import EndingSettings, LaunchRequest, OutputSettings, RemoteSettings, VipuSettings
-from poprun.text.host_names import read_host_file
+from poprun.text.ranges import read_host_file
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
 NOT_LOCAL: Final = {option.name: option for option in OPTIONS if not option.is_local}

@@ -14,8 +14,7 @@ from typing import Any, Final
 from poprun.errors import PoprunError, UsageError
 from poprun.plan.request import LauncherChoice, LaunchRequest
 from poprun.plan.topology import ProcessPlacement
-from poprun.text.host_names import parse_hosts
-from poprun.text.ranges import parse_numbers
+from poprun.text.ranges import parse_hosts, parse_numbers
 from poprun.text.screen import EmitKind, ReportFormat, TopologyFormat, VersionFormat
 
 LINE: Final = "line"

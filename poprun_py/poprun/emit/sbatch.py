@@ -12,7 +12,7 @@ from poprun.errors import UsageError
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.planner import THIS_MACHINE
 from poprun.render.words import size_of
-from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import fold_hosts
 
 _QUOTED: Final = frozenset(" \t\"'#")
 

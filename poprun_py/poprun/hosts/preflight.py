@@ -32,7 +32,7 @@ from poprun.hosts.questions import Answer, HostConnections
 from poprun.hosts.routes import HostRoute, JobKey, JobNetwork, Places, ssh_options
 from poprun.messages.proofs import new_key
 from poprun.plan.plan import LaunchPlan
-from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import fold_hosts
 
 _SILENCE_SECONDS: Final = 60
 """After which rsync gives a host up."""

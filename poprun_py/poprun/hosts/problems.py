@@ -10,8 +10,7 @@ from poprun.hosts.routes import HostRoute, Places
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.topology import MpiKind, MpiRuntime
 from poprun.probe.mpi_runtimes import read_version
-from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import fold_hosts, fold_numbers
 
 HOST: Final = "{host}"
 """Stands for the host's name in a remedy, so that hosts with the same problem share a row."""

@@ -27,9 +27,8 @@ from poprun.plan.request import (
 )
 from poprun.plan.topology import ProcessPlacement
 from poprun.text.fields import Form, read_record, write_record
-from poprun.text.host_names import fold_hosts, parse_hosts
 from poprun.text.input_files import YamlError, parse_json, parse_yaml
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import fold_hosts, fold_numbers, parse_hosts
 
 VERSION: Final = 1
 

@@ -31,7 +31,7 @@ from poprun.plan.request import (
     legal_instances,
 )
 from poprun.plan.topology import Allocation, Binding, Gpu, MachineFacts, MpiRuntime, ProcessPlacement
-from poprun.text.host_names import check_hosts, fold_hosts
+from poprun.text.ranges import check_hosts, fold_hosts
 
 if TYPE_CHECKING:
     from poprun.plan.inventory import Cluster

@@ -12,9 +12,8 @@ from poprun.errors import PlanError
 from poprun.plan.inventory import IPUS_PER_MACHINE, MAX_DOMAIN_SIZE, POD, Cluster, VirtualIpu
 from poprun.plan.request import VipuSettings
 from poprun.text.fields import Form, between, read_record
-from poprun.text.host_names import fold_hosts, parse_hosts
 from poprun.text.input_files import parse_yaml
-from poprun.text.ranges import parse_numbers
+from poprun.text.ranges import fold_hosts, parse_hosts, parse_numbers
 
 _NAME: Final = re.compile(r"(?:Bow-)?POD[-_]?(\d+)", re.IGNORECASE)
 _SAFE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

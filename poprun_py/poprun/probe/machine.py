@@ -23,8 +23,7 @@ from poprun.plan.topology import Allocation, Cpu, Gpu, MachineFacts, Occupant
 from poprun.probe.limits import cpu_quota, read_text
 from poprun.probe.mpi_runtimes import cache_file_of, find_mpi
 from poprun.process.spawn import answer_of
-from poprun.text.host_names import parse_hosts
-from poprun.text.ranges import parse_numbers
+from poprun.text.ranges import parse_hosts, parse_numbers
 
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "localhost.localdomain", "ip6-localhost")
 

@@ -17,8 +17,7 @@ from rich.text import Text
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.render.words import bound_to, instances_of_host, launcher_of, numbered, size_of, stands_for, threads_of
-from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import fold_hosts, fold_numbers
 from poprun.text.screen import visible
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from poprun.plan.plan import LaunchPlan
-from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import fold_hosts, fold_numbers
 
 MAX_WIDTH: Final = 118
 

@@ -5,8 +5,7 @@ from typing import Final
 
 from poprun.plan.plan import InstancePlan, LaunchPlan
 from poprun.plan.topology import Binding
-from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import counted, fold_numbers
+from poprun.text.ranges import counted, fold_hosts, fold_numbers
 
 _MAX_HOSTS_LENGTH: Final = 60
 """Characters of a list of hosts; a longer one is cut."""

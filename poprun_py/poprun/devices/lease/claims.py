@@ -17,7 +17,7 @@ from poprun.hosts.routes import JobNetwork
 from poprun.plan.inventory import Cluster, size_of_partition
 from poprun.plan.plan import LaunchPlan, LeasedDevices
 from poprun.plan.request import VipuSettings
-from poprun.text.host_names import fold_hosts
+from poprun.text.ranges import fold_hosts
 
 Log = Callable[[str], None]
 """Writes a line for the user, here or on the machine that poprun runs on."""

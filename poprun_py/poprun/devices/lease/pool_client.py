@@ -24,8 +24,7 @@ from poprun.plan.pods import allocation_of
 from poprun.plan.request import VipuSettings
 from poprun.plan.topology import MachineFacts
 from poprun.text import screen
-from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import counted
+from poprun.text.ranges import counted, fold_hosts
 
 
 def facts_under_pool(

@@ -6,8 +6,8 @@ from poprun.errors import PartitionError, PlanError
 from poprun.plan.inventory import Cluster, cpu_cluster, gpu_cluster
 from poprun.plan.pods import named_pod, on_machine, read_pod
 from poprun.plan.topology import Gpu
-from poprun.text.host_names import fold_hosts
 from poprun.text.input_files import read_text
+from poprun.text.ranges import fold_hosts
 
 
 def choose_cluster(

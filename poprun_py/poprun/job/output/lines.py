@@ -9,8 +9,7 @@ from typing import Final
 
 from poprun.plan.plan import LaunchPlan
 from poprun.plan.request import PIPE_TAG, TERMINAL_TAG, fill_tag
-from poprun.text.host_names import fold_hosts
-from poprun.text.ranges import fold_numbers
+from poprun.text.ranges import fold_hosts, fold_numbers
 
 MAX_LINE_BYTES: Final = 1024 * 1024
 """A line that grows longer is passed on in parts."""
