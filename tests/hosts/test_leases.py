@@ -107,7 +107,7 @@ def test_a_killed_poprun_leaves_the_lease_to_the_agents_until_the_programs_have_
     with poprun.started(network, *options, sys.executable, *words) as process:
         wait_until(lambda: has_met(tmp_path, 2))
         poprun_itself(process).send_signal(signal.SIGKILL)
-        wait_until(lambda: not [line for line in network.hosts["n2"].processes() if "host_keeper" in line])
+        wait_until(lambda: not [line for line in network.hosts["n2"].processes() if "lease_holder" in line])
         still_held = held(network)
         for host in network.hosts.values():
             end_programs(host, words[0])

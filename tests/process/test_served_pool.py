@@ -412,8 +412,8 @@ def test_a_killed_job_loses_its_lease(poprun: Poprun, tmp_path: Path) -> None:
         assert left_after_all(server.held) == []
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
             await_line(running)
-            (keeper,) = keepers()
-            keeper.kill()
+            (renewer,) = renewers()
+            renewer.kill()
             assert left_after_all(server.held) == []
             running.communicate("\n", timeout=DEADLINE_SECONDS)
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=server.env) as running:
@@ -441,7 +441,7 @@ def left_after_all(find: Callable[[], Iterable[T]]) -> list[T]:
     return []
 
 
-def keepers() -> list[psutil.Process]:
+def renewers() -> list[psutil.Process]:
     """The processes that renew leases for jobs of this test."""
     found = processes_of(os.environ[TOKEN_VARIABLE])
     return [process for process in found if any("renewal.py" in word for word in process.cmdline())]

@@ -47,11 +47,11 @@ def test_a_lease_says_what_where_and_from_which_pool() -> None:
 
 
 def test_each_host_has_the_devices_that_it_gave() -> None:
-    """Programs see those of their own host, which may be others than the plan names, and agents its keeper."""
+    """Programs see those of their own host, others than the plan names, and agents the address of its lease."""
     plan = planned(with_gpus("ff"), num_instances=4, hosts=("a", "b"))
     given = (("0", "1"), ("2", "3"))
     routes = tuple(
-        HostRoute(name=host, address="10.0.0.1", interface="eth0", devices=devices, keeper=f"keeper-{host}")
+        HostRoute(name=host, address="10.0.0.1", interface="eth0", devices=devices, lease_address=f"lease-{host}")
         for host, devices in zip(plan.hosts, given, strict=True)
     )
     network = JobNetwork(control_host="10.0.0.1", hosts=routes, key=JobKey(text="", file=""))
@@ -62,8 +62,8 @@ def test_each_host_has_the_devices_that_it_gave() -> None:
 
     seen = [order["environment"] for order in orders]
     assert [env[VISIBLE_DEVICES] for env in seen if isinstance(env, dict)] == ["0,1", "0,1", "2,3", "2,3"]
-    assert [order["keeper"] for order in orders] == ["keeper-a", "keeper-a", "keeper-b", "keeper-b"]
-    assert here["keeper"] == ""
+    assert [order["lease_address"] for order in orders] == ["lease-a", "lease-a", "lease-b", "lease-b"]
+    assert here["lease_address"] == ""
 
 
 def test_what_leases_gave_stands_beside_the_plan() -> None:
@@ -153,7 +153,7 @@ def test_two_hosts_with_one_pool_are_refused() -> None:
         check_machines({"a": "boot 1", "b": "boot 2", "c": "boot 1"})
 
 
-def test_the_way_to_a_keeper() -> None:
+def test_the_way_to_a_lease_holder() -> None:
     """It notices a lost host and shares no connection; in Slurm's job it is a step of its own."""
     words = remote_words("/c", None, "n1", ("python", "a b"), is_kept=True)
     step = remote_words(None, "7", "n1", ("python", "a b"), is_kept=True)

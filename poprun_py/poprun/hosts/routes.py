@@ -30,7 +30,7 @@ class HostRoute:
     interface: str  # the network interface that has this address
     # CUDA devices that the job holds there, in slot order; empty for those of the plan
     devices: tuple[str, ...] = ()
-    keeper: str = ""  # where the agents of that host are given the job's lease; empty when it has none
+    lease_address: str = ""  # where its agents are given the lease of the job there; empty when it has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class JobNetwork:
     control_host: str  # address of this machine at which the agents report
     hosts: tuple[HostRoute, ...]  # the hosts of the plan, in its order
     key: JobKey
-    keepers: tuple[int, ...] = ()  # children of poprun through which it keeps the leases on them
+    lease_holders: tuple[int, ...] = ()  # children of poprun through which it holds the leases on them
 
 
 def ssh_options(config: str | None) -> tuple[str, ...]:

@@ -267,7 +267,7 @@ def start_order(
         "words": plan.program,
         "working_directory": plan.working_directory,
         "environment": _added_environment(plan, index, environ, route, start),
-        "keeper": route.keeper if route else "",
+        "lease_address": route.lease_address if route else "",
         "cores": binding.cores if binding else (),
         "memory_nodes": binding.memory_nodes if binding else (),
         "descriptor_variables": [HYDRA_DESCRIPTOR, STORE_DESCRIPTOR, PROGRESS_DESCRIPTOR],

@@ -43,9 +43,9 @@ class JobIdentity:
         return 0 if self.network is None else self.open_files
 
     @property
-    def keepers(self) -> tuple[int, ...]:
+    def lease_holders(self) -> tuple[int, ...]:
         """Process ids of poprun's children that keep the leases on other hosts between attempts."""
-        return () if self.network is None else self.network.keepers
+        return () if self.network is None else self.network.lease_holders
 
     def devices_of(self, plan: LaunchPlan, index: int) -> LeasedDevices:
         """The devices and cores of the job on the host of instance ``index``: those leased, or those planned."""

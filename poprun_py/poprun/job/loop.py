@@ -280,7 +280,9 @@ class Attempt:
         self._await_launcher()
         if self._monitor is not None:
             self._monitor.wait()
-        self._survivors = end_descendants(_LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.keepers)
+        self._survivors = end_descendants(
+            _LEFTOVER_SECONDS, self._limits.kill_seconds, self._identity.lease_holders
+        )
         remove_abandoned(time.monotonic() - self._record.began_at_seconds)
         self._remove_sessions()
         self._streams.finish(_DRAIN_SECONDS)

@@ -220,7 +220,7 @@ class Agent:
         self._began_at_seconds = time.monotonic()
         self._watch = ProgramWatch()
         self._question: StackQuestion | None = None
-        self._keeper = ""
+        self._lease_address = ""
         self._unsent: list[Message] = []
 
     def run(self) -> None:
@@ -354,7 +354,7 @@ class Agent:
         if self._ports:
             environment[order["store_variable"]] = str(self._ports[1].fileno())
         environment[order["progress_variable"]] = str(self._watch.open_page(order))
-        self._keeper = order["keeper"]
+        self._lease_address = order["lease_address"]
         try:
             self._streams += self._fetch_lease()
         except OSError as error:
@@ -370,17 +370,17 @@ class Agent:
 
     def _fetch_lease(self) -> list[int]:
         """The descriptors of the job's lease, when a process of this host keeps it."""
-        if not self._keeper:
+        if not self._lease_address:
             return []
         from poprun.launch.fetched_lease import fetch_lease  # noqa: PLC0415 - jobs of one host have it from poprun
 
-        return fetch_lease(self._keeper)
+        return fetch_lease(self._lease_address)
 
     def _give_up_lease(self) -> None:
-        if self._keeper:
+        if self._lease_address:
             from poprun.launch.fetched_lease import give_up_lease  # noqa: PLC0415 - as above
 
-            give_up_lease(self._keeper)
+            give_up_lease(self._lease_address)
 
     def _fail(self, event: Message) -> None:
         """Tell why the program cannot be started; there is nothing more to do."""

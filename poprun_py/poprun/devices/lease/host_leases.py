@@ -1,6 +1,6 @@
 """The leases of a job of several hosts: taken on each host's own pool before anything starts, on all or on none.
 
-A process on each host (`host_keeper`) asks the pool there. Hosts are asked one after the other, in an order that
+A process on each host (`lease_holder`) asks the pool there. Hosts are asked one after the other, in an order that
 is the same for all jobs, whatever they call the hosts: a job that waits holds only hosts that come before the one
 it waits for, so two jobs never wait for each other, and of two that want the same hosts at once one gets them all.
 """
@@ -30,8 +30,8 @@ from poprun.plan.request import RemoteSettings
 from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 
-KEEPER_MARK: Final = "poprun-keeper:"
-"""Stands before what a keeper says: a shell's startup files may print lines of their own."""
+HOLDER_MARK: Final = "poprun-lease:"
+"""Stands before what a holder says: a shell's startup files may print lines of their own."""
 
 _ANSWER_SECONDS: Final = 60.0
 _SLACK_SECONDS: Final = 60.0
@@ -39,9 +39,9 @@ _LEAVE_SECONDS: Final = 3.0
 _COMPLAINT_SECONDS: Final = 1.0
 _PING_SECONDS: Final = 10.0
 _FOLDER: Final = os.path.dirname(os.path.dirname(os.path.abspath(contract.__file__)))
-_FILE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "host_keeper.py")
+_FILE: Final = os.path.join(os.path.dirname(os.path.abspath(__file__)), "lease_holder.py")
 _COMMAND: Final = (sys.executable, "-I", _FILE, _FOLDER)
-_MARK: Final = KEEPER_MARK.encode()
+_MARK: Final = HOLDER_MARK.encode()
 
 _Message = dict[str, Any]
 
@@ -71,20 +71,20 @@ class _HostLeases:
         self._plan = plan
         self._is_fixed = is_fixed
         self._here = names_of_this_machine(plan.hosts)
-        self._keepers: dict[str, HostKeeper] = {}
+        self._holders: dict[str, LeaseHolder] = {}
         self._granted: dict[str, _Message] = {}
 
     def take(self) -> None:
         """Take everything."""
         for host in self._plan.hosts:
-            self._start_keeper(host, self._plan)
+            self._start_holder(host, self._plan)
         until = time.monotonic() + _ANSWER_SECONDS
         machines = {
-            host: str(keeper.answer("machine", until)["machine"]) for host, keeper in self._keepers.items()
+            host: str(holder.answer("machine", until)["machine"]) for host, holder in self._holders.items()
         }
         check_machines(machines)
-        for host in sorted(self._keepers, key=lambda host: machines[host]):
-            self._granted[host] = self._keepers[host].take(_until(self._plan))
+        for host in sorted(self._holders, key=lambda host: machines[host]):
+            self._granted[host] = self._holders[host].take(_until(self._plan))
 
     def regain(self, network: JobNetwork) -> JobNetwork:
         """Take anew what was lost with its host, before the job is started again; ``network`` with it.
@@ -92,13 +92,13 @@ class _HostLeases:
         It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
         """
         plan = replace(self._plan, vipu=replace(self._plan.vipu, waits_for_devices=False))
-        for host in [host for host, keeper in self._keepers.items() if not keeper.is_there()]:
-            self._keepers[host].release()
-            self._keepers[host].end(time.monotonic())
+        for host in [host for host, holder in self._holders.items() if not holder.is_there()]:
+            self._holders[host].release()
+            self._holders[host].end(time.monotonic())
             try:
-                keeper = self._start_keeper(host, plan)
-                keeper.answer("machine", time.monotonic() + _ANSWER_SECONDS)
-                self._granted[host] = keeper.take(_until(plan))
+                holder = self._start_holder(host, plan)
+                holder.answer("machine", time.monotonic() + _ANSWER_SECONDS)
+                self._granted[host] = holder.take(_until(plan))
             except PoprunError as error:
                 raise HostsError(str(error)) from None
         return self.within(network)
@@ -109,11 +109,11 @@ class _HostLeases:
             replace(
                 route,
                 devices=tuple(self._granted[route.name]["devices"]) or route.devices,
-                keeper=self._granted[route.name]["address"],
+                lease_address=self._granted[route.name]["address"],
             )
             for route in network.hosts
         )
-        return replace(network, hosts=hosts, keepers=tuple(keeper.pid for keeper in self._keepers.values()))
+        return replace(network, hosts=hosts, lease_holders=tuple(holder.pid for holder in self._holders.values()))
 
     def held(self) -> tuple[HeldLease, ...]:
         """The leases of the job, host by host."""
@@ -125,15 +125,15 @@ class _HostLeases:
 
     def end(self) -> None:
         """Give everything back."""
-        for keeper in self._keepers.values():
-            keeper.release()
+        for holder in self._holders.values():
+            holder.release()
         until = time.monotonic() + _LEAVE_SECONDS
-        for keeper in self._keepers.values():
-            keeper.end(until)
+        for holder in self._holders.values():
+            holder.end(until)
 
-    def _start_keeper(self, host: str, plan: LaunchPlan) -> "HostKeeper":
-        keeper = self._keepers[host] = HostKeeper(host, None if host in self._here else plan.remote)
-        return keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
+    def _start_holder(self, host: str, plan: LaunchPlan) -> "LeaseHolder":
+        holder = self._holders[host] = LeaseHolder(host, None if host in self._here else plan.remote)
+        return holder.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
@@ -155,7 +155,7 @@ def _until(plan: LaunchPlan) -> float | None:
     return time.monotonic() + 2 * vipu.server_timeout_seconds + vipu.partition_attempts + _SLACK_SECONDS
 
 
-class HostKeeper:
+class LeaseHolder:
     """The process that keeps the job's lease on one host, reached over ``remote``; None for this machine."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
@@ -180,7 +180,7 @@ class HostKeeper:
 
     @property
     def pid(self) -> int:
-        """Id of the process here: the keeper itself, or the ssh or srun that leads to it."""
+        """Id of the process here: the holder itself, or the ssh or srun that leads to it."""
         return self._process.pid
 
     def say(self, message: _Message) -> Self:
@@ -256,7 +256,8 @@ class HostKeeper:
         if not data:
             how = "does not answer" if not readable else f"hung up{self._complaint()}"
             raise HostsError(
-                f"host {self.host}: who keeps its virtual IPUs {how}: see that this works: ssh {self.host} true"
+                f"host {self.host}: the process that holds its virtual IPUs {how}: see that this works: "
+                f"ssh {self.host} true"
             )
         return data
 

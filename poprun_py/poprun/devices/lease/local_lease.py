@@ -3,7 +3,7 @@
 It takes them in that order, which is the same for all jobs: so two jobs never wait for each other.
 
 A process of this machine holds its lease as an open file with a lock. The process that holds the lease of a job on
-another host (`host_keeper`) takes it in the same way there.
+another host (`lease_holder`) takes it in the same way there.
 """
 
 import os

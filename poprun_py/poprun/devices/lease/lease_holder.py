@@ -1,4 +1,4 @@
-"""The process that keeps a job's lease on one host: ``python -I host_keeper.py FOLDER``.
+"""The process that keeps a job's lease on one host: ``python -I lease_holder.py FOLDER``.
 
 poprun starts it there through ssh. It asks the pool of its host, holds what it is given from attempt to attempt,
 and hands the open file that is the lease to the agents of the job there. poprun says when the job is over. When
@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 _ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
 sys.path[:0] = [_ROOT, *sys.argv[1:]]
 
-from poprun.devices.lease.claims import LeasedPlan  # noqa: E402 - as above
-from poprun.devices.lease.host_leases import KEEPER_MARK  # noqa: E402 - as above
+from poprun.devices.lease.claims import LeasedPlan  # noqa: E402 - it has to be told where poprun is
+from poprun.devices.lease.host_leases import HOLDER_MARK  # noqa: E402 - as above
 from poprun.devices.lease.local_lease import leased_here  # noqa: E402 - as above
 from poprun.devices.pool.holders import boot_id  # noqa: E402 - as above
 from poprun.devices.pool.place import opened_place, pool_folder  # noqa: E402 - as above
-from poprun.errors import PoprunError  # noqa: E402 - it has to be told where poprun is
+from poprun.errors import PoprunError  # noqa: E402 - as above
 from poprun.launch.fetched_lease import FETCH, GIVE_UP, TALK_SECONDS  # noqa: E402 - as above
 from poprun.messages.control import abstract_address, peer_user  # noqa: E402 - as above
 from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
@@ -115,7 +115,7 @@ def _log(text: str) -> None:
 
 
 def _say(message: dict[str, object]) -> None:
-    sys.stdout.write(f"{KEEPER_MARK}{json.dumps(message)}\n")
+    sys.stdout.write(f"{HOLDER_MARK}{json.dumps(message)}\n")
     sys.stdout.flush()
 
 

@@ -1,6 +1,6 @@
-"""Who keeps a job's lease on a host: on this machine, without ssh, as it is on every other.
+"""Who holds a job's lease on a host: on this machine, without ssh, as it is on every other.
 
-Holds poprun.devices.lease.host_keeper.
+Holds poprun.devices.lease.lease_holder.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from poprun.devices.lease import host_leases
-from poprun.devices.lease.host_leases import HostKeeper
+from poprun.devices.lease.host_leases import LeaseHolder
 from poprun.devices.pool.pool import Pool
 from poprun.errors import HostsError, IpusTakenError, PartitionError
 from poprun.launch.fetched_lease import fetch_lease, give_up_lease
@@ -35,13 +35,13 @@ def pool(tmp_path: Path) -> Pool:
 
 
 @pytest.fixture
-def keepers() -> Iterator[list[HostKeeper]]:
-    """The keepers that a test starts; they have gone afterwards."""
-    started: list[HostKeeper] = []
+def holders() -> Iterator[list[LeaseHolder]]:
+    """The holders that a test starts; they have gone afterwards."""
+    started: list[LeaseHolder] = []
     yield started
-    for keeper in started:
-        keeper.release()
-        keeper.end(until())
+    for holder in started:
+        holder.release()
+        holder.end(until())
 
 
 def plan_for(pool: Pool, num_instances: int, *, waits: bool = False) -> LaunchPlan:
@@ -50,17 +50,17 @@ def plan_for(pool: Pool, num_instances: int, *, waits: bool = False) -> LaunchPl
     return planned(LAPTOP, num_instances=num_instances, vipu=vipu, working_directory="/")
 
 
-def keeper_of(plan: LaunchPlan, keepers: list[HostKeeper]) -> HostKeeper:
-    """A keeper that has said which machine it is on."""
-    keeper = HostKeeper("here", None)
-    keepers.append(keeper)
-    keeper.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": False})
-    assert keeper.answer("machine", until())["machine"]
-    return keeper
+def holder_of(plan: LaunchPlan, holders: list[LeaseHolder]) -> LeaseHolder:
+    """A holder that has said which machine it is on."""
+    holder = LeaseHolder("here", None)
+    holders.append(holder)
+    holder.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": False})
+    assert holder.answer("machine", until())["machine"]
+    return holder
 
 
 def until() -> float:
-    """When a keeper must have answered."""
+    """When a holder must have answered."""
     return time.monotonic() + DEADLINE_SECONDS
 
 
@@ -69,19 +69,19 @@ def held(pool: Pool) -> list[str]:
     return sorted(pool.state().taken)
 
 
-def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, keepers: list[HostKeeper]) -> None:
+def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, holders: list[LeaseHolder]) -> None:
     """Others are refused with who has it; neither its own death nor that of poprun frees what agents hold."""
-    keeper = keeper_of(plan_for(pool, 3), keepers)
-    granted = keeper.take(until())
-    assert keeper.is_there()
+    holder = holder_of(plan_for(pool, 3), holders)
+    granted = holder.take(until())
+    assert holder.is_there()
     agent = fetch_lease(granted["address"])
     with pytest.raises(
         IpusTakenError, match=r"host here: the job needs 2 virtual IPUs, and 1 is free of 4(.|\n)*cpu/0-2"
     ):
-        keeper_of(plan_for(pool, 2), keepers).take(until())
-    os.kill(keeper.pid, signal.SIGKILL)
-    assert not keeper.is_there()
-    keeper.end(until())
+        holder_of(plan_for(pool, 2), holders).take(until())
+    os.kill(holder.pid, signal.SIGKILL)
+    assert not holder.is_there()
+    holder.end(until())
 
     assert granted["held"] == [[["cpu/0", "cpu/1", "cpu/2"], pool.path, None]]
     assert granted["devices"] == []
@@ -93,9 +93,9 @@ def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, kee
         fetch_lease(granted["address"])
 
 
-def test_it_gives_back_when_it_is_told_to(pool: Pool, keepers: list[HostKeeper]) -> None:
+def test_it_gives_back_when_it_is_told_to(pool: Pool, holders: list[LeaseHolder]) -> None:
     """And nothing of the lease is left; who waits gets its turn, and is told of the waiting."""
-    first, second = keeper_of(plan_for(pool, 4), keepers), keeper_of(plan_for(pool, 1, waits=True), keepers)
+    first, second = holder_of(plan_for(pool, 4), holders), holder_of(plan_for(pool, 1, waits=True), holders)
     first.take(until())
     second.say({"order": "take"})
     told = second._hear(until())
@@ -108,23 +108,25 @@ def test_it_gives_back_when_it_is_told_to(pool: Pool, keepers: list[HostKeeper])
     assert len(pool.state().leases) == 1
 
 
-def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, keepers: list[HostKeeper]) -> None:
+def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, holders: list[LeaseHolder]) -> None:
     """The way to poprun does not tell it for hours."""
-    keeper = keeper_of(plan_for(pool, 1), keepers)
-    give_up_lease(keeper.take(until())["address"])
-    keeper.end(until())
+    holder = holder_of(plan_for(pool, 1), holders)
+    give_up_lease(holder.take(until())["address"])
+    holder.end(until())
 
     assert wait_until_none(lambda: held(pool)) == []
 
 
 def test_errors_come_back_as_what_they_are(
-    pool: Pool, keepers: list[HostKeeper], monkeypatch: pytest.MonkeyPatch
+    pool: Pool, holders: list[LeaseHolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the host's name; and one that cannot even start says why."""
     pool.create_partition("p", cpu_cluster("box", 4), 4)
     plan = plan_for(pool, 1)
     with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
-        keeper_of(replace(plan, vipu=replace(plan.vipu, partition="p")), keepers).take(until())
+        holder_of(replace(plan, vipu=replace(plan.vipu, partition="p")), holders).take(until())
     monkeypatch.setattr(host_leases, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
-    with pytest.raises(HostsError, match=r"host here: who keeps its virtual IPUs hung up \(no such thing\)"):
-        keeper_of(plan_for(pool, 1), keepers)
+    with pytest.raises(
+        HostsError, match=r"host here: the process that holds its virtual IPUs hung up \(no such thing\)"
+    ):
+        holder_of(plan_for(pool, 1), holders)
