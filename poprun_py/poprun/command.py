@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from poprun.cli.click_command import help_page
-from poprun.cli.command_line import CommandLine, misspelled_variables, origins, read_command_line
+from poprun.cli.command_line import CommandLine, help_page, misspelled_variables, origins, read_command_line
 from poprun.cli.options import COMPLETION
 from poprun.errors import PlanError, ProgramNotExecutableError, ProgramNotFoundError, UsageError
 from poprun.plan.advice import check_fitness, idle_options

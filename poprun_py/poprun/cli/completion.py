@@ -13,7 +13,7 @@ from typing import Final
 from click import Command
 from click.shell_completion import CompletionItem, get_completion_class
 
-from poprun.cli.click_command import begins_with_option, long_names, take_options
+from poprun.cli.command_line import begins_with_option, long_names, take_options
 from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, Option
 from poprun.errors import PoprunError, UsageError
 
