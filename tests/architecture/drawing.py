@@ -6,10 +6,11 @@ one.
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from textwrap import fill
 from typing import Final, TypeGuard
 
-from tests.architecture.source_tree import ROOT, Module, modules
+from tests.architecture.source_tree import ROOT, modules
 
 PLACES: Final = (
     ("docs/poptorch.md", "options"),
@@ -21,42 +22,56 @@ PLACES: Final = (
 _NO_EFFECT: Final = " No effect: "
 """What the docstring of a setter or an operation has where it changes nothing."""
 
+_WITHOUT: Final = "Accepted, checked, and without effect, as each docstring says why: "
+
 
 def draw_options() -> str:
-    """Each setter of poptorch's options with what it means, and why it changes nothing where that is so."""
-    rows = ["| setter | meaning | no effect, because |", "|---|---|---|"]
-    for module in modules("poptorch"):
-        if module.name not in {"poptorch.options.model_options", "poptorch.options.sub_options"}:
-            continue
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef):
-                rows += [_option_row(node.name, setter) for setter in node.body if _is_public(setter)]
-    return "\n".join(rows)
-
-
-def _is_public(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
-    return isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-
-
-def _option_row(kind: str, setter: ast.FunctionDef) -> str:
-    part = kind.strip("_").removesuffix("Options").replace("TensorLocation", "TensorLocations")
-    owner = {"": "", "Popart": "_Popart.", "TensorLocationsSettings": "TensorLocationSettings()."}.get(
-        part, f"{part}."
+    """Each setter of poptorch's options that has an effect, with its meaning; and the names of all others."""
+    return _drawn(
+        "| setter | meaning |",
+        [
+            (f"{_owner(node.name)}{setter.name}", setter)
+            for module in modules("poptorch")
+            if module.name in {"poptorch.options.model_options", "poptorch.options.sub_options"}
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.ClassDef)
+            for setter in node.body
+            if _is_setter(setter)
+        ],
     )
-    return f"| `{owner}{setter.name}` | {_meaning(setter)} |"
 
 
-def _meaning(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """What the docstring says of it, and after a bar why it has no effect."""
-    meaning, _, why = (ast.get_docstring(node) or "").partition("\n")[0].partition(_NO_EFFECT)
-    return f"{meaning} | {why.removesuffix('.')}"
+def _drawn(head: str, named: Iterable[tuple[str, ast.FunctionDef | ast.ClassDef]]) -> str:
+    """A table of what has an effect, and a sentence with the names of what has none."""
+    rows, without = [head, "|---|---|"], []
+    for name, node in named:
+        summary = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+        if _NO_EFFECT in summary:
+            without.append(f"`{name.partition('(')[0]}`")
+        else:
+            rows.append(f"| `{name}` | {summary.removesuffix('.')} |")
+    sentence = fill(f"{_WITHOUT}{', '.join(without)}.", 115, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(rows) + f"\n\n{sentence}"
+
+
+def _is_setter(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    """Whether it is a public method that gives what it belongs to."""
+    if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.returns is None:
+        return False
+    return ast.unparse(node.returns) == "Self"
+
+
+def _owner(kind: str) -> str:
+    part = kind.strip("_").removesuffix("Options").replace("TensorLocation", "TensorLocations")
+    known = {"": "", "Popart": "_Popart.", "TensorLocationsSettings": "TensorLocationSettings."}
+    return known.get(part, f"{part}.")
 
 
 _OF_OPERATIONS: Final = ("poptorch.blocks.", "poptorch.options.execution_strategies", "poptorch.ops.")
 
 
 def draw_operations() -> str:
-    """Each block, strategy and operation that poptorch has under a public name, as its docstring says."""
+    """Each public block, strategy and operation that has an effect, with its meaning; the names of all others."""
     public = {
         alias.name
         for module in modules("poptorch")
@@ -65,32 +80,16 @@ def draw_operations() -> str:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    rows = [
-        f"| `{node.name}({_arguments(node, module)})` | {_meaning(node)} |"
-        for module in modules("poptorch")
-        if module.name.startswith(_OF_OPERATIONS)
-        for node in module.tree.body
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in public
-    ]
-    return "\n".join(["| name | meaning | no effect, because |", "|---|---|---|", *rows])
-
-
-def _arguments(node: ast.stmt, module: Module) -> str:
-    """The arguments of a function, or of what makes an object of a class, without their types."""
-    if isinstance(node, ast.ClassDef):
-        made = [it for it in node.body if isinstance(it, ast.FunctionDef) and it.name == "__init__"]
-        bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
-        inherited = [it for it in module.tree.body if isinstance(it, ast.ClassDef) and it.name in bases]
-        return next((_arguments(it, module) for it in (*made, *inherited)), "")
-    assert isinstance(node, ast.FunctionDef)
-    given = node.args
-    defaults = [f"={ast.unparse(value)}" for value in given.defaults]
-    words = [name.arg for name in given.args]
-    words = [
-        word + value for word, value in zip(words, [""] * (len(words) - len(defaults)) + defaults, strict=True)
-    ]
-    words += [star + it.arg for star, it in (("*", given.vararg), ("**", given.kwarg)) if it is not None]
-    return ", ".join(word for word in words if word != "self")
+    return _drawn(
+        "| name | meaning |",
+        [
+            (node.name, node)
+            for module in modules("poptorch")
+            if module.name.startswith(_OF_OPERATIONS)
+            for node in module.tree.body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in public
+        ],
+    )
 
 
 DRAWINGS: Final[dict[str, Callable[[], str]]] = {

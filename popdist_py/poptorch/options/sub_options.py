@@ -138,7 +138,7 @@ class TensorLocationSettings(OptionValues):
         super().__init__()
 
     def minElementsForOffChip(self, min_elements: int) -> Self:
-        """Smaller tensors stay on the chip."""
+        """Smaller tensors stay on the chip. No effect: there is none."""
         return self.createOrSet(minElementsForOffChip=min_elements)
 
     def minElementsForReplicatedTensorSharding(self, min_elements: int) -> Self:
@@ -146,21 +146,21 @@ class TensorLocationSettings(OptionValues):
         return self.createOrSet(minElementsForReplicatedTensorSharding=min_elements)
 
     def useOnChipStorage(self, use: bool = True) -> Self:
-        """On the chip, or in the host's memory."""
+        """On the chip, or in the host's memory. No effect: tensors lie in torch's memory."""
         return self.createOrSet(onChip=use)
 
     def useReplicatedTensorSharding(self, use: bool = True) -> Self:
-        """Each replica holds a part."""
+        """Each instance holds a part of the optimizer's state."""
         if not isinstance(use, bool):
             raise AssertionError(f"useReplicatedTensorSharding takes True or False, and was given {use!r}")
         return self.createOrSet(useReplicatedTensorSharding=use)
 
     def useIOTilesToLoad(self, use: bool = True) -> Self:
-        """Read by the tiles that communicate."""
+        """Read by the tiles that communicate. No effect: there are no tiles."""
         return self.createOrSet(useIOTilesToLoad=use)
 
     def useIOTilesToStore(self, use: bool = True) -> Self:
-        """Written by the tiles that communicate."""
+        """Written by the tiles that communicate. No effect: there are no tiles."""
         return self.createOrSet(useIOTilesToStore=use)
 
 
