@@ -54,42 +54,26 @@ def _can_be_pickled(value: object) -> bool:
 
 
 class Structure(NamedTuple):
-    """A value without its tensors.
+    """A value without its tensors."""
 
-    Attributes:
-        kind: ``Tensor``; the type of a container, or of a registered object; ``None`` for a constant.
-        value: What was read: the container, the object or the constant; None for a tensor.
-        names: The keys of a dict.
-        parts: What a container holds.
-    """
-
-    kind: type | None
-    value: Any = None
-    names: tuple[Any, ...] = ()
-    parts: tuple["Structure", ...] = ()
+    kind: type | None  # ``Tensor``; the type of a container, or of a registered object; ``None`` for a constant
+    value: Any = None  # what was read: the container, the object or the constant; None for a tensor
+    names: tuple[Any, ...] = ()  # the keys of a dict
+    parts: tuple["Structure", ...] = ()  # what a container holds
 
 
 _TENSOR: Final = Structure(Tensor)
 
 
 def taken_apart(
+    # a tensor, tuple, list, dict, registered object or constant
     value: Any,  # noqa: ANN401 - of every kind
-    tensors: list[Any],
+    tensors: list[Any],  # takes the tensors
     *,
-    like: Structure | None = None,
-    is_leaf: Callable[[object], bool] | None = None,
+    like: Structure | None = None,  # a structure whose dicts give the order of the same keys
+    is_leaf: Callable[[object], bool] | None = None,  # what else counts as a tensor
 ) -> Structure:
-    """The structure of ``value``, whose tensors are added to ``tensors``.
-
-    Args:
-        value: A tensor, tuple, list, dict, registered object or constant.
-        tensors: Takes the tensors.
-        like: A structure whose dicts give the order of the same keys.
-        is_leaf: What else counts as a tensor.
-
-    Raises:
-        Error: If something holds tensors that is none of these.
-    """
+    """The structure of ``value``, whose tensors are added to ``tensors``."""
     if isinstance(value, Tensor) or (is_leaf is not None and is_leaf(value)):
         tensors.append(value)
         return _TENSOR
@@ -115,13 +99,7 @@ def taken_apart(
 
 
 def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Callable[..., Any] = list) -> Any:  # noqa: ANN401 - as above
-    """A value of this structure with other tensors, as many as were read.
-
-    Args:
-        structure: Of `taken_apart`.
-        tensors: In its order.
-        lists_as: What lists become: lists, or tuples.
-    """
+    """A value of this structure with other tensors, as many as were read; ``lists_as`` makes its lists."""
     kind = structure.kind
     if kind is Tensor:
         return next(tensors)
@@ -164,11 +142,7 @@ def parser_of(kind: type) -> ICustomArgParser | None:
 
 
 def _check_constant(value: Any) -> None:  # noqa: ANN401 - as above
-    """Refuse what would be passed whole, although it holds samples.
-
-    Raises:
-        Error: Naming its type.
-    """
+    """Refuse what would be passed whole, although it holds samples."""
     if value is None or isinstance(value, bool | int | float | str):
         return
     if isinstance(value, np.ndarray):

@@ -22,11 +22,7 @@ def process_of_job() -> tuple[int, int]:
 
 
 def process_in(id_name: str, size_name: str) -> tuple[int, int]:
-    """This process and the number of processes, from two variables; 0 of 1 when neither is set.
-
-    Raises:
-        AssertionError: If one of them alone is set, or they are no such numbers.
-    """
+    """This process and the number of processes, from two variables; 0 of 1 when neither is set."""
     texts = os.environ.get(id_name), os.environ.get(size_name)
     if texts == (None, None):
         return 0, 1

@@ -79,16 +79,7 @@ _ARE: Final[Mapping[str, Callable[[object], bool]]] = {
 
 
 def check_arguments(call: str, wanted: str, **given: object) -> None:
-    """Refuse arguments of another kind.
-
-    Args:
-        call: Whose arguments they are.
-        wanted: ``"a tensor"``, ``"a function"``, ``"a whole number"``, ``"a text"`` or ``"a module"``.
-        **given: The arguments by name.
-
-    Raises:
-        Error: The first that is none.
-    """
+    """Refuse arguments of another kind."""
     for name, value in given.items():
         if not _ARE[wanted](value):
             raise Error(f"poptorch.{call}: {name} must be {wanted}, and is {reprlib.repr(value)}")

@@ -97,9 +97,6 @@ class LossSearch(TorchFunctionMode):
         """The one loss that flows into no other.
 
         One without a gradient, such as a metric, does not count beside one that has it.
-
-        Raises:
-            Error: If there is none, or there are several.
         """
         with_gradient = [loss for loss in self._losses if loss.grad_fn is not None]
         found = with_gradient or self._losses[-1:]
@@ -134,36 +131,18 @@ def _add_ancestors(node: Node | None, found: set[Node]) -> None:
 
 
 class LossPlace:
-    """Where in the result of a forward the loss is: found in the first one, and looked up in each later one.
-
-    Args:
-        result: Of the first forward.
-        loss: Its final loss.
-
-    Attributes:
-        is_found: Whether the loss itself is in the result; else each forward has to be watched.
-    """
+    """Where in the result of a forward the loss is: found in the first one, and looked up in each later one."""
 
     def __init__(self, result: Any, loss: Tensor) -> None:  # noqa: ANN401 - whatever a model gives
         self._index = next((index for index, tensor in enumerate(tensors_of(result)) if tensor is loss), None)
-        self._path = _path_to(result, loss)
         self._made_by = type(loss.grad_fn)
-        self.is_found = self._index is not None
+        self.is_found = self._index is not None  # whether the loss is in the result; else each forward is watched
 
     def loss(self, result: Any) -> Tensor:  # noqa: ANN401 - as above
-        """The loss in the result of a later forward.
-
-        Raises:
-            Error: If something else is in its place.
-        """
-        if self._path is None:
-            tensors = tensors_of(result)
-            found = tensors[self._index or 0] if len(tensors) > (self._index or 0) else None
-        else:
-            found = result
-            for key in self._path:
-                found = found[key]
-        if not isinstance(found, Tensor) or (
+        """The loss in the result of a later forward; an Error if something else is in its place."""
+        tensors, index = tensors_of(result), self._index or 0
+        found = tensors[index] if index < len(tensors) else None
+        if found is None or (
             type(found.grad_fn) is not self._made_by and type(found.grad_fn).__name__ != _OF_COMPILED
         ):
             raise Error(
@@ -173,26 +152,8 @@ class LossPlace:
         return found
 
 
-def _path_to(value: Any, loss: Tensor) -> tuple[Any, ...] | None:  # noqa: ANN401 - as above
-    """The keys that lead to ``loss`` through tuples, lists and dicts; None for another way."""
-    if value is loss:
-        return ()
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple | list) else ()
-    )
-    for key, part in items:
-        found = _path_to(part, loss)
-        if found is not None:
-            return (key, *found)
-    return None
-
-
 def refuse_backward(*_args: object, **_kwargs: object) -> None:
-    """In place of ``backward()`` of a model's results.
-
-    Raises:
-        Error: Always.
-    """
+    """In place of ``backward()`` of a model's results."""
     raise Error(
         "backward() cannot be called explicitly: a model of poptorch.trainingModel makes the whole step, backward "
         "pass and optimizer included, when it is called"

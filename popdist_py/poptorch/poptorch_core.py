@@ -63,11 +63,7 @@ def _validateOptions(options: dict[str, Any]) -> None:
 
 
 def log_options(options: dict[str, Any]) -> list[str]:
-    """Log each option.
-
-    Returns:
-        What is wrong with those that nobody knows, in words.
-    """
+    """Log each option, and say in words what is wrong with those that nobody knows."""
     known = {*_LATE, *_POPART_OPTIONS, *Options().toDict(), "numIOTiles"}
     known |= {f"location_{what}" for what in ("activation", "weight", "optimizer", "accumulator")}
     faults = []

@@ -26,10 +26,10 @@ from poptorch.blocks import (
     MovedArguments,
     check_stages,
     devices_of_tensors,
-    look_at_forward,
+    record_forward,
     report_of,
 )
-from poptorch.blocks.first_forward import seen_forward
+from poptorch.blocks.first_forward import recorded_forward
 from poptorch.blocks.placing import ipus_of_parameters
 from poptorch.blocks.report import IPU_MEMORY_BYTES, IpuMemory
 from poptorch.executor.module_tensors import ModuleTensors
@@ -86,7 +86,7 @@ def _annotated() -> Layers:
 
 
 def _run(model: nn.Module, options: poptorch.Options, *, is_training: bool = True) -> FirstForward:
-    _, seen = look_at_forward(model, lambda: model(torch.ones(2, 8)))
+    _, seen = record_forward(model, lambda: model(torch.ones(2, 8)))
     check_stages(seen, options, is_training=is_training)
     return seen
 
@@ -213,9 +213,9 @@ def test_only_the_first_forward_is_looked_at() -> None:
         _run(model, options)
     model(torch.ones(2, 8))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        look_at_forward(model, lambda: model(torch.ones(2, 3)))
+        record_forward(model, lambda: model(torch.ones(2, 3)))
 
-    assert seen_forward.get() is None
+    assert recorded_forward.get() is None
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
@@ -283,8 +283,8 @@ def test_phases_have_their_own_ipus() -> None:
             call()
 
 
-class Slope(nn.Module):
-    """Gradients within the forward, a sparse product, and activations that are computed again."""
+class Recomputing(nn.Module):
+    """A sparse product, and activations that are computed again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,9 +293,8 @@ class Slope(nn.Module):
         self.num_calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The slopes of squares, multiplied."""
-        slopes = torch.func.vmap(torch.func.grad(lambda row: self.layer(row).pow(2).sum()))(x)
-        y = torch.sparse.mm(self.table, self.layer(slopes))
+        """A function of the products."""
+        y = torch.sparse.mm(self.table, self.layer(x))
         with poptorch.Block("again", ipu_id=1):
             return checkpoint(self.twice, y, use_reentrant=False)  # type: ignore[no-any-return]  # a tensor
 
@@ -305,16 +304,33 @@ class Slope(nn.Module):
         return (y * 2).sin().exp()
 
 
-def test_looking_at_a_forward_computes_nothing() -> None:
-    """Whatever torch does in it; what is computed again is not kept."""
-    model = Slope()
-    output, seen = look_at_forward(model, lambda: model(torch.ones(2, 8)))
+class Slope(Recomputing):
+    """Gradients within the forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The slopes of squares, with what its base makes of them."""
+        return super().forward(torch.func.vmap(torch.func.grad(lambda row: self.layer(row).pow(2).sum()))(x))
+
+
+def test_recording_a_forward_computes_nothing() -> None:
+    """What is computed again is not kept."""
+    model = Recomputing()
+    output, seen = record_forward(model, lambda: model(torch.ones(2, 8)))
 
     assert model.num_calls == 1
     assert seen.saved_bytes[0] > 0
-    assert seen.saved_bytes.get(1, 0) < 2 * 8 * 4  # one of its three results, of 64 bytes each
+    assert seen.saved_bytes[1] == 2 * 8 * 4  # the block's input, and none of its three results of that size
     output.sum().backward()
     assert model.num_calls == 2
+
+
+def test_what_torch_func_differentiates_is_run_again() -> None:
+    """It refuses the hooks that count what backward keeps, so nothing is counted."""
+    model = Slope()
+    output, seen = record_forward(model, lambda: model(torch.ones(2, 8)))
+
+    assert seen.saved_bytes == {}
+    output.sum().backward()
 
 
 def test_a_block_changes_no_number() -> None:
@@ -327,7 +343,7 @@ def test_a_block_changes_no_number() -> None:
     grads = []
     for one in (plain, model):
         x = torch.ones(2, 8, requires_grad=True)
-        y = plain(x) if one is plain else look_at_forward(model, partial(model, x))[0]
+        y = plain(x) if one is plain else record_forward(model, partial(model, x))[0]
         loss = torch.exp(torch.tanh(y)).sum()
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         slope.pow(2).sum().backward()

@@ -6,7 +6,7 @@ from poptorch.blocks.annotations import BlockFunction as BlockFunction
 from poptorch.blocks.annotations import module_repr as module_repr
 from poptorch.blocks.annotations import removeBlocks as removeBlocks
 from poptorch.blocks.first_forward import FirstForward as FirstForward
-from poptorch.blocks.first_forward import look_at_forward as look_at_forward
+from poptorch.blocks.first_forward import record_forward as record_forward
 from poptorch.blocks.placing import MovedArguments as MovedArguments
 from poptorch.blocks.placing import check_stages as check_stages
 from poptorch.blocks.placing import devices_of_tensors as devices_of_tensors

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from torch import nn
 
-from poptorch.blocks.first_forward import EnteredBlock, seen_forward
+from poptorch.blocks.first_forward import EnteredBlock, recorded_forward
 from poptorch.errors import Error, check_arguments, is_whole
 
 Id = str | int | None
@@ -33,25 +33,25 @@ class Block:
     @staticmethod
     def useAutoId() -> None:
         """In a forward: call blocks without a name "0", "1", and so on, in the order in which they are entered."""
-        if (seen := seen_forward.get()) is not None:
+        if (seen := recorded_forward.get()) is not None:
             seen.num_automatic = 0
 
     @staticmethod
     def start(user_id: Id = None, ipu_id: int | None = None) -> None:
         """In a forward: what follows is a block, up to the next one."""
         _check_ipu(ipu_id)
-        if (seen := seen_forward.get()) is not None:
+        if (seen := recorded_forward.get()) is not None:
             seen.enter(EnteredBlock(user_id=_text(user_id), ipu_id=ipu_id))
 
     def __enter__(self) -> Self:
-        seen = seen_forward.get()
+        seen = recorded_forward.get()
         self._outer = 0 if seen is None else seen.current
         self.start(self._user_id, self._ipu_id)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        if (seen := seen_forward.get()) is not None:
-            seen.leave(self._outer)
+        if (seen := recorded_forward.get()) is not None:
+            seen.current = self._outer
 
 
 def BlockFunction(user_id: Id = None, ipu_id: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -76,7 +76,7 @@ class BlockModule(nn.Module):
     _ipu_id: int | None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401, D102 - as modules have it
-        if (seen := seen_forward.get()) is not None:
+        if (seen := recorded_forward.get()) is not None:
             seen.enter(begun_by(self))
         return super().__call__(*args, **kwargs)
 
@@ -103,13 +103,7 @@ class BlockModule(nn.Module):
 
 
 class FunctionBlock:
-    """A function that begins a block when it is called.
-
-    Args:
-        function: What is called.
-        user_id: As for ``Block``.
-        ipu_id: As for ``Block``.
-    """
+    """A function that begins a block whenever it is called."""
 
     def __init__(self, function: Callable[..., Any], user_id: Id, ipu_id: int | None) -> None:
         self._function = function

@@ -20,14 +20,10 @@ from poptorch.options.execution_strategies import ExecutionStrategy, PipelinedEx
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DealtBlocks:
-    """Where the blocks of a forward run.
+    """Where the blocks of a forward run."""
 
-    Attributes:
-        num_stages: Stages of the forward pass, at least 1.
-        ipus: For each block, its virtual IPU in the replica; at first that of what runs before any block.
-    """
-
-    num_stages: int
+    num_stages: int  # stages of the forward pass, at least 1
+    # for each block, its virtual IPU in the replica; at first that of what runs before any block
     ipus: tuple[int, ...]
 
 
@@ -36,9 +32,6 @@ def deal_blocks(strategy: ExecutionStrategy, blocks: Sequence[EnteredBlock]) -> 
 
     ``AutoStage.SameAsIpu`` takes a block's IPU as its stage, and without one that of the block before.
     ``AutoStage.AutoIncrement`` gives each new block the next stage, and without an IPU of its own that number.
-
-    Raises:
-        Error: If the strategy has stages, and none of them has one of the blocks.
     """
     if strategy.stages:
         found = [_stage_of(strategy, block) for block in blocks]
@@ -67,12 +60,7 @@ def _stage_of(strategy: ExecutionStrategy, block: EnteredBlock) -> Stage:
 
 
 def check_stages(seen: FirstForward, options: Options, *, is_training: bool) -> None:
-    """Deal the blocks of a forward to virtual IPUs, which ``seen`` has then.
-
-    Raises:
-        Error: If a block is in none of the strategy's stages, or a call has too few micro batches for the stages:
-            in training 2 x stages - 1 are needed, in inference as many as stages.
-    """
+    """Deal the blocks of a forward to virtual IPUs, which ``seen`` has then."""
     strategy = strategy_of(options)
     seen.ipus = (dealt := deal_blocks(strategy, seen.blocks)).ipus
     num_stages = dealt.num_stages
@@ -110,14 +98,6 @@ def devices_of_tensors(
 
     A block goes from a module that ``BeginBlock`` was given up to the next one, in the order of their definition;
     ``with poptorch.Block`` places nothing. More virtual IPUs than devices share these out evenly.
-
-    Args:
-        module: Its tensors stay where they are.
-        devices: Those of one replica, at least one.
-        options: Their execution strategy deals blocks to virtual IPUs.
-
-    Returns:
-        The device of each parameter and buffer by name. One that several modules share has that of the first.
     """
     parts = list(module.named_modules())
     ipus = deal_blocks(
@@ -155,10 +135,9 @@ def ipus_of_parameters(module: nn.Module, seen: FirstForward) -> dict[str, int]:
 class MovedArguments(TorchFunctionMode):
     """Within it the tensors of an operation meet on one device: that of its parameter, else that of the last one.
 
-    Operations that write into a tensor take place where it lies.
+    ``device`` is that of operations before there was a parameter.
 
-    Args:
-        device: Where operations take place before there was a parameter.
+    Operations that write into a tensor take place where it lies.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -90,17 +90,7 @@ def memory_of(device: torch.device) -> int:
 def report_of(
     module: nn.Module, seen: FirstForward, *, optimizer_bytes: Mapping[str, int], memory_bytes: int
 ) -> ModelReport:
-    """The report of a model.
-
-    Args:
-        module: The model.
-        seen: Its first forward.
-        optimizer_bytes: Of the optimizer's state for each parameter, by name.
-        memory_bytes: What each virtual IPU has.
-
-    Returns:
-        An entry for each virtual IPU up to the last one that holds anything, and for at least one.
-    """
+    """The report of a model."""
     ipu_of = ipus_of_parameters(module, seen)
     parameters, activations, states = Counter[int](), Counter[int](), Counter[int]()
     for name, parameter in module.named_parameters():

@@ -15,27 +15,16 @@ _SEED_BYTES: Final = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A consecutive part of the dataset, or of a permutation of it, for each process.
+    """A consecutive part of the dataset, or of a permutation of it, for each process."""
 
-    Attributes:
-        num_samples: Of the whole dataset.
-        batch_size: Samples of a process's combined batch.
-        process_id: This process.
-        num_processes: Processes that the samples are divided among.
-        drop_last: Give each process the same number of full batches; else the first processes get one more sample
-            where they do not divide.
-        seed: Of the permutations, another one in each epoch and the same on all processes; None for the
-            dataset's order.
-
-    Raises:
-        Error: If there is no full batch for each process, and incomplete ones are dropped.
-    """
-
-    num_samples: int
-    batch_size: int
-    process_id: int
-    num_processes: int
+    num_samples: int  # of the whole dataset
+    batch_size: int  # samples of a process's combined batch
+    process_id: int  # this process
+    num_processes: int  # processes that the samples are divided among
+    # give each process the same number of full batches; else the first processes get one more sample where they do
+    # not divide
     drop_last: bool
+    # of the permutations, another one in each epoch and the same on all processes; None for the dataset's order
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -97,13 +86,7 @@ class PartitionSampler(Sampler[int]):
 
 
 class JoinedBatchSampler(Sampler[list[int]]):
-    """Joins each ``num_joined`` batches of another sampler to a combined one.
-
-    Args:
-        batches: Gives lists of indices.
-        num_joined: How many become one.
-        drop_last: Leave out the last ones, when they are fewer.
-    """
+    """Joins each ``num_joined`` batches of another sampler to a combined one."""
 
     def __init__(self, batches: Sampler[list[int]], num_joined: int, *, drop_last: bool) -> None:
         self.batches = batches

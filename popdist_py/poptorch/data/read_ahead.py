@@ -46,52 +46,33 @@ _NEVER: Final = 1 << 62
 
 
 class _DataBuffers(NamedTuple):
-    """Places for batches, which program and worker share.
+    """Places for batches, which program and worker share."""
 
-    Attributes:
-        indices_mem: 1 for each batch that lies ready, else 0; ``int32``, one for each place.
-        wanted: The epoch that the program wants; -1 before its first one.
-    """
-
-    indices_mem: Tensor
-    wanted: Tensor
+    indices_mem: Tensor  # 1 for each batch that lies ready, else 0; ``int32``, one for each place
+    wanted: Tensor  # the epoch that the program wants; -1 before its first one
 
 
 class _Message(NamedTuple):
-    """What the worker sends: that it can read, a batch, or the end of an epoch.
+    """What the worker sends: that it can read, a batch, or the end of an epoch."""
 
-    Attributes:
-        epoch: Which one, from 0.
-        kind: ``"ready"``, ``"batch"`` or ``"end"``.
-        batch: The batch.
-    """
-
-    epoch: int
-    kind: str
-    batch: Any = None
+    epoch: int  # which one, from 0
+    kind: str  # ``"ready"``, ``"batch"`` or ``"end"``
+    batch: Any = None  # the batch
 
 
 class _Epochs(IterableDataset[_Message]):
-    """Everything that ``source`` gives, epoch after epoch, for as long as the program wants it.
-
-    Args:
-        source: A dataset, or a loader.
-        buffers: Shared with the program.
-        load_indefinitely: Whether to begin an epoch before it is wanted.
-        early_preload: Whether to read more than one batch before the first epoch is wanted.
-        rebatched_size: Samples of a batch; None leaves batches as they are.
-        drop_last: Leave out a last rebatched one that is smaller.
-    """
+    """Everything that ``source`` gives, epoch after epoch, for as long as the program wants it."""
 
     def __init__(
         self,
+        # a dataset, or a loader
         source: Any,  # noqa: ANN401 - whatever can be iterated
-        buffers: _DataBuffers,
+        buffers: _DataBuffers,  # shared with the program
         *,
-        load_indefinitely: bool,
-        early_preload: bool,
-        rebatched_size: int | None,
-        drop_last: bool,
+        load_indefinitely: bool,  # whether to begin an epoch before it is wanted
+        early_preload: bool,  # whether to read more than one batch before the first epoch is wanted
+        rebatched_size: int | None,  # samples of a batch; None leaves batches as they are
+        drop_last: bool,  # leave out a last rebatched one that is smaller
     ) -> None:
         self._source = source
         self._buffers = buffers
@@ -160,11 +141,7 @@ class _Reader:
             logger.debug("AsynchronousDataAccessor worker process: %s", process.pid)
 
     def receive(self) -> _Message:
-        """Wait for the next message.
-
-        Raises:
-            Error: If a batch cannot be read, or the process has ended.
-        """
+        """Wait for the next message."""
         if self._messages is None:
             raise Error("the process that reads ahead has ended: terminate() was called")
         try:
@@ -320,11 +297,7 @@ class AsynchronousDataAccessor:
 
 
 def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[Any]:
-    """The samples of ``batches`` in batches of ``size``, of the same structure; the last one may be smaller.
-
-    Raises:
-        Error: If there is something else in a batch than tensors with a dim 0, and lists of texts.
-    """
+    """The samples of ``batches`` in batches of ``size``, of the same structure; the last one may be smaller."""
     held: list[list[Any]] = []
     structure: Structure | None = None
     num_held = 0

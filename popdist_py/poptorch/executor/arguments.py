@@ -34,23 +34,14 @@ MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameters:
-    """What ``forward`` takes.
+    """What ``forward`` takes."""
 
-    Attributes:
-        positional: Names of what may be given by position.
-        defaults: Name → value of what need not be given.
-        mandatory: Names of what must be given.
-        starred: The name of ``*args``, or None.
-        takes_any_name: Whether it has ``**kwargs``.
-        lists: Names of what is annotated as a list.
-    """
-
-    positional: tuple[str, ...]
-    defaults: dict[str, Any]
-    mandatory: tuple[str, ...]
-    starred: str | None
-    takes_any_name: bool
-    lists: frozenset[str]
+    positional: tuple[str, ...]  # names of what may be given by position
+    defaults: dict[str, Any]  # name → value of what need not be given
+    mandatory: tuple[str, ...]  # names of what must be given
+    starred: str | None  # the name of ``*args``, or None
+    takes_any_name: bool  # whether it has ``**kwargs``
+    lists: frozenset[str]  # names of what is annotated as a list
 
     @classmethod
     def of(cls, forward: Callable[..., Any]) -> Self:
@@ -67,11 +58,7 @@ class _Parameters:
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What was given, by name; what ``*args`` takes is called ``args[0]``.
-
-        Raises:
-            Error: If one is given twice.
-        """
+        """What was given, by name; what ``*args`` takes is called ``args[0]``."""
         bound = dict(zip(self.positional, args, strict=False))
         for place, value in enumerate(args[len(self.positional) :]):
             bound[f"{self.starred or 'args'}[{place}]"] = value
@@ -82,11 +69,7 @@ class _Parameters:
         return bound
 
     def check_first(self, args: tuple[Any, ...], bound: dict[str, Any]) -> None:
-        """Refuse what ``forward`` cannot be called with; where it has ``*args``, Python itself does.
-
-        Raises:
-            Error: Naming the parameter.
-        """
+        """Refuse what ``forward`` cannot be called with; where it has ``*args``, Python itself does."""
         if self.starred is not None:
             return
         for name in self.mandatory:
@@ -154,39 +137,15 @@ class CallArguments:
     def of(
         cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Self:
-        """Fix what the first call has.
-
-        Args:
-            forward: Will be called with micro batches.
-            args: The first call's arguments by position,
-            kwargs: and by name.
-            options: Say how many micro batches a combined batch has.
-
-        Raises:
-            AssertionError: If the samples of a tensor are no whole number of micro batches.
-            Error: If ``forward`` takes no such arguments, or a tensor is empty.
-        """
+        """Fix what the first call has."""
         return cls(_Parameters.of(forward), CombinedBatch.of(options), args, kwargs)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare a call with the first one.
-
-        Raises:
-            Error: Naming the argument, what was expected, and what was found.
-        """
+        """Compare a call with the first one."""
         self._read(args, self._parameters.bind(args, kwargs))
 
     def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """Check a call, and split its tensors.
-
-        Returns:
-            The arguments of each micro batch, in order of iteration, step of accumulation and replica. The tensors
-            are views of dim 0, or copies where one would begin elsewhere in memory than torch's tensors do.
-            One without dims is passed whole. Lists are tuples, where no annotation says list.
-
-        Raises:
-            Error: As `check`.
-        """
+        """Check a call, and split its tensors."""
         if self._is_whole and not kwargs and len(args) == len(self._forms) and all(map(_fits, args, self._forms)):
             return [(args, kwargs)]
         bound = self._parameters.bind(args, kwargs)
@@ -213,11 +172,7 @@ class CallArguments:
         return list if name in self._parameters.lists else tuple
 
     def _read(self, args: tuple[Any, ...], bound: dict[str, Any]) -> tuple[dict[str, Structure], list[Tensor]]:
-        """Structures by name, and all tensors, in the order of the first call.
-
-        Raises:
-            Error: Where they differ from the first call's.
-        """
+        """Structures by name, and all tensors, in the order of the first call."""
         tensors: list[Tensor] = []
         found = {
             name: taken_apart(bound[name], tensors, like=expected) if name in bound else self._defaults.get(name)
@@ -280,12 +235,7 @@ def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind
 
 
 def _check_size(path: str, shape: torch.Size, batch: CombinedBatch) -> None:
-    """Refuse what cannot be split.
-
-    Raises:
-        AssertionError: If the samples are no whole number of micro batches.
-        Error: If there are no elements.
-    """
+    """Refuse what cannot be split."""
     if 0 in shape:
         raise Error(f"Zero-sized tensors are unsupported (Got shape {list(shape)} for {path})")
     if shape and shape[0] % batch.num_parts:

@@ -29,33 +29,16 @@ PerfCounters = tuple[list[list[float]], list[list[float]], list[list[float]], li
 
 
 class CompiledModel:
-    """One module, ready for calls with arguments like those of the first one.
-
-    Args:
-        module: The user's module.
-        modes: Submodules, and whether each runs in training mode.
-        options: The executor's own.
-        arguments: Of the first call, by position.
-        named_arguments: Of the first call, by name.
-        optimizer: The program's; None for inference.
-
-    Attributes:
-        tensors: The module's parameters and buffers.
-        runs: What the calls compute.
-
-    Raises:
-        AssertionError: If the first call's samples are no whole number of micro batches.
-        Error: If the model cannot run so.
-    """
+    """One module, ready for calls with arguments like those of the first one."""
 
     def __init__(
         self,
-        module: nn.Module,
-        modes: Sequence[tuple[nn.Module, bool]],
-        options: Options,
-        arguments: tuple[Any, ...],
-        named_arguments: dict[str, Any],
-        optimizer: torch.optim.Optimizer | None,
+        module: nn.Module,  # the user's module
+        modes: Sequence[tuple[nn.Module, bool]],  # submodules, and whether each runs in training mode
+        options: Options,  # the executor's own
+        arguments: tuple[Any, ...],  # of the first call, by position
+        named_arguments: dict[str, Any],  # of the first call, by name
+        optimizer: torch.optim.Optimizer | None,  # the program's; None for inference
     ) -> None:
         is_training = optimizer is not None
         self._module = module
@@ -63,6 +46,7 @@ class CompiledModel:
         self._is_shared = popdist.num_instances() * options.replication_factor > 1 and options.broadcast_buffers
         self._devices = popdist.devices()
         self._is_on_cpu = self._devices[0].type == "cpu"
+        # the module's parameters and buffers
         self.tensors = ModuleTensors(
             module,
             devices_of_tensors(module, self._devices, options),
@@ -77,7 +61,7 @@ class CompiledModel:
             forward = self._trace(first, is_training=is_training)
             self._seen = forward.seen
             check_stages(self._seen, options, is_training=is_training)
-            self.runs: Runs
+            self.runs: Runs  # what the calls compute
             if optimizer is None:
                 self.runs = InferenceRuns(forward, self.tensors, options)
             else:
@@ -86,11 +70,7 @@ class CompiledModel:
         self._num_outputs = len(tensors_of(forward.result))
 
     def _trace(self, first: MicroBatch, *, is_training: bool) -> TracedForward:
-        """Run the first forward, which leaves the buffers as they are.
-
-        Raises:
-            Error: If it changes a buffer that all replicas share.
-        """
+        """Run the first forward, which leaves the buffers as they are."""
         before = {name: buffer.clone() for name, buffer in self.tensors.buffers.items()}
         device = self._devices[0] if len({*self._devices}) > 1 else None
         forward = TracedForward(self._module, first, is_training=is_training, device=device)
@@ -111,11 +91,7 @@ class CompiledModel:
         return self._arguments.micro_batches(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
-        """The results of one call.
-
-        Raises:
-            Error: If its arguments are not like those of the first one, or a micro batch fails.
-        """
+        """The results of one call."""
         micro_batches = self._micro_batches(args, kwargs)
         with self.tensors.running():
             return refuse_backward_of(self.runs.run(micro_batches))
@@ -131,11 +107,7 @@ class CompiledModel:
             self.runs.must_agree = True
 
     def copy_named_buffers_to_device(self) -> None:
-        """Use the values that the module has in those buffers that may be uploaded alone.
-
-        Raises:
-            Error: If the options name none.
-        """
+        """Use the values that the module has in those buffers that may be uploaded alone."""
         if not self._updatable:
             raise Error("no buffers may be uploaded alone: name them, as options.updatableNamedBuffers(['mean'])")
         self.tensors.copy_to_device(self._updatable)
@@ -155,12 +127,7 @@ class CompiledModel:
 
 
 class Runs(ABC):
-    """What the calls of one model compute, while its tensors are in place.
-
-    Attributes:
-        moments: For each micro batch of the last call, when it began and when it ended, in seconds.
-        anchors: The tensors that the options anchor.
-    """
+    """What the calls of one model compute, while its tensors are in place."""
 
     def __init__(self, forward: TracedForward, tensors: ModuleTensors, options: Options) -> None:
         self._forward = forward
@@ -171,7 +138,9 @@ class Runs(ABC):
             *(batch.num_iterations, batch.num_accumulations, batch.num_replicas),
         )
         self._model: popdist.ReplicatedModel | None = None
+        # for each micro batch of the last call, when it began and when it ended, in seconds
         self.moments: list[tuple[float, float]] = []
+        # the tensors that the options anchor
         self.anchors = AnchoredTensors(options.anchored_tensors, tensors.parameters)
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - whatever the model gives
@@ -227,14 +196,6 @@ class TrainingRuns(Runs):
     """Calls that train: one step of the optimizer for each device iteration, over all replicas of the job.
 
     Where a step is one micro batch, of the one replica of the job, there is nothing to add up.
-
-    Attributes:
-        optimizer: Makes the steps.
-        must_agree: Whether the next call gives all instances the weights of instance 0.
-
-    Raises:
-        Error: If the options are of another number of processes than the job has.
-        PopdistError: As ``popdist.ReplicatedModel``.
     """
 
     def __init__(
@@ -251,9 +212,10 @@ class TrainingRuns(Runs):
             weakref.finalize(self, outside.close).atexit = False
         elif not popdist.is_initialized():
             popdist.init()
+        # makes the steps
         self.optimizer = ModelOptimizer(optimizer, tensors.parameters, options, self._model, tensors.running)
         self._parameters = list(tensors.parameters.values())
-        self.must_agree = False
+        self.must_agree = False  # whether the next call gives all instances the weights of instance 0
 
     @torch.enable_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> Any:  # noqa: ANN401 - as above
@@ -327,11 +289,7 @@ _REDUCTIONS: Final[dict[ReductionType, Literal["mean", "sum"]]] = {
 
 
 def reduction_of(options: Options) -> Literal["mean", "sum"]:
-    """How gradients of micro batches and replicas become one.
-
-    Raises:
-        Error: If they do not, or the options are of another number of processes or replicas than the job has.
-    """
+    """How gradients of micro batches and replicas become one."""
     kind = options.Training.accumulation_and_replication_reduction_type
     if kind not in _REDUCTIONS:
         raise Error(
@@ -354,11 +312,7 @@ def reduction_of(options: Options) -> Literal["mean", "sum"]:
 
 
 def _updatable_buffers(options: Options, tensors: ModuleTensors) -> list[str]:
-    """The names of ``updatableNamedBuffers``.
-
-    Raises:
-        Error: If there is no buffer of that name.
-    """
+    """The names of ``updatableNamedBuffers``."""
     names: list[str] = options._Popart.options.get("updatableNamedBuffers", [])  # noqa: SLF001 - its setter puts it there
     if unknown := [name for name in names if name not in tensors.buffers]:
         raise Error(

@@ -48,38 +48,24 @@ class _Place:
 
 
 class ModuleTensors:
-    """The parameters and buffers of one wrapped module.
+    """The parameters and buffers of one wrapped module."""
 
-    Args:
-        module: The user's module.
-        devices: Where each tensor lies while the model runs, by its name.
-        modes: Submodules, and whether each was in training mode when the module was wrapped.
-        is_training: Whether running the model trains the parameters.
-        has_copies: Whether the model computes on copies, and the module's own tensors stay where they are.
-        num_buffer_sets: Replicas of this process that have buffers of their own; 1 where all share the module's.
-
-    Attributes:
-        parameters: The module's parameters by name, each once.
-        buffers: The module's buffers by name, each once.
-        copies: The values of all of them on the device, by name; empty without copies.
-        num_running: How many models run just now, one within another.
-        num_trainings: How many training calls there were in this process, of all models.
-    """
-
-    num_running: ClassVar[int] = 0
-    num_trainings: ClassVar[int] = 0
+    num_running: ClassVar[int] = 0  # how many models run just now, one within another
+    num_trainings: ClassVar[int] = 0  # how many training calls there were in this process, of all models
 
     _all_copies: ClassVar[WeakTensorKeyDictionary] = WeakTensorKeyDictionary()
     """Tensor of the host → device → the copy there, which all models of the tensor share."""
 
     def __init__(
         self,
-        module: nn.Module,
-        devices: Mapping[str, torch.device],
+        module: nn.Module,  # the user's module
+        devices: Mapping[str, torch.device],  # where each tensor lies while the model runs, by its name
+        # submodules, and whether each was in training mode when the module was wrapped
         modes: Sequence[tuple[nn.Module, bool]],
         *,
-        is_training: bool,
-        has_copies: bool,
+        is_training: bool,  # whether running the model trains the parameters
+        has_copies: bool,  # whether the model computes on copies, and the module's own tensors stay where they are
+        # replicas of this process that have buffers of their own; 1 where all share the module's
         num_buffer_sets: int = 1,
     ) -> None:
         self._module = module
@@ -96,9 +82,12 @@ class ModuleTensors:
         self._places = list(_places(self._module))
         tensors = {id(place.tensor): place for place in reversed(self._places)}  # the first name of each
         named = {place.name: place.tensor for place in reversed(tensors.values())}
+        # the module's parameters by name, each once
         self.parameters = {name: it for name, it in named.items() if isinstance(it, nn.Parameter)}
+        # the module's buffers by name, each once
         self.buffers = {name: it for name, it in named.items() if not isinstance(it, nn.Parameter)}
         self._buffer_places = [place for place in self._places if not isinstance(place.tensor, nn.Parameter)]
+        # the values of all of them on the device, by name; empty without copies
         self.copies: dict[str, Tensor] = {}
         if self._has_copies:
             self.copies = {name: self._copy_of(name, tensor) for name, tensor in named.items()}
@@ -115,11 +104,7 @@ class ModuleTensors:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within it the module has its modes, its device's values and replica 0's buffers, and no gradients.
-
-        Raises:
-            Error: If a parameter or a buffer was assigned or deleted.
-        """
+        """Within it the module has its modes, its device's values and replica 0's buffers, and no gradients."""
         if self._is_running:  # within a call, or while the model is compiled
             yield
             return

@@ -14,16 +14,8 @@ from poptorch.errors import Error
 class Outputs:
     """The result of one call: the results of some micro batches, one after the other in dim 0.
 
-    Args:
-        mode: Final keeps the last result of each replica; EveryN each replica's N-th, 2N-th ...; All all of them;
-            Sum adds up each replica's.
-        period: N. At least 1.
-        num_device_iterations: Of the call.
-        num_accumulations: Micro batches of a replica in a step of the optimizer.
-        num_replicas: Of this process.
-
-    Raises:
-        Error: If EveryN keeps nothing, or the mode is Default, which says nothing.
+    Final keeps the last result of each replica; EveryN each replica's N-th, 2N-th and so on, N being
+    the period; All keeps all of them; Sum adds up each replica's.
     """
 
     def __init__(
@@ -56,9 +48,6 @@ class Outputs:
         """Add the next micro batch's result, in order of iteration, step of accumulation and replica.
 
         Tensors are copied, so that the model may change them later.
-
-        Raises:
-            Error: If it has another structure, shape or dtype than an earlier one, or cannot be joined.
         """
         if self._is_one:
             self._result = _copy_of_one(value)
@@ -111,11 +100,7 @@ class _JoinedTensor:
             self.values = torch.empty(shape, dtype=first.dtype, device=first.device)
 
     def put(self, place: int, tensor: Tensor, *, adds: bool) -> None:
-        """Copy a micro batch's tensor to its place, or add it there.
-
-        Raises:
-            Error: If it has another shape or dtype, or truth values shall be added.
-        """
+        """Copy a micro batch's tensor to its place, or add it there."""
         if tensor.shape != self._shape or tensor.dtype is not self.values.dtype:
             raise Error(
                 f"a micro batch gave {tensor.dtype} {list(tensor.shape)}, and an earlier one {self.values.dtype} "
@@ -150,15 +135,7 @@ _LOSS_SCALE: Final = "finalLossScale"
 
 
 class AnchoredTensors:
-    """What the options anchor: a parameter by its name, its gradient, or the loss scaling, after each step.
-
-    Args:
-        anchored: Short name → long name, mode, period.
-        parameters: Of the model, by name.
-
-    Raises:
-        Error: If there is no tensor of that name.
-    """
+    """What the options anchor: a parameter by its name, its gradient, or the loss scaling, after each step."""
 
     def __init__(self, anchored: Mapping[str, list[Any]], parameters: Mapping[str, nn.Parameter]) -> None:
         self._anchored = dict(anchored)
@@ -188,11 +165,7 @@ class AnchoredTensors:
             self._seen.setdefault(short, []).append(value)
 
     def get(self, short: str) -> Tensor:
-        """What was anchored under that name in the last call: one value for each step that its mode keeps.
-
-        Raises:
-            Error: If nothing was.
-        """
+        """What was anchored under that name in the last call: one value for each step that its mode keeps."""
         if short not in self._anchored:
             raise Error(
                 f"{short!r} is not the name of an anchored tensor: {', '.join(self._anchored) or 'none is'}"

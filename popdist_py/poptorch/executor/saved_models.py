@@ -31,23 +31,19 @@ _PLAIN: Final = frozenset({Tensor, tuple, list, dict, type(None), bool, int, flo
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """What a file holds.
+    """What a file holds."""
 
-    Attributes:
-        is_training: Whether it was a training model.
-        weights: Parameters and buffers by name; empty for those of the module that reads the file.
-        optimizer_state: The optimizer's tensors on the device, by name.
-        random_state: Of the replicas of this process, as bytes; None where it was not asked for.
-        example: Arguments of a call, by position and by name, with zeros for tensors; None where they hold types
-            that only pickle can read, or the model is not compiled.
-        objects: Of `pickled`: the module, the options, the optimizer; None where they were not asked for.
-    """
-
-    is_training: bool
+    is_training: bool  # whether it was a training model
+    # parameters and buffers by name; empty for those of the module that reads the file
     weights: dict[str, Tensor] = field(default_factory=dict)
+    # the optimizer's tensors on the device, by name
     optimizer_state: dict[str, Tensor] = field(default_factory=dict)
+    # of the replicas of this process, as bytes; None where it was not asked for
     random_state: Tensor | None = None
+    # arguments of a call, by position and by name, with zeros for tensors; None where they hold types that only
+    # pickle can read, or the model is not compiled
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    # of `pickled`: the module, the options, the optimizer; None where they were not asked for
     objects: tuple[Tensor, ...] | None = None
 
 
@@ -69,11 +65,7 @@ def _is_plain(structure: Structure) -> bool:
 
 
 def pickled(*objects: object) -> tuple[Tensor, ...]:
-    """Objects for a file: their pickle as bytes, and the tensors that it names, which lie in the file once.
-
-    Raises:
-        Error: If one cannot be pickled, as one of a class within a function.
-    """
+    """Objects for a file: their pickle as bytes, and the tensors that it names, which lie in the file once."""
     stream = io.BytesIO()
     pickler = _ModelPickler(stream)
     try:
@@ -84,11 +76,7 @@ def pickled(*objects: object) -> tuple[Tensor, ...]:
 
 
 def unpickled(saved: SavedModel, path: str | os.PathLike[str]) -> tuple[Any, ...]:
-    """The objects of a file that is trusted: reading them runs what it says.
-
-    Raises:
-        Error: If it has none.
-    """
+    """The objects of a file that is trusted: reading them runs what it says."""
     if saved.objects is None:
         raise Error(f"{path} holds no module: it was written with export_model=False. Use loadExecutable()")
     data, *tensors = saved.objects
@@ -130,16 +118,7 @@ class _ModelUnpickler(pickle.Unpickler):
 
 
 def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") -> Path:
-    """Write a file; one that was there stays whole until the new one is.
-
-    Args:
-        saved: What it shall hold.
-        path: A file, whose folders are made; or a folder that is there.
-        name: The file's name in such a folder, without suffix.
-
-    Returns:
-        The file.
-    """
+    """Write a file; one that was there stays whole until the new one is."""
     target = Path(path)
     if target.is_dir():
         target /= f"{name}{_SUFFIX}"
@@ -155,15 +134,7 @@ def write(saved: SavedModel, path: str | os.PathLike[str], name: str = "model") 
 
 
 def read(path: str | os.PathLike[str], name: str = "model") -> SavedModel:
-    """Read what `write` wrote, without running anything.
-
-    Args:
-        path: The file; or a folder that it was written into.
-        name: As given to `write`.
-
-    Raises:
-        Error: If there is no such file, or it is of another kind.
-    """
+    """Read what `write` wrote, without running anything."""
     source = Path(path)
     if source.is_dir():
         source /= f"{name}{_SUFFIX}"
@@ -182,12 +153,6 @@ def write_files(options: Options, kind: str, tensors: Mapping[str, Tensor], comp
     """Write what is asked for: ``profile.pop`` for ``enableProfiling``, and ``POPTORCH_EXPORT_PROTO_FILE``.
 
     Both are JSON: there is no Poplar whose formats they could have.
-
-    Args:
-        options: Of the model.
-        kind: ``"training"`` or ``"inference"``: the folder of the profile, unless the model has a name.
-        tensors: Its parameters and buffers.
-        compilation_seconds: How long its compilation took.
     """
     description: dict[str, Any] = {
         "kind": kind,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from poptorch.blocks import MovedArguments, look_at_forward
+from poptorch.blocks import MovedArguments, record_forward
 from poptorch.custom_types import with_tensors
 from poptorch.errors import Error
 from poptorch.executor.arguments import MicroBatch
@@ -34,15 +34,11 @@ def isRunningOnIpu() -> bool:
 
 
 class WeightCasts(TorchFunctionMode):
-    """Within it weights and biases of products and convolutions are cast to the dtype of what they multiply.
-
-    Attributes:
-        has_cast: Whether there was a need.
-    """
+    """Within it weights and biases of products and convolutions are cast to the dtype of what they multiply."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_cast = False
+        self.has_cast = False  # whether there was a need
 
     def __torch_function__(
         self,
@@ -61,21 +57,7 @@ class WeightCasts(TorchFunctionMode):
 
 
 class TracedForward:
-    """The forward of one model.
-
-    Args:
-        module: The user's module, while its tensors are in place.
-        first: Arguments of the first micro batch. They are not changed, nor is what the generators draw next.
-        is_training: Whether the loss is looked for.
-        device: Where tensors meet that lie on several devices; None where there is one.
-
-    Attributes:
-        result: Of the first forward, detached.
-        seen: What it showed of its blocks.
-
-    Raises:
-        Error: If there is no loss, or there are several; and whatever forward raises.
-    """
+    """The forward of one model. It runs once when this is made, which changes neither arguments nor generators."""
 
     def __init__(
         self, module: nn.Module, first: MicroBatch, *, is_training: bool, device: torch.device | None = None
@@ -91,11 +73,11 @@ class TracedForward:
                 modes.enter_context(search)
             if "torch._dynamo" in sys.modules:  # nothing can be seen of what torch.compile has compiled
                 modes.enter_context(torch.compiler.set_stance("force_eager"))
-            result, self.seen = look_at_forward(module, lambda: self._called(args, kwargs))
+            result, self.seen = record_forward(module, lambda: self._called(args, kwargs))
         if is_training:
             self._place = LossPlace(result, search.final())
         self._has_casts = casts.has_cast
-        self.result = with_tensors(result, Tensor.detach)
+        self.result = with_tensors(result, Tensor.detach)  # of the first forward, detached
 
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The result for a micro batch."""

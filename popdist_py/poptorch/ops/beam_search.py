@@ -86,17 +86,11 @@ class CTCBeamSearchDecoder(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """Sequences that are followed, the most probable one first.
+    """Sequences that are followed, the most probable one first."""
 
-    Attributes:
-        sequences: Their labels.
-        blanks: Logarithm of the probability of all paths of each sequence that end with a blank.
-        others: The same for the paths that end with its last label.
-    """
-
-    sequences: list[tuple[int, ...]]
-    blanks: Logs
-    others: Logs
+    sequences: list[tuple[int, ...]]  # their labels
+    blanks: Logs  # logarithm of the probability of all paths of each sequence that end with a blank
+    others: Logs  # the same for the paths that end with its last label
 
     @property
     def totals(self) -> Logs:

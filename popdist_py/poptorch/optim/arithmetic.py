@@ -17,13 +17,7 @@ UNCORRECTED_STEPS: Final = 2.0**40
 
 
 def arithmetic_of(kind: str, settings: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class that computes the steps of a group, and the group's settings as it takes them.
-
-    Args:
-        kind: SGD, Adam, AdamW, RMSprop or LAMB.
-        settings: Of the group.
-
-    """
+    """The class that computes the steps of a group, and the group's settings as it takes them."""
     found: type[torch.optim.Optimizer]
     if kind == "AdamW" and not settings.get("bias_correction", True):
         found = UncorrectedAdamW
@@ -47,11 +41,7 @@ def _arguments_of(constructor: Callable[..., None]) -> frozenset[str]:
 
 
 def step_by_others(kind: str, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:  # noqa: ANN401 - what the closure gives
-    """A step of ``optimizer`` by the classes that :func:`arithmetic_of` gives for its groups.
-
-    Returns:
-        What ``closure`` gives, or None.
-    """
+    """A step of ``optimizer`` by the classes that :func:`arithmetic_of` gives for its groups."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -92,14 +82,7 @@ class TensorFlowRMSprop(torch.optim.RMSprop):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - a closure may give anything
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What ``closure`` returned, or None.
-        """
+        """Update the parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,29 +137,18 @@ _ELEMENTS_AT_ONCE: Final = 1 << 19
 
 
 class WidenedLAMB(torch.optim.Optimizer):
-    """popdist.optim.LAMB in float32, one parameter at a time, with weights and state held in half precision.
-
-    Args:
-        params: Parameters.
-        moments: The dtype of each moment, by torch's name of it.
-        rounding: "stochastic", by chance, or "nearest".
-        seed: Of the random bits.
-        **settings: Of popdist.optim.LAMB.
-
-    Attributes:
-        grad_scale: What the gradients are divided by, once they are in float32.
-    """
+    """popdist.optim.LAMB in float32, one parameter at a time, with weights and state held in half precision."""
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[Any],  # parameters
         *,
-        moments: Mapping[str, torch.dtype],
-        rounding: str,
-        seed: int,
+        moments: Mapping[str, torch.dtype],  # the dtype of each moment, by torch's name of it
+        rounding: str,  # "stochastic", by chance, or "nearest"
+        seed: int,  # of the random bits
         **settings: Any,  # noqa: ANN401 - whatever LAMB takes
     ) -> None:
-        self.grad_scale: Tensor | None = None
+        self.grad_scale: Tensor | None = None  # what the gradients are divided by, once they are in float32
         self._inside = popdist.optim.LAMB([Parameter(torch.zeros(1, dtype=torch.float32))], **settings)
         super().__init__(params, self._inside.defaults)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]

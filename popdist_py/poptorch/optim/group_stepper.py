@@ -42,17 +42,11 @@ _MOMENTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How the state of an optimizer is kept.
+    """How the state of an optimizer is kept."""
 
-    Attributes:
-        model: Whose instances share it; None where each instance keeps all of it.
-        rounding: "stochastic" or "nearest".
-        seed: Of the random bits.
-    """
-
-    model: popdist.ReplicatedModel | None
-    rounding: str
-    seed: int
+    model: popdist.ReplicatedModel | None  # whose instances share it; None where each instance keeps all of it
+    rounding: str  # "stochastic" or "nearest"
+    seed: int  # of the random bits
 
     @classmethod
     def of(cls, options: Options, model: popdist.ReplicatedModel | None) -> "Placement":
@@ -67,28 +61,16 @@ class Placement:
 
 
 class GroupStepper:
-    """Updates the parameters of one group of the program's optimizer.
-
-    Args:
-        group: Its index.
-        kind: SGD, Adam, AdamW, RMSprop or LAMB.
-        settings: Of the group.
-        types: Dtypes of the state that were asked for, by attribute.
-        parameters: Those of the group that the model has, by name; at least one.
-        placement: How the state is kept.
-
-    Attributes:
-        group: As given.
-    """
+    """Updates the parameters of one group of the program's optimizer."""
 
     def __init__(
         self,
-        group: int,
-        kind: str,
-        settings: Mapping[str, Any],
-        types: Mapping[str, torch.dtype],
-        parameters: Mapping[str, Parameter],
-        placement: Placement,
+        group: int,  # its index
+        kind: str,  # SGD, Adam, AdamW, RMSprop or LAMB
+        settings: Mapping[str, Any],  # of the group
+        types: Mapping[str, torch.dtype],  # dtypes of the state that were asked for, by attribute
+        parameters: Mapping[str, Parameter],  # those of the group that the model has, by name; at least one
+        placement: Placement,  # how the state is kept
     ) -> None:
         self.group = group
         self._kind = kind

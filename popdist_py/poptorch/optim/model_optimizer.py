@@ -34,9 +34,6 @@ def accept_optimizer(optimizer: torch.optim.Optimizer, options: Options) -> None
     """Check ``optimizer`` for a model that is not compiled yet, and set in its ``options`` when a mean is divided.
 
     Warns of a class that a program derived.
-
-    Raises:
-        Error: If it is no optimizer that PopTorch has.
     """
     kind = kind_of(optimizer)
     if is_subclass(optimizer):
@@ -54,25 +51,17 @@ class ModelOptimizer:
 
     A step is: ``(loss * loss_scaling).backward()``, the mean of the gradients, ``step()``. What the program
     changes in its optimizer has effect once ``update`` is called.
-
-    Args:
-        optimizer: The program's. Its parameters that are not of the model are left alone.
-        parameters: Of the model, by name.
-        options: The executor's.
-        model: Whose parameters these are. With it, the state is dealt to the instances where the options ask for
-            replicated tensor sharding.
-        placed: Within what it gives, the parameters lie on the device where the steps are made.
-
-    Attributes:
-        has_news: Whether there was a step since the state was read.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, Parameter],
-        options: Options,
+        optimizer: torch.optim.Optimizer,  # the program's. Its parameters that are not of the model are left alone
+        parameters: Mapping[str, Parameter],  # of the model, by name
+        options: Options,  # the executor's
+        # whose parameters these are. With it, the state is dealt to the instances where the options ask for
+        # replicated tensor sharding
         model: popdist.ReplicatedModel | None = None,
+        # within what it gives, the parameters lie on the device where the steps are made
         placed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._placed = placed
@@ -96,7 +85,7 @@ class ModelOptimizer:
         self._factor = 1.0
         self._was_scaled = False
         self._seen_step: object = None
-        self.has_news = True
+        self.has_news = True  # whether there was a step since the state was read
         for line in self._values.lines():
             logger.debug(line)
         self._is_offline = options.connection_type is ConnectionType.Never
@@ -168,12 +157,7 @@ class ModelOptimizer:
             parameter.grad = gradient
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Use the values of ``optimizer`` from now on; the state stays.
-
-        Raises:
-            Error: If it is of another kind, or has other groups, or another value of a constant attribute.
-            ValueError: If it asks for another way to reduce a mean.
-        """
+        """Use the values of ``optimizer`` from now on; the state stays."""
         self._check(optimizer)
         self._warn_of_others(optimizer)
         if optimizer is not self._optimizer:

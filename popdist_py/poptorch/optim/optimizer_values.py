@@ -55,21 +55,14 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerValues:
-    """All that a device needs of an optimizer.
+    """All that a device needs of an optimizer."""
 
-    Attributes:
-        kind: SGD, Adam, AdamW, RMSprop or LAMB.
-        types: The dtypes that were asked for, by attribute; empty for an optimizer of torch.
-        graph: Values for all parameters, by their names in the log.
-        groups: Values of each group, by their names in the log.
-        is_combined: Whether gradients are added into the velocity.
-    """
-
-    kind: str
+    kind: str  # SGD, Adam, AdamW, RMSprop or LAMB
+    # the dtypes that were asked for, by attribute; empty for an optimizer of torch
     types: Mapping[str, torch.dtype]
-    graph: Mapping[str, Value]
-    groups: Sequence[Mapping[str, Value]]
-    is_combined: bool
+    graph: Mapping[str, Value]  # values for all parameters, by their names in the log
+    groups: Sequence[Mapping[str, Value]]  # values of each group, by their names in the log
+    is_combined: bool  # whether gradients are added into the velocity
 
     @property
     def moment_types(self) -> Mapping[str, torch.dtype]:
@@ -90,11 +83,7 @@ class OptimizerValues:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """SGD, Adam, AdamW, RMSprop or LAMB.
-
-    Raises:
-        Error: If it is none of them.
-    """
+    """SGD, Adam, AdamW, RMSprop or LAMB."""
     for kind, classes in _KINDS.items():
         if isinstance(optimizer, classes):
             return kind
@@ -111,11 +100,7 @@ def is_subclass(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
-    """What a device is told of ``optimizer`` now.
-
-    Raises:
-        Error: If it is no optimizer that PopTorch has.
-    """
+    """What a device is told of ``optimizer`` now."""
     kind = kind_of(optimizer)
     scalings = {name: float(getattr(optimizer, name, default)) for name, default in _scalings()}
     scaled = scalings["loss_scaling"]

@@ -416,11 +416,7 @@ class LAMB(Optimizer, torch.optim.Optimizer):
 
 
 def _check_number(name: str, value: object) -> None:
-    """Refuse what torch would compare with a number, and say so in words that name neither.
-
-    Raises:
-        Error: If it is no finite number, or, for the betas, no two of them.
-    """
+    """Refuse what torch would compare with a number, and say so in words that name neither."""
     parts = value if name == "betas" and isinstance(value, tuple | list) else (value,)
     wanted = "two finite numbers" if name == "betas" else "a finite number"
     if len(parts) != (2 if name == "betas" else 1) or not all(map(_is_finite, parts)):

@@ -14,23 +14,13 @@ class CombinedBatch:
 
     They lie one after the other in dim 0 of each input: by device iteration, then step of accumulation, then
     replica. Replicas of one input group get the same samples, which are there once.
-
-    Attributes:
-        num_iterations: Device iterations. At least 1.
-        num_accumulations: Micro batches of a replica in a step of the optimizer. At least 1.
-        num_replicas: Replicas of this process. At least 1.
-        group_size: Replicas that get the same samples.
-        group_type: Whether these are consecutive ones, or every so many.
-
-    Raises:
-        Error: If the replicas are no whole number of groups.
     """
 
-    num_iterations: int
-    num_accumulations: int
-    num_replicas: int
-    group_size: int
-    group_type: CommGroupType
+    num_iterations: int  # device iterations. At least 1
+    num_accumulations: int  # micro batches of a replica in a step of the optimizer. At least 1
+    num_replicas: int  # replicas of this process. At least 1
+    group_size: int  # replicas that get the same samples
+    group_type: CommGroupType  # whether these are consecutive ones, or every so many
 
     def __post_init__(self) -> None:
         if self.num_replicas % self.group_size:

@@ -115,12 +115,7 @@ class ShardedExecution(PipelinedExecution):
 
 
 class _PhasedExecution(ExecutionStrategy):
-    """Phases of a micro batch run one after the other, and leave the devices between.
-
-    Args:
-        *phases: Phases in order: each a ``Phase``, a list of its stages or of its blocks, or the name of a block;
-            or an ``AutoStage``.
-    """
+    """Phases of a micro batch run one after the other, and leave the devices between."""
 
     _execution_mode = 2
 

@@ -316,22 +316,14 @@ class Options(OptionValues):
 
 
 def check_options(call: str, options: object) -> Options:
-    """``options``, where it is that.
-
-    Raises:
-        Error: If it is something else, as a dict.
-    """
+    """``options``, where it is that."""
     if not isinstance(options, Options):
         raise Error(f"{call} takes poptorch.Options() as its options, and was given {type(options).__name__}")
     return options
 
 
 def _output_mode(mode: OutputMode, period: int | None) -> tuple[OutputMode, int]:
-    """A mode with its period, which EveryN alone has.
-
-    Raises:
-        AssertionError: If it is no mode, or EveryN without a period.
-    """
+    """A mode with its period, which EveryN alone has."""
     one_of("output_mode", mode, OutputMode)
     if mode is not OutputMode.EveryN:
         if period not in (None, 1):
@@ -343,11 +335,7 @@ def _output_mode(mode: OutputMode, period: int | None) -> tuple[OutputMode, int]
 
 
 def apply_file(options: object, path: str, names: ModuleType) -> None:
-    """Call the setters in file ``path`` on ``options``.
-
-    Raises:
-        ConfigFileError: If a line is no call of a setter, or the setter refuses it.
-    """
+    """Call the setters in file ``path`` on ``options``."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, start=1):
         line = text.strip()
@@ -366,9 +354,6 @@ def apply_json(options: object, text: str, what: str) -> None:
     """Call the setters that the JSON object ``text`` names on ``options``.
 
     A key is the path of a setter, such as ``Training.gradientAccumulation``; a list is the list of its arguments.
-
-    Raises:
-        ConfigFileError: If ``text`` is no JSON object, or names what is no setter.
     """
     try:
         calls = json.loads(text)
@@ -394,11 +379,7 @@ def _member(value: object) -> object:
 
 
 def _value_of(node: ast.expr, names: dict[str, object]) -> Any:  # noqa: ANN401 - what the text says
-    """The value of an expression of calls, names, literals and collections of them.
-
-    Raises:
-        SyntaxError: If there is anything else in it.
-    """
+    """The value of an expression of calls, names, literals and collections of them."""
     match node:
         case ast.Call(func=function):
             arguments = [_value_of(argument, names) for argument in node.args]

@@ -108,11 +108,7 @@ def plain(value: Any) -> Any:  # noqa: ANN401 - as above
 
 
 def _checked(name: str, value: Any, default: Any) -> Any:  # noqa: ANN401 - as above
-    """``value`` in the type of ``default``.
-
-    Raises:
-        AssertionError: If it has another one.
-    """
+    """``value`` in the type of ``default``."""
     if default is None or (isinstance(value, type(default)) and (type(value) is bool) == (type(default) is bool)):
         return value
     if type(default) is int and is_whole(value):
@@ -125,22 +121,14 @@ def _checked(name: str, value: Any, default: Any) -> Any:  # noqa: ANN401 - as a
 
 
 def at_least_one(name: str, value: Any) -> int:  # noqa: ANN401 - as above
-    """``value`` as a count.
-
-    Raises:
-        AssertionError: If it is no whole number, or below 1.
-    """
+    """``value`` as a count."""
     if not is_whole(value) or index(value) < 1:
         raise AssertionError(f"{name} must be a whole number greater than 0, and is {value!r}")
     return index(value)
 
 
 def one_of(name: str, value: Any, kind: type[Enum]) -> Any:  # noqa: ANN401 - as above
-    """``value``, a member of ``kind``.
-
-    Raises:
-        AssertionError: If it is none.
-    """
+    """``value``, a member of ``kind``."""
     if not isinstance(value, kind):
         members = [f"{kind.__name__}.{member.name}" for member in kind]
         raise AssertionError(f"{name} must be one of {', '.join(members)}, and is {value!r}")
