@@ -26,7 +26,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
-from popdist.training.norm_meetings import Meeting, Row, Rows
+from popdist.training.norm_sync import GroupSync, GroupValues, ReplicaValues
 
 ONE, TWO, SYNC = "ReplicatedModel, k = 1", "ReplicatedModel, k = 2", "SyncBatchNorm's arithmetic, gloo"
 WITHOUT = {TWO: "ReplicatedModel, k = 2, no exchange", SYNC: "SyncBatchNorm's arithmetic, no exchange"}
@@ -100,11 +100,11 @@ def replicated_step(net: nn.Module, x: Tensor, size: int) -> Step:
 def without_exchange(step: Step) -> Step:
     """``step`` with meetings to which nobody else comes."""
 
-    def alone(_meeting: Meeting, _stops: object, rows: list[Row]) -> Rows:
+    def alone(_meeting: GroupSync, _stops: object, rows: list[ReplicaValues]) -> GroupValues:
         return np.array([*rows, *rows])
 
     def changed() -> None:
-        with mock.patch.object(Meeting, "_meet", alone):
+        with mock.patch.object(GroupSync, "_meet", alone):
             step()
 
     return changed

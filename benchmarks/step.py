@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
 import popdist
+from popdist.checks.checked_steps import CheckedSteps
 from popdist.host_memory.row_reduction import Reduction
-from popdist.training.checks import CheckedSteps
 
 Step = Callable[[], object]
 

@@ -138,7 +138,10 @@ def __getattr__(name: str) -> object:
         return import_module("popdist.contract").VERSION
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'popdist' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    module = import_module(_MODULE_OF[name])
+    if module.__name__.startswith("popdist.training."):
+        import_module("popdist.checks")  # which training does not know
+    value = globals()[name] = getattr(module, name)
     return value
 
 

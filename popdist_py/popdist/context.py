@@ -33,7 +33,7 @@ DEVICE_TYPES: Final = {None: frozenset({"cpu", "cuda"}), "gloo": frozenset({"cpu
 
 
 Checks: TypeAlias = Literal["full", "off"]
-"""Whether the checks are made that cost time: see ``popdist.training.checks``."""
+"""Whether the checks are made that cost time: see ``popdist.checks``."""
 
 
 Asked: TypeAlias = tuple[str | None, float, Checks, bool]

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from popdist import context
 from popdist.errors import CollectiveError, MicroBatchError, PopdistError, PopdistWarning, whole_number
 from popdist.instances import end_in_failure, end_together
-from popdist.training import optimizer_steps
+from popdist.training.step import is_in_step, watch_optimizers
 from popdist.training_loop import training_loop
 
 EXIT_CODE: Final = 128 + signal.SIGTERM
@@ -115,7 +115,7 @@ def check_preemption() -> None:
         NotInitializedError: Before ``popdist.init()``.
         BackendError: If an instance was lost or came too late.
     """
-    if optimizer_steps.is_in_step():
+    if is_in_step():
         raise MicroBatchError("check_preemption() in the middle of a step: call it before or after one")
     context.current_group().agree("check_preemption()")
     training_loop.end_step()
@@ -151,7 +151,7 @@ def _restore() -> None:
 @cache
 def _prepare_process() -> None:
     """What is done once: count optimizer steps, and see that children which are forked have no part in this."""
-    optimizer_steps.watch()
+    watch_optimizers()
     register_optimizer_step_post_hook(_warn_if_stuck)
     os.register_at_fork(after_in_child=_forget)
 

@@ -11,13 +11,20 @@ from types import FrameType
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch._C import _distributed_c10d
-from torch.autograd import graph
+from torch.autograd import Variable, graph
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from popdist.errors import BackendError
+
+try:
+    from torch.nn.modules.batchnorm import _BatchNorm
+except ImportError:  # then layers of other dimensions, and those derived from them, are not found
+    _BatchNorm = torch.nn.BatchNorm2d  # type: ignore[misc]
+
+BatchNorm = _BatchNorm
 
 
 def _find(owner: object, name: str) -> Any:  # noqa: ANN401 - whatever torch has there
@@ -153,3 +160,29 @@ def _is_engine_understood() -> bool:
         value.register_hook(hook)
         value.clone().sum().backward()
     return found == [(True, False)]
+
+
+def backward_pass() -> int | None:
+    """The number of the backward pass that runs in this thread. Without the name: None."""
+    return None if _current_graph_task_id is None else _current_graph_task_id()
+
+
+_execution_engine: Final = _find(Variable, "_execution_engine")
+
+
+def call_after_backward(function: Callable[[], None]) -> bool:
+    """Have ``function`` called when the backward pass that runs has ended. Without the name: False, it is not."""
+    if _execution_engine is None:
+        return False
+    _execution_engine.queue_callback(function)
+    return True
+
+
+def num_writes(tensor: Tensor) -> int:
+    """How often torch has counted a write of ``tensor``. Without the name: 0, small buffers are still compared."""
+    return getattr(tensor, "_version", 0)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,20 +1,17 @@
 """Making the weights of all instances equal, and proving that they are."""
 
 import hashlib
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from popdist.context import current_group
 from popdist.errors import CollectiveError, WeightsError, name_instances
-from popdist.groups import MAX_NUMBERS, Group
+from popdist.groups import Group
 
 Weights: TypeAlias = nn.Module | Mapping[str, object]
 """A module, or a state dict: names with tensors, and perhaps other values, which play no part here."""
@@ -176,116 +173,6 @@ def _first_difference(group: Group, root: int, other: int, tensors: Mapping[str,
     return f"instance {other} has {theirs}, instance {root} has {roots}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSums:
-    """A checksum of each parameter of a module, or of its gradient, as it was at one moment.
-
-    Attributes:
-        names: Of the parameters.
-        parameters: They, or their gradients.
-        sums: For each, the sum of its memory, read as 64-bit integers, modulo 2**64.
-    """
-
-    names: Sequence[str]
-    parameters: Sequence[Tensor]
-    sums: Sequence[int]
-
-    @property
-    def word(self) -> int:
-        """A 64-bit checksum of them all, which is never 0."""
-        return _word(self.sums) or 1
-
-    def first_change(self) -> int | None:
-        """The position of the first parameter that is no longer what it was; None when all are."""
-        pairs = zip(self.sums, sums_of(self.parameters), strict=True)
-        return next((i for i, (before, now) in enumerate(pairs) if before != now), None)
-
-
-def sum_parameters(module: nn.Module) -> ParameterSums:
-    """The checksums of the parameters of ``module`` that instances must have alike.
-
-    Left out are those that may differ: tensors of a class of their own, such as a DTensor, of which each instance
-    has a part; and those without numbers to add: lazy, sparse, or on the device "meta".
-    """
-    return sum_tensors((name, it) for name, it in module.named_parameters() if is_comparable(it))
-
-
-def sum_tensors(named: Iterable[tuple[str, Tensor]]) -> ParameterSums:
-    """The checksums of tensors, each after its name."""
-    pairs = list(named)
-    tensors = [tensor for _, tensor in pairs]
-    return ParameterSums(names=[name for name, _ in pairs], parameters=tensors, sums=sums_of(tensors))
-
-
-def compare_weights(
-    group: Group, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
-) -> None:
-    """Check that the weights of all instances are equal; as :func:`find_difference`.
-
-    Raises:
-        WeightsError: If they differ; it names the parameter and the instances.
-        CollectiveError, BackendError: If the instances do other things, or one was lost.
-    """
-    difference = find_difference(group, "weights", words, own, timeout_seconds)
-    if difference is not None:
-        raise WeightsError(
-            f"the weights of the instances are no longer equal: {difference}. It may have begun some steps ago. "
-            "The usual reasons: one instance left out a step, as for a NaN that it alone has seen; a learning "
-            "rate follows a loss of one instance, in place of its mean over all; load_state_dict() on one "
-            "instance only; a layer that was made after ReplicatedModel, with another seed on each instance. "
-            "popdist.broadcast_weights(model) makes them equal"
-        )
-
-
-def find_difference(
-    group: Group, noun: str, words: Sequence[int], own: ParameterSums | None, timeout_seconds: float | None = None
-) -> str | None:
-    """The first tensor that differs between instances, and on which; every instance calls this.
-
-    Args:
-        group: All instances of the job.
-        noun: What the tensors are.
-        words: What each has said of its tensors, 0 for nothing: then it has no say.
-        own: This instance's, of which it has said ``word``; None if it has said 0.
-        timeout_seconds: How long to wait for each answer.
-
-    Returns:
-        In words; None where all are equal, which needs no answer.
-
-    Raises:
-        CollectiveError, BackendError: If the instances do other things, or one was lost.
-    """
-    if not any(words) or len(set(words) - {0}) <= 1:
-        return None
-    sums = own.sums if own is not None else ()
-    told = group.start(f"the {noun} differ, count them", [len(sums)]).wait(timeout_seconds)
-    counts = {i: count for i, (count,) in zip(group.instances, told, strict=True) if count}
-    if len(set(counts.values())) > 1:
-        return ", ".join(f"{count} {noun} on instance {instance}" for instance, count in counts.items())
-    span = range(max(counts.values()))
-    while True:
-        step = -(-len(span) // MAX_NUMBERS)
-        parts = [span[start : start + step] for start in range(0, len(span), step)]
-        asked = [_word(sums[part.start : part.stop]) for part in parts] if sums else []
-        text = f"the {noun} differ, look at {span.start} to {span.stop}"
-        told = group.start(text, asked).wait(timeout_seconds)
-        answers = {i: numbers for i, numbers in zip(group.instances, told, strict=True) if numbers}
-        place = next(k for k, answer in enumerate(zip(*answers.values(), strict=True)) if len(set(answer)) > 1)
-        span = parts[place]
-        if len(span) == 1:
-            name = own.names[span.start] if own is not None else f"number {span.start}"
-            first = min(answers)
-            others = [i for i, answer in answers.items() if answer[place] != answers[first][place]]
-            return f"{name} of {name_instances(others)} is not that of instance {first}"
-
-
-def is_comparable(parameter: Tensor) -> bool:
-    """Whether instances must have ``parameter`` alike; see :func:`sum_parameters`."""
-    if is_lazy(parameter) or parameter.layout != torch.strided or parameter.device.type == "meta":
-        return False
-    return type(parameter.data) is Tensor
-
-
 _WORD_BYTES: Final = 8
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """By the bytes of an element: what the last elements are read as, which fill no word."""
@@ -315,11 +202,3 @@ def _sum_of(tensor: Tensor) -> Tensor:
     if num_whole < len(flat):
         total += flat[num_whole:].view(_INTEGERS[flat.itemsize]).sum()
     return total
-
-
-def _word(sums: Sequence[int]) -> int:
-    """A signed 64-bit digest of 64-bit sums; of one, the sum itself."""
-    if len(sums) == 1:
-        return sums[0]
-    digest = hashlib.blake2b(struct.pack(f"={len(sums)}q", *sums), digest_size=_WORD_BYTES).digest()
-    return int.from_bytes(digest, "little", signed=True)

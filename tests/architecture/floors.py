@@ -70,6 +70,7 @@ POPDIST: Final[Floors] = (
         "training": "the replicated model and its step",
         "packing": "several sequences in one row of the batch",
     },
+    {"checks": "checks against misuse, in the steps of models and optimizers"},
     {"optim": "optimizers for large batches and low precision"},
     {"sharded": "the sharded optimizer"},
     {

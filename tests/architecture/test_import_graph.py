@@ -47,6 +47,7 @@ TORCH_FACING = frozenset(
         "collectives",
         "gradients",
         "training",
+        "checks",
         "optim",
         "sharded",
         "data",

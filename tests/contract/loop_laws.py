@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 import popdist
 from popdist.data.batch import MicroBatch
-from popdist.training.model_steps import ModelSteps
 from popdist.training.randomness import ReplicaRandomness
 from tests.contract import batch_norm_laws, check_laws, old_gradient_laws, training_laws
 from tests.contract.collective_laws import refused
@@ -383,25 +382,21 @@ def law_an_optimizer_waits_for_the_gradients() -> None:
 
 
 def law_the_same_samples_on_several_instances_are_warned_of() -> None:
-    """Equal batches, by the first instance that has them; and a DataLoader that shuffles for each instance."""
+    """By the first instance that has them: equal batches, and a DataLoader that shuffles alike on each."""
     x, y = samples(16)
     dataset = torch.utils.data.TensorDataset(x, y)
     own = (x + popdist.instance_index(), y)
     one = (torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))
     cases: list[tuple[Any, str]] = [
         ([(x, y)], "train on the same samples in this step"),
-        (
-            torch.utils.data.DataLoader(dataset, 8, shuffle=True),
-            "shuffle=True reads all 16 samples on each instance",
-        ),
+        (torch.utils.data.DataLoader(dataset, 8, shuffle=True), "train on the same samples in this step"),
         ([one], ""),
         (popdist.data_loader(dataset, 2, shuffle=True), ""),
         ([own], ""),
     ]
     for batches, wanted in cases:
-        ModelSteps.num_looks = 0
         model = popdist.ReplicatedModel(Net())
-        torch.manual_seed(popdist.instance_index())
+        torch.manual_seed(1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for batch in batches:
@@ -410,6 +405,22 @@ def law_the_same_samples_on_several_instances_are_warned_of() -> None:
         found = [str(it.message) for it in caught if issubclass(it.category, popdist.PopdistWarning)]
         assert len(found) == bool(wanted and popdist.num_instances() > 1 and popdist.is_main()), found
         assert all(wanted in text for text in found)
+
+
+def law_a_loader_that_one_instance_reads_alone_is_warned_of() -> None:
+    """By that instance, in the next checked step."""
+    dataset = torch.utils.data.TensorDataset(*samples(16))
+    model, aside = popdist.ReplicatedModel(Net()), popdist.data_loader(dataset, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in popdist.data_loader(dataset, 1):
+            for x, y in model.micro_batches(batch):
+                cross_entropy(model(x), y).backward()
+            model.zero_grad()
+            if popdist.is_main():
+                list(aside)
+    found = [str(it.message) for it in caught if "has read loaders of popdist.data_loader" in str(it.message)]
+    assert bool(found) == (popdist.is_main() and popdist.num_instances() > 1), found
 
 
 def law_some_instances_may_meet_in_the_loop() -> None:

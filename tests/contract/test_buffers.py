@@ -1,7 +1,7 @@
 """Buffers of all wrapped models belong to the replicas, inside of steps and outside.
 
-Holds popdist.gradients.buffer_changes, popdist.gradients.buffers, popdist.gradients.model_buffers and
-popdist.training.batch_norm.
+Holds popdist.gradients.buffer_changes, popdist.gradients.buffers,
+popdist.checks.untracked_changes and popdist.training.batch_norm.
 """
 
 import pytest

@@ -1,9 +1,9 @@
 """Gradients and weights obey the same laws in jobs of every size and split, the job of one included.
 
-Holds popdist.gradients.batch_marks, popdist.gradients.buffers, popdist.gradients.memory,
-popdist.gradients.old_gradients, popdist.gradients.reduction, popdist.training.batch_norm, popdist.training.beside,
-popdist.training.norm_meetings, popdist.training.replica_turns,
-popdist.training.model_steps, popdist.training.optimizer_steps, popdist.training.outside_step and
+Holds popdist.checks.optimizer_steps, popdist.checks.step_checks, popdist.gradients.buffers,
+popdist.gradients.memory, popdist.gradients.old_gradients, popdist.gradients.reduction,
+popdist.gradients.step_headers, popdist.training.batch_norm, popdist.training.model_steps,
+popdist.training.norm_sync, popdist.training.outside_step, popdist.training.replica_turns and
 popdist.training.step.
 """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from popdist.errors import BatchError
 from popdist.layout import micro_batch_rows
-from popdist.training.micro_batches import count_samples, split_batch, take, to_device
+from popdist.training.micro_batches import count_samples, slice_batch, split_batch, to_device
 
 Pair = namedtuple("Pair", ["x", "y"])  # noqa: PYI024 - the untyped kind is what programs have
 
@@ -61,7 +61,7 @@ def test_rows_are_split_as_tensor_split_does(samples: int, replicas: int, accumu
 def test_nests_keep_their_types(batch: Any, expected: Any) -> None:  # noqa: ANN401 - any nest
     """Tensors and rows of strings are cut; what is neither goes to every micro batch."""
     assert count_samples(batch) == 5
-    cut = take(batch, range(1, 3))
+    cut = slice_batch(batch, range(1, 3))
 
     assert type(cut) is type(expected)
     assert repr(cut) == repr(expected)
@@ -69,7 +69,7 @@ def test_nests_keep_their_types(batch: Any, expected: Any) -> None:  # noqa: ANN
 
 def test_micro_batches_are_views() -> None:
     """Splitting copies no samples."""
-    cut = take((X, Y), range(2, 5))
+    cut = slice_batch((X, Y), range(2, 5))
 
     assert cut[0].untyped_storage().data_ptr() == X.untyped_storage().data_ptr()
 
@@ -97,7 +97,7 @@ def test_what_begins_at_an_odd_place_is_copied_with_its_strides() -> None:
 def test_the_batch_itself_is_not_changed() -> None:
     """A mapping is copied before its values are replaced."""
     batch = {"x": X}
-    take(batch, range(1))
+    slice_batch(batch, range(1))
 
     assert batch["x"] is X
 

@@ -1,7 +1,4 @@
-"""State in Python that is carried from one forward pass to the next is told from caches and records.
-
-Holds popdist.training.python_state.
-"""
+"""State in Python that is carried from one forward pass to the next is told from caches and records."""
 
 import random
 import warnings
@@ -15,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
+from popdist.checks.python_state import ENOUGH, MOST_PASSES, PythonState, next_fault
 from popdist.errors import PopdistWarning
-from popdist.training.python_state import ENOUGH, MOST_PASSES, PythonState, take_fault
 
 
 class _Base(nn.Module):
@@ -102,6 +99,16 @@ class _OldNumpyGenerator(_Base):
         return torch.as_tensor(x + self.state.rand())
 
 
+class _HiddenInDict(_Base):
+    def first_state(self) -> dict[str, Tensor]:
+        return {"hidden": torch.zeros(2)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x + self.state["hidden"])
+        self.state = {"hidden": out.detach().mean(0)}
+        return torch.as_tensor(out)
+
+
 class _Queue(_Base):
     def first_state(self) -> deque[float]:
         return deque([0.0], maxlen=1)
@@ -139,6 +146,14 @@ class _Record(_Base):
     def last(self) -> float:
         """Read by the loop, and not by ``forward``."""
         return float(self.state)
+
+
+class _Attention(_Base):
+    """The last result, for whoever draws it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.layer(x).detach()
+        return torch.as_tensor(x + self.state)
 
 
 class _WrittenFirst(_Base):
@@ -202,34 +217,24 @@ class _Normed(_Base):
         return torch.as_tensor(self.layer(x))
 
 
-def _write(module: _Base, x: Tensor) -> Tensor:
-    module.state = float(x.sum())
-    return x
-
-
-class _Written(_Base):
-    def forward(self, x: Tensor) -> Tensor:
-        return _write(self, x)
-
-
 def passes(module: nn.Module, number: int = ENOUGH) -> str | None:
     """What is found in so many passes."""
     state = PythonState(nn.ModuleDict({"inner": module}))
-    state.looks(1)
+    state.is_watched(1)
     for i in range(number):
         state.watch(lambda i=i: module(torch.full((3, 2), i + 1.5)))  # type: ignore[misc] # mypy takes no defaults here
-    return take_fault()
+    return next_fault()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> None:
-    take_fault()
+    next_fault()
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        *(_Counter, _Hidden, _InPlace, _Method, _Queue, _Table, _Array),
+        *(_Counter, _Hidden, _HiddenInDict, _InPlace, _Method, _Queue, _Table, _Array),
         *(_TorchGenerator, _PythonGenerator, _NumpyGenerator, _OldNumpyGenerator),
     ],
 )
@@ -245,7 +250,8 @@ def test_what_is_carried_over_is_named(kind: Callable[[], nn.Module]) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    "kind", [_Record, _WrittenFirst, _Cache, _Log, _Memo, _SeededAnew, _Graph, _Normed, lambda: nn.LSTM(2, 2)]
+    "kind",
+    [_Record, _Attention, _WrittenFirst, _Cache, _Log, _Memo, _SeededAnew, _Graph, _Normed, lambda: nn.LSTM(2, 2)],
 )
 def test_caches_and_records_are_none(kind: Callable[[], nn.Module]) -> None:
     """Neither an error nor a warning."""
@@ -254,21 +260,11 @@ def test_caches_and_records_are_none(kind: Callable[[], nn.Module]) -> None:
         assert passes(kind(), MOST_PASSES) is None
 
 
-def test_what_other_code_writes_is_a_warning() -> None:
-    """It may be written anew before each pass; it is said once."""
-    module = _Written()
-    with pytest.warns(
-        PopdistWarning, match=r"the attribute state of _Written \(inner\) changes in each forward"
-    ) as caught:
-        assert passes(module, MOST_PASSES) is None
-    assert len(caught) == 1
-
-
 def test_a_model_without_steps_is_not_looked_at_for_ever() -> None:
     """And one with steps again in the next one that is checked."""
     state = PythonState(nn.ModuleDict())
     for step in (1, 2):
         for _ in range(MOST_PASSES):
-            assert state.looks(step)
+            assert state.is_watched(step)
             state.watch(dict)
-        assert not state.looks(step)
+        assert not state.is_watched(step)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.training.norm_meetings import tree_sum_of_rows
+from popdist.training.norm_sync import tree_sum_of_values
 from popdist.tree import Node, TreeSum, aligned_nodes, finish, height, span, tree_sum
 
 FLOATS = st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=1, max_size=70)
@@ -45,7 +45,7 @@ def test_tree_sum_adds_level_by_level(items: list[float]) -> None:
 @given(FLOATS)
 def test_rows_are_added_in_the_same_tree(items: list[float]) -> None:
     """Those that batch norm groups exchange."""
-    found = tree_sum_of_rows(np.array(items)[:, None])
+    found = tree_sum_of_values(np.array(items)[:, None])
     assert bits(found[0]) == bits(level_by_level(items))
 
 

@@ -184,5 +184,4 @@ def raise_fault(group: Group, fault: str | None) -> None:
     """
     told = gather_bytes(group, "tell what is wrong", (fault or "").encode())
     faults = {instance: data.decode() for instance, data in zip(group.instances, told, strict=True) if data}
-    where = "" if len(group.instances) == 1 else f" (found on {name_instances(faults)})"
-    raise WeightsError(next(iter(faults.values())) + where)
+    raise WeightsError(f"{next(iter(faults.values()))} (found on {name_instances(faults)})")

@@ -6,35 +6,202 @@ are equal on all instances and have the same bits for any split. That holds in a
 of each: the step of a generator runs the discriminator, too. Only buffers that some replica has changed are added
 and exchanged: a table of constants costs one copy, and a model without buffers nothing.
 
-A buffer that a replica makes, or gives another shape or dtype, stays as it is: it is a table that grows, or a
-state that nobody can combine. The instances compare what they have (`popdist.gradients.buffer_changes`).
+A buffer that a replica makes, or gives another shape or dtype, stays as it is. The instances compare what they
+have (`popdist.gradients.buffer_changes`).
 """
 
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError
 from popdist.gradients.exchange import ReplicaTree
 from popdist.gradients.flat_buffers import flatten, unflatten, wide_dtype
-from popdist.gradients.model_buffers import LARGE, ModelBuffer, ModelBuffers, find_changed, mark_of
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
+from popdist.torch_private import num_writes
 from popdist.weights import broadcast_tensors, sums_of
 
 R = TypeVar("R")
 
 
+LARGE: Final = 1 << 16
+"""Numbers above which a buffer to which torch has counted no write is compared in checked steps only."""
+
+_NEVER: Final = -1
+"""No count of writes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelBuffer:
+    """One buffer: where it is, and what it was when the step began.
+
+    ``owner`` has the buffer under ``key``; ``name`` is for messages. ``start`` is a copy from the beginning of the
+    step, and ``version`` torch's count of writes when the buffer last held it. ``is_uncounted`` says that it was
+    written although torch had counted nothing: through ``.data``.
+    """
+
+    name: str
+    owner: nn.Module
+    key: str
+    tensor: Tensor
+    version: int
+    start: Tensor
+    is_uncounted: bool = False
+
+    @property
+    def is_unwritten(self) -> bool:
+        """Whether torch's count of writes tells that a large buffer still holds ``start``."""
+        # some operations write without being counted, that of BatchNorm among them: to small buffers
+        if self.is_uncounted or self.start.numel() <= LARGE:
+            return False
+        return num_writes(self.tensor) == self.version
+
+    @property
+    def is_of_same_form(self) -> bool:
+        """Whether the start has the shape, dtype and device of the buffer, which ``.data`` may have changed."""
+        now, start = self.tensor, self.start
+        return now.shape == start.shape and now.dtype == start.dtype and now.device == start.device
+
+    def now(self) -> Tensor | None:
+        """The tensor that is in the buffer's place; None for another shape or dtype."""
+        now = getattr(self.owner, self.key, None)
+        if not isinstance(now, Tensor) or now.shape != self.start.shape or now.dtype != self.start.dtype:
+            return None
+        return now
+
+    def set(self, value: Tensor) -> None:
+        """Write ``value`` into the buffer, and put the buffer back if something else is in its place."""
+        self.tensor.copy_(value)
+        if getattr(self.owner, self.key, None) is not self.tensor:
+            setattr(self.owner, self.key, self.tensor)
+        self.version = num_writes(self.tensor)
+
+    def assign(self, value: Tensor) -> None:
+        """Write a ``value`` into the buffer that is not ``start``."""
+        self.set(value)
+        self.mark_written()
+
+    def mark_written(self) -> None:
+        """Note that the buffer no longer holds ``start``."""
+        self.version = _NEVER
+
+
+class ModelBuffers:
+    """The buffers of one module, as they were when :meth:`remember` was called last.
+
+    ``buffers`` are by name, a tied one once. ``apart`` has the names of those that a replica has made or changed
+    in form, and of which instances have different versions: they are left alone until their mark changes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.buffers: dict[str, ModelBuffer] = {}
+        self.apart: dict[str, tuple[int, int] | None] = {}
+        self._described: tuple[list[int], str] = ([], "no buffers")
+
+    def __str__(self) -> str:
+        """What must be the same on all instances, in words."""
+        key = [id(buffer.tensor) for buffer in self.buffers.values()]
+        if key != self._described[0]:
+            forms = [f"{name} {it.start.dtype} {tuple(it.start.shape)}" for name, it in self.buffers.items()]
+            digest = hashlib.blake2b("\n".join(forms).encode(), digest_size=4).hexdigest()
+            self._described = (key, f"{len(forms)} buffers, names and shapes {digest}")
+        return self._described[1]
+
+    @property
+    def has_none(self) -> bool:
+        """Whether there are no buffers now and were none: then there is nothing to do."""
+        return not self.buffers and next(self.module.buffers(), None) is None
+
+    def found(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+        """Name, owner, key and tensor of every buffer that is there now."""
+        for path, owner in self.module.named_modules():
+            for key, tensor in owner.named_buffers(recurse=False, remove_duplicate=False):
+                yield f"{path}.{key}" if path else key, owner, key, tensor
+
+    def remember(self, *, is_checked: bool = False) -> list[str]:
+        """Remember what each buffer is now; in a checked step gives large ones that were written uncounted."""
+        if self.has_none:
+            return []
+        known = {id(buffer.tensor): buffer for buffer in self.buffers.values()}
+        seen: set[int] = set()
+        self.buffers, faults = {}, []
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, owner, key, tensor in self.found():
+            if id(tensor) in seen or tensor.layout != torch.strided or is_lazy(tensor):
+                continue
+            seen.add(id(tensor))
+            if name in self.apart:
+                self.apart[name] = mark_of(tensor)
+                continue
+            buffer = known.get(id(tensor))
+            if buffer is None or not buffer.is_of_same_form:
+                start = tensor.detach().clone()
+                buffer = ModelBuffer(
+                    name=name, owner=owner, key=key, tensor=tensor, version=num_writes(tensor), start=start
+                )
+            elif not buffer.is_unwritten:
+                buffer.name, buffer.owner, buffer.key = name, owner, key
+                buffer.version = num_writes(tensor)
+                targets.append(buffer.start)
+                sources.append(tensor)
+            elif is_checked and not torch.equal(buffer.start, tensor):
+                faults.append(name)
+            self.buffers[name] = buffer
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)  # one call: four times faster than copies one by one
+        return faults
+
+
+def find_changed(buffers: Mapping[str, ModelBuffer], *, all_of_them: bool = False) -> dict[str, Tensor]:
+    """The buffers that are no longer what the step began with, with their values now.
+
+    ``all_of_them`` compares also large ones of which torch has counted no write.
+    """
+    found: dict[str, Tensor] = {}
+    flags: dict[str, Tensor] = {}
+    for name, buffer in buffers.items():
+        now = buffer.now()
+        if now is None:
+            continue
+        is_unwritten = now is buffer.tensor and buffer.is_unwritten
+        if is_unwritten and not all_of_them:
+            continue
+        if now.is_cpu and not torch.equal(now, buffer.start):
+            found[name] = now
+            buffer.is_uncounted |= is_unwritten
+        elif not now.is_cpu:
+            flags[name] = (now != buffer.start).any()
+    if flags:
+        device = next(iter(flags.values())).device
+        are_changed = torch.stack([flag.to(device) for flag in flags.values()]).tolist()
+        for name, is_changed in zip(flags, are_changed, strict=True):
+            buffer = buffers[name]
+            if is_changed and (now := buffer.now()) is not None:
+                found[name] = now
+                buffer.is_uncounted |= now is buffer.tensor and buffer.is_unwritten
+    return found
+
+
+def mark_of(tensor: Tensor) -> tuple[int, int]:
+    """What tells, for a buffer that is left alone, whether it has changed."""
+    return id(tensor), num_writes(tensor)
+
+
 class ReplicaBuffers(ModelBuffers):
     """The buffers of a wrapped model and, in a step of it, those of all others that have no step at the moment.
 
-    Args:
-        module: The model.
-        label: What the model is called on all instances; None for one that only some of them have.
+    ``label`` is what the model is called on all instances; None for one that only some of them have.
     """
 
     def __init__(self, module: nn.Module, label: str | None) -> None:
@@ -51,15 +218,11 @@ class ReplicaBuffers(ModelBuffers):
             _models[label] = weakref.ref(self)
 
     def begin_step(self, *, is_checked: bool = False) -> None:
-        """Remember what every replica starts from, of all models.
-
-        Args:
-            is_checked: Whether to compare large buffers, too, of which torch has counted no write.
-        """
+        """Remember what every replica starts from, of all models; in a checked step compare large buffers, too."""
         written = self.written_outside()
         self.fault = None if not written else _outside_fault(written, self.module)
         self._outside = {name: self._outside[name] for name in written}
-        others = _others_than(self)
+        others = [it for it in _all_models() if it is not self]
         self._begin([it for it in others if not it.is_in_step], is_checked=is_checked)
         self.is_in_step = True
         for other in others:
@@ -67,12 +230,12 @@ class ReplicaBuffers(ModelBuffers):
 
     def other_modules(self) -> list[nn.Module]:
         """The modules of the other models that all instances have."""
-        return [other.module for other in _others_than(self)]
+        return [other.module for other in [it for it in _all_models() if it is not self]]
 
     def begin_pass(self) -> None:
         """Remember what the next pass outside of the micro batches starts from, of this and all other models."""
         self._begin([], is_checked=False)
-        for other in _others_than(self):
+        for other in [it for it in _all_models() if it is not self]:
             if not other.is_in_step:
                 other.remember()
 
@@ -84,7 +247,9 @@ class ReplicaBuffers(ModelBuffers):
         self._others = {}
         seen = {id(buffer.tensor) for buffer in self.buffers.values()}
         for other in others:
-            uncounted += [f"{name} of {_kind(other.module)}" for name in other.remember(is_checked=is_checked)]
+            uncounted += [
+                f"{name} of {type(other.module).__name__}" for name in other.remember(is_checked=is_checked)
+            ]
             self._track(other, seen)
         if uncounted and self.fault is None:
             self.fault = _uncounted_fault(uncounted)
@@ -109,9 +274,9 @@ class ReplicaBuffers(ModelBuffers):
 
     def end_replica(self, *, has_run: bool) -> None:
         """Keep what the next local replica made of the buffers, and put them back for the one after it."""
-        self._made.append(self.park() if has_run else None)
+        self._made.append(self.store() if has_run else None)
 
-    def park(self) -> dict[str, Tensor]:
+    def store(self) -> dict[str, Tensor]:
         """What the replica that computes has made of the buffers, by key; they hold what the step began with."""
         changed = find_changed(self._tracked, all_of_them=self.is_checked)
         if not changed:
@@ -123,19 +288,19 @@ class ReplicaBuffers(ModelBuffers):
         return made
 
     @torch.no_grad()
-    def resume(self, made: Mapping[str, Tensor]) -> None:
-        """Let a replica go on with what :meth:`park` took away."""
+    def load(self, made: Mapping[str, Tensor]) -> None:
+        """Let a replica go on with what :meth:`store` put aside."""
         for key, value in made.items():
-            self._tracked[key].become(value)
+            self._tracked[key].assign(value)
 
     def end_pass(self) -> None:
         """The pass outside of the micro batches has ended: also what was written in other models is its."""
         seen = {id(buffer.tensor) for buffer in self._tracked.values()}
-        for other in _others_than(self):
+        for other in [it for it in _all_models() if it is not self]:
             if not other.is_in_step:
                 self._track(other, seen)
-                other.forgive()
-        self.forgive()
+                other.clear_outside_writes()
+        self.clear_outside_writes()
         self.end_replica(has_run=True)
 
     @torch.no_grad()
@@ -174,8 +339,7 @@ class ReplicaBuffers(ModelBuffers):
                 buffer = places.pop((id(owner), key), None)
                 if buffer is not None and buffer.now() is not None:
                     continue
-                is_new = tensor is not None and id(tensor) not in tensors and tensor.layout == torch.strided
-                if buffer is None and not is_new:
+                if buffer is None and (id(tensor) in tensors or tensor.layout != torch.strided):
                     continue
                 if name not in model.apart or model.apart[name] != mark_of(tensor):
                     found[prefix + name] = tensor
@@ -196,7 +360,7 @@ class ReplicaBuffers(ModelBuffers):
     def describe(self, key: str) -> str:
         """The buffer in words."""
         model, name = self._model_of(key)
-        return name if model is self else f"{name} of {_kind(model.module)}"
+        return name if model is self else f"{name} of {type(model.module).__name__}"
 
     def _model_of(self, key: str) -> tuple["ReplicaBuffers", str]:
         label, _, name = key.rpartition(" ")
@@ -211,11 +375,12 @@ class ReplicaBuffers(ModelBuffers):
     def combine(self, group: Group, layout: ReplicaLayout, own: int, others: Iterable[str]) -> None:
         """Give the changed buffers, the same on all instances, what all replicas made of them."""
         keys = [name for i, name in enumerate(self.buffers) if own >> i & 1] + sorted(others)
-        averages = [key for key in keys if self._tracked[key].is_average]
+        starts = {key: self._tracked[key].start for key in keys}
+        averages = [key for key, it in starts.items() if it.is_floating_point() or it.is_complex()]
         if averages:
             self._average(group, layout, averages)
         if rest := sorted(set(keys) - set(averages)):
-            self._take_from_replica_0(group, layout, rest)
+            self._copy_from_replica_0(group, layout, rest)
 
     def _average(self, group: Group, layout: ReplicaLayout, keys: list[str]) -> None:
         """The mean over the replicas that had a micro batch: each brings its values, and a 1 to be counted."""
@@ -227,25 +392,25 @@ class ReplicaBuffers(ModelBuffers):
         for made in self._made:
             values = [(made or {}).get(key, start) for key, start in zip(keys, starts, strict=True)]
             one = torch.ones(1, dtype=torch.float32)
-            rows = [
+            flat = [
                 flatten([values[i] for i in members] + [one.to(device)], dtype)
                 for (device, dtype), members in groups.items()
             ]
-            tree.add([torch.zeros_like(row) for row in rows] if made is None else rows)
-        for row, members in zip(tree.finish(), groups.values(), strict=True):
-            means = unflatten(row[:-1] / row[-1], [starts[i] for i in members])
+            tree.add([torch.zeros_like(it) for it in flat] if made is None else flat)
+        for total, members in zip(tree.finish(), groups.values(), strict=True):
+            means = unflatten(total[:-1] / total[-1], [starts[i] for i in members])
             for i, mean in zip(members, means, strict=True):
-                self._tracked[keys[i]].become(mean)
+                self._tracked[keys[i]].assign(mean)
 
-    def _take_from_replica_0(self, group: Group, layout: ReplicaLayout, keys: list[str]) -> None:
+    def _copy_from_replica_0(self, group: Group, layout: ReplicaLayout, keys: list[str]) -> None:
         if 0 in layout.replicas_of(group.backend.instance_index):
             made = self._made[0] or {}
             for key in keys:
-                self._tracked[key].become(made.get(key, self._tracked[key].start))
+                self._tracked[key].assign(made.get(key, self._tracked[key].start))
         if layout.num_instances > 1:
             broadcast_tensors(group, 0, [self._tracked[key].tensor for key in keys])
         for key in keys:
-            self._tracked[key].forget()
+            self._tracked[key].mark_written()
 
     def run_outside(self, forward: Callable[[], R]) -> R:
         """Call ``forward``, a pass in training mode outside of all micro batches, and remember what it wrote."""
@@ -257,8 +422,8 @@ class ReplicaBuffers(ModelBuffers):
             with torch.no_grad():
                 self._outside = {name: it.clone() for name, it in find_changed(self.buffers).items()}
 
-    def forgive(self) -> None:
-        """What was written outside of the micro batches has been replaced, or was taken for right."""
+    def clear_outside_writes(self) -> None:
+        """Accept what was written outside of the micro batches, or has replaced that."""
         self._outside = {}
 
     def written_outside(self) -> list[str]:
@@ -283,11 +448,7 @@ def label_of_copy(label: str | None) -> str | None:
 
 
 def check_buffers(module: nn.Module) -> None:
-    """Check that no wrapped model in ``module`` holds what a pass outside of the micro batches wrote.
-
-    Raises:
-        WeightsError: If one does.
-    """
+    """Check that no wrapped model in ``module`` holds what a pass outside of the micro batches wrote."""
     inside = set(module.modules())
     for model in _all_models():
         if model.module in inside and (written := model.written_outside()):
@@ -308,26 +469,18 @@ def _all_models() -> Iterator[ReplicaBuffers]:
             yield model
 
 
-def _others_than(model: ReplicaBuffers) -> list[ReplicaBuffers]:
-    return [other for other in _all_models() if other is not model]
-
-
 def _has_same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether they are equal, where NaN equals NaN."""
     return left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124 - NaN
 
 
-def _kind(module: nn.Module) -> str:
-    return type(module).__name__
-
-
 def _outside_fault(names: list[str], module: nn.Module) -> str:
     return (
-        f"{_listed(names)} of {_kind(module)} was written by a forward pass in training mode outside of all micro "
-        "batches, on what one instance has: so it would differ between instances, or depend on how the replicas "
-        "are dealt to them. Call model.eval() before such a pass, or make it within a loop over micro batches; "
-        "popdist.update_bn(loader, model) makes the statistics of BatchNorm anew. To go on, load the buffers as "
-        "they were: model.load_state_dict(...)"
+        f"{_listed(names)} of {type(module).__name__} was written by a forward pass in training mode outside of "
+        "all micro batches, on what one instance has: so it would differ between instances, or depend on how the "
+        "replicas are dealt to them. Call model.eval() before such a pass, or make it within a loop over micro "
+        "batches; popdist.update_bn(loader, model) makes the statistics of BatchNorm anew. To go on, load "
+        "the buffers as they were: model.load_state_dict(...)"
     )
 
 
@@ -345,4 +498,3 @@ def _listed(names: list[str]) -> str:
 
 
 _MOST_NAMES: Final = 3
-"""How many buffers a message lists before it counts the rest."""

@@ -12,6 +12,8 @@ from typing import Any, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from popdist.torch_private import num_writes
+
 _optimizers: Final[dict[int, "weakref.ref[Optimizer]"]] = {}
 """The optimizers that have ever made a step, by their identity."""
 
@@ -26,7 +28,7 @@ def mark_used(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None:
-            gradient._popdist_used = gradient._version  # noqa: SLF001 - ours, and torch's only name for it
+            gradient._popdist_used = num_writes(gradient)  # noqa: SLF001 - ours
 
 
 def mark_step(optimizer: Optimizer) -> None:
@@ -40,7 +42,7 @@ def mark_step(optimizer: Optimizer) -> None:
 
 def is_used(gradient: Any) -> bool:  # noqa: ANN401 - a tensor with a flag
     """Whether ``gradient`` was used and not written since."""
-    return getattr(gradient, "_popdist_used", None) == gradient._version  # type: ignore[no-any-return] # noqa: SLF001 - torch's only name for it
+    return getattr(gradient, "_popdist_used", None) == num_writes(gradient)
 
 
 def remove_gradients(parameters: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:

@@ -29,14 +29,7 @@ _models: Final[weakref.WeakSet[ModelGradients]] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """One gradient that nobody has used.
-
-    Attributes:
-        position: Of its parameter among the model's.
-        parameter: Which has no gradient now.
-        gradient: A copy, in memory that no step writes over.
-        is_reduced: Whether it is the same on all instances.
-    """
+    """A gradient that nothing has used: a copy, in memory that no step writes over, and its parameter."""
 
     position: int
     parameter: Parameter
@@ -45,23 +38,15 @@ class _Kept:
 
 
 class OldGradients:
-    """The gradients that a model has when its step begins: they are taken away, and those that matter are kept.
+    """The gradients that a model has when its step begins: removed, and those that matter are ``kept``."""
 
-    Args:
-        module: The model.
-        gradients: Of its parameters. Every ``.grad`` is None afterwards.
-
-    Attributes:
-        kept: Those that matter.
-    """
-
-    __slots__ = ("_gradients", "_is_settled", "_module", "kept")
+    __slots__ = ("_gradients", "_is_decided", "_module", "kept")
 
     def __init__(self, module: nn.Module, gradients: ModelGradients) -> None:
         self._module = module
         self._gradients = gradients
         self.kept: Sequence[_Kept] = ()
-        self._is_settled = False
+        self._is_decided = False
         _models.add(gradients)
         unused, are_some_used = gradients.remove()
         if unused:
@@ -73,9 +58,8 @@ class OldGradients:
             gradient = unused.get(id(parameter))
             if gradient is None or (held is not None and id(parameter) not in held):
                 continue
-            if _is_zero(gradient) and not isinstance(
-                gradient, PartialGradient
-            ):  # elsewhere its part may be another
+            # of a partial gradient other instances have other parts
+            if _is_zero(gradient) and not isinstance(gradient, PartialGradient):
                 continue
             kept = _Kept(
                 position=position,
@@ -87,13 +71,12 @@ class OldGradients:
         self.kept = found
 
     def number(self, *, add: bool) -> int:
-        """What this instance says of them; 0 if there are none.
+        """What this instance says of them in a header; 0 if there are none.
 
-        Args:
-            add: Whether the step adds to them: then it is a digest of which there are, else the place of the first
-                of them from 1, negative where one of the job's models has one that is not finite.
+        It is a digest of which parameters they belong to, if the step adds to them. Else it is the place of the
+        first of them, from 1, and negative where a model has one that is not finite.
         """
-        if not self.kept or self._is_settled:
+        if not self.kept or self._is_decided:
             return 0
         if add:
             text = repr([kept.position for kept in self.kept]).encode()
@@ -105,17 +88,12 @@ class OldGradients:
         others = (unused for model in _models for unused in model.unused().values())
         return all(map(_is_finite, [kept.gradient for kept in self.kept])) and all(map(_is_finite, others))
 
-    def settle(self, numbers: Mapping[int, int], *, add: bool) -> None:
-        """Drop them, if the step does not add to them, when all instances have said their :meth:`number`.
+    def drop_unless_added(self, numbers: Mapping[int, int], *, add: bool) -> None:
+        """Drop them, if the step does not add to them and all may go; ``numbers`` are those of all instances.
 
-        Args:
-            numbers: Of each instance.
-            add: As all instances have said.
-
-        Raises:
-            GradientError: If they are neither used nor added to, or are of other parameters elsewhere.
+        A GradientError says that they would be lost, or belong to other parameters on another instance.
         """
-        self._is_settled = True
+        self._is_decided = True
         if add and len(set(numbers.values())) > 1:
             raise GradientError(
                 "add=True, and the instances do not have gradients of the same parameters: call zero_grad() on "

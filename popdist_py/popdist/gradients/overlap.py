@@ -36,7 +36,8 @@ from popdist.gradients.flat_buffers import (
     scale_flat,
     sum_of,
 )
-from popdist.groups import Exchange, as_floats
+from popdist.gradients.step_headers import BeginHeader
+from popdist.groups import Exchange
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.layout import ReplicaLayout
 from popdist.transport.bucket_sums import BucketAllReduce, HostSum, LocalRanks, PostedSum, QueuedSum
@@ -454,8 +455,9 @@ class OverlappedSum:
         if self._weight_scale is None and self._announced is not None and not self._is_refused:
             numbers = self._announced.peek()
             if numbers is not None:
-                heaviest = as_floats([words[0] for words in numbers])
-                self._is_refused = {words[1] for words in numbers} != {self.number} or not any(heaviest)
+                headers = [BeginHeader._make(words) for words in numbers]
+                heaviest = [header.heaviest_weight for header in headers]
+                self._is_refused = {header.early for header in headers} != {self.number} or not any(heaviest)
                 if not self._is_refused:
                     self._weight_scale = max(heaviest) if self._scales else 1.0
                     self._protected(self._overlap.post_receives)

@@ -5,14 +5,13 @@ micro batch weighs, without waiting for an answer: a micro batch's share of the 
 only after the first backward pass. When the step ends, each says whether it is complete, what its micro batches
 weigh, which parameters were used and which buffers changed, and only then are gradients added: in the memory of
 the host, over the network, or where that was done already while the last backward pass ran. An instance that left
-its loop says that instead, so nobody waits for gradients that never come. In a step that is checked, the first of
-these headers carries a checksum of the weights.
+its loop says that instead, so nobody waits for gradients that never come.
 """
 
 import operator
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from popdist.errors import (
     WeightsError,
     name_instances,
 )
-from popdist.gradients.batch_marks import BatchMark, refuse_other_steps, warn_of_equal_batches
 from popdist.gradients.buffer_changes import NO_CHANGES, agree_on_changes, changes_of, raise_fault
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
@@ -35,28 +33,25 @@ from popdist.gradients.memory import GradientMemory
 from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
-from popdist.groups import Exchange, Group, as_floats, as_words, wait_for_first_error
+from popdist.gradients.step_headers import (
+    CANNOT_SPLIT,
+    NO_CHECKS,
+    REFUSALS,
+    STATES,
+    BatchPosition,
+    BeginHeader,
+    EndHeader,
+    MeanOrSum,
+    StepChecks,
+    refuse_other_positions,
+)
+from popdist.groups import Exchange, Group, as_words, wait_for_first_error
 from popdist.layout import ReplicaLayout
 from popdist.progress import progress_page
 from popdist.tree import TreeSum, finish
-from popdist.weights import ParameterSums, compare_weights
-
-MeanOrSum: TypeAlias = Literal["mean", "sum"]
-"""What becomes of the weighted gradients: their sum, or that divided by the sum of the weights."""
 
 ABANDON_SECONDS: Final = 3.0
 """How long an instance that abandons a step waits for the others to hear of it."""
-
-_STATES: Final = ("mean", "sum", "abandoned", "not finite", "written", "fault")
-"""What an instance says at the end of its step: how it wants its gradients reduced, or why it has none."""
-
-CANNOT_SPLIT: Final = -1.0
-IN_ANOTHER_LOOP: Final = -2.0
-_REFUSALS: Final = {
-    CANNOT_SPLIT: "could not split the batch into micro batches (see the error there)",
-    IN_ANOTHER_LOOP: "began this loop in the middle of another one over the same model (see the error there)",
-}
-"""Said in place of the heaviest weight by an instance that has none, and what it means."""
 
 
 class NotFinite(NamedTuple):
@@ -67,27 +62,18 @@ class NotFinite(NamedTuple):
 
 
 class GradientSum:
-    """The sum of one step's gradients over all replicas of the job.
+    """The sum of one step's gradients over all replicas of the job: begun, added to, then finished or abandoned.
 
-    Args:
-        memory: Of the gradients, which must be the same on all instances.
-        buffers: Of the model, made equal with the gradients; None leaves them alone.
-        weights: Checksums of the model's parameters, which must be equal on all instances and stay so to the end
-            of the step; None where the step is not checked.
-        old: The gradients that were there before; None if they belong to this step.
-
-    Attributes:
-        used: The parameters that had a gradient on this instance: bit i stands for the i-th.
-
-    Raises:
-        CollectiveError: If only a part of the job is here.
+    ``buffers`` of the model are made equal with the gradients; None leaves them alone. ``old`` are the gradients
+    that were there before, None if they belong to this step. Bit i of ``used`` says whether the i-th parameter had
+    a gradient on this instance.
     """
 
     def __init__(
         self,
         memory: GradientMemory,
         buffers: ReplicaBuffers | None = None,
-        weights: ParameterSums | None = None,
+        checks: StepChecks = NO_CHECKS,
         old: OldGradients | None = None,
     ) -> None:
         check_whole_job(memory.group, memory.layout)
@@ -95,134 +81,121 @@ class GradientSum:
         self._group = memory.group
         self._gradients = memory.gradients
         self._buffers = buffers
-        self._weight_sums = weights
+        self._checks = checks
         self._old = old
         num_replicas, first = memory.layout.num_replicas, memory.first_replica
-        self._rows: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.add_replicas, start=first)
+        self._tree: TreeSum[FlatGradient] = TreeSum(num_replicas, memory.add_replicas, start=first)
         self._weights: TreeSum[float] = TreeSum(num_replicas, operator.add, start=first)
         self.used = 0
         self._changes = NO_CHANGES
-        self._announced: Exchange | None = None
+        self._begun: Exchange | None = None
         self._adds = False
         self._scales = False
-        self._unit: float | None = 1.0
-        self._is_awaited = True
+        self._weight_scale: float | None = 1.0
+        self._is_awaited = True  # whether the other instances wait for this one's word at the end of the step
         self._early: OverlappedSum | None = None
 
-    def announce(
-        self, accumulation: int, heaviest: float, reduction: MeanOrSum, batch: BatchMark, *, add: bool
+    def begin(
+        self, accumulation: int, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool
     ) -> None:
-        """Tell the others this instance's heaviest weight; for a mean, all weights are divided by the job's.
+        """Say to the others what this instance's heaviest micro batch weighs, and where its batch comes from.
 
-        Args:
-            accumulation: Micro batches of each replica.
-            heaviest: Of this instance's micro batches.
-            reduction: What becomes of the sum.
-            batch: Tells the batch of this instance from those of others.
-            add: Whether the step adds to the gradients of before.
-
-        Raises:
-            BatchError: If the job has one instance and no sample.
-            GradientError: If this instance has gradients which nothing has used, and does not add to them.
-            CollectiveError, BackendError: If what was started before has failed.
+        For a mean, all weights are divided by the heaviest one of the job. ``add`` says whether the step adds to
+        the gradients of before.
         """
         self._scales = reduction == "mean"
         self._adds = add
-        number = self._number_of_old
+        old = self._old_number
         if len(self._group.instances) == 1:
-            self._unit = self._unit_of([heaviest])
-            self._settle_old([number])
+            self._weight_scale = self._scale_of([heaviest])
+            self._drop_old_unless_added([old])
             return
         overlap = self._memory.overlap
         if overlap is not None and self._parts() is None:
             self._early = overlap.begin_step(scales=self._scales)
-        offer = 0 if self._early is None else self._early.number
-        numbers = [*as_words([heaviest]), offer, self._weights_word, number, *batch]
-        self._announced = self._group.start(_title(accumulation, add=add), numbers)
-        self._unit = None
+        header = BeginHeader(
+            heaviest=as_words([heaviest])[0],
+            early=0 if self._early is None else self._early.number,
+            old=old,
+            epoch=position.epoch,
+            stop=position.stop,
+            checksum=self._checks.checksum,
+            digest=self._checks.digest,
+            num_loader_passes=self._checks.num_loader_passes,
+        )
+        self._begun = self._group.start(_title(accumulation, add=add), header)
+        self._weight_scale = None
         if self._early is not None:
-            self._early.set_header(self._announced)
-        if number and not add:
-            self.unit()
+            self._early.set_header(self._begun)
+        if old and not add:
+            self.weight_scale()
 
-    def unit(self, timeout_seconds: float | None = None) -> float:
-        """What weights are divided by before they scale a gradient; waits for the others once, if at all.
+    def weight_scale(self, timeout_seconds: float | None = None) -> float:
+        """What weights are divided by before they scale a gradient; waits once until all instances have begun.
 
-        Raises:
-            BatchError: If the whole job has no sample in this step.
-            MicroBatchError: If an instance could not split its batch.
-            GradientError: If an instance has gradients which nothing has used.
-            WeightsError: If the step is checked, and the weights of the instances differ.
-            CollectiveError, BackendError: If the instances disagree, or bring batches of different steps, or one
-                was lost.
+        Raises what :meth:`begin` of another instance says, or shows to be different there: a BatchError if the
+        whole job has no sample, for example.
         """
-        if self._unit is None and self._announced is not None:
+        if self._weight_scale is None and self._begun is not None:
             try:
-                self._hear(self._announced.wait(timeout_seconds), timeout_seconds)
+                self._compare_begins(self._begun.wait(timeout_seconds), timeout_seconds)
             except PopdistError:
                 self._is_awaited = False
                 raise
-        return self._unit or 1.0
+        return self._weight_scale or 1.0
 
-    def _hear(self, told: list[list[int]], timeout_seconds: float | None) -> None:
-        """All instances have announced their steps."""
-        heaviest, _, _, old, digest, *_ = told[0]
-        if not old and not digest and told.count(told[0]) == len(told):
-            self._unit = self._unit_of(as_floats([heaviest]))  # as below, where all say the same
+    def _compare_begins(self, numbers: list[list[int]], timeout_seconds: float | None) -> None:
+        first = BeginHeader._make(numbers[0])
+        if not first.old and not first.digest and numbers.count(numbers[0]) == len(numbers):
+            self._weight_scale = self._scale_of([first.heaviest_weight])  # as below, where all say the same
             return
-        unit = self._unit_of(as_floats([words[0] for words in told]))
-        marks = [BatchMark._make(words[4:7]) for words in told]
-        refuse_other_steps(self._group, marks)
-        self._settle_old([words[3] for words in told])
-        compare_weights(self._group, [words[2] for words in told], self._weight_sums, timeout_seconds)
-        self._unit = unit
-        warn_of_equal_batches(self._group, marks)
+        headers = [BeginHeader._make(words) for words in numbers]
+        scale = self._scale_of([header.heaviest_weight for header in headers])
+        refuse_other_positions(self._group, headers)
+        self._drop_old_unless_added([header.old for header in headers])
+        self._checks.compare_weights(self._group, [header.checksum for header in headers], timeout_seconds)
+        self._weight_scale = scale
+        self._checks.compare_batches(self._group, headers)
 
-    def _unit_of(self, heaviest: list[float]) -> float:
+    def _scale_of(self, heaviest: list[float]) -> float:
         if min(heaviest) < 0:
             refusal = max(weight for weight in heaviest if weight < 0)
             refused = [instance for instance, weight in enumerate(heaviest) if weight == refusal]
-            raise _lost_step(refused, _REFUSALS[refusal])
+            raise _lost_step(refused, REFUSALS[refusal])
         if not any(heaviest):
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
         return max(heaviest) if self._scales else 1.0
 
     @property
-    def _number_of_old(self) -> int:
+    def _old_number(self) -> int:
         return 0 if self._old is None else self._old.number(add=self._adds)
 
-    def _settle_old(self, numbers: Sequence[int]) -> None:
+    def _drop_old_unless_added(self, numbers: Sequence[int]) -> None:
         if self._old is not None and (self._old.kept or any(numbers)):
-            self._old.settle(dict(zip(self._group.instances, numbers, strict=True)), add=self._adds)
-
-    @property
-    def _weights_word(self) -> int:
-        return 0 if self._weight_sums is None else self._weight_sums.word
+            self._old.drop_unless_added(dict(zip(self._group.instances, numbers, strict=True)), add=self._adds)
 
     def begin_last(self, micro_batches: TreeSum[FlatGradient], weight: float) -> None:
-        """The last micro batch of this instance begins: from now on gradients may go early.
+        """Begin the last micro batch of this instance: from now on gradients may be sent early.
 
-        Args:
-            micro_batches: The sum of its replica's micro batches before it.
-            weight: What it counts.
+        ``micro_batches`` is the sum of its replica's micro batches before it.
         """
         if self._early is not None:
-            self._early.begin_last(micro_batches, self._rows, weight)
+            self._early.begin_last(micro_batches, self._tree, weight)
 
     @property
     def goes_early(self) -> bool:
         """Whether gradients are sent while the last backward pass runs."""
         return self._early is not None
 
-    def take(self, parameter: Tensor) -> None:
-        """A gradient of ``parameter`` has been accumulated."""
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Send what the gradient of ``parameter``, which was just accumulated, completes."""
         if self._early is not None:
             self._early.add_gradient(parameter)
 
-    def push(self, rows: FlatGradient, weight: float) -> None:
-        """Take the next local replica's gradients, added up with their weights."""
-        replica = self._rows.position - self._memory.first_replica
-        self._rows.push(self._memory.rounded(rows, replica))
+    def add(self, gradient: FlatGradient, weight: float) -> None:
+        """Add the next local replica's gradient, summed over its micro batches with their weights."""
+        replica = self._tree.position - self._memory.first_replica
+        self._tree.push(self._memory.rounded(gradient, replica))
         self._weights.push(weight)
 
     def finish(
@@ -233,44 +206,33 @@ class GradientSum:
         *,
         add: bool = False,
     ) -> None:
-        """Give every parameter its gradient over all replicas, and every buffer what the replicas made of it.
+        """Set every ``.grad`` to that of all replicas, and every buffer to what the replicas made of it.
 
-        Args:
-            reduction: The same on all instances.
-            not_finite: What this instance has found, if anything: then every instance raises.
-            fault: What else it has found, in words.
-            add: Whether it is added to the gradient of before; the same on all instances.
-
-        Raises:
-            BatchError: If the weights of the whole job add up to 0, so that there is no mean.
-            GradientError: If an instance has found a gradient that is not finite, or has one of before which
-                nothing has used.
-            WeightsError: If the step is checked, and the weights of the instances differ, or were written since it
-                began; if an instance has found a fault, or a buffer that cannot be combined.
-            MicroBatchError: If another instance has left its loop, or could not split its batch.
-            CollectiveError: If the instances do other things, or have other parameters.
-            BackendError: If an instance was lost or did not come in time.
+        ``not_finite`` and ``fault`` are what this instance has found: then every instance raises.
         """
-        unit = self.unit()
+        scale = self.weight_scale()
         self._is_awaited, self._adds = False, add
         parts = self._parts()
-        way = 0 if self._early is None else self._early.close(self._rows.values)
+        way = 0 if self._early is None else self._early.close(self._tree.values)
         way = way if parts is None else parts.number
-        written = None if self._weight_sums is None else self._weight_sums.first_change()
         self._changes = changes_of(self.used, len(self._gradients.names), self._buffers)
-        states = self._say(_state_of(reduction, not_finite, fault, written), way).wait()
-        self._check([_STATES[state[0]] for state in states], not_finite, written, fault)
-        self._settle_old([state[4] for state in states])
-        compare_weights(self._group, [state[3] for state in states], self._weight_sums)
-        total = self._memory.total_weight([state[5:] for state in states])
+        state = "fault" if fault is not None else "not finite" if not_finite is not None else reduction
+        numbers = self._start_end(state, way).wait()
+        headers = [EndHeader._make(words[: len(EndHeader._fields)]) for words in numbers]
+        weights = [words[len(EndHeader._fields) :] for words in numbers]
+        self._check_states([STATES[header.state] for header in headers], not_finite, fault)
+        self._drop_old_unless_added([header.old for header in headers])
+        self._checks.compare_weights(self._group, [header.checksum for header in headers])
+        total = self._memory.total_weight(weights)
         if reduction == "mean" and not total:
             raise BatchError("the weights of all instances' micro batches add up to 0: this step has no mean")
-        changes = agree_on_changes(self._group, self._changes, [state[1] for state in states], self._buffers)
-        if len({state[2] for state in states}) > 1:
+        digests = [header.changes for header in headers]
+        changes = agree_on_changes(self._group, self._changes, digests, self._buffers)
+        if len({header.way for header in headers}) > 1:
             way, parts = 0, None
-        rows = self._add(total / unit if reduction == "mean" else 1.0, parts, are_sums_right=way < 0)
+        whole = self._sum(total / scale if reduction == "mean" else 1.0, parts, are_early_right=way < 0)
         num_parameters = len(self._gradients.names)
-        self._gradients.set_gradients(rows, changes.mask & ((1 << num_parameters) - 1))
+        self._gradients.set_gradients(whole, changes.mask & ((1 << num_parameters) - 1))
         if parts is not None:
             parts.replace_grads(self._group)
         if add and self._old is not None:
@@ -282,30 +244,30 @@ class GradientSum:
         self._end_early()
 
     def abandon(self) -> None:
-        """Tell the others, unless all know already, that there will be no gradient. Never raises.
+        """Say to the others, unless all know already, that there will be no gradient. Never raises.
 
-        Those that come later than ``ABANDON_SECONDS`` to their loop are told before the next thing that is done
+        Those that come later than ``ABANDON_SECONDS`` to their loop hear it before the next thing that is done
         with them.
         """
         try:
             if self._is_awaited:
                 with suppress(PopdistError):
                     try:
-                        self._tell_of_abandonment(ABANDON_SECONDS)
+                        self._send_abandonment(ABANDON_SECONDS)
                     except BackendError:
-                        self._group.send_before_next(self._tell_late)
+                        self._group.send_before_next(self._send_late)
         finally:
             self._is_awaited = False
             self._end_early()
 
-    def _tell_late(self) -> None:
+    def _send_late(self) -> None:
         with suppress(BatchError, CollectiveError, GradientError, WeightsError):
-            self._tell_of_abandonment(None)
+            self._send_abandonment(None)
 
-    def _tell_of_abandonment(self, timeout_seconds: float | None) -> None:
-        self.unit(timeout_seconds)
+    def _send_abandonment(self, timeout_seconds: float | None) -> None:
+        self.weight_scale(timeout_seconds)
         with suppress(BackendError):
-            self._say("abandoned").wait(timeout_seconds)
+            self._start_end("abandoned").wait(timeout_seconds)
 
     def _end_early(self) -> None:
         if self._early is not None:
@@ -317,24 +279,18 @@ class GradientSum:
             return None
         return parts_of(self._gradients)
 
-    def _add(self, over: float, parts: GradientParts | None, *, are_sums_right: bool) -> FlatGradient:
-        """The sum over all replicas, divided by ``over``, in wide rows; all have said that they come to it.
-
-        Args:
-            over: The same on all instances.
-            parts: What the instances need, if they have agreed to get no more.
-            are_sums_right: Whether all have said that what went early is what they have now.
-        """
-        early = None if self._early is None else self._early.wait(over, are_right=are_sums_right)
+    def _sum(self, over: float, parts: GradientParts | None, *, are_early_right: bool) -> FlatGradient:
+        """The sum over all replicas, divided by ``over``, in wide buffers; all instances have come to it."""
+        early = None if self._early is None else self._early.wait(over, are_right=are_early_right)
         if early is not None:
             return early
         if self._memory.narrow is None:
-            return self._add_rows(over, parts)
-        return self._memory.widened(self._add_rows(1.0, parts), over)
+            return self._sum_at_end(over, parts)
+        return self._memory.widened(self._sum_at_end(1.0, parts), over)
 
-    def _add_rows(self, over: float, parts: GradientParts | None) -> FlatGradient:
-        """The sum divided by ``over``, in rows as they were added, at the end of the step."""
-        memory, own = self._memory, self._rows.values
+    def _sum_at_end(self, over: float, parts: GradientParts | None) -> FlatGradient:
+        """The sum divided by ``over``, in the buffers in which it was added."""
+        memory, own = self._memory, self._tree.values
         if memory.shared is not None:
             total = memory.shared.add(own, over)
             if total is not None:
@@ -343,42 +299,40 @@ class GradientSum:
         if parts is not None:
             return parts.add(self._group, memory.layout, own, over)
         if len(self._group.instances) == 1:
-            total = finish(self._rows.nodes, memory.layout.num_replicas, memory.add_replicas)
+            total = finish(self._tree.nodes, memory.layout.num_replicas, memory.add_replicas)
         else:
-            total = self._add_over_network(own)
+            total = self._sum_over_network(own)
         scale_flat(total.tensors, over=over)
         return total
 
-    def _add_over_network(self, own: Sequence[FlatGradient]) -> FlatGradient:
+    def _sum_over_network(self, own: Sequence[FlatGradient]) -> FlatGradient:
         memory = self._memory
-        for row_of_nodes in zip(*(node.tensors for node in own), strict=True):
-            add_instances(self._group, memory.layout, list(row_of_nodes))
-        if memory.overlap is None and self._announced is not None:  # all instances are together here
+        for nodes in zip(*(node.tensors for node in own), strict=True):
+            add_instances(self._group, memory.layout, list(nodes))
+        if memory.overlap is None and self._begun is not None:  # all instances are together here
             channel = self._group.backend.channel([buffer.device for buffer in self._gradients.flat_buffers])
             if channel is not None:
-                local_collectives = self._group.backend.local_collectives
-                memory.overlap = Overlap(channel, memory.layout, self._gradients, local_collectives, memory.narrow)
+                local = self._group.backend.local_collectives
+                memory.overlap = Overlap(channel, memory.layout, self._gradients, local, memory.narrow)
         return own[0]
 
-    def _say(self, state: str, way: int = 0) -> Exchange:
-        """Tell the others how this instance's step has ended.
-
-        Args:
-            state: One of ``_STATES``.
-            way: How the gradients are added: 0 at the end and all of them, a positive number in parts, a negative
-                one for sums that are there already; the same number on all instances, or none of these.
-        """
-        weights = as_words(self._weights.values)
-        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if self._buffers else ")")
+    def _start_end(self, state: str, way: int = 0) -> Exchange:
+        """Send the header that ends the step; ``state`` is one of ``STATES``."""
+        has_buffers = self._buffers is not None and self._buffers.buffers
+        text = f"add gradients({self._gradients}" + (f", {self._buffers})" if has_buffers else ")")
         if self._adds:
             text += " to those of before"
-        first = [self._weights_word, self._number_of_old] if self._announced is None else [0, 0]
-        numbers = [_STATES.index(state), self._changes.digest, way, *first]
-        return self._group.start(text, [*numbers, *weights])
+        is_first = self._begun is None
+        header = EndHeader(
+            state=STATES.index(state),
+            changes=self._changes.digest,
+            way=way,
+            checksum=self._checks.checksum if is_first else 0,
+            old=self._old_number if is_first else 0,
+        )
+        return self._group.start(text, [*header, *as_words(self._weights.values)])
 
-    def _check(
-        self, states: list[str], not_finite: NotFinite | None, written: int | None, fault: str | None
-    ) -> None:
+    def _check_states(self, states: list[str], not_finite: NotFinite | None, fault: str | None) -> None:
         """Raise on every instance if one has no gradient, or they want different ones."""
         if states[0] in ("mean", "sum") and len(set(states)) == 1:
             return
@@ -389,36 +343,21 @@ class GradientSum:
         if "abandoned" in owners:
             reason = "left the micro_batches loop before its end (by break, return or an exception)"
             raise _lost_step(owners["abandoned"], reason)
-        if "written" in owners:
-            asked = [] if written is None else [written]
-            found = self._group.start("name the parameter that was written", asked).wait()
-            raise self._written_error(owners["written"], min(numbers for numbers in found if numbers)[0])
         if "fault" in owners:
             raise_fault(self._group, fault)
         if "not finite" in owners:
             found = self._group.start("name the gradient that is not finite", not_finite or ()).wait()
             replica, parameter = min(numbers for numbers in found if numbers)
             raise not_finite_error(NotFinite(replica, parameter), self._gradients)
-        if len(owners) > 1:
-            wanted = "; ".join(f"{name_instances(instances)}: {state}" for state, instances in owners.items())
-            raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
-
-    def _written_error(self, instances: list[int], position: int) -> WeightsError:
-        sums = self._weight_sums
-        name = f"parameter {position}" if sums is None else sums.names[position]
-        return WeightsError(
-            f"{name} was written in a micro batch, on {name_instances(instances)}: so the result depends on how "
-            "many micro batches an instance computes, and this step has no gradient on any instance. Write a "
-            "parameter once for all replicas, outside of the loop over micro batches (as after optimizer.step()); "
-            "or make it a buffer, which is combined over the replicas"
-        )
+        wanted = "; ".join(f"{name_instances(instances)}: {state}" for state, instances in owners.items())
+        raise CollectiveError(f"the instances reduce their gradients in different ways: {wanted}")
 
 
 def refuse_step(group: Group, accumulation: int, refusal: float = CANNOT_SPLIT, *, add: bool) -> None:
-    """Tell the others, in place of a step, that this instance cannot make it. Never raises."""
+    """Say to the others, in place of a step, that this instance cannot make it. Never raises."""
     with suppress(PopdistError):
-        numbers = [*as_words([refusal]), 0, 0, 0, *BatchMark()]
-        group.start(_title(accumulation, add=add), numbers).wait(ABANDON_SECONDS)
+        header = BeginHeader(heaviest=as_words([refusal])[0])
+        group.start(_title(accumulation, add=add), header).wait(ABANDON_SECONDS)
 
 
 def _title(accumulation: int, *, add: bool) -> str:
@@ -426,35 +365,18 @@ def _title(accumulation: int, *, add: bool) -> str:
 
 
 def check_reduction(reduction: str) -> None:
-    """Check that ``reduction`` is ``"mean"`` or ``"sum"``.
-
-    Raises:
-        BatchError: If it is neither.
-    """
+    """Check that ``reduction`` is ``"mean"`` or ``"sum"``."""
     if reduction not in ("mean", "sum"):
         raise BatchError(f"reduction={reduction!r} must be 'mean' or 'sum'")
 
 
 def check_whole_job(group: Group, layout: ReplicaLayout) -> None:
-    """Check that ``group`` is the whole job.
-
-    Raises:
-        CollectiveError: If ``group`` is only a part of the job.
-    """
+    """Check that ``group`` is the whole job."""
     if len(group.instances) < layout.num_instances:
         raise CollectiveError(
             f"gradients are added over all {layout.num_instances} instances of the job, but this code runs on "
             f"{name_instances(group.instances)} only: call it outside execute_on_instances"
         )
-
-
-def _state_of(reduction: MeanOrSum, not_finite: NotFinite | None, fault: str | None, written: int | None) -> str:
-    """What an instance says of its step, one of ``_STATES``: what it has found, or else how it reduces."""
-    if written is not None:
-        return "written"
-    if fault is not None:
-        return "fault"
-    return reduction if not_finite is None else "not finite"
 
 
 def _lost_step(instances: list[int], reason: str) -> MicroBatchError:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
+from popdist.checks.checked_steps import is_checked
 from popdist.errors import OptimizerError, seed_number
 from popdist.gradients.shards import flat_view
 from popdist.optim.elementwise import (
@@ -28,7 +29,6 @@ from popdist.optim.elementwise import (
 )
 from popdist.optim.pieces import PieceOptimizer, flat, in_order_of, load_uncast
 from popdist.optim.rounding import HALVES, Place, round_by_chance
-from popdist.training.checks import is_checked
 
 _OWN_SETTINGS: Final = ("moments", "weights", "rounding", "seed", "num_steps")
 _NOT_INSIDE: Final = ("params", "param_names", "optimizer_class", *_OWN_SETTINGS)

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from popdist import context
+from popdist.checks.checked_steps import is_checked
 from popdist.errors import OptimizerError, check_flags, name_instances
 from popdist.gradients.reduction import check_whole_job
 from popdist.gradients.shards import remember
@@ -29,7 +30,6 @@ from popdist.sharded.norm_exchange import NormExchange, pieces_of
 from popdist.sharded.optimizer_state import State, copy_state, gather_state, own_state
 from popdist.sharded.parameters import Named, ShardedParameter, describe, shard_parameters
 from popdist.sharded.weight_copies import WeightCopies
-from popdist.training.checks import is_checked
 from popdist.training.replicated_model import ReplicatedModel
 
 PLAIN = (bool, int, float, str, tuple, type(None))

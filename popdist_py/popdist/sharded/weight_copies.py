@@ -15,13 +15,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from popdist.checks import optimizer_steps
 from popdist.errors import BackendError
 from popdist.gradients.shards import ShardExchange, flat_view, group_by_kind
 from popdist.groups import Backend, Group, host_group_of
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import SharedBlock
 from popdist.sharded.parameters import Named, ShardedParameter
-from popdist.training import optimizer_steps
 
 
 class WeightCopies:

@@ -2,7 +2,7 @@
 
 A layer of a model with ``batch_norm_group_size=k`` normalises with the statistics of k consecutive replicas: those
 of one batch with the samples of all of them. Forward, each replica brings the mean and the variance of its own
-samples to a meeting (`popdist.training.norm_meetings`) and takes away what follows for all. Backward, each brings
+samples to a meeting (`popdist.training.norm_sync`) and takes away what follows for all. Backward, each brings
 the sums from which the gradient of the statistics is made, times what it counts in the step's loss. What it takes
 away is divided by what it counts, because the step multiplies its gradient with that.
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import SyncBatchNorm
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from popdist import context
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_instances
@@ -26,8 +26,16 @@ from popdist.gradients.buffer_changes import agree_on_changes, changes_of
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
 from popdist.groups import wait_for_first_error
+from popdist.torch_private import BatchNorm, skip_tracing
 from popdist.training.micro_batches import Nest, split_batch, to_device
-from popdist.training.norm_meetings import NormTurn, Row, Rows, Stop, layer_number, tree_sum_of_rows
+from popdist.training.norm_sync import (
+    GroupValues,
+    NormTurn,
+    ReplicaValues,
+    SyncPoint,
+    layer_number,
+    tree_sum_of_values,
+)
 from popdist.training.randomness import ReplicaRandomness
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -47,18 +55,18 @@ class GroupedNorm:
         name: What the layer is called, the same on all instances.
     """
 
-    def __init__(self, layer: _BatchNorm, size: int, name: str) -> None:
+    def __init__(self, layer: BatchNorm, size: int, name: str) -> None:
         self.layer = layer
         self.size = size
         self.name = name
         self.number = layer_number(name)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined] # noqa: SLF001 - the public one loads dynamo at once
+    @skip_tracing
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise ``x``, of shape (samples, channels, ...)."""
         layer = self.layer
         if not layer.training or _apart:
-            return _BatchNorm.forward(layer, x)
+            return BatchNorm.forward(layer, x)
         turn = NormTurn.current
         if turn is None or turn.size != self.size:
             where = "outside of its micro batches" if turn is None else f"in a loop with groups of {turn.size}"
@@ -72,7 +80,7 @@ class GroupedNorm:
         return y
 
     @torch.no_grad()
-    def track(self, mean: Row, variance: Row, count: float) -> None:
+    def track(self, mean: ReplicaValues, variance: ReplicaValues, count: float) -> None:
         """Update the running statistics of the layer as those of one batch."""
         buffers: Any = self.layer
         buffers.num_batches_tracked.add_(1)
@@ -88,12 +96,12 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _row(tensors: Sequence[Tensor], *numbers: float) -> Row:
+def _row(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
     """One row with all of these."""
     return np.concatenate([*(it.cpu().numpy() for it in tensors), numbers], dtype=np.float64)
 
 
-def _pooled(rows: Rows) -> tuple[Row, Row, float]:
+def _pooled(rows: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
     """Mean and variance by channel, and the count, of all values together.
 
     Args:
@@ -102,9 +110,9 @@ def _pooled(rows: Rows) -> tuple[Row, Row, float]:
     """
     num_channels, counts = rows.shape[1] // 2, rows[:, -1:]
     means, variances = rows[:, :num_channels], rows[:, num_channels:-1]
-    count = float(tree_sum_of_rows(counts)[0])
-    mean = tree_sum_of_rows(means * counts) / count
-    squares = tree_sum_of_rows((variances + np.square(means - mean)) * counts)
+    count = float(tree_sum_of_values(counts)[0])
+    mean = tree_sum_of_values(means * counts) / count
+    squares = tree_sum_of_values((variances + np.square(means - mean)) * counts)
     return mean, squares / count, count
 
 
@@ -124,7 +132,7 @@ class _Normalise(torch.autograd.Function):
         num_channels = x.shape[1]
         own = torch.batch_norm_update_stats(x.float() if x.dtype in _HALVES else x, None, None, 0.0)
         row = _row(own, x.numel() / num_channels)
-        rows = turn.meet(Stop("forward", norm.number, len(row)), row)
+        rows = turn.sync_values(SyncPoint("forward", norm.number, len(row)), row)
         means, variances, count = _pooled(rows)
         if count < 2:  # noqa: PLR2004 - as torch
             raise BatchError(
@@ -163,8 +171,8 @@ class _Normalise(torch.autograd.Function):
         of_x = None
         if ctx.needs_input_grad[0]:
             row = _row((of_weight, of_bias)) * turn.share
-            rows = turn.meet(Stop("backward", norm.number, len(row)), row)
-            sums = tree_sum_of_rows(rows) / (turn.share * ctx.count)
+            rows = turn.sync_values(SyncPoint("backward", norm.number, len(row)), row)
+            sums = tree_sum_of_values(rows) / (turn.share * ctx.count)
             means = torch.from_numpy(sums).to(x.device, wide).view(2, -1)
             scale = scale * (variance + eps).rsqrt()
             slopes = means * -scale
@@ -192,7 +200,7 @@ def group_norms(module: nn.Module, size: int) -> None:
     """
     model = type(module).__name__
     for path, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm):
+        if not isinstance(layer, BatchNorm):
             continue
         name = f"the layer {path or type(layer).__name__} of {model}"
         known = vars(layer).get("forward")
@@ -204,7 +212,7 @@ def group_norms(module: nn.Module, size: int) -> None:
             )
         if before == size:
             continue
-        if known is not None or type(layer).forward not in (_BatchNorm.forward, SyncBatchNorm.forward):
+        if known is not None or type(layer).forward not in (BatchNorm.forward, SyncBatchNorm.forward):
             raise WeightsError(
                 f"{name} has a forward pass of its own, whose statistics cannot be those of a group: use torch's "
                 "BatchNorm1d, 2d or 3d, or leave out batch_norm_group_size"
@@ -248,7 +256,7 @@ def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | i
         raise WeightsError(f"update_bn updates a torch.nn.Module, and this is a {type(model).__name__}")
     layout = context.environment().contract.layout
     check_whole_job(context.current_group(), layout)
-    norms = [it for it in model.modules() if isinstance(it, _BatchNorm)]
+    norms = [it for it in model.modules() if isinstance(it, BatchNorm)]
     if not norms:
         return
     place = next((it.device for it in model.parameters()), torch.device("cpu")) if device is None else device
@@ -261,7 +269,7 @@ def update_bn(loader: Iterable[Nest], model: nn.Module, device: torch.device | i
 
 
 @contextmanager
-def _calibrating(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+def _calibrating(model: nn.Module, norms: list[BatchNorm]) -> Iterator[None]:
     """Within it ``model`` trains, and its statistics are the mean over all batches, from none."""
     modes = {module: module.training for module in model.modules()}
     momenta = {norm: norm.momentum for norm in norms}

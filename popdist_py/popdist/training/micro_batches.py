@@ -1,7 +1,7 @@
 """Batches, split into the micro batches of this instance's replicas.
 
 A nest is what a loader yields: tensors in tuples, named tuples, lists, mappings and dataclasses, as deep as you
-like. It is cut along dim 0. A row of strings, which torch's default collate leaves a list, is cut like a tensor;
+like. It is cut along dim 0. A list of strings, which torch's default collate leaves so, is cut like a tensor;
 anything else in it (a number, None, an object) goes to every micro batch as it is. A batch of popdist's own loader
 brings its micro batches with it, and any other batch is cut by a function of the program's own.
 
@@ -10,11 +10,9 @@ model, for example.
 """
 
 import copy
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from itertools import islice
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -22,31 +20,22 @@ from torch import Tensor
 
 from popdist.errors import MOST_PARTS, BatchError, as_float, whole_number
 from popdist.layout import micro_batch_rows
-from popdist.weights import bytes_of
 
 Nest = Any
-
-_MOST_TENSORS: Final = 4
-_MOST_NUMBERS: Final = 4096
-"""Of a batch: enough to tell it from others."""
 
 _ALIGNMENT_BYTES: Final = 64
 """Where torch's allocator for the CPU has tensors begin; those for GPUs take multiples of it."""
 
 _CPU: Final = torch.device("cpu")
-"""To compare a device with it takes a third of the time of its type as text."""
+"""Comparing a device with this one is faster than comparing its type as text."""
 
 _NO_DIM: Final = -1
 """Stands for the size of a tensor without dim 0."""
 
 
 def count_samples(batch: Nest) -> int:
-    """Size of dim 0 of every tensor in ``batch``; 0 is legal.
-
-    Raises:
-        BatchError: If there is no tensor, one has no dim 0, or two differ in it; the message names the places.
-    """
-    if type(batch) in (tuple, list) and (size := _size_of_row(batch)) is not None:
+    """Size of dim 0 of every tensor in ``batch``, which must be one; 0 is legal."""
+    if type(batch) in (tuple, list) and (size := _size_of_tensors(batch)) is not None:
         return size
     sizes: set[int] = set()
     _add_sizes(batch, sizes)
@@ -55,7 +44,7 @@ def count_samples(batch: Nest) -> int:
     return sizes.pop()
 
 
-def _size_of_row(tensors: Sequence[Any]) -> int | None:
+def _size_of_tensors(tensors: Sequence[Any]) -> int | None:
     """Size of dim 0 of each of ``tensors``, as most loaders give them; None if it is anything else."""
     found = None
     for tensor in tensors:
@@ -65,35 +54,12 @@ def _size_of_row(tensors: Sequence[Any]) -> int | None:
     return found
 
 
-def digest_of(batch: Nest) -> int:
-    """A number that tells this batch from others by its first tensors; 0 for none and for a batch of one number.
-
-    It looks at the beginnings of a few tensors in the memory of the CPU.
-    """
-    digest, has_content = hashlib.blake2b(digest_size=7), False
-    for tensor in islice(_cpu_tensors(batch), _MOST_TENSORS):
-        head = tensor.detach().reshape(-1)[:_MOST_NUMBERS]
-        has_content |= bool((head != head[0]).any())
-        digest.update(f"{tuple(tensor.shape)}".encode())
-        digest.update(bytes_of(head))
-    return int.from_bytes(digest.digest(), "little") if has_content else 0
-
-
-def _cpu_tensors(nest: Nest) -> Iterator[Tensor]:
-    if isinstance(nest, torch.Tensor):
-        if nest.is_cpu and nest.layout == torch.strided and nest.numel():
-            yield nest
-    elif not _is_row_of_strings(nest):
-        for _, child in _children(nest):
-            yield from _cpu_tensors(child)
-
-
-def take(batch: Nest, rows: range) -> Nest:
-    """Samples ``rows`` of ``batch``: a nest of the same types, whose tensors are views of the batch's."""
+def slice_batch(batch: Nest, samples: range) -> Nest:
+    """Some samples of ``batch``: a nest of the same types, whose tensors are views of the batch's."""
 
     def cut(nest: Nest) -> Nest:
-        if isinstance(nest, torch.Tensor) or _is_row_of_strings(nest):
-            return nest[rows.start : rows.stop]
+        if isinstance(nest, torch.Tensor) or is_list_of_strings(nest):
+            return nest[samples.start : samples.stop]
         return _map(nest, cut)
 
     return cut(batch)
@@ -138,7 +104,8 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def _is_row_of_strings(nest: Nest) -> bool:
+def is_list_of_strings(nest: Nest) -> bool:
+    """Whether ``nest`` is cut like a tensor, string by string."""
     if not isinstance(nest, list | tuple) or not nest or isinstance(nest[0], torch.Tensor):
         return False
     return all(isinstance(item, str | bytes) for item in nest)
@@ -166,31 +133,31 @@ def _add_sizes(nest: Nest, sizes: set[int]) -> None:
     if isinstance(nest, torch.Tensor):
         shape = nest.shape
         sizes.add(shape[0] if shape else _NO_DIM)
-    elif _is_row_of_strings(nest):
+    elif is_list_of_strings(nest):
         sizes.add(len(nest))
     else:
-        children = nest if type(nest) in (tuple, list) else [child for _, child in _children(nest)]
+        children = nest if type(nest) in (tuple, list) else [child for _, child in children_of(nest)]
         for child in children:
             _add_sizes(child, sizes)
 
 
 def _no_size(batch: Nest) -> BatchError:
     """The error that says why ``batch`` has no one size of dim 0."""
-    rows = list(_rows(batch, "batch"))
-    if not rows:
+    sizes = list(_sizes(batch, "batch"))
+    if not sizes:
         return BatchError(
             f"the batch is a {type(batch).__name__} without a tensor in it, so there is nothing to split: pass "
             "tensors, or tuples, lists, dicts or dataclasses of tensors"
         )
-    first_place, num_samples = rows[0]
-    place, size = next((place, size) for place, size in rows if size != num_samples)
+    first_place, num_samples = sizes[0]
+    place, size = next((place, size) for place, size in sizes if size != num_samples)
     return BatchError(
         f"{place} holds {size} samples and {first_place} {num_samples}: all tensors of a batch are split "
         "together along dim 0, so they must agree in its size"
     )
 
 
-def _rows(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
+def _sizes(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
     """Place and size of everything in ``nest`` that is cut."""
     if isinstance(nest, torch.Tensor):
         if nest.dim() == 0:
@@ -199,14 +166,14 @@ def _rows(nest: Nest, place: str) -> Iterator[tuple[str, int]]:
                 "or pass it as a Python number"
             )
         yield place, nest.shape[0]
-    elif _is_row_of_strings(nest):
+    elif is_list_of_strings(nest):
         yield place, len(nest)
     else:
-        for name, child in _children(nest):
-            yield from _rows(child, place + name)
+        for name, child in children_of(nest):
+            yield from _sizes(child, place + name)
 
 
-def _children(nest: Nest) -> Iterator[tuple[str, Nest]]:
+def children_of(nest: Nest) -> Iterator[tuple[str, Nest]]:
     """Each child of ``nest`` and how Python reaches it, such as ``[1]``, ``['mask']`` or ``.mask``."""
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         yield from ((f".{name}", value) for name, value in zip(nest._fields, nest, strict=True))
@@ -240,20 +207,12 @@ def split_batch(
 ) -> Splitting:
     """The micro batches of ``batch``; each weighs its samples, unless ``weights`` says more.
 
-    Args:
-        batch: A nest of tensors, an object with an attribute ``micro_batches`` such as the batch of a loader of
-            popdist, or anything that ``split`` understands.
-        num_replicas: Local replicas.
-        accumulation: Micro batches of each; 1 also stands for the number that a loader's batch has.
-        split: Gives ``num_replicas x accumulation`` micro batches; ``list`` for a list of them.
-        weights: One number for each micro batch, at least 0.
-
-    Raises:
-        BatchError: If the batch cannot be split so, a weight is not possible, or the numbers do not fit.
+    An accumulation of 1 also stands for the number that a loader's batch has. ``split`` gives
+    ``num_replicas x accumulation`` micro batches; ``list`` for a list of them.
     """
     is_whole = num_replicas == 1 and type(accumulation) is int and accumulation == 1
     if is_whole and split is None and weights is None and type(batch) in (tuple, list):
-        size = _size_of_row(batch)
+        size = _size_of_tensors(batch)
         if size:
             return 1, [batch], [size]  # as below, with fewer calls
     accumulation = whole_number("accumulation", accumulation, BatchError, maximum=MOST_PARTS)
@@ -289,11 +248,7 @@ def _check_weights(weights: object) -> list[float]:
 
 
 def check_weight(weight: float) -> float:
-    """``weight`` as a float.
-
-    Raises:
-        BatchError: If it is negative or not finite.
-    """
+    """Check that ``weight`` is not negative and finite; gives it as a float."""
     if not 0 <= as_float(weight) < math.inf:
         raise BatchError(f"weight {weight!r} is not possible: a micro batch weighs a finite number from 0 up")
     return float(weight)
@@ -316,8 +271,8 @@ def _cut(batch: Nest, num_replicas: int, accumulation: int) -> tuple[list[Nest],
     num_samples = count_samples(batch)
     if num_replicas == accumulation == 1:
         return [batch], [num_samples]
-    rows = micro_batch_rows(num_samples, num_replicas, accumulation)
-    return [take(batch, row) for row in rows], [len(row) for row in rows]
+    parts = micro_batch_rows(num_samples, num_replicas, accumulation)
+    return [slice_batch(batch, it) for it in parts], [len(it) for it in parts]
 
 
 def _size(content: Nest, *, is_weighed: bool) -> int:

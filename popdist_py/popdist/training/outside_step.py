@@ -1,34 +1,27 @@
 """Backward passes outside the micro batches of a step, and gradients of loops without micro batches.
 
-Every trained parameter tells when its gradient has been accumulated. In a micro batch the step takes it. Outside,
-an instance with one replica reduces as soon as the backward pass has ended; one with several cannot know which of
-them has computed, and shows the loop to write. So no gradient is left unreduced.
+A hook is called when the gradient of a trained parameter was accumulated. In a micro batch the step gets it.
+Outside, an instance with one replica reduces as soon as the backward pass has ended; one with several cannot know
+which of them has computed, and shows the loop to write. So no gradient is left unreduced.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn import Parameter
 
-from popdist import context
+from popdist import context, torch_private
 from popdist.errors import BatchError, MicroBatchError
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.gradient_flags import mark_reduced, mark_used
 from popdist.gradients.memory import GradientMemory, ModelGradients
-from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
+from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
+from popdist.gradients.step_headers import NO_CHECKS, MeanOrSum, ModelChecks, StepChecks
 from popdist.layout import ReplicaLayout
-from popdist.training import optimizer_steps
-from popdist.training.checks import CheckedSteps
-from popdist.training.python_state import take_fault
-from popdist.weights import ParameterSums, sum_parameters
-
-if TYPE_CHECKING:
-    from popdist.training.step import PlainStep, Step
+from popdist.training.step import LoneStep, Step, reduced_modules
 
 LOOP: Final = """
     model = popdist.ReplicatedModel(module)
@@ -40,21 +33,10 @@ LOOP: Final = """
 
 
 class AutomaticReduction:
-    """The gradients of backward passes outside the micro batches of one model.
+    """The gradients of backward passes outside the micro batches of one model; each reduction is a step.
 
-    Args:
-        module: The model.
-        gradients: Of its parameters.
-        buffers: Of the model; they are made equal with the gradients.
-        layout: Of the job.
-        checked_steps: Of the model: a reduction is a step.
-        checks_finite: Whether to look for NaN and infinity.
-
-    Attributes:
-        step: The step that the process is in, in a micro batch or between two.
-        is_computing: Whether it is in a micro batch, where gradients are expected.
-        module: The model.
-        is_watchful: Whether there is anything to notice.
+    ``step`` is the one that the process is in, in a micro batch or between two. ``is_computing`` says that it is
+    in a micro batch, where gradients are expected, and ``is_watchful`` that there is anything to notice.
     """
 
     def __init__(
@@ -63,28 +45,28 @@ class AutomaticReduction:
         gradients: ModelGradients,
         buffers: ReplicaBuffers,
         layout: ReplicaLayout,
-        checked_steps: CheckedSteps,
+        checks: ModelChecks,
         *,
         checks_finite: bool,
     ) -> None:
-        self.step: Step | PlainStep | None = None
+        self.step: Step | LoneStep | None = None
         self.is_computing = False
         self.module = module
         self._gradients = gradients
         self._buffers = buffers
         self._layout = layout
-        self._checked_steps = checked_steps
+        self._checks = checks
         self._checks_finite = checks_finite
         self.is_watchful = layout.num_replicas > 1 or checks_finite or gradients.narrow is not None
         self._num_suspensions = 0
         self._is_window_clean = False
         self._watched: dict[int, weakref.ref[Parameter]] = {}
-        self._task: int | None = None
+        self._backward_pass: int | None = None
         _all.add(self)
-        optimizer_steps.wrap(self, module)
+        reduced_modules[self] = weakref.ref(module)
 
     def watch(self) -> None:
-        """Notice backward passes outside the micro batches from now on; new and frozen parameters count, too."""
+        """Notice backward passes outside the micro batches; new and frozen parameters count, too."""
         if self.is_computing or not self.is_watchful:
             return
         for parameter in self.module.parameters():
@@ -93,24 +75,24 @@ class AutomaticReduction:
                 _call_with_gradients(parameter, weakref.WeakMethod(self.notice_gradient))
 
     def begin_computing(self) -> None:
-        """A micro batch of this model begins."""
+        """Note that a micro batch of this model begins."""
         self.is_computing = True
         for other in _suspended and _suspended - {self}:
             other._open_window()  # noqa: SLF001 - of this class
 
     def end_computing(self) -> None:
-        """A micro batch of this model has ended, if there was one."""
+        """Note that a micro batch of this model has ended, if there was one."""
         if self.is_computing:
             self.is_computing = False
             for other in _suspended and _suspended - {self}:
                 other._close_window()  # noqa: SLF001 - as above
 
     def _open_window(self) -> None:
-        """From now on another model computes, and this one's gradients play no part."""
+        """Note that another model computes now, and that this one's gradients play no part."""
         self._is_window_clean = not self._gradients.unused()
 
     def _close_window(self) -> None:
-        """Nobody waits for what has come since, unless it was added to something."""
+        """Mark the gradients of this window as used, unless they were added to others that are not."""
         if self._is_window_clean:
             mark_used(self._gradients.parameters())
         self._is_window_clean = False
@@ -141,14 +123,12 @@ class AutomaticReduction:
                 _suspended.discard(self)
 
     def notice_gradient(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated, perhaps by a backward pass that nobody expected.
-
-        Another model of the same parameter may expect it: a module that was wrapped again, or a part of two.
-        """
+        """Handle a gradient that was accumulated, perhaps by a backward pass that nobody expected."""
         if self.is_computing:
             if self.step is not None:
-                self.step.take(parameter)
+                self.step.add_gradient(parameter)
             return
+        # a model of the same parameter may expect it: a module that was wrapped again, or a part of two
         if any(model.expects(parameter) for model in tuple(_all)):
             return
         if self._num_suspensions:
@@ -167,10 +147,13 @@ class AutomaticReduction:
                 f"which needs its own micro batches. Write\n{LOOP}\n\nor `with model.no_sync():` around a "
                 "backward pass in which this model's gradients play no part"
             )
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - DDP and FSDP rely on this pair; there is no public one
-        if task != self._task:  # once for each backward pass
-            self._task = task
-            Variable._execution_engine.queue_callback(self._reduce)  # noqa: SLF001 - as above
+        number = torch_private.backward_pass()
+        if number != self._backward_pass:  # once for each
+            self._backward_pass = number
+            if not torch_private.call_after_backward(self._reduce):
+                raise BatchError(
+                    f"backward() outside micro_batches, whose end this torch does not show. Write\n{LOOP}"
+                )
 
     def _reduce(self) -> None:
         """Take the mean over the instances, which have one replica each and count alike: the pass has ended."""
@@ -178,9 +161,9 @@ class AutomaticReduction:
         parameter = gradients.not_finite() if self._checks_finite else None
         found = None if parameter is None else NotFinite(group.backend.instance_index, parameter)
         if self._layout.num_replicas > 1:
-            weights = sum_parameters(self.module) if self._checked_steps.is_next_checked() else None
-            _reduce_all(self._gradients.memory(group, self._layout), "mean", self._buffers, weights, found)
-            self._checked_steps.end_step()
+            memory = self._gradients.memory(group, self._layout)
+            _reduce_all(memory, "mean", self._buffers, self._checks.begin_step(), found)
+            self._checks.end_step()
             self._buffers.begin_pass()
         elif found is not None:
             raise not_finite_error(found, gradients)
@@ -189,10 +172,10 @@ class AutomaticReduction:
 
 
 _all: Final[weakref.WeakSet[AutomaticReduction]] = weakref.WeakSet()
-"""Of all models of this process."""
+"""The automatic reductions of all models of this process."""
 
 _suspended: Final[set[AutomaticReduction]] = set()
-"""Those within ``no_sync()``."""
+"""Those of models within ``no_sync()``."""
 
 
 def _call_with_gradients(parameter: Parameter, method: weakref.WeakMethod[Callable[[Tensor], None]]) -> None:
@@ -215,22 +198,22 @@ def _reduce_all(
     memory: GradientMemory,
     reduction: MeanOrSum,
     buffers: ReplicaBuffers | None = None,
-    weights: ParameterSums | None = None,
+    checks: StepChecks = NO_CHECKS,
     not_finite: NotFinite | None = None,
 ) -> None:
     """Reduce all gradients that there are, as those of the one micro batch of this instance's replica."""
-    total = GradientSum(memory, buffers, weights)
+    total = GradientSum(memory, buffers, checks)
     if buffers is not None:
         buffers.end_pass()
     memory.begin_step()
     room = memory.room_for(0, 0)
     total.used = memory.gradients.fill(room)
-    total.push(room, 1.0)
-    total.finish(reduction, not_finite, take_fault())
+    total.add(room, 1.0)
+    total.finish(reduction, not_finite, checks.fault())
 
 
 _known: Final[weakref.WeakKeyDictionary[nn.Module, ModelGradients]] = weakref.WeakKeyDictionary()
-"""For each module that was reduced by itself, its gradients: their memory is used again."""
+"""The gradients of each module that was reduced by itself: their memory is used again."""
 
 
 def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean") -> None:
@@ -263,5 +246,5 @@ def all_reduce_gradients(module: nn.Module, op: Literal["mean", "sum"] = "mean")
             f"replicas in {layout.num_instances} instances: each needs its own micro batches. Write\n{LOOP}"
         )
     gradients = _known.setdefault(module, ModelGradients(module))
-    optimizer_steps.wrap(gradients, module)
+    reduced_modules[gradients] = weakref.ref(module)
     _reduce_all(gradients.memory(group, layout), op)

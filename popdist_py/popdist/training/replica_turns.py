@@ -17,11 +17,11 @@ from torch import Tensor
 
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.memory import ModelGradients
-from popdist.training.norm_meetings import Meeting, NormGroups, NormTurn
+from popdist.training.norm_sync import GroupSync, NormGroups, NormTurn
 from popdist.training.randomness import ReplicaRandomness
 
 if TYPE_CHECKING:
-    from popdist.training.step import PlainStep, Step
+    from popdist.training.step import Step
 
 R = TypeVar("R")
 
@@ -29,14 +29,12 @@ R = TypeVar("R")
 class Turns:
     """Threads of which exactly one runs at a time.
 
-    Args:
-        enter: Called in a thread, with its number, when its turn begins.
-        leave: Called there when its turn ends.
+    ``enter`` and ``exit_`` are called in a thread, with its number, when its turn begins and ends.
     """
 
-    def __init__(self, enter: Callable[[int], None], leave: Callable[[int], None]) -> None:
+    def __init__(self, enter: Callable[[int], None], exit_: Callable[[int], None]) -> None:
         self._enter = enter
-        self._leave = leave
+        self._exit = exit_
         self._living: list[int] = []
         self._gates: list[threading.Semaphore] = []
         self._is_cancelled = False
@@ -44,12 +42,8 @@ class Turns:
     def run(self, bodies: Sequence[Callable[[], None]], interrupt: Callable[[], None]) -> None:
         """Call each of ``bodies`` in a thread of its own, beginning with the first, until all have ended.
 
-        Args:
-            bodies: At least one. None of them raises.
-            interrupt: Called where the handler of a signal raises while this waits; then it waits on.
-
-        Raises:
-            BaseException: What that handler has raised, when all have ended.
+        None of them raises. Where the handler of a signal raises while this waits, ``interrupt`` is called, and
+        the error is raised when all have ended.
         """
         self._living = list(range(len(bodies)))
         self._gates = [threading.Semaphore(0) for _ in bodies]
@@ -85,7 +79,7 @@ class Turns:
         try:
             body()
         finally:
-            self._leave(number)
+            self._exit(number)
             after = self._after(number)
             self._living.remove(number)
             self._gates[after].release()
@@ -94,7 +88,7 @@ class Turns:
         """Thread ``number``, which runs, lets the others run; returns when it is its turn again."""
         after = self._after(number)
         if after != number:
-            self._leave(number)
+            self._exit(number)
             self._gates[after].release()
             self._gates[number].acquire()
             self._enter(number)
@@ -134,18 +128,11 @@ class ThreadModes:
 
 
 class ReplicaTurns(Generic[R]):
-    """The local replicas of one step, while those of each group compute in turns.
-
-    Args:
-        step: Takes the gradients.
-        randomness: Of the replicas.
-        buffers: Of the model.
-        gradients: Of the model.
-    """
+    """The local replicas of one step, while those of each group compute in turns."""
 
     def __init__(
         self,
-        step: "Step | PlainStep",
+        step: "Step",
         randomness: ReplicaRandomness,
         buffers: ReplicaBuffers,
         gradients: ModelGradients,
@@ -161,42 +148,28 @@ class ReplicaTurns(Generic[R]):
     def run_all(
         self, groups: NormGroups, bodies: Sequence[Callable[[], R] | None], weights: Sequence[float]
     ) -> list[R]:
-        """Compute all micro batches of this instance, those of one group at a time, and collect their gradients.
+        """Compute all micro batches of this instance, those of one group at a time, and add their gradients.
 
-        Args:
-            groups: With their plan of the step.
-            bodies: For each micro batch its forward and backward pass; None for one without samples.
-            weights: What each counts.
-
-        Returns:
-            What the bodies return, in their order.
-
-        Raises:
-            BaseException: As :meth:`_run`.
+        ``bodies`` are for each micro batch its forward and backward pass, None for one without samples. Gives what
+        they return, in their order.
         """
         found: dict[int, R] = {}
         first, accumulation = groups.plan[0].replicas.start, self._step.accumulation
         for part in groups.plan:
             index_of = {it: (it - first) * accumulation + part.step for it in part.replicas}
             own = {it: body for it, index in index_of.items() if (body := bodies[index]) is not None}
-            for replica, result in self._run(groups.size, part.meeting, own).items():
+            for replica, result in self._run(groups.size, part.sync, own).items():
                 found[index_of[replica]] = result
             for replica, index in index_of.items():
-                self._put_in_place(replica)
-                self._step.collect_in_turn(index, weights[index] if replica in own else None)
-                self._put_away(replica)
+                self._load_replica(replica)
+                self._step.add_in_turn(index, weights[index] if replica in own else None)
+                self._store_replica(replica)
         return [found[index] for index in sorted(found)]
 
-    def _run(self, size: int, meeting: Meeting, bodies: Mapping[int, Callable[[], R]]) -> dict[int, R]:
+    def _run(self, size: int, sync: GroupSync, bodies: Mapping[int, Callable[[], R]]) -> dict[int, R]:
         """What the bodies of a group's local participants return, by replica; their gradients are kept.
 
-        Args:
-            size: Replicas of the group.
-            meeting: Of its participants.
-            bodies: For each local one the forward and backward pass of a micro batch.
-
-        Raises:
-            BaseException: What the first of them to fail has raised; or what their meeting has, if none has.
+        Raises what the first of them to fail has raised; or what their exchange has, if none has.
         """
         if not bodies:
             return {}
@@ -207,12 +180,12 @@ class ReplicaTurns(Generic[R]):
 
         def enter(number: int) -> None:
             scopes[number].__enter__()
-            self._put_in_place(replicas[number])
+            self._load_replica(replicas[number])
             NormTurn.current = norm_turns[number]
 
-        def leave(number: int) -> None:
+        def exit_(number: int) -> None:
             NormTurn.current = None
-            self._put_away(replicas[number])
+            self._store_replica(replicas[number])
             scopes[number].__exit__()
 
         def compute(number: int) -> None:
@@ -223,29 +196,29 @@ class ReplicaTurns(Generic[R]):
             except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
                 errors[replica] = error
 
-        turns = Turns(enter, leave)
+        turns = Turns(enter, exit_)
         norm_turns = [
-            NormTurn(size=size, replica=replica, meeting=meeting, pass_on=partial(turns.pass_on, number))
+            NormTurn(size=size, replica=replica, sync=sync, pass_on=partial(turns.pass_on, number))
             for number, replica in enumerate(replicas)
         ]
         numbers = range(len(replicas))
         contexts = [contextvars.copy_context() for _ in numbers]
-        turns.run([partial(contexts[i].run, compute, i) for i in numbers], meeting.break_off)
-        for error in sorted(errors.values(), key=meeting.follows):
+        turns.run([partial(contexts[i].run, compute, i) for i in numbers], sync.cancel)
+        for error in sorted(errors.values(), key=sync.is_cause):
             raise error
         return results
 
-    def _put_in_place(self, replica: int) -> None:
-        """Let ``replica`` have its buffers and its gradients."""
-        self._buffers.resume(self._made.pop(replica, {}))
+    def _load_replica(self, replica: int) -> None:
+        """Give ``replica`` its buffers and its gradients."""
+        self._buffers.load(self._made.pop(replica, {}))
         gradients = self._kept.pop(replica, None)
         if gradients is not None:
             for parameter, gradient in zip(self._gradients.parameters(), gradients, strict=True):
                 parameter.grad = gradient
 
-    def _put_away(self, replica: int) -> None:
-        """Keep what ``replica`` has: the model has no gradients then, and the buffers of the step's start."""
-        self._made[replica] = self._buffers.park()
+    def _store_replica(self, replica: int) -> None:
+        """Keep what ``replica`` has; then the model has no gradients, and the buffers of the step's start."""
+        self._made[replica] = self._buffers.store()
         parameters = self._gradients.parameters()
         gradients = [parameter.grad for parameter in parameters]
         if any(it is not None for it in gradients):

@@ -12,12 +12,12 @@ from popdist import context
 from popdist.errors import MOST_PARTS, BatchError, WeightsError, check_flags, seed_number, whole_number
 from popdist.gradients.flat_buffers import check_gradient_dtype
 from popdist.gradients.partial_gradients import clip_grad_norm
-from popdist.gradients.reduction import MeanOrSum
+from popdist.gradients.step_headers import MeanOrSum
 from popdist.training.batch_norm import group_norms
 from popdist.training.ddp_answers import answer, refuse_module, refuse_options, refuse_wrapper
 from popdist.training.micro_batches import Nest, Split
 from popdist.training.model_steps import ModelSteps
-from popdist.training.norm_meetings import check_group_size
+from popdist.training.norm_sync import check_group_size
 from popdist.training.randomness import ReplicaRandomness
 from popdist.weights import broadcast_weights
 
@@ -322,7 +322,7 @@ class ReplicatedModel(nn.Module):
             BatchError: If the weights of the whole job add up to 0.
             GradientError, WeightsError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
         """
-        self._model_steps.finish(reduction, add=add)
+        self._model_steps.reduce_gradients(reduction, add=add)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -415,7 +415,7 @@ class ReplicatedModel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as above
         """Load a state dict of the module, on this instance only."""
         loaded = self.module.load_state_dict(state_dict, *args, **kwargs)
-        self._model_steps.buffers.forgive()
+        self._model_steps.buffers.clear_outside_writes()
         return loaded
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:  # noqa: ANN401 - as above

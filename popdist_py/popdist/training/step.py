@@ -1,33 +1,38 @@
-"""One step of a model on this instance: its micro batches in order, each added to the gradient of its replica."""
+"""One step of a model on this instance, and how far it has come for whoever must know, such as an optimizer.
+
+A step is begun, each micro batch is added to the gradient of its replica, and then the step is finished or
+abandoned. Optimizers' steps are counted, and the gradients that they have used are marked.
+"""
 
 import operator
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from popdist.errors import BatchError
-from popdist.gradients.batch_marks import BatchMark
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.flat_buffers import FlatGradient
+from popdist.gradients.gradient_flags import mark_step
 from popdist.gradients.memory import GradientMemory, ModelGradients
 from popdist.gradients.old_gradients import OldGradients
-from popdist.gradients.reduction import GradientSum, MeanOrSum, NotFinite, not_finite_error
+from popdist.gradients.reduction import GradientSum, NotFinite, not_finite_error
+from popdist.gradients.step_headers import BatchPosition, MeanOrSum, StepChecks
 from popdist.progress import progress_page
-from popdist.training.beside import ParametersBeside
-from popdist.training.python_state import take_fault
+from popdist.training_loop import training_loop
 from popdist.tree import TreeSum
 
 
 class Step:
     """One step: made when it starts, given each micro batch's gradient, then finished or abandoned.
 
-    Args:
-        memory: Of the gradients of the model's parameters.
-        buffers: Of the model.
-        total: The step's sum over all replicas of the job.
-        accumulation: Micro batches of each local replica.
-        beside: The parameters of other models; None where the checks are not made that cost time.
-        checks_finite: Whether to look for NaN and infinity in each micro batch's gradient.
+    ``accumulation`` is the number of micro batches of each local replica, and ``total`` the step's sum over all
+    replicas of the job. ``checks_finite`` looks for NaN and infinity in each micro batch's gradient.
     """
 
     def __init__(
@@ -35,74 +40,69 @@ class Step:
         memory: GradientMemory,
         buffers: ReplicaBuffers,
         total: GradientSum,
+        checks: StepChecks,
         *,
         accumulation: int,
-        beside: ParametersBeside | None,
         checks_finite: bool,
     ) -> None:
         self.accumulation = accumulation
-        self.is_checked = beside is not None
+        self.checks = checks
         self._memory = memory
         self._gradients = memory.gradients
         self._buffers = buffers
-        self._beside = beside
         self._checks_finite = checks_finite
         self._sum = total
         self._num_micro_batches = memory.layout.num_local_replicas * accumulation
-        self._position = 0
+        self._position = 0  # the micro batch that is next
         self._not_finite: NotFinite | None = None
         self._current: FlatGradient | None = None
         self._open: dict[int, _ReplicaSum] = {}
         memory.begin_step()
         if memory.layout.num_replicas > 1:
-            buffers.begin_step(is_checked=self.is_checked)
+            buffers.begin_step(is_checked=checks.is_on)
 
-    def announce(self, heaviest: float, reduction: MeanOrSum, batch: BatchMark, *, add: bool) -> None:
-        """Tell the others that this instance begins a step of a whole batch, and its heaviest weight."""
-        self._sum.announce(self.accumulation, heaviest, reduction, batch, add=add)
+    def begin(self, heaviest: float, reduction: MeanOrSum, position: BatchPosition, *, add: bool) -> None:
+        """Say to the others that a step of a whole batch begins; see :meth:`GradientSum.begin`."""
+        self._sum.begin(self.accumulation, heaviest, reduction, position, add=add)
 
-    def begin(self, index: int, weight: float) -> int:
-        """Get ready for micro batch ``index``, which counts ``weight``; those left out before it have no samples.
+    def wait_for_others(self) -> None:
+        """Wait until all instances have begun their steps."""
+        self._sum.weight_scale()
 
-        Returns:
-            The job-wide number of its replica.
-        """
+    def begin_micro_batch(self, index: int, weight: float) -> int:
+        """Begin micro batch ``index``; those left out before it have no samples. Gives its replica in the job."""
         if not self._position <= index < self._num_micro_batches:
             num_local_replicas = self._memory.layout.num_local_replicas
             raise _out_of_order(index, self._position, num_local_replicas, self.accumulation)
         self._skip_to(index)
-        self._current = self._next_rows()
+        self._current = self._next_room()
         if self._sum.goes_early and index + 1 == self._num_micro_batches:
-            self._sum.begin_last(self._sum_of_replica().rows, weight)
+            self._sum.begin_last(self._sum_of_replica().gradients, weight)
         return self._replica
 
-    def take(self, parameter: Tensor) -> None:
-        """A gradient of the micro batch that was begun has been accumulated in ``.grad``."""
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Move a gradient that was just accumulated in ``.grad`` to where it will be added."""
         if self._current is not None:
             self._current.move_in(parameter, even_small=self._sum.goes_early)
             if self._sum.goes_early:
-                self._sum.take(parameter)
+                self._sum.add_gradient(parameter)
 
-    def collect(self, weight: float) -> None:
-        """Take the gradients that the backward passes of the micro batch that was begun left in ``.grad``."""
-        unit = self._sum.unit()
+    def add(self, weight: float) -> None:
+        """Add the gradients that the backward passes of the next micro batch left in ``.grad``."""
+        scale = self._sum.weight_scale()
         if self._checks_finite and weight and self._not_finite is None:
             parameter = self._gradients.not_finite()
             self._not_finite = None if parameter is None else NotFinite(self._replica, parameter)
-        rows, self._current = self._current or self._next_rows(), None
+        room, self._current = self._current or self._next_room(), None
         if weight:
-            self._sum.used |= self._gradients.fill(rows, times=weight / unit, clears=True)
+            self._sum.used |= self._gradients.fill(room, times=weight / scale, clears=True)
         else:
-            rows.clear()
+            room.clear()
             self._gradients.clear()
-        self._push(rows, weight, has_run=True)
+        self._add_to_replica(room, weight, has_run=True)
 
-    def hear_of_others(self) -> None:
-        """Wait until all instances have announced their steps: see :meth:`GradientSum.unit`."""
-        self._sum.unit()
-
-    def collect_in_turn(self, index: int, weight: float | None) -> None:
-        """Take the gradients of micro batch ``index``, where replicas take turns; None for one without samples.
+    def add_in_turn(self, index: int, weight: float | None) -> None:
+        """Add micro batch ``index``, where replicas take turns; a weight of None stands for one without samples.
 
         The replicas of a group come step by step, and at each step in their order.
         """
@@ -110,20 +110,18 @@ class Step:
         if weight is None:
             self._skip_to(index + 1)
         else:
-            self.collect(weight)
+            self.add(weight)
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
         """Set ``.grad`` of each parameter, and the buffers, to those of the whole job's step."""
-        self._sum.unit()
+        self._sum.weight_scale()
         self._skip_to(self._num_micro_batches)
-        fault = self._buffers.fault or take_fault()
-        if fault is None and self._beside is not None:
-            fault = self._beside.fault()
+        fault = self._buffers.fault or self.checks.fault()
         self._sum.finish(reduction, self._not_finite, fault, add=add)
         self._buffers.end_step()
 
     def abandon(self) -> None:
-        """Leave without a gradient, and tell the others, unless all know already. Never raises."""
+        """Leave without a gradient, and say so to the others, unless all know already. Never raises."""
         self._gradients.clear()
         self._buffers.undo()
         self._buffers.end_step()
@@ -136,31 +134,31 @@ class Step:
 
     def _skip_to(self, index: int) -> None:
         while self._position < index:
-            rows = self._next_rows()
-            rows.clear()
-            self._push(rows, 0.0, has_run=False)
+            room = self._next_room()
+            room.clear()
+            self._add_to_replica(room, 0.0, has_run=False)
 
-    def _next_rows(self) -> FlatGradient:
+    def _next_room(self) -> FlatGradient:
         return self._memory.room_for(*divmod(self._position, self.accumulation))
 
-    def _push(self, rows: FlatGradient, weight: float, *, has_run: bool) -> None:
+    def _add_to_replica(self, gradient: FlatGradient, weight: float, *, has_run: bool) -> None:
         """Add the next micro batch to its replica, and a finished replica to the job."""
         if self.accumulation > 1:
             replica, own = self._position // self.accumulation, self._sum_of_replica()
-            own.rows.push(rows)
+            own.gradients.push(gradient)
             own.weights.push(weight)
             own.has_run |= has_run
-            if own.rows.position < self.accumulation:
+            if own.gradients.position < self.accumulation:
                 self._position += 1
                 return
             del self._open[replica]
-            rows, weight, has_run = own.rows.total, own.weights.total, own.has_run
+            gradient, weight, has_run = own.gradients.total, own.weights.total, own.has_run
         self._position += 1
-        self._sum.push(rows, weight)
+        self._sum.add(gradient, weight)
         self._buffers.end_replica(has_run=has_run)
 
     def _sum_of_replica(self) -> "_ReplicaSum":
-        """What the replica whose micro batch is next has brought so far."""
+        """The sums over the micro batches so far of the replica whose micro batch is next."""
         replica = self._position // self.accumulation
         if replica not in self._open:
             self._open[replica] = _ReplicaSum(
@@ -172,9 +170,9 @@ class Step:
 
 @dataclass(slots=True)
 class _ReplicaSum:
-    """What the micro batches of one replica have brought: gradients, weights, and whether one had samples."""
+    """The sums over the micro batches of one replica, and whether one of these had samples."""
 
-    rows: TreeSum[FlatGradient]
+    gradients: TreeSum[FlatGradient]
     weights: TreeSum[float]
     has_run: bool = False
 
@@ -188,84 +186,164 @@ def _out_of_order(index: int, position: int, num_local_replicas: int, accumulati
     )
 
 
-class PlainStep:
-    """A step with one micro batch in the whole job, used as :class:`Step`.
+class LoneStep:
+    """A step with one micro batch in the whole job, used as :class:`Step`: the gradient stays where it is.
 
     Nothing is added up and nobody is asked, so it costs as little as can be, and its bits are those of a loop
     without popdist.
-
-    Args:
-        gradients: Of the model's parameters.
-        old: Those of before, which have been taken away.
-        is_checked: Whether the checks are made that cost time.
-        checks_finite: Whether to look for NaN and infinity in the gradient.
     """
-
-    __slots__ = ("_checks_finite", "_gradients", "_old", "_weight", "is_checked")
 
     accumulation = 1
 
     def __init__(
-        self, gradients: ModelGradients, old: OldGradients, *, is_checked: bool, checks_finite: bool
+        self, gradients: ModelGradients, old: OldGradients, checks: StepChecks, *, checks_finite: bool
     ) -> None:
-        self.is_checked = is_checked
+        self.checks = checks
         self._gradients = gradients
         self._old = old
         self._checks_finite = checks_finite
         self._weight: float | None = None
 
-    def announce(self, heaviest: float, _reduction: MeanOrSum, _batch: BatchMark, *, add: bool) -> None:
+    def begin(self, heaviest: float, _reduction: MeanOrSum, _position: BatchPosition, *, add: bool) -> None:
         """Check that the micro batch weighs something, and what becomes of the gradients of before."""
-        if self._old.kept:
-            self._settle_old(add=add)
+        self._drop_old_unless_added(add=add)
         if not heaviest:
             raise BatchError("the batches of all instances have 0 samples, so this step has no gradient")
 
-    def hear_of_others(self) -> None:
-        """There are no others."""
-
-    def collect_in_turn(self, _index: int, weight: float | None) -> None:
-        """The one replica of the job takes turns with nobody."""
-        self.collect(weight or 0.0)
-
-    def begin(self, index: int, _weight: float) -> int:
-        """Get ready for micro batch ``index``, which is 0; the number of its replica."""
+    def begin_micro_batch(self, index: int, _weight: float) -> int:
+        """Begin micro batch 0, the only one; gives the number of its replica."""
         if index or self._weight is not None:
             position = 0 if self._weight is None else 1
             raise _out_of_order(index, position, num_local_replicas=1, accumulation=1)
         return 0
 
-    def take(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated; nothing is done with it."""
+    def add_gradient(self, parameter: Tensor) -> None:
+        """Leave the gradient where it is."""
 
-    def collect(self, weight: float) -> None:
-        """The micro batch has seen its backward passes."""
+    def add(self, weight: float) -> None:
+        """Note the weight of the micro batch, whose gradient stays where it is."""
         self._weight = weight
 
     def finish(self, reduction: MeanOrSum, *, add: bool) -> None:
-        """Leave each ``.grad`` as it is; for a sum, times the weight."""
-        if self._old.kept:
-            self._settle_old(add=add)
+        """Leave each ``.grad`` as it is; for a sum, multiply it by the weight."""
+        self._drop_old_unless_added(add=add)
         if reduction == "mean" and not self._weight:
             raise BatchError("the one micro batch of this step has no weight, so this step has no gradient")
         if self._checks_finite and self._weight:
-            gradients = self._gradients.layout()
-            parameter = gradients.not_finite()
+            layout = self._gradients.layout()
+            parameter = layout.not_finite()
             if parameter is not None:
-                raise not_finite_error(NotFinite(0, parameter), gradients)
+                raise not_finite_error(NotFinite(0, parameter), layout)
         if reduction == "sum" and self._weight != 1:
-            gradients = self._gradients.layout()
-            rows = gradients.make_wide()
-            gradients.fill(rows, times=self._weight or 0.0)
-            gradients.set_gradients(rows, gradients.used())
+            layout = self._gradients.layout()
+            used, room = layout.used(), layout.make_wide()
+            layout.fill(room, times=self._weight or 0.0)
+            layout.set_gradients(room, used)
         if add:
             self._old.add_to_new()
         progress_page.count_step()
 
-    def _settle_old(self, *, add: bool) -> None:
-        if number := self._old.number(add=add):
-            self._old.settle({0: number}, add=add)
+    def _drop_old_unless_added(self, *, add: bool) -> None:
+        if self._old.kept and (number := self._old.number(add=add)):
+            self._old.drop_unless_added({0: number}, add=add)
 
     def abandon(self) -> None:
         """Leave without a gradient."""
         self._gradients.remove()
+
+
+class StepState:
+    """How far the last step of one model has come: running, complete, or lost for a ``reason``.
+
+    It counts as long as ``owner``, which makes the steps, is there.
+    """
+
+    def __init__(self, owner: object, module: nn.Module) -> None:
+        self.reason = ""
+        self.reference = weakref.ref(module)
+        self._owner = weakref.ref(owner)
+
+    def begin(self) -> None:
+        """From now on the gradients of the module are incomplete."""
+        lost_steps.discard(self)
+        running_steps.add(self)
+
+    def end(self) -> None:
+        """The gradients are complete, or gone."""
+        running_steps.discard(self)
+
+    def lose(self, reason: str) -> None:
+        """The step has left no gradient on any instance, so until the next one there is nothing to step on."""
+        self.end()
+        self.reason = reason
+        lost_steps.add(self)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model, if it and the owner are still there."""
+        return None if self._owner() is None else self.reference()
+
+
+running_steps: Final[set[StepState]] = set()
+lost_steps: Final[set[StepState]] = set()
+"""The states of models in the middle of a step, and of those whose last step was lost."""
+
+reduced_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]] = weakref.WeakKeyDictionary()
+"""The modules whose gradients popdist reduces, by the object that does it."""
+
+joint_modules: Final[weakref.WeakKeyDictionary[object, "weakref.ref[nn.Module]"]] = weakref.WeakKeyDictionary()
+"""The modules that all instances have, by the object that makes their steps."""
+
+
+def modules_in(registry: "weakref.WeakKeyDictionary[object, weakref.ref[nn.Module]]") -> list[nn.Module]:
+    """The modules of one of these two that are still there."""
+    return [module for reference in tuple(registry.values()) if (module := reference()) is not None]
+
+
+def is_in_step() -> bool:
+    """Whether a model is in the middle of a step."""
+    return any(state.module is not None for state in tuple(running_steps))
+
+
+@cache
+def watch_optimizers() -> None:
+    """From now on count the steps of torch's optimizers, and mark the gradients that they use."""
+    register_optimizer_step_pre_hook(_wrap_closure)
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: Optimizer, *_: object) -> None:
+    training_loop.num_optimizer_steps += 1
+    mark_step(optimizer)
+
+
+def _wrap_closure(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Mark the gradients that a closure makes as used, so that its next call may drop them."""
+    return with_closure(args, kwargs, lambda: mark_step(optimizer))
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], do_after: Callable[[], object]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of an optimizer's step with ``do_after`` called after its closure; None without one."""
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return None
+
+    @wraps(closure)
+    def call(*closure_args: Any, **closure_kwargs: Any) -> Any:  # noqa: ANN401 - whatever the closure takes and gives
+        loss = closure(*closure_args, **closure_kwargs)
+        do_after()
+        return loss
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": call}
+    return (args[0], call, *args[2:]), kwargs
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - a function of the program's
+    """The closure among the arguments of an optimizer's step, which makes the gradients; None without one."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return closure if callable(closure) else None

@@ -6,9 +6,8 @@ all instances, each ``reduce_gradients()``, and each reduction after a backward 
 number is the same on all instances when they begin a step together. A new process counts anew, also when it goes
 on from a checkpoint.
 
-A step is found to be a checked one where it begins, before its first micro batch, and stays one to its end. There
-are no checks outside of steps, so an evaluation, or what runs on some instances only, never waits for others
-because of one.
+A step is a checked one from its beginning to its end. There are no checks outside of steps, so an evaluation, or
+what runs on some instances only, never waits for others because of one.
 """
 
 from typing import Final
@@ -28,24 +27,15 @@ def is_checked(number: int) -> bool:
 
 
 class CheckedSteps:
-    """The steps of one model, counted.
-
-    Attributes:
-        number: Of the next step, from 1.
-    """
+    """The steps of one model, counted: ``number`` is that of the next one, from 1."""
 
     def __init__(self) -> None:
         self.number = 1
 
     def is_next_checked(self) -> bool:
-        """Whether the next step, which begins now, is checked; never with ``popdist.init(checks="off")``.
-
-        Raises:
-            NotInitializedError: Before ``popdist.init()``.
-        """
-        number = self.number
-        return (number <= NUM_FIRST or number % EVERY == 0) and context.current_job().is_checked
+        """Whether the next step, which begins now, is checked; never with ``popdist.init(checks="off")``."""
+        return is_checked(self.number) and context.current_job().is_checked
 
     def end_step(self) -> None:
-        """A step has ended with a gradient on all instances."""
+        """Count a step that has ended with a gradient on all instances."""
         self.number += 1

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 
 import popdist
+from popdist.checks.checked_steps import is_checked
+from popdist.checks.parameter_sums import sum_parameters
 from popdist.context import Checks
-from popdist.training.checks import is_checked
-from popdist.weights import sum_parameters
 
 DTYPES = (
     torch.float32,
@@ -39,7 +39,7 @@ def test_a_model_counts_its_own_steps(checks: Checks, numbers: list[int]) -> Non
             other.reduce_gradients(reduction="sum")
             with model.micro_batch(0):
                 step = model._model_steps.step
-                found += [number] if step is not None and step.is_checked else []
+                found += [number] if step is not None and step.checks.is_on else []
             model.reduce_gradients()
     finally:
         popdist.finalize()

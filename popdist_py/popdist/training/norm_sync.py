@@ -28,10 +28,10 @@ from popdist.weights import gather_bytes
 
 Kind = Literal["forward", "backward", "end", "left"]
 
-Row: TypeAlias = NDArray[np.float64]
+ReplicaValues: TypeAlias = NDArray[np.float64]
 """What a replica brings to a meeting."""
 
-Rows: TypeAlias = NDArray[np.float64]
+GroupValues: TypeAlias = NDArray[np.float64]
 """Those of all participants, one below the other."""
 
 _KINDS: Final[tuple[Kind, ...]] = ("forward", "backward", "end", "left")
@@ -51,7 +51,7 @@ def layer_number(name: str) -> int:
     return number
 
 
-class Stop(NamedTuple):
+class SyncPoint(NamedTuple):
     """Where a replica stands.
 
     Attributes:
@@ -73,11 +73,11 @@ class Stop(NamedTuple):
         return f"is in the {self.kind} pass of {_layers.get(self.layer, 'another layer')}"
 
 
-END: Final = Stop("end")
-LEFT: Final = Stop("left")
+END: Final = SyncPoint("end")
+LEFT: Final = SyncPoint("left")
 
 
-class Meeting:
+class GroupSync:
     """The meetings of one group in one micro batch.
 
     Args:
@@ -105,17 +105,17 @@ class Meeting:
         self.is_over = not local
         self._group = group
         self._owners = owners
-        self._stops: dict[int, Stop] = {}
-        self._rows: dict[int, Row] = {}
-        self._found: Rows = np.empty((0, 0))
+        self._stops: dict[int, SyncPoint] = {}
+        self._rows: dict[int, ReplicaValues] = {}
+        self._found: GroupValues = np.empty((0, 0))
         self._trouble: PopdistError | None = None
-        self._is_broken_off = False
+        self._is_cancelled = False
 
-    def come(self, replica: int, stop: Stop, row: Row | None = None) -> None:
+    def arrive(self, replica: int, stop: SyncPoint, row: ReplicaValues | None = None) -> None:
         """A local participant comes to ``stop`` with its row; the last of them meets the other instances."""
         if self.is_over:
             return
-        if self._is_broken_off:
+        if self._is_cancelled:
             stop, row = LEFT, None
         self._stops[replica] = stop
         if row is not None:
@@ -125,13 +125,13 @@ class Meeting:
         stops, rows = self._stops, [self._rows[it] for it in sorted(self._rows)]
         self._stops, self._rows = {}, {}
         try:
-            self._found = self._meet(stops, rows)
+            self._found = self._exchange(stops, rows)
         except PopdistError as error:
             self.is_over, self._trouble = True, error
         if stop.kind in ("end", "left"):
             self.is_over = True
 
-    def rows(self) -> Rows:
+    def rows(self) -> GroupValues:
         """The rows of all participants, in the order of the replicas, when all local ones have come.
 
         Raises:
@@ -146,32 +146,30 @@ class Meeting:
         if self._trouble is not None:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
-    def leave(self) -> None:
+    def abandon(self) -> None:
         """Tell the other instances, if they may still come, that this one is gone. Never raises."""
         if not self.is_over:
             stops = dict.fromkeys(self.local, LEFT)
             self.is_over = True
             with suppress(PopdistError):
-                self._meet(stops, [])
+                self._exchange(stops, [])
 
-    def break_off(self) -> None:
+    def cancel(self) -> None:
         """Have all local participants raise an error wherever they come to next; waits for nobody."""
-        self._is_broken_off = True
+        self._is_cancelled = True
 
-    def follows(self, error: BaseException) -> bool:
+    def is_cause(self, error: BaseException) -> bool:
         """Whether ``error`` is the one that has ended the meetings, of which a replica may know the cause."""
         return self._trouble is not None and error.args == self._trouble.args
 
-    def _meet(self, stops: Mapping[int, Stop], rows: Sequence[Row]) -> Rows:
+    def _exchange(self, stops: Mapping[int, SyncPoint], rows: Sequence[ReplicaValues]) -> GroupValues:
         if self._group is None:
             _check(stops)
             return np.array(rows)
-        witnesses = _witnesses(stops)
-        numbers = [
-            n for it in witnesses for n in (it, _KINDS.index(stops[it].kind), stops[it].layer, stops[it].width)
-        ]
+        shown = _first_and_first_other(stops)
+        numbers = [n for it in shown for n in (it, _KINDS.index(stops[it].kind), stops[it].layer, stops[it].width)]
         told = self._group.start(_TEXT, numbers).wait()
-        is_quick = len(witnesses) == 1 and LEFT not in stops.values()
+        is_quick = len(shown) == 1 and LEFT not in stops.values()
         if not is_quick or any(words[1:] != numbers[1:] for words in told):
             _check(_stops_in(told), own=stops)
         if not rows:
@@ -182,30 +180,30 @@ class Meeting:
         return np.concatenate([its[: len(owned)] for owned, its in zip(self._owners, gathered, strict=True)])
 
 
-def tree_sum_of_rows(rows: Rows) -> Row:
+def tree_sum_of_values(rows: GroupValues) -> ReplicaValues:
     """The sum of at least one row, in the tree of `popdist.tree` over their numbers."""
     while len(rows) > 1:
         rest = rows[len(rows) // 2 * 2 :]
         pairs = rows[0 : len(rows) - len(rest) : 2] + rows[1::2]
         rows = np.concatenate([pairs, rest]) if len(rest) else pairs
-    total: Row = rows[0]
+    total: ReplicaValues = rows[0]
     return total
 
 
-def _witnesses(stops: Mapping[int, Stop]) -> list[int]:
+def _first_and_first_other(stops: Mapping[int, SyncPoint]) -> list[int]:
     """The first replica, and the first that stands elsewhere or has left, if there is one."""
     first = min(stops)
     others = [it for it in sorted(stops) if stops[it] != stops[first]]
     return [first, *others[:1]]
 
 
-def _stops_in(told: Sequence[Sequence[int]]) -> dict[int, Stop]:
+def _stops_in(told: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
     """Where replicas stand, by their numbers: four numbers for each of them, from every instance."""
     found = [words[i : i + 4] for words in told for i in range(0, len(words), 4)]
-    return {replica: Stop(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
+    return {replica: SyncPoint(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
 
 
-def _check(stops: Mapping[int, Stop], own: Mapping[int, Stop] | None = None) -> None:
+def _check(stops: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
     """Raise unless all replicas stand at the same place; first wait a moment if another instance has the cause."""
     if len(set(stops.values())) == 1 and next(iter(stops.values())) != LEFT:
         return
@@ -232,7 +230,7 @@ class NormTurn:
 
     size: int
     replica: int
-    meeting: Meeting
+    sync: GroupSync
     pass_on: Callable[[], None] = lambda: None
 
     current: ClassVar["NormTurn | None"] = None
@@ -248,16 +246,16 @@ class NormTurn:
         """
         if NormTurn.current is self:
             NormTurn.current = None
-        self.meeting.come(self.replica, END if kind is None else LEFT)
+        self.sync.arrive(self.replica, END if kind is None else LEFT)
         if kind is None:
-            self.meeting.check()
+            self.sync.check()
 
     @property
     def share(self) -> float:
         """What the replica counts in the step's loss, over the heaviest participant of its group."""
-        return self.meeting.shares[self.replica]
+        return self.sync.shares[self.replica]
 
-    def meet(self, stop: Stop, row: Row) -> Rows:
+    def sync_values(self, stop: SyncPoint, row: ReplicaValues) -> GroupValues:
         """The rows of all participants of the group, in their order, when all of them have come to ``stop``.
 
         Args:
@@ -268,17 +266,17 @@ class NormTurn:
             MicroBatchError: If one of them comes to another layer, ends its micro batch or leaves it.
             BackendError: If an instance was lost or did not come in time.
         """
-        self.meeting.check()
-        if self.meeting.is_over:
+        self.sync.check()
+        if self.sync.is_over:
             raise MicroBatchError(
                 f"replica {self.replica} {stop} after its micro batch has ended, where it cannot meet the others "
                 "of its batch norm group: call backward() within the loop, or in the function that "
                 "run_micro_batches() calls, and not on what comes out of it"
             )
-        self.meeting.come(self.replica, stop, row)
-        if not self.meeting.is_over:
+        self.sync.arrive(self.replica, stop, row)
+        if not self.sync.is_over:
             self.pass_on()
-        return self.meeting.rows()
+        return self.sync.rows()
 
 
 class LocalMicroBatches(NamedTuple):
@@ -292,7 +290,7 @@ class LocalMicroBatches(NamedTuple):
 
     replicas: range
     step: int
-    meeting: Meeting
+    sync: GroupSync
 
 
 class NormGroups:
@@ -349,16 +347,16 @@ class NormGroups:
             replicas = range(max(first, own.start), min(members.stop, own.stop))
             for step in range(accumulation):
                 counted = {it: by_replica[it][step] for it in members if by_replica[it][step]}
-                plan.append(LocalMicroBatches(replicas, step, self._meeting(group, counted, own)))
+                plan.append(LocalMicroBatches(replicas, step, self._sync_of(group, counted, own)))
         self.plan = plan
 
-    def _meeting(self, group: Group, weights: Mapping[int, float], own: range) -> Meeting:
+    def _sync_of(self, group: Group, weights: Mapping[int, float], own: range) -> GroupSync:
         owners: dict[int, list[int]] = {}
         for replica in weights:
             owners.setdefault(replica // self._layout.num_local_replicas, []).append(replica)
         local = [replica for replica in weights if replica in own]
         part = self._part(group, tuple(owners)) if local and len(owners) > 1 else None
-        return Meeting(weights, local, part, list(owners.values()))
+        return GroupSync(weights, local, part, list(owners.values()))
 
     def _part(self, group: Group, instances: tuple[int, ...]) -> Group:
         if self._whole is not group:
@@ -370,12 +368,12 @@ class NormGroups:
     def turn(self, index: int) -> NormTurn:
         """What to enter for micro batch ``index`` of an instance that has one replica."""
         part = self.plan[index]
-        return NormTurn(size=self.size, replica=part.replicas.start, meeting=part.meeting)
+        return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 
     def leave(self) -> None:
         """The step is lost: tell those that may still come to a meeting with this instance. Never raises."""
         for part in self.plan:
-            part.meeting.leave()
+            part.sync.abandon()
         self.plan = []
 
 
