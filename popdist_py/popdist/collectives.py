@@ -10,7 +10,6 @@ least float32, so that every instance has the same bits whatever the number of i
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import reduce
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
@@ -18,19 +17,14 @@ from torch import Tensor
 
 from popdist.context import current_group, device, shares_tensors
 from popdist.errors import CollectiveError, name_instances
-from popdist.groups import Backend, Exchange
+from popdist.groups import Exchange
 from popdist.host_memory import shared_storages
-from popdist.progress import progress_page
-from popdist.tree import tree_sum
 
 ReduceOp = Literal["sum", "mean", "min", "max"]
 
 FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 DTYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
-
-CHUNK_BYTES: Final = 1 << 26
-"""Most memory that a reduction takes beside its tensor: larger tensors are reduced in pieces."""
 
 _REFUSED: Final = -1
 """What an instance sends in place of the size of its value, or the form of its rows, when it has none to send."""
@@ -61,13 +55,8 @@ def all_reduce(tensor: AnyTensor, op: ReduceOp = "sum") -> AnyTensor:
         f"all_reduce({_describe(tensor)}, op={op!r})",
         _fault(tensor) or _place_fault(tensor) or _op_fault(tensor, op),
     )
-    backend = current_group().backend
     flat = _flat(tensor)
-    if _reduce_in_memory(backend, flat, op):
-        return _give_back(tensor, flat)
-    width = max(1, CHUNK_BYTES // (len(backend.instances) * tensor.element_size()))
-    for piece in flat.split(width):
-        piece.copy_(_combine(list(backend.all_gather(piece)), op))
+    current_group().backend.all_reduce(flat, op)
     return _give_back(tensor, flat)
 
 
@@ -170,20 +159,6 @@ def exchange(numbers: Sequence[int], what: str = "exchange") -> Exchange:
     return current_group().start(what, numbers)
 
 
-def _reduce_in_memory(backend: Backend, flat: Tensor, op: ReduceOp) -> bool:
-    """Combine ``flat`` in memory that the instances share; False where there is none for it."""
-    if flat.is_cuda:
-        return False
-    progress_page.wait_again()
-    try:
-        host = backend.share_memory()
-        if host is not None:
-            host.all_reduce(flat, op)
-    finally:
-        progress_page.end_wait()
-    return host is not None
-
-
 def _enter(text: str, fault: str | None) -> None:
     """Prove that all instances are in the collective ``text``, and that none of them refuses it."""
     try:
@@ -250,17 +225,6 @@ def _give_back(tensor: AnyTensor, flat: Tensor) -> AnyTensor:
     if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg():
         tensor.detach().copy_(flat.view(tensor.shape))
     return tensor
-
-
-def _combine(rows: list[Tensor], op: ReduceOp) -> Tensor:
-    """The rows of all instances as one, in the order of `popdist.tree`."""
-    if op in ("min", "max"):
-        return reduce(torch.minimum if op == "min" else torch.maximum, rows)
-    if rows[0].dtype not in FLOATS:
-        return tree_sum(rows, torch.add)
-    wide = torch.float64 if rows[0].dtype == torch.float64 else torch.float32
-    total = tree_sum([row.to(wide) for row in rows], torch.add)
-    return total / len(rows) if op == "mean" else total
 
 
 def broadcast_object(value: Any, root: int = 0) -> Any:  # noqa: ANN401 - any JSON value

@@ -304,11 +304,16 @@ def _connect(found: Environment, device_types: frozenset[str], timeout_seconds: 
         num_instances=contract.num_instances,
         instance_index=contract.instance_index,
         address=rendezvous.own_address(contract),
-        num_local_instances=contract.num_local_instances,
+        host=_host_of(contract),
         timeout_seconds=timeout_seconds,
         header_bytes=HEADER_BYTES,
     )
     return torch_backend.TorchBackend(connected, tuple(range(contract.num_instances)), device_types)
+
+
+def _host_of(contract: Contract) -> str:
+    """What all instances of a host have in common: each host is said to have as many instances in a row."""
+    return f"host {contract.instance_index // contract.num_local_instances} of {contract.num_local_instances} each"
 
 
 def finalize() -> None:

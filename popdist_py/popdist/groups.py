@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from popdist.host_memory.addition import Op
     from popdist.host_memory.host_collectives import HostCollectives
     from popdist.host_memory.host_group import HostGroup
     from popdist.transport.channel import Channel
@@ -176,12 +177,6 @@ class Backend(Protocol):
         Every host has as many instances, in a row in the order of the job; else None on all instances.
         """
 
-    def share_memory(self) -> "HostCollectives | None":
-        """Collectives of CPU tensors in the memory that these instances share; None where they do not.
-
-        All of them ask at the same time, where their headers have proved that all are there.
-        """
-
     def channel(self, devices: "Collection[torch.device]") -> "Channel | None":
         """A channel for tensors on ``devices`` while the program sends others; None where there is none.
 
@@ -190,6 +185,9 @@ class Backend(Protocol):
 
     def start_exchange(self, header: bytes) -> HeaderExchange:
         """Send a header to every instance, which must each send one as long; does not wait for them."""
+
+    def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
+        """Combine every instance's flat ``tensor``, of the same length, dtype and type of device, in place."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """Every instance's ``tensor``, of the same shape, dtype and type of device, stacked."""

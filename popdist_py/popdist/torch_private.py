@@ -5,6 +5,7 @@ missing, what takes its place is slower or checks less; only where nothing can t
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from inspect import currentframe
 from types import FrameType
@@ -12,8 +13,10 @@ from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch import distributed as dist
 from torch._C import _distributed_c10d
 from torch.autograd import Variable, graph
+from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -186,3 +189,21 @@ def num_writes(tensor: Tensor) -> int:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile has compiled ``module`` as a whole. Without the names: False."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
+    """A gloo group at an address of this host; gloo chooses it for None, and without the options' names."""
+    gloo: Any = dist.ProcessGroupGloo
+    make_options = _find(gloo, "_Options")
+    if address is None or make_options is None:
+        return gloo(store, rank, size, timeout)
+    options = make_options()
+    options._devices, options._timeout = [gloo.create_device(hostname=address)], timeout  # noqa: SLF001 - as above
+    return gloo(store, rank, size, options)
+
+
+def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - no class without CUDA
+    """An NCCL group with this timeout; in a torch that ignores the option's name, with NCCL's own."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout  # noqa: SLF001 - as above
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -56,7 +56,7 @@ def run_all(rank: Rank) -> None:
     group: Any = distributed.new_group()
     distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     host = group._host
-    assert (host._messages.timeout_seconds, host._local_collectives.group.barriers.timeout_seconds) == (2, 2)
+    assert (host._messages.timeout_seconds, host.local.group.barriers.timeout_seconds) == (2, 2)
 
     model = DistributedDataParallel(Linear(100, 100))
     size = sum(it.nbytes for it in model.parameters())

@@ -316,7 +316,8 @@ def law_some_instances_work_alone() -> None:
     backend: Any = context.current_group().backend
     with ExitStack() as stack:
         if backend.host_group is not None:
-            stack.enter_context(mock.patch.object(backend._connections, "gloo", None))
+            refuse = mock.patch.object(backend._connections, "between_hosts", side_effect=AssertionError)
+            stack.enter_context(refuse)
         check_every_set()
 
 
@@ -325,7 +326,7 @@ def law_some_instances_without_room_send_their_data() -> None:
     backend: Any = context.current_group().backend
     with ExitStack() as stack:
         if popdist.num_instances() > 1:
-            stack.enter_context(mock.patch.object(backend, "_parts", MemoryOfSubsets(backend._connections)))
+            stack.enter_context(mock.patch.object(backend, "_subsets", MemoryOfSubsets(backend._connections)))
         if popdist.instance_index() == popdist.num_instances() - 1:
             stack.enter_context(mock.patch.object(HostGroup, "reserve", side_effect=BackendError("no room")))
         check_every_set()

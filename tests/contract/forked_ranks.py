@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
 
-from popdist.transport import host_placement as process_group_hosts
+from popdist.process_group import torch_process_group
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -93,7 +94,8 @@ def _fork(
         rank, num_ranks = place
         torch.set_num_threads(1)
         if hosts:
-            process_group_hosts.machine = lambda: hosts[rank]
+            group: Any = torch_process_group
+            group.machine = lambda: hosts[rank]
         distributed.init_process_group(
             backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout
         )

@@ -1,7 +1,7 @@
 """The torch backend `popdist` obeys its laws at every number of ranks, survives losses, and carries FSDP.
 
 Holds popdist.process_group.group_calls, popdist.process_group.operators and
-popdist.transport.several_hosts.
+popdist.transport.hosts.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from popdist.transport.host_placement import ranks_of_each
+from popdist.transport.hosts import ranks_of_each
 from popdist.tree import aligned_nodes
 
 

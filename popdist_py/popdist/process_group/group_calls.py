@@ -29,7 +29,7 @@ from popdist.process_group.call_checks import (
     seconds,
 )
 from popdist.process_group.work_queue import WorkQueue
-from popdist.transport.several_hosts import SeveralHosts
+from popdist.transport.hosts import SeveralHosts
 
 Collectives = HostCollectives | SeveralHosts
 

@@ -31,7 +31,7 @@ from popdist.process_group.group_calls import GroupCalls
 from popdist.process_group.operators import DispatchedCall, install_kernels
 from popdist.process_group.remapping import RemappableStorages
 from popdist.process_group.work_queue import WorkQueue
-from popdist.transport.host_placement import connect
+from popdist.transport.hosts import Member, connect, machine
 
 if TYPE_CHECKING:
     from popdist.host_memory.host_group import HostGroup
@@ -76,11 +76,10 @@ class Gloo(_ProcessGroupGloo):  # type: ignore[misc] # as above
         self._on_timeout(timeout.total_seconds())
 
 
-def make_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - no class without CUDA
-    """NCCL, for tensors on CUDA devices; as :class:`Gloo`."""
-    chosen = dist.ProcessGroupNCCL.Options()
-    chosen._timeout = timeout  # noqa: SLF001 - the only way to set it
-    return dist.ProcessGroupNCCL(store, rank, size, chosen)
+def _connected_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:  # noqa: ANN401 - as above
+    made = torch_private.connect_gloo(store, rank, size, timeout, None)
+    never_destroy_in_children(made)
+    return made
 
 
 def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
@@ -130,16 +129,16 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         accept_monitored_barriers()
         super().__init__(rank, size)
         names = Names(members=members)
-        self._host = connect(
-            PrefixStore("popdist", store), rank, size, timeout_seconds=timeout.total_seconds(), names=names
-        )
+        own = PrefixStore("popdist", store)
+        member = Member(store=own, rank=rank, names=names, timeout_seconds=timeout.total_seconds())
+        self._host = connect(member, machine(), lambda part: _connected_gloo(part, rank, size, timeout))
         self._store = store
         self._gloo = Gloo(PrefixStore("gloo", store), rank, size, timeout, self._host.set_timeout)
         self._gloo._set_sequence_number_for_group()  # noqa: SLF001 - torch's name for it
         self._register_backend(_CPU, _GLOO, self._gloo)
         self._set_default_backend(_GLOO)
         if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl = make_nccl(PrefixStore("nccl", store), rank, size, timeout)
+            nccl = torch_private.connect_nccl(PrefixStore("nccl", store), rank, size, timeout)
             self._register_backend(_CUDA, _NCCL, nccl)
             never_destroy_in_children(nccl)
         never_destroy_in_children(self, self._gloo, store)

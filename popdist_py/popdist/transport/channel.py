@@ -49,24 +49,6 @@ def as_backend_error(what: str) -> Iterator[None]:
         progress_page.end_wait()
 
 
-def swap(
-    gloo: Any,  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
-    own: int,
-    instances: Sequence[int],
-    sent: Sequence[Tensor],
-    received: Sequence[Tensor],
-) -> None:
-    """Send each instance its tensor and wait for theirs."""
-    works = []
-    for peer, mine, row in zip(instances, sent, received, strict=True):
-        if peer == own:
-            row.copy_(mine)
-        else:
-            works += [gloo.recv([row], peer, 0), gloo.send([mine], peer, 0)]
-    for work in works:
-        work.wait()
-
-
 END_SECONDS: Final = 5.0
 """How long the thread may take to notice that the channel was closed."""
 

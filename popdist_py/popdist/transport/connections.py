@@ -6,13 +6,10 @@ and an instance that has finished may leave while others go on.
 """
 
 import os
-import socket
-import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from threading import Thread
 from typing import Any, Final
 
@@ -20,12 +17,15 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from popdist import torch_private
 from popdist.errors import BackendError
 from popdist.host_memory.barriers import Names
 from popdist.host_memory.forks import never_destroy_in_children
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.short_messages import ShortMessages
 from popdist.transport.channel import Channel, as_backend_error
+from popdist.transport.host_messages import HostMessages
+from popdist.transport.hosts import Member, RankPlace, SeveralHosts, connect
 
 PROBE_TAG: Final = 1
 """Tag of messages that nobody sends; headers and data have tag 0."""
@@ -34,7 +34,7 @@ NICE: Final = 10
 """How much of a core the threads of a channel leave to those that compute; see sched(7)."""
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Have this thread, and those that it starts, not interrupt what computes on their core.
 
     Each arrival would else take the core from a product of matrices, and its caches with it; so messages are taken
@@ -43,46 +43,6 @@ def step_back() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, 0, min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19))
-
-
-SEND_BYTES: Final = 208 << 10
-"""What a connection of a channel holds of what it sends, and as much again for the kernel; see socket(7)."""
-
-NEAR_SECONDS: Final = 200e-6
-"""A way there and back in which 17 Gbit/s and more need no longer buffer than twice :data:`SEND_BYTES`."""
-
-_MIN_RTT: Final = struct.Struct("148x I")
-"""The shortest way there and back so far, in microseconds, in ``struct tcp_info`` of <linux/tcp.h>."""
-
-
-@contextmanager
-def short_buffers() -> Iterator[None]:
-    """Have the connections of this process that are made in the block hold little of what they send.
-
-    The kernel else lets such a buffer grow to megabytes. What goes through it leaves the caches before it goes
-    out, and takes with it what the program computes with; both cost more than the waits of a shorter buffer do.
-    Where the way to the other end is long it stays as it is: it has to hold all that is on the way.
-    """
-    others = _sockets()
-    yield
-    for descriptor in _sockets() - others:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if is_near(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)):
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
-
-
-def _sockets() -> set[int]:
-    found = set[int]()
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the folder itself was one, and other threads close theirs
-            if entry.is_socket():
-                found.add(int(entry.name))
-    return found
-
-
-def is_near(information: bytes) -> bool:
-    """Whether a connection of which the kernel says this has a short way; not where it does not say how short."""
-    return len(information) == _MIN_RTT.size and 0 < _MIN_RTT.unpack(information)[0] < NEAR_SECONDS * 1e6
 
 
 def check_available(device_types: frozenset[str]) -> None:
@@ -98,16 +58,9 @@ def check_available(device_types: frozenset[str]) -> None:
 class Connections:
     """The connections of a whole job; rank and instance index are the same number.
 
-    Args:
-        store: Where the instances find each other; used by nobody else under its prefix.
-        num_instances: Instances in the job. At least 2.
-        instance_index: This instance.
-        address: Address of this host at which the others reach it, of loopback when all share it; None lets gloo
-            choose.
-        num_local_instances: Instances that are said to share this host. If these are all, CPU tensors go through
-            its memory; if each host has as many, those of a host add there. Mapping it proves that they share it.
-        timeout_seconds: How long a lost or late instance is waited for.
-        header_bytes: Length of a header.
+    The store is used by nobody else under its prefix. ``address`` is that of this host at which the others reach
+    it; None lets gloo choose. ``host`` is what all instances of a host have in common; mapping each other's memory
+    proves that they share one.
     """
 
     def __init__(  # noqa: PLR0913 - facts of the job, by name
@@ -117,7 +70,7 @@ class Connections:
         num_instances: int,
         instance_index: int,
         address: str | None,
-        num_local_instances: int,
+        host: str,
         timeout_seconds: float,
         header_bytes: int,
     ) -> None:
@@ -125,67 +78,46 @@ class Connections:
         self.num_instances = num_instances
         self.instance_index = instance_index
         self.timeout_seconds = timeout_seconds
-        self._timeout = timedelta(seconds=timeout_seconds)
         self._store = store
         self._address = address
         self._nccl: Any = None
         self._waiting: list[Thread] = []
         self._is_stopped = False
-        self.control = self._connect("control")
-        self.gloo = self._connect("gloo")
-        is_one_host = num_local_instances == num_instances
-        self.host = self._share_memory(num_instances) if is_one_host else None
-        self.local_collectives = None if is_one_host else self._share_with_host(num_local_instances)
+        self.control = self._connect(PrefixStore("control", store))
+        names = Names(members=tuple(range(num_instances)), noun="instance")
+        member = Member(store=store, rank=instance_index, names=names, timeout_seconds=timeout_seconds)
+        self.collectives = connect(member, host, self._connect)
+        self.host = self.collectives if isinstance(self.collectives, HostCollectives) else None
+        self.local_collectives = None if isinstance(self.collectives, HostCollectives) else self.collectives.local
         self.short_messages = None if self.host is None else ShortMessages(self.host.group, header_bytes)
         self._channels: dict[str, Channel] = {}
         self._channel_host: HostCollectives | None = None
         if self.host is None:
-            with short_buffers(), ThreadPoolExecutor(1, initializer=step_back) as creator:
-                connected = creator.submit(self._connect, "channel").result()
+            with ThreadPoolExecutor(1, initializer=lower_priority) as creator:
+                connected = creator.submit(self._connect, PrefixStore("channel", store)).result()
             if self.local_collectives is not None:
-                self._channel_host = self._share_with_host(num_local_instances, "channel/hosts")
+                self._channel_host = member.share_memory(self.local_collectives.size, "channel/hosts")
             self._channels["cpu"] = self._channel_over(connected, self._close_connections, self._channel_host)
 
-    def _connect(self, name: str) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
-        gloo: Any = dist.ProcessGroupGloo
-        store = PrefixStore(name, self._store)
+    def _connect(self, store: Store) -> Any:  # noqa: ANN401 - torch's stubs lack the calls that take lists of tensors
         with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
-            if self._address is None:
-                made = gloo(store, self.instance_index, self.num_instances, self._timeout)
-                never_destroy_in_children(made)
-                return made
-            options = gloo._Options()  # noqa: SLF001 - torch offers no other way to choose the address
-            options._devices = [gloo.create_device(hostname=self._address)]  # noqa: SLF001 - as above
-            options._timeout = self._timeout  # noqa: SLF001 - as above
-            made = gloo(store, self.instance_index, self.num_instances, options)
-            never_destroy_in_children(made)
-            return made
+            timeout = timedelta(seconds=self.timeout_seconds)
+            made = torch_private.connect_gloo(
+                store, self.instance_index, self.num_instances, timeout, self._address
+            )
+        never_destroy_in_children(made)
+        return made
 
-    def _share_memory(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
-        """Collectives in this host's memory, where each host has as many instances; None where they share none."""
-        names = Names(members=tuple(range(self.num_instances)), noun="instance")
-        store = PrefixStore(prefix, self._store)
-        return HostCollectives.connect(
-            store, self.instance_index, num_local, names=names, timeout_seconds=self.timeout_seconds
+    def between_hosts(self) -> SeveralHosts:
+        """The collectives by messages; on one host, where headers need none, over the connections of headers."""
+        if isinstance(self.collectives, SeveralHosts):
+            return self.collectives
+        everybody = range(self.num_instances)
+        names = Names(members=tuple(everybody), noun="instance")
+        messages = HostMessages(
+            self.control, PrefixStore("parts", self._store), self.instance_index, names, self.timeout_seconds
         )
-
-    def _share_with_host(self, num_local: int, prefix: str = "hosts") -> HostCollectives | None:
-        """Collectives in this host's memory; None on all instances unless each host has as many in a row."""
-        if set(self._tell_all(num_local)) != {num_local} or num_local == 1:
-            return None
-        found = self._share_memory(num_local, prefix)
-        if all(self._tell_all(found is not None)):
-            return found
-        if found is not None:
-            found.close()
-        return None
-
-    def _tell_all(self, number: int) -> list[int]:
-        """The number of every instance, in their order."""
-        told = torch.empty(self.num_instances, 1, dtype=torch.int64)
-        with as_backend_error(f"instance {self.instance_index} could not be connected with the others"):
-            self.gloo.allgather([list(told.unbind())], [torch.tensor([int(number)], dtype=torch.int64)]).wait()
-        return told.flatten().tolist()
+        return SeveralHosts(RankPlace(rank=self.instance_index, num_local=1, members=everybody), messages, None)
 
     @property
     def nccl(self) -> Any:  # noqa: ANN401 - as above
@@ -196,10 +128,8 @@ class Connections:
 
     def _start_nccl(self, name: str) -> Any:  # noqa: ANN401 - as above
         with as_backend_error(f"instance {self.instance_index} could not start NCCL"):
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout  # noqa: SLF001 - the only way to set it
-            store = PrefixStore(name, self._store)
-            made = dist.ProcessGroupNCCL(store, self.instance_index, self.num_instances, options)
+            store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.timeout_seconds)
+            made = torch_private.connect_nccl(store, self.instance_index, self.num_instances, timeout)
             never_destroy_in_children(made)
             return made
 
@@ -268,7 +198,7 @@ class Connections:
         for channel in self._channels.values():
             channel.close()
         self._channels = {}
-        self.gloo = self._nccl = None
+        self._nccl = None
         waiting = [thread for thread in self._waiting if thread.is_alive()]
         if waiting:
             self._close_connections(self.control)
@@ -288,6 +218,6 @@ class Connections:
         """Drop the connections."""
         self.stop_threads()
         self.control = None
-        for shared in (self.host, self.local_collectives, self._channel_host):
-            if shared is not None:
-                shared.close()
+        self.collectives.close()
+        if self._channel_host is not None:
+            self._channel_host.close()

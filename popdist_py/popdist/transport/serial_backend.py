@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from popdist.host_memory.addition import Op
+
 
 class SerialHeaderExchange:
     """An exchange that is complete as soon as it is started."""
@@ -41,9 +43,6 @@ class SerialBackend:
         self.instances = (instance_index,)
         self.device_types = device_types
 
-    def share_memory(self) -> None:
-        """None: there is nobody to share memory with."""
-
     def channel(self, devices: "Collection[torch.device]") -> None:
         """None: there is nobody to send anything to."""
         del devices
@@ -51,6 +50,9 @@ class SerialBackend:
     def start_exchange(self, header: bytes) -> SerialHeaderExchange:
         """An exchange that is complete at once."""
         return SerialHeaderExchange(header)
+
+    def all_reduce(self, tensor: "Tensor", op: "Op") -> None:
+        """Nothing to do: there is one tensor."""
 
     def all_gather(self, tensor: "Tensor") -> "Tensor":
         """A copy of ``tensor`` with a first dimension of 1."""

@@ -22,13 +22,17 @@ from torch import Tensor
 from torch import distributed as dist
 
 from popdist.errors import BackendError, name_instances
+from popdist.host_memory.addition import Op
 from popdist.host_memory.host_collectives import HostCollectives, as_bytes
 from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.segments import PAGE_BYTES, Reservation
 from popdist.host_memory.short_messages import ShortMessages
-from popdist.transport.channel import Channel, as_backend_error, swap
+from popdist.transport.channel import Channel, as_backend_error
 from popdist.transport.connections import Connections
+from popdist.transport.hosts import SeveralHosts
 from popdist.transport.serial_backend import SerialBackend
+from popdist.transport.two_level import TwoLevelReduction, WaitingPeers
+from popdist.tree import Node
 
 if TYPE_CHECKING:
     from threading import Thread
@@ -156,6 +160,8 @@ class MemoryHeaderExchange:
         return late
 
 
+_NO_DATA: Final = "the data of the other instances did not come"
+
 _NO_ROOM: Final = -1
 
 _SUBSET_MARK: Final = b"memory of a part"
@@ -233,13 +239,10 @@ def _collectives_of(part: HostGroup) -> HostCollectives | None:
 
 
 class TorchBackend:
-    """A backend of some or all instances of a job, over the connections of the job.
+    """A backend of some or all instances of a job, ascending and at least two, over the connections of the job.
 
-    Args:
-        connections: The connections of the job.
-        instances: Members, ascending, this instance among them. At least 2.
-        device_types: Types of the devices whose tensors are accepted.
-        parts: The memory that subsets share; None for the backend of the whole job.
+    ``device_types`` are those of the devices whose tensors are accepted. ``subsets`` is the memory that parts of
+    the job share; None for the backend of the whole job.
     """
 
     def __init__(
@@ -247,13 +250,14 @@ class TorchBackend:
         connections: Connections,
         instances: tuple[int, ...],
         device_types: frozenset[str],
-        parts: MemoryOfSubsets | None = None,
+        subsets: MemoryOfSubsets | None = None,
     ) -> None:
         self.instances = instances
         self.instance_index = connections.instance_index
         self.device_types = device_types
         self._connections = connections
-        self._parts = MemoryOfSubsets(connections) if parts is None else parts
+        self._subsets = MemoryOfSubsets(connections) if subsets is None else subsets
+        self._by_messages: SeveralHosts | None = None
 
     @property
     def _is_whole_job(self) -> bool:
@@ -270,11 +274,16 @@ class TorchBackend:
         """Collectives in the memory of this host, for a whole job of several hosts."""
         return self._connections.local_collectives if self._is_whole_job and "cpu" in self.device_types else None
 
-    def share_memory(self) -> HostCollectives | None:
-        """Collectives in the memory of the host; a part of the job begins to share it when it first asks."""
-        if "cpu" not in self.device_types:
-            return None
-        return self._connections.host if self._is_whole_job else self._parts.of(self.instances)
+    def _collectives(self) -> HostCollectives | SeveralHosts:
+        """Those of CPU tensors; a part of the job begins to share memory when it first asks."""
+        if self._is_whole_job:
+            return self._connections.collectives
+        shared = self._subsets.of(self.instances)
+        if shared is not None:
+            return shared
+        if self._by_messages is None:
+            self._by_messages = self._connections.between_hosts().of_part(self.instances)
+        return self._by_messages
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
         """The channel for tensors on ``devices``, for the whole job."""
@@ -283,11 +292,19 @@ class TorchBackend:
 
     def start_exchange(self, header: bytes) -> GlooHeaderExchange | MemoryHeaderExchange:
         """Send ``header`` to every other member."""
-        if self._connections.short_messages is not None:
-            return MemoryHeaderExchange(
-                self._connections, self._connections.short_messages, self.instances, header
-            )
+        short_messages = self._connections.short_messages
+        if short_messages is not None:
+            return MemoryHeaderExchange(self._connections, short_messages, self.instances, header)
         return GlooHeaderExchange(self._connections, self.instances, header)
+
+    def all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """Combine the flat tensors of all members, in place."""
+        if tensor.is_cuda:
+            nodes = [[Node(0, place)] for place in range(len(self.instances))]
+            TwoLevelReduction(WaitingPeers(self), nodes, len(nodes)).all_reduce([tensor], op)
+        else:
+            with as_backend_error(_NO_DATA):
+                self._collectives().all_reduce(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Every member's ``tensor``, stacked."""
@@ -297,14 +314,11 @@ class TorchBackend:
         if not tensor.numel():
             return gathered
         mine, rows = as_bytes(tensor), [as_bytes(row) for row in gathered]
-        with as_backend_error("the data of the other instances did not come"):
-            host = None if tensor.is_cuda else self.share_memory()
-            if host is not None:
-                host.all_gather(rows, mine)
-            elif tensor.is_cuda:
+        with as_backend_error(_NO_DATA):
+            if tensor.is_cuda:
                 self._connections.nccl.allgather(rows, mine).wait()
             else:
-                swap(self._connections.gloo, self.instance_index, self.instances, [mine] * len(rows), rows)
+                self._collectives().all_gather(rows, mine)
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
@@ -313,14 +327,11 @@ class TorchBackend:
             return self.all_to_all(tensor.cpu()).to(tensor.device)
         received = torch.empty_like(tensor)
         sent, rows = [as_bytes(row) for row in tensor], [as_bytes(row) for row in received]
-        with as_backend_error("the data of the other instances did not come"):
-            host = None if tensor.is_cuda else self.share_memory()
-            if host is not None:
-                host.all_to_all(rows, sent)
-            elif tensor.is_cuda:
+        with as_backend_error(_NO_DATA):
+            if tensor.is_cuda:
                 self._connections.nccl.alltoall_base(as_bytes(received), as_bytes(tensor), [], []).wait()
             else:
-                swap(self._connections.gloo, self.instance_index, self.instances, sent, rows)
+                self._collectives().all_to_all(rows, sent)
         return received
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -331,26 +342,16 @@ class TorchBackend:
             tensor.copy_(staged)
         elif tensor.numel():
             with as_backend_error(f"the data of instance {root} did not come"):
-                host = None if tensor.is_cuda else self.share_memory()
-                if host is not None:
-                    host.broadcast(as_bytes(tensor), self.instances.index(root))
+                if tensor.is_cuda:
+                    self._connections.nccl.broadcast(as_bytes(tensor), root).wait()
                 else:
-                    for work in self._start_broadcast(as_bytes(tensor), root):
-                        work.wait()
-
-    def _start_broadcast(self, data: Tensor, root: int) -> list[dist.Work]:
-        if self._is_whole_job:
-            return [(self._connections.nccl if data.is_cuda else self._connections.gloo).broadcast(data, root)]
-        if self.instance_index == root:
-            peers = self._connections.peers_among(self.instances)
-            return [self._connections.gloo.send([data], peer, 0) for peer in peers]
-        return [self._connections.gloo.recv([data], root, 0)]
+                    self._collectives().broadcast(as_bytes(tensor), self.instances.index(root))
 
     def subgroup(self, instances: tuple[int, ...]) -> "TorchBackend | SerialBackend":
         """The same connections, limited to ``instances``."""
         if len(instances) == 1:
             return SerialBackend(self.instance_index, device_types=self.device_types)
-        return TorchBackend(self._connections, instances, self.device_types, self._parts)
+        return TorchBackend(self._connections, instances, self.device_types, self._subsets)
 
     def stop_threads(self) -> None:
         """End the threads of this process; the headers' connections stay open, so it is not seen to leave yet."""
@@ -358,5 +359,5 @@ class TorchBackend:
 
     def close(self) -> None:
         """Drop the connections of the job."""
-        self._parts.close()
+        self._subsets.close()
         self._connections.close()

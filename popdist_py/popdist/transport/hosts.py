@@ -1,0 +1,288 @@
+"""The choice between the memory of one host and several hosts, and the collectives over several hosts.
+
+This is the one place where it is made, for the instances of a job and for the ranks of a group of torch's. Ranks
+that say that they are on one machine share its memory, if they prove it by mapping that. Where every host has as
+many ranks in a row, a power of two of them, those of a host make up one node of the tree over the ranks: they work
+in the memory of their host first, and then send messages to the ranks with the same index on the other hosts
+(`popdist.transport.two_level`). Where the hosts are not like that, or their ranks may not share memory, each rank
+counts as a host of its own.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from popdist.errors import BackendError
+from popdist.host_memory.addition import Op
+from popdist.host_memory.barriers import Names
+from popdist.host_memory.host_collectives import HostCollectives
+from popdist.host_memory.in_place import MayMove
+from popdist.host_memory.segment_exchange import tell_all
+from popdist.transport.host_messages import HostMessages
+from popdist.transport.two_level import Arrival, TwoLevelReduction
+from popdist.tree import Node
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
+
+
+def machine() -> str:
+    """The boot and the network that processes must have in common to share memory; empty where unknown.
+
+    Processes of other network namespaces, such as those of another pod, cannot hand descriptors to this one.
+    """
+    try:
+        return f"{_BOOT_ID.read_text().strip()} {_NETWORK.readlink()}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank on its way into a group: where it finds the others, and how long it waits for them."""
+
+    store: Store
+    rank: int
+    names: Names
+    timeout_seconds: float
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.names.members)
+
+    def values_of_all(self, what: str, value: object) -> list[Any]:
+        """The values of all ranks, of which this one's is given."""
+        called = [self.names.of([rank]) for rank in range(self.size)]
+        return tell_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
+
+    def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
+        """The collectives of this host's ranks, of which each host has as many; None if any host has none."""
+        found = HostCollectives.connect(
+            PrefixStore(prefix, self.store),
+            self.rank,
+            num_local,
+            names=self.names,
+            timeout_seconds=self.timeout_seconds,
+        )
+        if num_local == self.size or all(self.values_of_all(f"{prefix}/found", found is not None)):
+            return found
+        if found is not None:
+            found.close()
+        return None
+
+
+def connect(member: Member, host: str, connect_gloo: Callable[[Store], Any]) -> "HostCollectives | SeveralHosts":
+    """The collectives of a group that fit its hosts; all ranks call this.
+
+    ``host`` is what all ranks of a host have in common, empty where that is unknown. ``connect_gloo`` connects the
+    ranks of several hosts.
+    """
+    machines = member.values_of_all("machine", host)
+    num_local = num_in_a_row(machines)
+    is_one_host = num_local == member.size
+    local = member.share_memory(num_local, "hosts") if is_one_host or num_local > 1 else None
+    if local is not None and is_one_host:
+        return local
+    store = PrefixStore("messages", member.store)
+    messages = HostMessages(connect_gloo(store), store, member.rank, member.names, member.timeout_seconds)
+    num_together = 1 if local is None else ranks_of_each(machines)
+    place = RankPlace(rank=member.rank, num_local=num_together, members=range(member.size))
+    return SeveralHosts(place, messages, local)
+
+
+def num_in_a_row(machines: list[str]) -> int:
+    """How many ranks each machine has; 1 where they have not as many in a row."""
+    if "" in machines:
+        return 1
+    num_local = max(1, len(machines) // len(set(machines)))
+    rows = [machines[start : start + num_local] for start in range(0, len(machines), num_local)]
+    return num_local if all(row == [row[0]] * num_local for row in rows) else 1
+
+
+def ranks_of_each(machines: list[str]) -> int:
+    """How many ranks each machine has; 1 where they do not make up nodes of the tree."""
+    num_local = num_in_a_row(machines)
+    is_node = num_local == len(machines) or num_local & (num_local - 1) == 0
+    return num_local if is_node else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """The place of a rank among the hosts of its group, each with ``num_local`` of the ``members`` in a row.
+
+    A rank is a position among the members, whose own numbers are those of the messages.
+    """
+
+    rank: int
+    num_local: int
+    members: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.members)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the group."""
+        return self.size // self.num_local
+
+    @property
+    def host(self) -> int:
+        """The rank's host."""
+        return self.rank // self.num_local
+
+    @property
+    def same_index(self) -> Sequence[int]:
+        """The members with the rank's index on their hosts, in the order of these."""
+        return self.members[self.rank % self.num_local :: self.num_local]
+
+
+class MessagePeers:
+    """The ranks with the same index on their hosts, which send messages: `popdist.transport.two_level.Peers`."""
+
+    def __init__(self, place: RankPlace, messages: HostMessages) -> None:
+        self._place = place
+        self._messages = messages
+
+    def all_gather(self, tensor: Tensor) -> Arrival:
+        """Send ``tensor`` to all peers."""
+        received = tensor.new_empty(self._place.num_hosts, *tensor.shape)
+        received[self._place.host] = tensor
+        return self._start([tensor] * self._place.num_hosts, received)
+
+    def all_to_all(self, rows: Tensor) -> Arrival:
+        """Send each peer its row of ``rows``."""
+        received = torch.empty_like(rows)
+        received[self._place.host] = rows[self._place.host]
+        return self._start(rows, received)
+
+    def _start(self, sent: Iterable[Tensor], received: Tensor) -> Arrival:
+        peers = self._place.same_index
+        wait = self._messages.start(dict(zip(peers, sent, strict=True)), dict(zip(peers, received, strict=True)))
+
+        def arrive() -> Tensor:
+            wait()
+            return received
+
+        return arrive
+
+
+class SeveralHosts:
+    """The collectives of `popdist.host_memory.host_collectives`, for ranks that do not all share a host.
+
+    Whatever goes wrong in a call ends the group: every rank raises BackendError with the reason that was found
+    first, and every later call does so again. ``local`` are the collectives of this rank's host, if it has some.
+    """
+
+    def __init__(self, place: RankPlace, messages: HostMessages, local: HostCollectives | None) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.local = local
+        self._place = place
+        self._messages = messages
+        self._peers = MessagePeers(place, messages)
+        self._local = local if place.num_local > 1 else None
+        hosts = [[Node(0, host)] for host in range(place.num_hosts)]
+        self._reduction = TwoLevelReduction(self._peers, hosts, place.num_hosts, self._local)
+
+    def of_part(self, members: Sequence[int]) -> "SeveralHosts":
+        """The collectives of some members, this one among them; each counts as a host of its own."""
+        rank = members.index(self._place.members[self._place.rank])
+        return SeveralHosts(RankPlace(rank=rank, num_local=1, members=members), self._messages, None)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", may_move: MayMove | None = None) -> None:
+        """Combine the tensors of all ranks, in place: the same bits on each of them. No tensor is moved."""
+        del may_move
+        with self._call():
+            flat = tensor.contiguous().view(-1)
+            self._reduction.all_reduce([flat], op)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+    def reduce(self, tensor: Tensor, op: Op, root: int) -> None:
+        """Combine the tensors of all ranks into that of rank ``root``; the others stay as they are."""
+        result = tensor if self._place.rank == root else tensor.clone()
+        self.all_reduce(result, op)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Overwrite the tensor of every rank with that of rank ``root``."""
+        peers, rank, sender = self._place.same_index, self._place.rank, self._place.members[root]
+        with self._call():
+            if rank == root:
+                self._messages.swap(dict.fromkeys(peers, tensor), {})
+            elif sender in peers:
+                self._messages.swap({}, {sender: tensor})
+            if self._local is not None:
+                self._local.broadcast(tensor, root % self._place.num_local)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """``outputs[rank]`` becomes a copy of the tensor of ``rank``, which has the same length everywhere."""
+        place = self._place
+        with self._call():
+            mine = self._peers.all_gather(tensor)()
+            if self._local is None:
+                rows = [mine]
+            else:
+                rows = [torch.empty_like(mine) for _ in range(place.num_local)]
+                self._local.all_gather([row.view(-1) for row in rows], mine.view(-1))
+            for rank, output in enumerate(outputs):
+                output.copy_(rows[rank % place.num_local][rank // place.num_local])
+
+    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], op: Op) -> None:
+        """``output`` becomes the combination of what all ranks have at this rank's place in ``tensors``."""
+        with self._call():
+            shares = self._reduction.empty_shares(output, len(output))
+            for rank, tensor in enumerate(tensors):
+                self._reduction.share_of(shares, rank).copy_(tensor)
+            output.copy_(self._reduction.reduce_scatter(shares, op))
+
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """``outputs[rank]`` becomes what ``rank`` has at this rank's place in ``tensors``; lengths may differ."""
+        rank, members = self._place.rank, self._place.members
+        with self._call():
+            outputs[rank].copy_(tensors[rank])
+            self._messages.swap(dict(zip(members, tensors, strict=True)), dict(zip(members, outputs, strict=True)))
+
+    def barrier(self, timeout_seconds: float | None = None) -> None:
+        """Wait for all ranks."""
+        with self._call():
+            if self._local is not None:
+                self._local.barrier(timeout_seconds)
+            self._peers.all_gather(torch.zeros(1, dtype=torch.uint8))()
+            if self._local is not None:
+                self._local.barrier(timeout_seconds)
+
+    def set_timeout(self, timeout_seconds: float) -> None:
+        """Set how long a lost or late rank is waited for from now on."""
+        self._messages.timeout_seconds = timeout_seconds
+        if self.local is not None:
+            self.local.set_timeout(timeout_seconds)
+
+    def close(self) -> None:
+        """Leave: the other ranks see it."""
+        self._messages.close()
+        if self.local is not None:
+            self.local.close()
+
+    def abort(self) -> None:
+        """End a call that is going on in another thread, with an error."""
+        self._messages.close()
+        if self._local is not None:
+            self._local.abort()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        try:
+            with self._messages.collective():
+                yield
+        except BackendError as error:
+            if self._local is not None:
+                self._local.group.barriers.fail(str(error))
+            raise
