@@ -233,7 +233,7 @@ def _show(rows: Sequence[Row], output: str, columns: Sequence[str]) -> None:
     click.echo(render_json(rows) if output == "json" else render_rows(rows, columns), nl=False)
 
 
-_LOOK_SECONDS: Final = 5.0
+_REMEMBER_SECONDS: Final = 5.0
 """How long the server takes what it has seen of its devices for true."""
 
 _EXTRA: Final = "vipu serve needs two more packages: pip install 'poprun[serve]'"
@@ -298,7 +298,7 @@ def serve(host: str, port: int, token: str | None, lease_seconds: float) -> None
         leases = ClientLeases(local, lease_seconds, _log)
         lines = [_where(listener, cluster, local), f"clients need the token in {file}"]
         lines[-1] += ", which was made now" if is_new else ""
-        if (num_known := leases.know_again()) > 0:
+        if (num_known := leases.adopt()) > 0:
             lines.append(
                 f"leases of an earlier server: {num_known}; they end in {lease_seconds:g} s unless renewed"
             )
@@ -329,13 +329,13 @@ def _remembered(find: Callable[[], Cluster]) -> Callable[[], Cluster]:
     """``find``, asked every few seconds at most: it may start a program of the driver's."""
     found: list[tuple[float, Cluster]] = []
 
-    def look() -> Cluster:
+    def find_again() -> Cluster:
         now = time.monotonic()
-        if not found or now - found[0][0] > _LOOK_SECONDS:
+        if not found or now - found[0][0] > _REMEMBER_SECONDS:
             found[:] = [(now, find())]
         return found[0][1]
 
-    return look
+    return find_again
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def holder_of(plan: LaunchPlan, holders: list[LeaseHolder]) -> LeaseHolder:
     """A holder that has said which machine it is on."""
     holder = LeaseHolder("here", None)
     holders.append(holder)
-    holder.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": False})
+    holder.send({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": False})
     assert holder.answer("machine", until())["machine"]
     return holder
 
@@ -72,13 +72,13 @@ def held(pool: Pool) -> list[str]:
 def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, holders: list[LeaseHolder]) -> None:
     """Others are refused with who has it; neither its own death nor that of poprun frees what agents hold."""
     holder = holder_of(plan_for(pool, 3), holders)
-    granted = holder.take(until())
+    granted = holder.acquire(until())
     assert holder.is_there()
     agent = fetch_lease(granted["address"])
     with pytest.raises(
         IpusTakenError, match=r"host here: the job needs 2 virtual IPUs, and 1 is free of 4(.|\n)*cpu/0-2"
     ):
-        holder_of(plan_for(pool, 2), holders).take(until())
+        holder_of(plan_for(pool, 2), holders).acquire(until())
     os.kill(holder.pid, signal.SIGKILL)
     assert not holder.is_there()
     holder.end(until())
@@ -96,14 +96,14 @@ def test_what_it_takes_is_the_jobs_until_the_last_agent_has_gone(pool: Pool, hol
 def test_it_gives_back_when_it_is_told_to(pool: Pool, holders: list[LeaseHolder]) -> None:
     """And nothing of the lease is left; who waits gets its turn, and is told of the waiting."""
     first, second = holder_of(plan_for(pool, 4), holders), holder_of(plan_for(pool, 1, waits=True), holders)
-    first.take(until())
-    second.say({"order": "take"})
-    told = second._hear(until())
+    first.acquire(until())
+    second.send({"order": "acquire"})
+    told = second._receive(until())
     first.release()
     first.end(until())
     granted = second.answer("held", until())
 
-    assert told["told"].startswith("waiting: the job needs 1 virtual IPU, and 0 are free of 4")
+    assert told["log"].startswith("waiting: the job needs 1 virtual IPU, and 0 are free of 4")
     assert granted["held"][0][0] == ["cpu/0"]
     assert len(pool.state().leases) == 1
 
@@ -111,7 +111,7 @@ def test_it_gives_back_when_it_is_told_to(pool: Pool, holders: list[LeaseHolder]
 def test_it_ends_when_an_agent_says_that_poprun_is_lost(pool: Pool, holders: list[LeaseHolder]) -> None:
     """The way to poprun does not tell it for hours."""
     holder = holder_of(plan_for(pool, 1), holders)
-    give_up_lease(holder.take(until())["address"])
+    give_up_lease(holder.acquire(until())["address"])
     holder.end(until())
 
     assert wait_until_none(lambda: held(pool)) == []
@@ -124,7 +124,7 @@ def test_errors_come_back_as_what_they_are(
     pool.create_partition("p", cpu_cluster("box", 4), 4)
     plan = plan_for(pool, 1)
     with pytest.raises(PartitionError, match="host here: partition p has 4 IPUs, and the job fits one of 1"):
-        holder_of(replace(plan, vipu=replace(plan.vipu, partition="p")), holders).take(until())
+        holder_of(replace(plan, vipu=replace(plan.vipu, partition="p")), holders).acquire(until())
     monkeypatch.setattr(host_leases, "_COMMAND", (sys.executable, "-c", "import sys; sys.exit('no such thing')"))
     with pytest.raises(
         HostsError, match=r"host here: the process that holds its virtual IPUs hung up \(no such thing\)"

@@ -296,20 +296,20 @@ def test_a_queue_over_the_network(server: Server) -> None:
     pod = pool.cluster()
     ticket = here.enqueue(this_process("local"), PoolRequest(num_ipus=8, choose=pod.pick(8)))
 
-    assert pool.take_lease(large).ipus == ()
-    assert pool.take_lease(small).ipus == ()
+    assert pool.request_lease(large).ipus == ()
+    assert pool.request_lease(small).ipus == ()
     here.release(ticket)
-    assert pool.take_lease(small).ipus == ()
-    first = pool.take_lease(large)
+    assert pool.request_lease(small).ipus == ()
+    first = pool.request_lease(large)
     assert first.ipus == tuple(f"POD16/{index}" for index in range(10))
-    assert pool.take_lease(large) == first
-    assert pool.take_lease(small).ipus == ("POD16/10", "POD16/11")
+    assert pool.request_lease(large) == first
+    assert pool.request_lease(small).ipus == ("POD16/10", "POD16/11")
     (holder, _) = (lease.holder for lease in here.state().leases)
     assert str(holder) == "process 1 of ann@n2 (train.py)"
     pool.create_partition("p", 2, allocation=None, cluster=None)
     unfit = PartitionRequest(name="p", size=4, is_temporary=True, may_change=False, resets=None)
     with pytest.raises(PartitionError, match="has 2 IPUs, and the job fits one of 4"):
-        pool.take_lease(request_for(IpuRequest(num_ipus=4, partition=unfit), "c" * 32))
+        pool.request_lease(request_for(IpuRequest(num_ipus=4, partition=unfit), "c" * 32))
     for key in ("a", "b", "c"):
         pool.end_lease(key * 32)
     pool.remove_partition("p")
@@ -325,7 +325,7 @@ def test_contenders_over_the_network_never_overlap(server: Server) -> None:
     def contend(number: int) -> None:
         for turn in range(2):
             request = request_for(IpuRequest(num_ipus=3), f"{number:016x}{turn:016x}")
-            while not (answer := server.pool.take_lease(request)).ipus:
+            while not (answer := server.pool.request_lease(request)).ipus:
                 time.sleep(answer.pause_seconds)
             faults.extend(f"{ipu}: {holders[ipu]} and {number}" for ipu in answer.ipus if ipu in holders)
             holders.update(dict.fromkeys(answer.ipus, number))
@@ -380,7 +380,7 @@ def test_a_server_hands_out_the_gpus_of_its_machine(poprun: Poprun, tmp_path: Pa
     words = ("-n2", "--no-tag-output", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
     with serving(tmp_path, **path, POPRUN_POD="") as server:
         job = Poprun(options=server.options)
-        held = server.pool.take_lease(request_for(IpuRequest(num_ipus=1)))
+        held = server.pool.request_lease(request_for(IpuRequest(num_ipus=1)))
         shown = job(*words, env={**server.env, **path, "CUDA_VISIBLE_DEVICES": "3,GPU-2,0"})
         elsewhere = job(*words, env=server.env)
 
@@ -456,7 +456,7 @@ def test_a_server_that_is_killed_and_started_again(poprun: Poprun, tmp_path: Pat
         job = Poprun(options=first.options)
         with job.started("--ipus-per-replica=2", "sh", "-c", "echo up; read word", env=first.env) as running:
             await_line(running)
-            assert first.pool.take_lease(dead).ipus == ("POD16/2", "POD16/3")
+            assert first.pool.request_lease(dead).ipus == ("POD16/2", "POD16/3")
             first.process.kill()
             first.process.wait()
             local = Pool(str(tmp_path / "pool"))

@@ -25,10 +25,10 @@ def test_an_answer_is_waited_for_in_a_part_of_the_leases_time(
     """So a server that hangs once costs one renewal, and not the lease."""
     asked = []
 
-    def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> None:
+    def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> None:
         asked.append((server.timeout_seconds, command, values))
 
-    monkeypatch.setattr(renewal, "ask", ask)
+    monkeypatch.setattr(renewal, "call_server", call_server)
 
     assert LeaseRenewal(told(timeout_seconds))._renew()
     assert asked == [(patience_seconds, "renew-lease", {"key": "k"})]
@@ -41,11 +41,11 @@ def test_a_lost_server_is_told_once_and_asked_again(
     lost = ServerLostError("gone")
     answers: list[Exception | None] = [lost, lost, None, LeaseEndedError("over")]
 
-    def ask(*_: object) -> None:
+    def call_server(*_: object) -> None:
         if (answer := answers.pop(0)) is not None:
             raise answer
 
-    monkeypatch.setattr(renewal, "ask", ask)
+    monkeypatch.setattr(renewal, "call_server", call_server)
     lease = LeaseRenewal(told(1.0))
 
     assert [lease._renew() for _ in range(4)] == [True, True, True, False]

@@ -32,7 +32,7 @@ def test_a_lease_expires_when_it_is_not_renewed_in_time() -> None:
     assert looked(renewals, clock, 9) == []
     renewals.renew("b")
     assert looked(renewals, clock, 1) == ["a"]
-    renewals.forget("a")
+    renewals.remove("a")
     assert looked(renewals, clock, 8) == []
     assert looked(renewals, clock, 1) == ["b"]
     assert "a" not in renewals

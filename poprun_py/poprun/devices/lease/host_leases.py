@@ -31,7 +31,7 @@ from poprun.probe.machine import names_of_this_machine
 from poprun.text import screen
 
 HOLDER_MARK: Final = "poprun-lease:"
-"""Stands before what a holder says: a shell's startup files may print lines of their own."""
+"""The mark of a holder's lines: a shell's startup files may print lines of their own."""
 
 _ANSWER_SECONDS: Final = 60.0
 _SLACK_SECONDS: Final = 60.0
@@ -57,7 +57,7 @@ def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> 
         return
     leases = _HostLeases(job.plan, is_fixed=is_fixed)
     try:
-        leases.take()
+        leases.acquire()
         job = job.with_leases(job.given, *leases.held())
         yield replace(job, network=leases.within(network), regain=leases.regain)
     finally:
@@ -74,8 +74,8 @@ class _HostLeases:
         self._holders: dict[str, LeaseHolder] = {}
         self._granted: dict[str, _Message] = {}
 
-    def take(self) -> None:
-        """Take everything."""
+    def acquire(self) -> None:
+        """Acquire the leases of all hosts."""
         for host in self._plan.hosts:
             self._start_holder(host, self._plan)
         until = time.monotonic() + _ANSWER_SECONDS
@@ -84,7 +84,7 @@ class _HostLeases:
         }
         check_machines(machines)
         for host in sorted(self._holders, key=lambda host: machines[host]):
-            self._granted[host] = self._holders[host].take(_until(self._plan))
+            self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def regain(self, network: JobNetwork) -> JobNetwork:
         """Take anew what was lost with its host, before the job is started again; ``network`` with it.
@@ -98,7 +98,7 @@ class _HostLeases:
             try:
                 holder = self._start_holder(host, plan)
                 holder.answer("machine", time.monotonic() + _ANSWER_SECONDS)
-                self._granted[host] = holder.take(_until(plan))
+                self._granted[host] = holder.acquire(_until(plan))
             except PoprunError as error:
                 raise HostsError(str(error)) from None
         return self.within(network)
@@ -133,7 +133,7 @@ class _HostLeases:
 
     def _start_holder(self, host: str, plan: LaunchPlan) -> "LeaseHolder":
         holder = self._holders[host] = LeaseHolder(host, None if host in self._here else plan.remote)
-        return holder.say({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
+        return holder.send({"plan": json.dumps(plan_to_dict(plan)), "is_fixed": self._is_fixed})
 
 
 def check_machines(machines: Mapping[str, str]) -> None:
@@ -183,16 +183,16 @@ class LeaseHolder:
         """Id of the process here: the holder itself, or the ssh or srun that leads to it."""
         return self._process.pid
 
-    def say(self, message: _Message) -> Self:
-        """Send a line; whether somebody reads it shows when an answer is waited for."""
+    def send(self, message: _Message) -> Self:
+        """Send a line; that nobody reads it shows when no answer comes."""
         if self._process.stdin is not None:
             with suppress(OSError):
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
         return self
 
-    def take(self, until: float | None) -> _Message:
-        """Have the process take what the job needs; its answer, see :meth:`answer`."""
-        granted = self.say({"order": "take"}).answer("held", until)
+    def acquire(self, until: float | None) -> _Message:
+        """Have the process acquire what the job needs; its answer, see :meth:`answer`."""
+        granted = self.send({"order": "acquire"}).answer("held", until)
         self._holds = True
         return granted
 
@@ -202,11 +202,11 @@ class LeaseHolder:
         A PoprunError if it is an error; a HostsError if none comes before the monotonic time ``until``.
         """
         while True:
-            message = self._hear(until)
+            message = self._receive(until)
             if wanted in message:
                 return message
-            if "told" in message:
-                screen.log(f"host {self.host}: {message['told']}")
+            if "log" in message:
+                screen.log(f"host {self.host}: {message['log']}")
             elif "error" in message:
                 kind = getattr(errors, message["kind"], PoprunError)
                 raise kind(f"host {self.host}: {message['error']}")
@@ -214,7 +214,7 @@ class LeaseHolder:
     def is_there(self) -> bool:
         """Whether the process still keeps what it took."""
         try:
-            self.say({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
+            self.send({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
         except PoprunError:
             return False
         return True
@@ -222,7 +222,7 @@ class LeaseHolder:
     def release(self) -> None:
         """Have the process give back what it holds, and close the line to it."""
         if self._holds:
-            self.say({"order": "release"})
+            self.send({"order": "release"})
             self._holds = False
         if self._process.stdin is not None:
             with suppress(OSError):
@@ -239,7 +239,7 @@ class LeaseHolder:
             if stream is not None:
                 stream.close()
 
-    def _hear(self, until: float | None) -> _Message:
+    def _receive(self, until: float | None) -> _Message:
         while not self._heard:
             lines, _ = self._lines.feed(self._read(until))
             self._heard += [line for line in lines if _MARK in line]

@@ -29,25 +29,25 @@ from poprun.plan.plan_file import read_plan  # noqa: E402 - as above
 
 
 def main() -> None:
-    """Take what the plan needs when poprun says so, and keep it until poprun says that it is over."""
+    """Acquire what the plan needs when poprun orders it, and hold it until poprun orders its release."""
     orders = _Orders()
     request = orders.next()
     try:
         plan = read_plan(request["plan"], "the plan")
         os.chdir(plan.working_directory)
-        _say({"machine": machine_of(pool_folder(plan.vipu.pool))})
+        _send({"machine": machine_of(pool_folder(plan.vipu.pool))})
         orders.next()
         job = LeasedPlan(plan=plan, given=plan.named_devices)
         with leased_here(job, None, is_fixed=request["is_fixed"], log=_log) as job:
             address = _hand_out([lease.descriptor for lease in job.leases if lease.descriptor is not None])
             held = [[list(lease.names), lease.pool, lease.partition] for lease in job.leases]
-            _say({"held": held, "devices": job.given.devices if plan.takes_lease else (), "address": address})
+            _send({"held": held, "devices": job.given.devices if plan.takes_lease else (), "address": address})
             while orders.next()["order"] != "release":
-                _say({"here": True})
+                _send({"here": True})
     except PoprunError as error:
-        _say({"error": str(error), "kind": type(error).__name__})
+        _send({"error": str(error), "kind": type(error).__name__})
     except OSError as error:
-        _say({"error": f"{error.filename or 'the working directory'}: {error.strerror}", "kind": "HostsError"})
+        _send({"error": f"{error.filename or 'the working directory'}: {error.strerror}", "kind": "HostsError"})
 
 
 def machine_of(pool: str) -> str:
@@ -111,10 +111,10 @@ def _end_at_once() -> NoReturn:
 
 
 def _log(text: str) -> None:
-    _say({"told": text})
+    _send({"log": text})
 
 
-def _say(message: dict[str, object]) -> None:
+def _send(message: dict[str, object]) -> None:
     sys.stdout.write(f"{HOLDER_MARK}{json.dumps(message)}\n")
     sys.stdout.flush()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "..")))
 
-from poprun.devices.server.server_connection import ServerAddress, ask
+from poprun.devices.server.server_connection import ServerAddress, call_server
 from poprun.errors import LeaseEndedError, PoprunError
 from poprun.text.screen import own_line
 
@@ -32,12 +32,12 @@ _PATIENCE = 4
 class LeaseRenewal:
     """The renewal of one lease until the job is over, as the first line of the standard input says."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._lease_seconds = float(told["lease_seconds"])
-        self._linger_seconds = float(told["linger_seconds"])
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._lease_seconds = float(job["lease_seconds"])
+        self._linger_seconds = float(job["linger_seconds"])
         self._pause_seconds = self._lease_seconds / _RENEWALS
-        self._key = {"key": told["key"]}
-        server = ServerAddress(**told["server"])
+        self._key = {"key": job["key"]}
+        server = ServerAddress(**job["server"])
         patience_seconds = min(server.timeout_seconds, self._lease_seconds / _PATIENCE)
         self._server = replace(server, timeout_seconds=patience_seconds)
         self._renewed_at = time.monotonic()
@@ -57,34 +57,32 @@ class LeaseRenewal:
                 return
             time.sleep(min(left, self._pause_seconds))
         with suppress(PoprunError):
-            ask(self._server, "end-lease", self._key)
+            call_server(self._server, "end-lease", self._key)
 
     def _renew(self) -> bool:
         """Renew the lease; False when there is none any more."""
         try:
-            ask(self._server, "renew-lease", self._key)
+            call_server(self._server, "renew-lease", self._key)
         except LeaseEndedError as error:
-            _tell(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
+            _log(f"warning: {error}. The job goes on without its lease: others may be given its virtual IPUs")
             return False
         except PoprunError as error:
             if not self._is_lost:
                 left = max(0.0, self._lease_seconds - (time.monotonic() - self._renewed_at))
-                _tell(
+                _log(
                     f"warning: {error}. The job goes on. If only the link is cut, its virtual IPUs are free for "
                     f"others in {left:.0f} s; a server that is started again knows that the job has them"
                 )
             self._is_lost = True
         else:
             if self._is_lost:
-                _tell(
-                    f"the server of virtual IPUs at {self._server} answers again, and the lease has been renewed"
-                )
+                _log(f"the server of virtual IPUs at {self._server} answers again, and the lease has been renewed")
             self._is_lost = False
             self._renewed_at = time.monotonic()
         return True
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     with suppress(OSError, ValueError):  # the terminal may have gone, and the lease is more important
         sys.stderr.write(own_line(text))
         sys.stderr.flush()
@@ -102,7 +100,7 @@ def _first_line() -> bytes:
 
 
 def main() -> None:
-    """Leave poprun's tree, then keep the lease that the first line tells of."""
+    """Leave poprun's tree, then keep the lease that the first line names."""
     if os.fork():
         os._exit(0)
     line = _first_line()

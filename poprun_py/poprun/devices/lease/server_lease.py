@@ -125,7 +125,7 @@ class ServerClaim(Claim):
         self._answer: LeaseAnswer | None = None
 
     def _request(self) -> tuple[str, ...]:
-        self._answer = self._pool.take_lease(self.request) if self._answer is None else self._request_again()
+        self._answer = self._pool.request_lease(self.request) if self._answer is None else self._request_again()
         return self._answer.ipus
 
     def _wait(self, timeout_seconds: float | None) -> None:
@@ -145,7 +145,7 @@ class ServerClaim(Claim):
         )
 
     def give_back(self) -> None:
-        """Leave the queue, or give back what was granted, where the server can be told."""
+        """Leave the queue, or give back what was granted, where the server can be reached."""
         with suppress(PoprunError):
             self._pool.end_lease(self.request.key)
 
@@ -156,7 +156,7 @@ class ServerClaim(Claim):
         is_logged = False
         while True:
             try:
-                return self._pool.take_lease(self.request)
+                return self._pool.request_lease(self.request)
             except ServerLostError as error:
                 if time.monotonic() + ATTEMPT_SECONDS > deadline:
                     raise
@@ -174,7 +174,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
     ``linger_seconds`` more: so long may programs of other hosts still run.
     """
     seconds = {"lease_seconds": lease_seconds, "linger_seconds": linger_seconds}
-    told = {"server": asdict(server), "key": key, **seconds}
+    job = {"server": asdict(server), "key": key, **seconds}
     life_reader, life_writer = os.pipe()
     end_reader, end_writer = os.pipe()
     try:
@@ -189,7 +189,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
             raise LaunchError("the process that renews the lease cannot be started: see above")
         os.close(life_reader)
         os.close(end_writer)
-        os.write(life_writer, json.dumps(told).encode() + b"\n")
+        os.write(life_writer, json.dumps(job).encode() + b"\n")
         yield life_writer
     finally:
         with suppress(OSError):

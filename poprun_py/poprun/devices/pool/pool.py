@@ -76,7 +76,7 @@ class Pool:
             descriptor = make_lock(folder, key) if holder.key is None else None
             try:
                 stored = StoredLease(key=key, uid=os.geteuid(), lease=lease)
-                ipus = _take(folder, contents, stored, request)
+                ipus = _grant(folder, contents, stored, request)
                 if not ipus:
                     write_lease(folder, key, lease)
             except BaseException:
@@ -89,7 +89,7 @@ class Pool:
     def retry(self, ticket: Ticket, request: PoolRequest) -> Ticket:
         """Take what is requested if nobody stands before ``ticket`` by now, and it is free."""
         with self._writing() as (folder, contents):
-            return replace(ticket, ipus=_take(folder, contents, _own(contents, ticket.key), request))
+            return replace(ticket, ipus=_grant(folder, contents, _own(contents, ticket.key), request))
 
     def release(self, ticket: Ticket) -> None:
         """Give everything back, and the partition that was made for this lease with it.
@@ -172,13 +172,13 @@ def _own(contents: Contents, key: str) -> StoredLease:
     return found
 
 
-def _take(folder: PoolFolder, contents: Contents, stored: StoredLease, request: PoolRequest) -> tuple[str, ...]:
+def _grant(folder: PoolFolder, contents: Contents, stored: StoredLease, request: PoolRequest) -> tuple[str, ...]:
     """Give a lease what it wants; the names of its IPUs, none when it has to wait."""
     lease, state = stored.lease, contents.state
     if any(other.id < lease.id for other in state.waiting(request.queue)):
         return ()
     if request.partition is not None:
-        ipus = listed = _take_partition(folder, contents, stored, request, request.partition)
+        ipus = listed = _grant_partition(folder, contents, stored, request, request.partition)
     else:
         chosen = request.choose(state.taken)
         ipus, listed = tuple(ipu.name for ipu in chosen), _in_order(chosen)
@@ -190,7 +190,7 @@ def _take(folder: PoolFolder, contents: Contents, stored: StoredLease, request: 
     return ipus
 
 
-def _take_partition(
+def _grant_partition(
     folder: PoolFolder, contents: Contents, lease: StoredLease, request: PoolRequest, wanted: PartitionRequest
 ) -> tuple[str, ...]:
     state = contents.state

@@ -21,16 +21,16 @@ class Renewals:
 
     Time in which this process itself did not run (it was stopped, or the machine slept) counts for nobody: clients
     could not renew anything while nobody listened. Such a gap is a call of :meth:`expired` that comes much later
-    than ``look_seconds`` after the last one.
+    than ``poll_seconds`` after the last one.
     """
 
     def __init__(
-        self, lease_seconds: float, look_seconds: float, clock: Callable[[], float] = time.monotonic
+        self, lease_seconds: float, poll_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._lease_seconds = lease_seconds
-        self._look_seconds = look_seconds
+        self._poll_seconds = poll_seconds
         self._clock = clock
-        self._looked_at = clock()
+        self._polled_at = clock()
         self._ends: dict[str, float] = {}
 
     def __contains__(self, key: str) -> bool:
@@ -40,8 +40,8 @@ class Renewals:
         """Let the lease last from now on, also one that was not known."""
         self._ends[key] = self._clock() + self._lease_seconds
 
-    def forget(self, key: str) -> None:
-        """Forget a lease that has ended."""
+    def remove(self, key: str) -> None:
+        """Remove a lease that has ended."""
         self._ends.pop(key, None)
 
     def keep_only(self, keys: Collection[str]) -> None:
@@ -51,14 +51,14 @@ class Renewals:
     def expired(self) -> list[str]:
         """The leases that were not renewed in time; those that nobody could renew get the time back."""
         now = self._clock()
-        gap = now - self._looked_at - self._look_seconds
-        self._looked_at = now
-        if gap > self._look_seconds:
+        gap = now - self._polled_at - self._poll_seconds
+        self._polled_at = now
+        if gap > self._poll_seconds:
             self._ends = {key: end + gap for key, end in self._ends.items()}
         return [key for key, end in self._ends.items() if end <= now]
 
 
-LOOK_SECONDS: Final = 1.0
+POLL_SECONDS: Final = 1.0
 """How often to look for leases that are not renewed any more."""
 
 MAX_CLIENTS: Final = 1000
@@ -66,7 +66,7 @@ MAX_CLIENTS: Final = 1000
 
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 2.0
-_FEWEST_LOOKS: Final = 4
+_LEAST_TRIES: Final = 4
 """A client that waits asks at least so often in the time that its lease lasts."""
 
 
@@ -78,10 +78,10 @@ class ClientLeases:
         self._pool = local.pool
         self.lease_seconds = lease_seconds
         self._log = log
-        self._renewals = Renewals(lease_seconds, LOOK_SECONDS)
+        self._renewals = Renewals(lease_seconds, POLL_SECONDS)
         self._lock = threading.Lock()
 
-    def know_again(self) -> int:
+    def adopt(self) -> int:
         """Take over the leases of clients of an earlier server, each for its whole time; how many there are."""
         with self._lock:
             keys = _by_key(self._pool.state())
@@ -89,7 +89,7 @@ class ClientLeases:
                 self._renewals.renew(key)
         return len(keys)
 
-    def take(self, request: LeaseRequest) -> LeaseAnswer:
+    def request(self, request: LeaseRequest) -> LeaseAnswer:
         """Put a client into the queue, and give it what it wants when its turn has come.
 
         A PlanError or PartitionError if it can never have that: then it is in no queue any more.
@@ -99,7 +99,7 @@ class ClientLeases:
             leases = _by_key(state)
             lease = leases.get(request.key)
             if lease is None or lease.is_waiting:
-                answer = self._request(request, lease, state, len(leases))
+                answer = self._enqueue_or_retry(request, lease, state, len(leases))
             else:
                 answer = LeaseAnswer(id=lease.id, ipus=lease.ipus, pause_seconds=0.0)
             self._renewals.renew(request.key)
@@ -131,7 +131,7 @@ class ClientLeases:
             for key in self._renewals.expired():
                 self._end(key, f"ended: nothing was heard of its job for {self.lease_seconds:g} s")
 
-    def _request(
+    def _enqueue_or_retry(
         self, request: LeaseRequest, lease: Lease | None, state: PoolState, num_clients: int
     ) -> LeaseAnswer:
         """Put the client into the queue, or retry its lease that waits where that may be granted."""
@@ -150,14 +150,16 @@ class ClientLeases:
                 ticket = self._pool.retry(ticket, wanted)
             except PoprunError:
                 self._pool.release(ticket)
-                self._renewals.forget(request.key)
+                self._renewals.remove(request.key)
                 raise
         pause_seconds = 0.0
         if ticket.ipus:
             self._log(f"lease {ticket.id}: {fold_names(ticket.ipus)} for {request.holder}")
         else:
             pause_seconds = min(
-                _FIRST_PAUSE_SECONDS * (1 + num_before), _LONGEST_PAUSE_SECONDS, self.lease_seconds / _FEWEST_LOOKS
+                _FIRST_PAUSE_SECONDS * (1 + num_before),
+                _LONGEST_PAUSE_SECONDS,
+                self.lease_seconds / _LEAST_TRIES,
             )
         return LeaseAnswer(id=ticket.id, ipus=ticket.ipus, pause_seconds=pause_seconds)
 
@@ -166,7 +168,7 @@ class ClientLeases:
         if lease is not None:
             self._pool.release(_ticket(lease))
             self._log(f"lease {lease.id}: {how} ({lease.holder})")
-        self._renewals.forget(key)
+        self._renewals.remove(key)
 
 
 def _by_key(state: PoolState) -> dict[str, Lease]:

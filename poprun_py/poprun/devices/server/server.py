@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.records import Partition
-from poprun.devices.server.served_leases import LOOK_SECONDS, ClientLeases
+from poprun.devices.server.served_leases import POLL_SECONDS, ClientLeases
 from poprun.devices.server.server_connection import PATH, VERSION, VERSION_HEADER, kind_of
 from poprun.devices.server.server_messages import (
     NewPartition,
@@ -94,7 +94,7 @@ def commands_of(local: LocalPool, leases: ClientLeases) -> Mapping[str, Callable
         "create-partition": create,
         "reset-partition": lambda wanted: local.reset_partition(wanted.name),
         "remove-partition": lambda wanted: local.remove_partition(wanted.name),
-        "take-lease": leases.take,
+        "take-lease": leases.request,
         "renew-lease": lambda wanted: leases.renew(wanted.key),
         "end-lease": lambda wanted: leases.end(wanted.key),
     }
@@ -141,7 +141,7 @@ async def _end_expired(leases: ClientLeases) -> None:
     while True:
         with suppress(PoprunError):
             await to_thread.run_sync(leases.end_expired)
-        await anyio.sleep(LOOK_SECONDS)
+        await anyio.sleep(POLL_SECONDS)
 
 
 def _admit(request: Request, token: str) -> None:

@@ -1,4 +1,4 @@
-"""The client of a server of virtual IPUs: its token, and all that it asks."""
+"""The client of a server of virtual IPUs: its token, and all commands that it sends."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from poprun.devices.pool.records import Partition, PoolState
-from poprun.devices.server.server_connection import ServerAddress, ask
+from poprun.devices.server.server_connection import ServerAddress, call_server
 from poprun.devices.server.server_messages import (
     Answer,
     LeaseAnswer,
@@ -98,8 +98,8 @@ class RemotePool:
         self._client = client
 
     def served(self) -> ServedPool:
-        """All that the server tells of its pool."""
-        return self._ask("pool", Nothing(), ServedPool)
+        """The pool as the server describes it."""
+        return self._call("pool", Nothing(), ServedPool)
 
     def cluster(self) -> Cluster:
         """The virtual IPUs that the server hands out."""
@@ -112,26 +112,26 @@ class RemotePool:
     def create_partition(self, name: str, size: int, *, allocation: str | None, cluster: str | None) -> Partition:
         """Make a partition of free IPUs."""
         wanted = NewPartition(name=name, size=size, allocation=allocation, cluster=cluster, user=self._client)
-        return self._ask("create-partition", wanted, Partition)
+        return self._call("create-partition", wanted, Partition)
 
     def reset_partition(self, name: str) -> Partition:
         """Choose the IPUs of a partition anew."""
-        return self._ask("reset-partition", PartitionName(name=name), Partition)
+        return self._call("reset-partition", PartitionName(name=name), Partition)
 
     def remove_partition(self, name: str) -> None:
         """Remove a partition that nobody uses."""
-        self._ask("remove-partition", PartitionName(name=name), Nothing)
+        self._call("remove-partition", PartitionName(name=name), Nothing)
 
-    def take_lease(self, request: LeaseRequest) -> LeaseAnswer:
+    def request_lease(self, request: LeaseRequest) -> LeaseAnswer:
         """Stand in the queue, or take what is asked for when it is free; asked again, it is the same lease."""
-        return self._ask("take-lease", request, LeaseAnswer)
+        return self._call("take-lease", request, LeaseAnswer)
 
     def end_lease(self, key: str) -> None:
         """Give back what the lease of that key holds; one that has ended already is no error."""
-        self._ask("end-lease", LeaseKey(key=key), Nothing)
+        self._call("end-lease", LeaseKey(key=key), Nothing)
 
-    def _ask(self, command: str, question: object, kind: type[Answer]) -> Answer:
-        answer = ask(self.server, command, write_record(question))
+    def _call(self, command: str, question: object, kind: type[Answer]) -> Answer:
+        answer = call_server(self.server, command, write_record(question))
         try:
             return read_answer(kind, answer)
         except PlanError as error:

@@ -1,6 +1,6 @@
-"""One question to a server of virtual IPUs, and its answer.
+"""One command to a server of virtual IPUs, and its answer.
 
-It imports little: the process that renews a lease (`renewal`) asks, too.
+It imports little: the process that renews a lease (`renewal`) sends some, too.
 """
 
 import http.client
@@ -56,7 +56,7 @@ def kind_of(error: PoprunError) -> str:
     return next((kind for kind, raised in _KINDS.items() if type(error) is raised), "plan")
 
 
-def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
+def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
     """Have a server do ``command`` with ``values``; its answer.
 
     A ServerLostError may be gone at the next try; a LeaseEndedError says that the lease has ended; any other
@@ -75,8 +75,8 @@ def ask(server: ServerAddress, command: str, values: Mapping[str, object]) -> ob
         raise ServerError(f"the server of virtual IPUs at {server} answers with what is no JSON") from None
     if status == _OK:
         return answer
-    told = answer if isinstance(answer, dict) else {}
-    problem, kind = str(told.get("error", f"status {status}")), str(told.get("kind", ""))
+    fields = answer if isinstance(answer, dict) else {}
+    problem, kind = str(fields.get("error", f"status {status}")), str(fields.get("kind", ""))
     if kind in _KINDS:
         raise _KINDS[kind](problem)
     kinds = {_BUSY: ServerLostError, _GONE: LeaseEndedError}
