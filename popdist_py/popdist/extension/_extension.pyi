@@ -1,8 +1,15 @@
 def square_sum(address: int, length: int, is_double: bool, /) -> float: ...
-def widen_rows(
-    rows: bytes, num_columns: int, start: int, end: int, seed: int, step: int, num_threads: int, /
-) -> None: ...
-def round_rows(
-    rows: bytes, num_columns: int, start: int, end: int, seed: int, step: int, num_threads: int, /
+def round_by_chance(
+    wide: int,
+    held: int,
+    length: int,
+    dtype: int,
+    first: int,
+    position: int,
+    tensor: int,
+    seed: int,
+    step: int,
+    num_threads: int,
+    /,
 ) -> None: ...
 def add_rows(addresses: bytes, length: int, is_double: bool, over: float, /) -> None: ...

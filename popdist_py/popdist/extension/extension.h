@@ -23,39 +23,31 @@
 
 enum { BLOCK = 128 }; /* elements */
 
-/* What a row of 16 or 32 bits holds, in the order of popdist.optim.rounding.DTYPES. */
-enum { FLOAT32, FLOAT16, BFLOAT16 };
+/* What a tensor in half precision holds, as popdist.optim.rounding numbers it. */
+enum { FLOAT16 = 1, BFLOAT16 };
 
-/* A tensor of a parameter, as it is held and in float32. */
-typedef struct {
-    char *wide, *held;     /* their first elements; in float32 only the blocks that are worked on are there */
-    int64_t length, dtype; /* of the half precision */
-    int64_t first;         /* number of the first element in its parameter, a multiple of BLOCK */
-    int64_t position, tensor;
-} Row;
-
-typedef struct Rows Rows;
+typedef struct Rounding Rounding;
 
 /* Draw four words in each of `num_calls` calls of the generator, a multiple of 16, of which the first has the number
  * `first`: words[i + w * num_calls] is word w of call i. */
-typedef void Draw(const Rows *rows, const Row *row, uint32_t first, int num_calls, uint32_t *words);
+typedef void Draw(const Rounding *of, uint32_t first, int num_calls, uint32_t *words);
 
-/* Columns of rows, one after the other: in each column one tensor of each of some parameters, the same ones in all. */
-struct Rows {
-    const Row *rows;
-    int64_t num_rows; /* of a column */
-    int64_t num_columns;
-    uint32_t seed[2], step; /* what random words depend on, beside the row */
+/* The rounding of one tensor of a parameter, and all that its random words depend on beside the element. */
+struct Rounding {
+    const char *wide; /* in float32 */
+    uint16_t *held;   /* in half precision */
+    int64_t length;
+    int dtype;
+    int64_t first; /* number of the first element in its parameter, a multiple of BLOCK */
+    uint32_t position, tensor, seed[2], step;
     Draw *draw;
 };
 
 /* The fastest way for this processor. */
 Draw *best_draw(void);
 
-/* Work on `num_blocks` blocks of a row, from block `start` on. */
-typedef void Work(const Rows *rows, const Row *row, int64_t start, int64_t num_blocks);
-
-Work widen_blocks, round_blocks;
+/* Round `num_blocks` blocks, from block `start` on. */
+void round_blocks(const Rounding *of, int64_t start, int64_t num_blocks);
 
 /* The sum of squares of a row: its address, its length, whether its numbers are doubles. */
 PyObject *square_sum(PyObject *module, PyObject *args);

@@ -1,4 +1,4 @@
-/* The module that Python imports, popdist.extension._extension, and how threads share the rounding of rows.
+/* The module that Python imports, popdist.extension._extension, and how threads share the rounding of a tensor.
  *
  * The threads are those of torch: a pool of one's own would wait for a core while these, which have just worked, spin. */
 
@@ -13,89 +13,54 @@
 enum { BLOCKS_AT_ONCE = 128 };
 
 typedef struct {
-    const Rows *rows;
-    Work *work;
+    const Rounding *rounding;
     _Atomic int64_t next;
     int64_t end;
 } Job;
 
-static int64_t num_blocks_of(const Row *row) { return (row->length + BLOCK - 1) / BLOCK; }
-
-/* Take blocks until none is left. The blocks of a column's rows are counted through. */
+/* Round blocks until none is left. */
 static void take_part(void *argument) {
     Job *job = argument;
-    const Rows *rows = job->rows;
-    int64_t i = 0, before = 0, start;
-    while ((start = atomic_fetch_add(&job->next, BLOCKS_AT_ONCE)) < job->end) {
-        int64_t stop = start + BLOCKS_AT_ONCE < job->end ? start + BLOCKS_AT_ONCE : job->end;
-        for (; i < rows->num_rows; before += num_blocks_of(&rows->rows[i++])) {
-            int64_t first = start > before ? start - before : 0, num_blocks = num_blocks_of(&rows->rows[i]);
-            int64_t last = stop - before < num_blocks ? stop - before : num_blocks;
-            for (int64_t column = 0; first < last && column < rows->num_columns; column++)
-                job->work(rows, &rows->rows[column * rows->num_rows + i], first, last - first);
-            if (stop <= before + num_blocks) break;
-        }
-    }
+    int64_t start;
+    while ((start = atomic_fetch_add(&job->next, BLOCKS_AT_ONCE)) < job->end)
+        round_blocks(job->rounding, start, job->end - start < BLOCKS_AT_ONCE ? job->end - start : BLOCKS_AT_ONCE);
 }
 
 /* The start of a parallel region of OpenMP, in the library that torch has loaded. */
 typedef void Parallel(void (*)(void *), void *, unsigned, unsigned);
 
-static void work_on(const Rows *rows, Work *work, int64_t start, int64_t end, int num_threads) {
-    Job job = {rows, work, start, end};
+static void round_all(const Rounding *rounding, int num_threads) {
+    Job job = {rounding, 0, (rounding->length + BLOCK - 1) / BLOCK};
     Parallel *parallel = NULL;
-    if (num_threads > 1 && end - start > 2 * BLOCKS_AT_ONCE) *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (num_threads > 1 && job.end > 2 * BLOCKS_AT_ONCE) *(void **)&parallel = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     if (parallel != NULL) parallel(take_part, &job, (unsigned)num_threads, 0);
     else take_part(&job);
 }
 
 /* ---- Called from Python -------------------------------------------------------------------------------------------- */
 
-/* Each row as seven 64-bit numbers, column by column; how many columns; the blocks of a column that are worked on; then
- * the random bits' seed and step, and the number of threads. */
-static PyObject *run(PyObject *args, Work *work) {
-    const char *bytes;
-    Py_ssize_t num_bytes;
-    long long num_columns, start, end;
-    unsigned long long seed;
-    unsigned int step;
-    int num_threads;
-    if (!PyArg_ParseTuple(args, "y#LLLKIi", &bytes, &num_bytes, &num_columns, &start, &end, &seed, &step, &num_threads))
+static PyObject *round_by_chance(PyObject *module, PyObject *args) {
+    unsigned long long wide, held, seed;
+    long long length, first;
+    int dtype, num_threads;
+    Rounding of = {.draw = best_draw()};
+    (void)module;
+    if (!PyArg_ParseTuple(args, "KKLiLIIKIi", &wide, &held, &length, &dtype, &first, &of.position, &of.tensor, &seed,
+                          &of.step, &num_threads))
         return NULL;
-    int64_t num_rows = num_bytes / (7 * (Py_ssize_t)sizeof(uint64_t));
-    Row *each = PyMem_Calloc(num_rows + 1, sizeof(Row));
-    if (each == NULL) return PyErr_NoMemory();
-    for (int64_t i = 0; i < num_rows; i++) {
-        uint64_t field[7];
-        memcpy(field, bytes + i * sizeof field, sizeof field);
-        uint64_t wide = field[0] - (uint64_t)start * BLOCK * sizeof(float);
-        each[i] = (Row){(char *)(uintptr_t)wide, (char *)(uintptr_t)field[1], (int64_t)field[2],
-                        (int64_t)field[3],       (int64_t)field[4],           (int64_t)field[5],
-                        (int64_t)field[6]};
-    }
-    Rows rows = {each, num_rows / num_columns, num_columns, {(uint32_t)seed, (uint32_t)(seed >> 32)}, step, best_draw()};
+    of.wide = (const char *)(uintptr_t)wide, of.held = (uint16_t *)(uintptr_t)held;
+    of.length = length, of.dtype = dtype, of.first = first;
+    of.seed[0] = (uint32_t)seed, of.seed[1] = (uint32_t)(seed >> 32);
     Py_BEGIN_ALLOW_THREADS
-    work_on(&rows, work, start, end, num_threads);
+    round_all(&of, num_threads);
     Py_END_ALLOW_THREADS
-    PyMem_Free(each);
     Py_RETURN_NONE;
-}
-
-static PyObject *widen_rows(PyObject *module, PyObject *args) {
-    (void)module;
-    return run(args, widen_blocks);
-}
-
-static PyObject *round_rows(PyObject *module, PyObject *args) {
-    (void)module;
-    return run(args, round_blocks);
 }
 
 static PyMethodDef functions[] = {
     {"add_rows", add_rows, METH_VARARGS, NULL},
     {"square_sum", square_sum, METH_VARARGS, NULL},
-    {"widen_rows", widen_rows, METH_VARARGS, NULL},
-    {"round_rows", round_rows, METH_VARARGS, NULL},
+    {"round_by_chance", round_by_chance, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -6,10 +6,10 @@ enum { ROUNDS = 10 };
 
 static const uint32_t multipliers[2] = {0xD2511F53u, 0xCD9E8D57u}, steps_of_key[2] = {0x9E3779B9u, 0xBB67AE85u};
 
-static void draw_anywhere(const Rows *rows, const Row *row, uint32_t first, int num_calls, uint32_t *words) {
+static void draw_anywhere(const Rounding *of, uint32_t first, int num_calls, uint32_t *words) {
     for (int i = 0; i < num_calls; i++) {
-        uint32_t a = first + (uint32_t)i, b = rows->step, c = (uint32_t)row->position, d = (uint32_t)row->tensor;
-        uint32_t k = rows->seed[0], l = rows->seed[1];
+        uint32_t a = first + (uint32_t)i, b = of->step, c = of->position, d = of->tensor;
+        uint32_t k = of->seed[0], l = of->seed[1];
         for (int round = 0; round < ROUNDS; round++) {
             uint64_t left = (uint64_t)a * multipliers[0], right = (uint64_t)c * multipliers[1];
             a = (uint32_t)(right >> 32) ^ b ^ k, b = (uint32_t)right;
@@ -27,7 +27,7 @@ static void draw_anywhere(const Rows *rows, const Row *row, uint32_t first, int 
 /* Two vectors of 64-bit lanes hold consecutive calls in turn. Only the lower half of a lane counts, and this is all that
  * the instruction reads which multiplies 32 bits by 32 bits; a compiler does not find it by itself. */
 #define DRAW(NAME, TARGET, NUM_LANES, VECTOR, MULTIPLY)                                                              \
-    __attribute__((target(TARGET))) static void NAME(const Rows *rows, const Row *row, uint32_t first, int num_calls, \
+    __attribute__((target(TARGET))) static void NAME(const Rounding *of, uint32_t first, int num_calls,               \
                                                      uint32_t *words) {                                              \
         typedef uint64_t Lanes __attribute__((vector_size(8 * NUM_LANES)));                                          \
         const Lanes zero = {0}, m = zero + multipliers[0], n = zero + multipliers[1];                                \
@@ -35,9 +35,9 @@ static void draw_anywhere(const Rows *rows, const Row *row, uint32_t first, int 
             Lanes a[2], b[2], c[2], d[2];                                                                            \
             for (int j = 0; j < 2; j++) {                                                                            \
                 for (int i = 0; i < NUM_LANES; i++) a[j][i] = first + (uint32_t)(start + 2 * i + j);                 \
-                b[j] = zero + rows->step, c[j] = zero + (uint32_t)row->position, d[j] = zero + (uint32_t)row->tensor; \
+                b[j] = zero + of->step, c[j] = zero + of->position, d[j] = zero + of->tensor;                        \
             }                                                                                                        \
-            uint32_t k = rows->seed[0], l = rows->seed[1];                                                           \
+            uint32_t k = of->seed[0], l = of->seed[1];                                                               \
             _Pragma("GCC unroll 10") for (int round = 0; round < ROUNDS; round++) {                                  \
                 for (int j = 0; j < 2; j++) {                                                                        \
                     Lanes left = (Lanes)MULTIPLY((VECTOR)a[j], (VECTOR)m);                                           \

@@ -13,7 +13,6 @@ and are equal in C and by torch.
 """
 
 import zlib
-from array import array
 from functools import cache
 from typing import Final, NamedTuple, TypeAlias
 
@@ -72,10 +71,10 @@ def round_by_chance(wide: Tensor, held: Tensor, name: str, place: Place, *, seed
         _round_by_torch(wide, held, (step & _MASK, place.position, number), place.first, seed)
         return
     wide = wide.contiguous()
-    row = array("Q", (wide.data_ptr(), held.data_ptr(), len(held), _NUMBERS[held.dtype], place.first))
-    row.extend((place.position, number))
-    num_blocks = -(-len(held) // BLOCK)
-    extension.round_rows(row.tobytes(), 1, 0, num_blocks, seed % (1 << 64), step & _MASK, torch.get_num_threads())
+    extension.round_by_chance(
+        *(wide.data_ptr(), held.data_ptr(), len(held), _NUMBERS[held.dtype], place.first, place.position, number),
+        *(seed % (1 << 64), step & _MASK, torch.get_num_threads()),
+    )
 
 
 def philox(counter: Words, seed: int) -> Words:
