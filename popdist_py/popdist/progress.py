@@ -115,12 +115,12 @@ class ProgressPage:
         self._use(memoryview(bytearray(USED_BYTES)) if memory is None else memory)
 
     def close(self) -> None:
-        """Write on the page no more."""
+        """Stop writing to the page."""
         self.is_watched = False
         self._use(memoryview(bytearray(USED_BYTES)))
 
     def open(self, descriptor: int) -> None:
-        """Write from now on to the page behind ``descriptor``; whatever else that may be is left alone."""
+        """Write from now on to the page behind ``descriptor``, if it is one."""
         if not stack_signal.is_page(descriptor):
             return
         try:
@@ -176,7 +176,7 @@ class ProgressPage:
         self._memory[_HAS_JOINED_AT] = 1
 
     def report(self, step: int | None, loss: float | None) -> None:
-        """Say what the program itself tells of its training; None leaves a value as it is."""
+        """Store the step and the loss that the program reports; None leaves a value as it is."""
         if step is not None:
             self._words[_STEP] = step
             self._memory[_HAS_STEP_AT] = 1
@@ -204,16 +204,16 @@ class ProgressPage:
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def wait_again(self) -> None:
-        """Say that it waits for what it waited for last, or for the data that belongs to that."""
+        """Write that the program waits again in the collective of the last wait, or for its data."""
         self._floats[_WAITING_SINCE] = time.monotonic()
 
     def end_wait(self) -> None:
-        """Say that it waits no more."""
+        """Write that the program does not wait any more."""
         self._floats[_WAITING_SINCE] = 0.0
 
 
 def _one_nan(loss: float) -> float:
-    """The same object for every NaN, so that two pages that say NaN are equal."""
+    """One NaN object for every NaN, so that two pages with a NaN compare equal."""
     return math.nan if math.isnan(loss) else loss
 
 

@@ -45,7 +45,7 @@ def is_alive(pid: int) -> bool:
 
 
 def announce(descriptor: int, signum: int) -> None:
-    """Take the page for this process, and wipe out what another one has written."""
+    """Clear the page, and write this process and its stack signal on it."""
     os.pwrite(descriptor, bytes(os.sysconf("SC_PAGE_SIZE")), 0)
     os.pwrite(descriptor, signum.to_bytes(_SIGNAL_BYTES, sys.byteorder), _SIGNAL_AT)
     os.pwrite(descriptor, os.getpid().to_bytes(_PID_BYTES, sys.byteorder), _PID_AT)
@@ -57,7 +57,7 @@ def announce_lone_training(descriptor: int) -> None:
 
 
 def register(descriptor: int) -> int:
-    """Write the stacks to ``descriptor`` at a signal that this process does not use; the signal, or 0 for none.
+    """Register an unused signal at which this process writes its stacks to ``descriptor``; its number, or 0.
 
     It is a real-time signal that is neither handled nor ignored nor blocked. The agent sets the offset of the
     page's file before it sends the signal.
@@ -69,7 +69,7 @@ def register(descriptor: int) -> int:
 
 
 def catches(signum: int) -> bool:
-    """Whether this process has a handler for ``signum``; none of its has 0."""
+    """Whether this process has a handler for ``signum``; there is none for 0."""
     return bool(signum) and bool(_masks(b"SigCgt:") >> (signum - 1) & 1)
 
 

@@ -66,7 +66,7 @@ BUGS = (
     ),
     Bug(
         "a program killed by a signal gives poprun the signal's number as exit code",
-        "outcome.exit_code",
+        "record.exit_code",
         "lambda right: lambda end: right(end) % 128",
         ("unit/test_report.py", "unit/test_start.py"),
     ),

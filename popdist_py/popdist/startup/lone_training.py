@@ -24,7 +24,7 @@ def has_trained_alone(modules: Mapping[str, Any], words: Sequence[str], exceptho
 
 
 def _has_trained(modules: Mapping[str, Any], words: Sequence[str]) -> bool:
-    """A class of optimizers is marked when the first one is made. torchrun makes none: its processes do."""
+    """Whether the process made an optimizer (torch marks the class then), or is a torchrun whose processes did."""
     if "torch.distributed.run" in modules:
         return not any(word.startswith(_NODES) for word in words)  # else it connects torchruns
     optim = modules.get("torch.optim")
@@ -41,7 +41,7 @@ def _is_there(modules: Mapping[str, Any], name: str) -> bool:
 
 
 def _was_connected(modules: Mapping[str, Any], excepthook: Callable[..., object]) -> bool:
-    """Popdist says so itself, on the page of progress."""
+    """Whether MPI, torch.distributed or another library connected the process; popdist writes that on its page."""
     mpi, groups = modules.get("mpi4py.MPI"), modules.get("torch.distributed.distributed_c10d")
     if (mpi is not None and mpi.Is_initialized()) or any(_is_there(modules, name) for name in _CONNECTORS):
         return True

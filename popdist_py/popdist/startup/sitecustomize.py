@@ -102,11 +102,11 @@ class ExitCode:
         self._original.__delete__(error)
 
     def begin(self) -> None:
-        """Take the attribute's place."""
+        """Replace the attribute ``code`` of SystemExit."""
         self._place(self)
 
     def end(self) -> None:
-        """Give it back: the interpreter takes its types apart after this."""
+        """Restore the attribute, before the interpreter tears its types down."""
         self._place(self._original)
 
     def _place(self, attribute: object) -> None:
@@ -163,7 +163,7 @@ def end_before_finalize(pid: int, page: int, ending: ExitCode) -> None:
 
 
 def exit_status(code: object) -> int:
-    """What Python calls exit(3) with for the ``code`` of a SystemExit; the system sees the last eight bits."""
+    """The exit status that Python gives the system for the ``code`` of a SystemExit."""
     if code is None:
         return 0
     if not isinstance(code, int):
@@ -180,7 +180,7 @@ def has_ended_program(error: BaseException | None) -> bool:
 
 
 def flush() -> None:
-    """Write out what is still kept in memory of what Python and extensions have printed."""
+    """Flush the buffers of Python's streams and of the C library."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

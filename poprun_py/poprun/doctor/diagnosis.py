@@ -26,7 +26,7 @@ _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where it is mounted
 
 
 class State(StrEnum):
-    """How well something is that was looked at."""
+    """The state of one thing that was examined."""
 
     OK = "ok"
     ABSENT = "absent"
@@ -39,7 +39,7 @@ _STYLES: Final = {State.OK: "green", State.ABSENT: "dim", State.WARNING: "yellow
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result for one thing that was examined."""
 
     subject: str  # what it is
     state: State  # how it is. ``absent``: only some jobs need it; ``fails``: no job can run
@@ -48,7 +48,7 @@ class Finding:
 
 
 def diagnose(facts: InstallationFacts) -> tuple[Finding, ...]:
-    """The findings of all that a job on this machine, or on several, needs."""
+    """The findings on everything that a job on this machine, or on several, needs."""
     return tuple(
         finding
         for judge in (_libraries, _mpi, _gpus, _cores, _memory, _shared_memory, _loopback, _other_hosts)

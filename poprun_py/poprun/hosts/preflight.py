@@ -106,7 +106,7 @@ def _family(places: Mapping[str, Places], reached: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """The result of a look at all hosts with which nothing is wrong."""
+    """The result of an examination of all hosts in which nothing was wrong."""
 
     network: JobNetwork  # how the hosts reach each other
     reason: str  # why these addresses, for the user

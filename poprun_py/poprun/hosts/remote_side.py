@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def facts(question: dict[str, Any]) -> dict[str, Any]:
-    """What this host has of all that a job needs."""
+    """The facts of this host that decide whether it can take part in a job."""
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "python_file": sys.executable,
@@ -105,7 +105,7 @@ def mpi_version(launcher: str) -> str:
 
 
 def file_problem(file: str) -> str:
-    """What is wrong with a file of the program; empty when nothing is."""
+    """Why a file of the program cannot be used here; empty when it can."""
     if not os.path.exists(file):
         return "missing"
     return "" if os.access(file, os.R_OK) or os.access(file, os.X_OK) else "not readable"
@@ -224,7 +224,7 @@ def hold(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def remove_old(file: str) -> None:
-    """Remove a file of this user's that is older than any job waits for its start."""
+    """Remove a key file of this user that is older than the longest start of a job."""
     try:
         status = os.lstat(file)
         if status.st_uid == os.getuid() and time.time() - status.st_mtime > _WEEK_SECONDS:

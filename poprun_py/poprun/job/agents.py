@@ -93,7 +93,7 @@ class AgentLinks:
                 stream.close()
 
     def send_order(self, instance: int, order: Message, streams: list[int] | None = None) -> None:
-        """Send an order, and descriptors with it. An agent that has gone is passed over: its loss is an event."""
+        """Send an order with descriptors. An agent that has gone gets none: its loss comes as an event."""
         agent = self._agents.get(instance)
         if agent is not None and agent.fileno() >= 0:
             with suppress(OSError):
@@ -177,7 +177,7 @@ class AgentLinks:
                 return
 
     def _accept_message(self, link: Link, message: dict[str, Any]) -> Iterator[Event]:
-        """Find out whose a new link is by its first message; pass on the others."""
+        """Identify a new link by its first message, and yield the events of all further ones."""
         instance, kind = self._instance_of[link], message["event"]
         if kind == VIEW_EVENT and instance < 0:
             self._let_go(link)
@@ -196,7 +196,7 @@ class AgentLinks:
             yield from self._pass_hello_on(message["instance"])
 
     def _introduce(self, link: Link, message: dict[str, Any]) -> bool:
-        """Whether a link's first message is one of an instance that has not said the same before."""
+        """Whether a link's first message is the first of its kind from its instance."""
         instance = message.get("instance", -1)
         if not 0 <= instance < self._num_instances:
             return False
@@ -214,7 +214,7 @@ class AgentLinks:
         return False
 
     def _pass_hello_on(self, instance: int) -> Iterator[Event]:
-        """Pass on the hello of an instance, once its streams are there, too."""
+        """Yield the hello of an instance once its streams are connected, too."""
         if self._wanted_streams(instance) == set(self._streams[instance]) and instance in self._hellos:
             yield instance, self._hellos.pop(instance)
 
@@ -231,12 +231,12 @@ class AgentLinks:
         self.viewers.add(link)
 
     def _let_go(self, link: Link) -> None:
-        """Stop listening to a link whose connection somebody else takes."""
+        """Stop listening to a link without closing its connection."""
         self._selector.unregister(link)
         del self._instance_of[link]
 
     def _drop(self, link: Link) -> int:
-        """Close a link; the instance that it was of, or -1."""
+        """Close a link; the index of its instance, or -1."""
         instance = self._instance_of.pop(link)
         if link.fileno() >= 0:
             self._selector.unregister(link)
@@ -284,7 +284,7 @@ def start_order(
 def _added_environment(
     plan: LaunchPlan, index: int, environ: Mapping[str, str], route: "HostRoute | None", start: StartFacts
 ) -> dict[str, str]:
-    """The variables that an agent adds to its own environment: on one machine that is the user's already."""
+    """The variables that an agent adds to its environment, which on one machine is the user's already."""
     if route is None:
         return program_environment(plan, index, environ, start)
     return {

@@ -34,7 +34,7 @@ class Hang:
 
 
 def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) -> Hang | None:
-    """The hang of a job, which lasts since the last progress of any instance; None when nobody waits.
+    """The hang of a job, counted from the last progress of any instance; None when nobody waits.
 
     Nothing counts from before ``since_seconds``, a monotonic time: then the job was suspended.
     """
@@ -88,7 +88,7 @@ def _computed_nothing_seconds(status: InstanceStatus, since_seconds: float) -> f
 
 
 def _idle_seconds(status: InstanceStatus, since_seconds: float) -> float:
-    """The time from the last change to the last look: while poprun slept it has seen nothing."""
+    """Seconds from the last change of progress to the last measurement; poprun may have slept since."""
     looked_at = status.usage.at_seconds if status.usage is not None else 0.0
     return looked_at - max(status.progressed_at_seconds or 0.0, since_seconds)
 
@@ -100,7 +100,7 @@ def _takes_part(index: int, progress: Progress) -> bool:
 
 
 def describe_hang(hang: Hang, statuses: Sequence[InstanceStatus]) -> list[str]:
-    """A hang in words: who waits in what, for how long, and who did not come."""
+    """Describe a hang: who waits in what, for how long, and who did not come."""
     lines = [
         f"{name_instances(indices)} {_verb(indices, 'wait')} in {collective}"
         for collective, indices in hang.waiting.items()

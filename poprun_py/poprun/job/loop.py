@@ -40,7 +40,7 @@ _POLL_SECONDS: Final = 0.02
 
 
 class Attempt:
-    """One attempt of a job; its control socket is open and its logs are made."""
+    """One attempt of a job, from its control socket and its logs to its end."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Attempt:
             remove_abandoned_sessions(session_parent(self._environ))
 
     def _prepare(self) -> None:
-        """Make ready what the job needs from the start of its programs on."""
+        """Start the monitor, and load what shows output, while the shims start."""
         if self._plan.output.has_monitor:
             from poprun.job.monitors import MonitorProcess  # noqa: PLC0415 - most jobs draw nothing
 
@@ -142,7 +142,7 @@ class Attempt:
             self._act(decision)
 
     def _listen(self, timeout_seconds: float) -> None:
-        """Wait for something to happen, and take note of all that has.
+        """Wait for events of agents, launcher and signals, and handle all that have come.
 
         Children are reaped before the agents are heard: an agent's last word comes before its launcher's end.
         """
@@ -193,7 +193,7 @@ class Attempt:
         self._record.hang_watch.begin_anew(time.monotonic())
 
     def _handle_stacks(self, now_seconds: float) -> None:
-        """Say where the programs stand when they have answered; ask them when the user wants to know."""
+        """Print the stacks of the programs when all have answered; request them when the user wants them."""
         if self._inquiry is not None and self._inquiry.is_about_suspicion:
             if self._inquiry.is_over(self._record.statuses, now_seconds):
                 self._record.hang_watch.note_calls(self._inquiry.calls(), self._record.statuses, now_seconds)
@@ -208,7 +208,7 @@ class Attempt:
             self._ask_for_stacks()
 
     def _print_stacks(self, text: str) -> None:
-        """Say where the programs stand; the monitor that draws on this terminal shows it above its drawing."""
+        """Print the stacks of the programs; a monitor on this terminal prints them above its drawing."""
         viewers = self._links.viewers
         is_shown = viewers is not None and viewers.add_text(text)
         if not is_shown or self._monitor is None:
@@ -294,7 +294,7 @@ class Attempt:
             self._launcher.reap()
 
     def _report(self) -> JobEnd:
-        """The end of the job, after the user was told of a failure."""
+        """The end of the attempt, after a failure was explained to the user."""
         record, signals = self._record, self._signals
         end = JobEnd(
             statuses=record.statuses,

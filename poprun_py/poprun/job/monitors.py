@@ -73,7 +73,7 @@ class Viewers:
         self._said = ""
 
     def add_text(self, text: str) -> bool:
-        """Have the next view say ``text``, as far as it has room; whether anybody looks."""
+        """Add ``text`` to the next view, as far as there is room; whether a monitor is connected."""
         self._said = f"{self._said}{text}\n"[:_MAX_SAID]
         self._next_seconds = 0.0
         return bool(self._links)
@@ -85,7 +85,7 @@ class Viewers:
         self._next_seconds = 0.0
 
     def close(self) -> None:
-        """Close the connections: there is nothing more to see."""
+        """Close the connections to all monitors."""
         for link in self._links:
             link.close()
         self._links = []
@@ -120,7 +120,7 @@ class MonitorProcess:
         self._key = key_of(pid)
 
     def wait(self) -> None:
-        """Give it the time to wipe its drawing off the terminal; call this when the job has hung up."""
+        """Wait a moment for it to clear its drawing off the terminal, when the job has closed its connection."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._key is not None and key_of(self._key.pid) == self._key and time.monotonic() < deadline:
             for _ in reap():

@@ -165,7 +165,7 @@ def _seems_to_wait(status: InstanceStatus) -> bool:
 
 
 class HangWatch:
-    """The looks at a job for a hang: instances that wait while none makes progress.
+    """Watches a job for a hang: instances that wait while none makes progress.
 
     Programs that use popdist say that they wait. Of others it is only suspected, when some compute nothing: then
     they are asked where they stand, and :meth:`note_calls` is told.
@@ -183,7 +183,7 @@ class HangWatch:
 
     @property
     def is_suspected(self) -> bool:
-        """Whether it is not known in what they wait."""
+        """Whether a hang is suspected only because nobody computes."""
         return self.hang is not None and not self.hang.waiting
 
     @property
@@ -192,7 +192,7 @@ class HangWatch:
         return 0.0 if self.hang is None else self.hang.idle_seconds
 
     def update(self, statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Look at the instances, if the last look was a while ago: it costs more the more there are."""
+        """Search the instances for a hang, not too often: the more there are the more that costs."""
         if now_seconds < self._next_seconds:
             return
         self._next_seconds = now_seconds + _LOOK_SECONDS
@@ -201,11 +201,11 @@ class HangWatch:
             self.is_told = False
 
     def begin_anew(self, now_seconds: float) -> None:
-        """Forget what was seen: the job was suspended until now."""
+        """Count from now on only: the job was suspended until now."""
         self.hang, self.is_told, self._since_seconds, self._calls = None, False, now_seconds, {}
 
     def note_calls(self, calls: Mapping[int, str], statuses: Sequence[InstanceStatus], now_seconds: float) -> None:
-        """Take note of the collectives that instances stand in; those that compute do not wait there."""
+        """Store the collectives that instances stand in; those that compute do not wait there."""
         self._calls = {index: call for index, call in calls.items() if _seems_to_wait(statuses[index])}
         self._asked_at_seconds = now_seconds
         self.hang, self.is_told = None, False
@@ -246,7 +246,7 @@ class Record:
         self.stop_reason = ""  # why poprun stops it; empty when it does not
 
     def add_event(self, instance: int, event: dict[str, Any], now_seconds: float) -> None:
-        """Take note of an event; the clocks of other hosts show other times."""
+        """Add an event of an instance; times are this host's, as other clocks differ."""
         if event["event"] == "exited" and self.identity.network is not None:
             event = {**event, "at_seconds": now_seconds}
         self.statuses[instance] = after_event(self.statuses[instance], event, self.phase, now_seconds)
@@ -256,12 +256,12 @@ class Record:
                 self.endpoints = [Endpoint(host=event["address"], port=port) for port in event["ports"]]
 
     def enter(self, phase: Phase, now_seconds: float) -> None:
-        """Take note that a new phase begins."""
+        """Begin a new phase."""
         self.phase = phase
         self._phase_since_seconds = now_seconds
 
     def give_up_awaited(self) -> None:
-        """Take note that poprun waits no more for the agents that have not reported."""
+        """Count the agents that have not reported as ended."""
         for index, status in enumerate(self.statuses):
             if status.state is InstanceState.AWAITED:
                 self.statuses[index] = replace(status, state=InstanceState.ENDED)

@@ -16,29 +16,19 @@ _READ_BYTES = 4096
 
 
 class ReceivedSignals:
-    """The signals since it was entered; at each one a descriptor becomes readable.
-
-    Attributes:
-        num_interrupts: Times that Ctrl-C was pressed.
-        wants_stacks: Whether the user asked where the programs stand (SIGQUIT).
-        is_terminated: Whether poprun was asked to end.
-        is_output_closed: Whether nobody reads poprun's output any more, or it cannot be written.
-        is_output_lost: Whether it cannot be written although somebody would read it: the disk is full.
-        passed_on: Signals for the programs, in the order in which they came.
-        has_resized: Whether the terminal has another size.
-        is_suspended: Whether Ctrl-Z was pressed.
-        descriptor: Readable when there is something new.
-    """
+    """Collects the signals that poprun receives; ``descriptor`` becomes readable at each one."""
 
     def __init__(self) -> None:
-        self.num_interrupts = 0
-        self.wants_stacks = False
-        self.is_terminated = False
-        self.is_output_closed = False
-        self.is_output_lost = False
-        self.passed_on: list[int] = []
-        self.has_resized = False
-        self.is_suspended = False
+        self.num_interrupts = 0  # times that Ctrl-C was pressed
+        self.wants_stacks = False  # whether the user asked for stacks (SIGQUIT)
+        self.is_terminated = False  # whether poprun was asked to end
+        self.is_output_closed = False  # whether nobody reads poprun's output any more, or it cannot be written
+        self.is_output_lost = (
+            False  # whether it cannot be written although somebody would read it: the disk is full
+        )
+        self.passed_on: list[int] = []  # signals for the programs, in the order in which they came
+        self.has_resized = False  # whether the terminal has another size
+        self.is_suspended = False  # whether Ctrl-Z was pressed
         self.descriptor, self._writer = os.pipe()
         self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._previous_wakeup = -1

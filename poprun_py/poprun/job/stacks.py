@@ -140,7 +140,7 @@ def _without_backend(main: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
 def render_standings(
     standings: Mapping[int, Standing], read_line: ReadLine, max_groups: int | None = None
 ) -> list[str]:
-    """The instances in the order given, those that stand alike together; at most ``max_groups`` groups."""
+    """The stacks of all instances as lines; instances with equal stacks are shown once."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, standing in standings.items():
         groups.setdefault(tuple(_render(standing, read_line)), []).append(index)
@@ -188,7 +188,7 @@ def _render_frame(frame: StackFrame, read_line: ReadLine) -> list[str]:
 
 
 class StackInquiry:
-    """The question to all programs that run where they stand, about a hang or because the user wants to know.
+    """A request to all running programs for their stacks, because of a hang or at the user's wish.
 
     ``send_order`` sends an order to the agent of an instance; ``hang_timeout_seconds`` says when a job that
     hangs is ended.
@@ -212,13 +212,13 @@ class StackInquiry:
             send_order(index, {"order": "stacks"})
 
     def add_answer(self, instance: int, event: dict[str, Any]) -> None:
-        """Take note of an answer."""
+        """Store the answer of an instance."""
         if instance in self._answers:
             self._answers[instance] = event
 
     @property
     def is_about_suspicion(self) -> bool:
-        """Whether only :meth:`calls` count: it is not known that anybody waits."""
+        """Whether it is only suspected that somebody waits: then the answers' calls decide."""
         return self._hang is not None and not self._hang.waiting
 
     def calls(self) -> dict[int, str]:

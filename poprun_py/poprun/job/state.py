@@ -124,7 +124,7 @@ class InstanceStatus:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this instance is a cause of failure: a death that poprun asked for is none."""
+        """Whether this instance failed by itself; an end that poprun asked for is no failure."""
         return bool(self.problem) or (not self.was_stopped and self.exit_code not in (0, None))
 
 

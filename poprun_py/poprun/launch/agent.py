@@ -43,7 +43,7 @@ _WALK_MILLISECONDS = 20
 
 
 class Parentage(NamedTuple):
-    """Where an agent comes from."""
+    """The processes that an agent comes from."""
 
     shim: int  # the process id of its shim
     runtime: int  # that of the process which started the shim
@@ -60,7 +60,7 @@ class HeldKey(NamedTuple):
 
 
 def forget_key(key: HeldKey) -> None:
-    """Remove the file once every shim of the job has read it, or will not; another agent may have done so."""
+    """Remove the key's file, which every shim has read by now; another agent may have done so."""
     try:
         os.unlink(key.file)
     except OSError:
@@ -117,12 +117,12 @@ class TreeEnding:
         self._begin(_LEFTOVER_SECONDS)
 
     def kill(self) -> None:
-        """Have the tree killed at once."""
+        """Set the deadline to now, so that the tree is killed."""
         self.was_stopped = True
         self._deadline_seconds = 0.0
 
     def is_over(self, program: int | None) -> bool:
-        """Whether nothing is left of a tree that was to end; kills what is left when the time is over."""
+        """Whether nothing is left of a tree that was to end; kills what is left after the deadline."""
         if self._deadline_seconds is None:
             return False
         tree = own_tree()
@@ -173,7 +173,7 @@ def connect_streams(address: str, key: str, index: int, timeout_seconds: float) 
 
 
 def detach_streams() -> None:
-    """Close the MPI runtime's pipes, on whose closing it may wait."""
+    """Close the pipes of the MPI runtime, which may wait until they are closed."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(NUM_STREAMS):
         os.dup2(null, descriptor)
@@ -258,7 +258,7 @@ class Agent:
             self._end_runtime()
 
     def _lose_shim(self, poll: select.poll, ends: set[int]) -> None:
-        """End the program because the shim or its parent is gone: the first that is, for both may be at once."""
+        """End the program because the shim or its parent is gone; only the first of the two counts."""
         if ends:
             self._queue({"event": "shim_lost"})
             self._ending.stop(self._program)
@@ -271,7 +271,7 @@ class Agent:
         self._queue({"event": "hello", "instance": self._index, "pid": os.getpid(), **known, "ports": ports})
 
     def _end_runtime(self) -> None:
-        """End what started the shim: its mpiexec is out of reach, and it would wait for that for ever."""
+        """End the MPI daemon that started the shim: it would wait for its unreachable mpiexec for ever."""
         runtime = key_of(self._parentage.runtime)
         if runtime is not None and any(key.pid == self._parentage.shim for key in descendants(runtime.pid)):
             send([runtime], signal.SIGTERM)
@@ -307,7 +307,7 @@ class Agent:
         self._unsent.append(message)
 
     def _send(self) -> None:
-        """Send what there is to tell, all at once: poprun wakes up for it."""
+        """Send all queued events at once, so that poprun wakes up once."""
         messages, self._unsent = self._unsent, []
         try:
             self._control.send(*messages)
@@ -383,7 +383,7 @@ class Agent:
             give_up_lease(self._lease_address)
 
     def _fail(self, event: Message) -> None:
-        """Tell why the program cannot be started; there is nothing more to do."""
+        """Report why the program cannot be started, and end."""
         self._queue(event)
         self._is_over = True
 
@@ -408,7 +408,7 @@ class Agent:
             self._queue({"event": "started", "pid": self._program, **to_tell})
 
     def _let_go(self) -> None:
-        """Close what is the program's now: an end of a pipe that is held here would never close.
+        """Close what the program inherited: its pipes would not close while they are open here.
 
         Further descriptors are leases on the job's virtual IPUs and cores, which last until this agent has ended.
         """

@@ -64,7 +64,7 @@ class HostShim(Shim):
             self._on_readable(descriptor, lambda: self._receive_handover(connection))
 
     def _receive_handover(self, connection: socket.socket) -> None:
-        """Fork the agent of a rank shim that has handed over; one that is none is hung up on."""
+        """Fork the agent of a rank shim that has handed over; the connection of anything else is closed."""
         self._ignore(connection.fileno())
         descriptors: list[int] = []
         try:

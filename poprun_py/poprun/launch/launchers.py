@@ -98,7 +98,7 @@ DIALECTS: Final = {
 
 
 class HostWords(NamedTuple):
-    """The words with which a runtime is told of the hosts, and what is added to its environment."""
+    """The words that name the hosts to a runtime, and what is added to its environment."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = MappingProxyType({})
@@ -140,12 +140,12 @@ def _through_prrte(plan: LaunchPlan, network: "JobNetwork") -> HostWords:
 
 
 def _is_ipv6(address: str) -> bool:
-    """Whether the runtimes cannot be told: they know such addresses by names only, or not at all."""
+    """Whether it is an IPv6 address or network, which the runtimes accept by name only, or not at all."""
     return ":" in address
 
 
 def _slots(plan: LaunchPlan) -> Iterator[str]:
-    """Each host with the number of its instances, which are neighbours."""
+    """Each host with the number of its instances, as HOST:COUNT."""
     return (f"{host}:{plan.num_instances_per_host}" for host in plan.hosts)
 
 
@@ -221,7 +221,7 @@ def srun_command(plan: LaunchPlan) -> LaunchCommand:
 
 
 class StartWatch:
-    """The watch on the shims while a job starts: those that were seen, and those that are gone.
+    """Watches the shims while a job starts, to find those that end before their agent has reported.
 
     It looks now and then: a start that takes the usual moment is over before the first look.
     """
@@ -237,7 +237,7 @@ class StartWatch:
         self.idle_seconds = 0.0  # for how long there has been no shim that may still report
 
     def update(self, roots: Iterable[int], reported: set[int], now_seconds: float) -> None:
-        """Look below the launcher's processes, if it is time to; agents and shims that have reported are known."""
+        """Look for shims below the launcher's processes now and then; those in ``reported`` are known."""
         if self.has_runtime and now_seconds >= self._next_seconds:
             self._next_seconds = now_seconds + _LOOK_SECONDS
             below = {key for root in roots for key in descendants(root) if key.pid not in reported}
@@ -246,7 +246,7 @@ class StartWatch:
             self.note_living({key.pid for key in below & self._shims}, reported, now_seconds)
 
     def note_living(self, living: set[int], reported: set[int], now_seconds: float) -> None:
-        """Take note of the shims, and of the agents that have not left their shim's session, that live now."""
+        """Store which shims, and agents still in their shim's session, are alive now."""
         self.has_lost_one = self.has_lost_one or bool(self._seen - living - reported)
         self._seen |= living
         self._idle_since_seconds = math.inf if living - reported else min(self._idle_since_seconds, now_seconds)
@@ -350,7 +350,7 @@ class LauncherProcesses:
 
 
 def _listen_to_rank_shims() -> socket.socket:
-    """The socket on which the host shim meets the rank shims; its name is no control socket's."""
+    """The socket at which the host shim listens to rank shims; its name differs from a control socket's."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(abstract_address(f"poprun-shims-{os.getpid()}-{os.urandom(16).hex()}"))
     listener.listen(socket.SOMAXCONN)

@@ -58,7 +58,7 @@ def _files(folder: str, since_seconds: float) -> Iterator[str]:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing in one that cannot be read."""
+    """The entries of a folder; none of one that cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)

@@ -173,7 +173,7 @@ class StackQuestion:
             self._is_asked = True
 
     def answer(self) -> Message | None:
-        """The event that answers; None as long as the program may still write."""
+        """The event with the stacks; None as long as the program may still write."""
         text = b""
         if self._is_asked:
             if not self._is_complete(time.monotonic()):
@@ -200,7 +200,7 @@ def _describe_tree() -> list[str]:
 
 
 def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
-    """The process to ask: ours, not stopped, handling the signal, and with the page still under its number."""
+    """The process to signal, if it is of our tree, not stopped, handles the signal and still has the page open."""
     key = key_of(pid) if pid else None
     if key is None or key not in own_tree() or not catches(pid, signum) or is_stopped(pid):
         return None
@@ -212,7 +212,7 @@ def _listener(page: int, pid: int, signum: int) -> ProcessKey | None:
 
 
 class ProgramWatch:
-    """The looks at one program: at its page, and at its tree, which is walked less often than it is measured."""
+    """Measures one program: reads its page, and measures its tree, which is walked less often."""
 
     def __init__(self) -> None:
         self._page = -1
@@ -231,30 +231,30 @@ class ProgramWatch:
         return self._page
 
     def begin(self) -> None:
-        """Take note that the program runs: the first look is due when it has run for a moment."""
+        """Begin when the program has started; the first measurement comes a moment later."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
 
     def pause_or_resume(self, signum: int) -> None:
-        """Pause while poprun stops the program: it does not read then, and looks would pile up on the way."""
+        """Pause at SIGSTOP, resume at SIGCONT: poprun stops itself then, and unread events would pile up."""
         if signum == signal.SIGSTOP:
             self._next_seconds = time.monotonic() + _PAUSE_SECONDS
         elif signum == signal.SIGCONT:
             self._next_seconds = time.monotonic() + _LOOK_SECONDS
 
     def is_due(self) -> bool:
-        """Whether it is time for a look."""
+        """Whether it is time to measure."""
         return time.monotonic() >= self._next_seconds
 
     def patience_seconds(self) -> float:
-        """How long until the next look."""
+        """Seconds until the next measurement."""
         return max(0.0, self._next_seconds - time.monotonic())
 
     def last_event(self) -> Message:
-        """The event that tells what the page says after the program's end."""
+        """The event with the content of the page after the program's end."""
         return {"event": "stats", "progress": self._read_page()}
 
     def measure(self) -> Message:
-        """The event that tells what the program uses and how far it is."""
+        """The event with what the program uses and how far it is."""
         self._next_seconds = time.monotonic() + _LOOK_SECONDS
         if self._num_looks % _LOOKS_PER_WALK == 0:
             self._tree = own_tree()
@@ -262,7 +262,7 @@ class ProgramWatch:
         return {"event": "stats", **measure(self._tree), "progress": self._read_page()}
 
     def ask_for_stacks(self) -> StackQuestion:
-        """Ask the program where it stands."""
+        """Request the stacks of the program."""
         return StackQuestion(self._page, _TEXT_AT, *self._announced())
 
     def _announced(self) -> tuple[int, int]:

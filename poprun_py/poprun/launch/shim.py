@@ -90,7 +90,7 @@ class Shim:
         self._handlers: dict[int, Callable[[], None]] = {}
 
     def fork_agents(self, instances: range) -> bool:
-        """Fork an agent for each of ``instances``; whether there could be as many, else poprun was told.
+        """Fork an agent for each of ``instances``; whether that succeeded, else poprun was told.
 
         What agents need is loaded once for all of them; the only one loads it itself, which leaves less to copy.
         """
@@ -111,7 +111,7 @@ class Shim:
         return True
 
     def _fork_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int = -1) -> int | None:
-        """Fork the agent of instance ``index``; its process id, or None if there could be none: poprun was told.
+        """Fork the agent of instance ``index``; its process id, or None if the system refuses: poprun is told.
 
         ``make_parentage`` is called in it, and says where it comes from. When it has ended well, it sends a byte
         to the descriptor ``report``, if there is one.
@@ -127,7 +127,7 @@ class Shim:
         return agent
 
     def _be_agent(self, index: int, make_parentage: Callable[[], Parentage], report: int) -> NoReturn:
-        """Be an agent to its end; the exit code of its process says why it could not begin, as an error number."""
+        """Run an agent to its end; its exit code is the error number if it could not begin."""
         exit_code = 1
         try:
             for descriptor in self._handlers:
@@ -179,7 +179,7 @@ class Shim:
         self._on_readable(end, note_end)
 
     def _note_end(self, agent: int) -> None:
-        """Reap an agent; poprun is told of one that did not end by itself."""
+        """Reap an agent, and report it to poprun if it did not end by itself."""
         index = self._agents.pop(agent)
         _, status = os.waitpid(agent, 0)
         if status:
@@ -188,7 +188,7 @@ class Shim:
             self._report_loss(index, exit_code if exit_code > 1 else 0)
 
     def _lose_all(self, number: int = 0) -> None:
-        """Tell poprun of all agents, with an error number, and wait for none any more."""
+        """Report all agents to poprun as lost, with an error number, and stop waiting for them."""
         self._is_well = False
         for index in (*self._agents.values(), *self._awaited):
             self._report_loss(index, number)
@@ -196,7 +196,7 @@ class Shim:
         self._awaited.clear()
 
     def _report_loss(self, index: int, number: int) -> None:
-        """Say that an agent is gone: one that had not reported leaves no other trace, and Hydra says nothing.
+        """Report to poprun that an agent is lost: one that had not reported leaves no other trace.
 
         ``number`` is the error number that says why, or 0. Returns when poprun has heard it: then it does not take
         the end of this process for the first thing that went wrong.
@@ -255,5 +255,5 @@ def close_unnamed() -> None:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Say why the shim itself has failed; its calls tell a user of poprun nothing."""
+    """Print why the shim itself has failed, without a traceback, which would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")

@@ -17,7 +17,7 @@ else:
 
 
 def print_in_one_line(kind: type[BaseException], error: BaseException, _: object) -> None:
-    """Say why the shim itself has failed; its calls tell a user of poprun nothing."""
+    """Print why the shim itself has failed, without a traceback, which would not help a user of poprun."""
     sys.stderr.write(f"poprun: a shim has failed: {kind.__name__}: {error}\n")
 
 

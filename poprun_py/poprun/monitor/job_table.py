@@ -55,7 +55,7 @@ def rates(before: JobView | None, after: JobView) -> list[Rate]:
 
 
 def _rate(before: InstanceView, after: InstanceView) -> Rate:
-    """The rate between the two looks that the views tell of."""
+    """The rate of one instance between two views."""
     if before.looked_at_seconds is None or after.looked_at_seconds is None:
         return Rate()
     seconds = after.looked_at_seconds - before.looked_at_seconds
@@ -105,7 +105,7 @@ def fit(text: str, width: int) -> str:
 
 
 def _narrow(kept: Sequence[str], rows: Sequence[Row], width: int) -> list[str]:
-    """The columns that have room; the states are put into one word before others go for them."""
+    """The columns that fit; states are cut to one word before further columns are dropped."""
     kept = list(kept)
     for heading in _FIRST_TO_GO:
         if _width_of(kept, rows) <= width:
@@ -153,7 +153,7 @@ def _program(job: JobView) -> str:
 
 
 def _most_telling(job: JobView, num_rows: int) -> list[int]:
-    """The instances to show, in order: all, or those that failed and those that are furthest behind."""
+    """The indices of the instances to show: all, or those that failed and those furthest behind."""
     if len(job.instances) <= num_rows:
         return list(range(len(job.instances)))
 

@@ -33,7 +33,7 @@ _SILENCE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningJob:
-    """A job that can be looked at."""
+    """A running job that a monitor can connect to."""
 
     pid: int  # process id of its poprun
     address: str  # name of its control socket
@@ -187,7 +187,7 @@ class LiveDrawing:
         self._console.file.flush()
 
     def _back(self) -> str:
-        """What leads to the place where the drawing begins, and wipes all from there on."""
+        """The terminal codes that move to the drawing's beginning and clear all from there on."""
         before, self._size = self._size, self._console.size
         if before != self._size:
             return "\x1b[H\x1b[2J"

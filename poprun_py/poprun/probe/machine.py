@@ -263,7 +263,7 @@ def _node_of(address: str, pci: str) -> int | None:
 
 
 def _ask(query: str) -> str:
-    """What the driver answers; nothing when it is not installed or takes too long."""
+    """The driver's answer to a query; empty when it is not installed or takes too long."""
     return answer_of((_SMI, "--format=csv,noheader", query), _SMI_SECONDS) or ""
 
 

@@ -102,7 +102,7 @@ class _Answer(NamedTuple):
 
 
 def _identity(file: str) -> list[int] | None:
-    """What changes when a file is replaced or written; None of a script, or of one that cannot be read."""
+    """Numbers that change when a file is replaced or written; None for a script, or an unreadable file."""
     try:
         with open(file, "rb") as program:
             found = os.fstat(program.fileno())
@@ -113,7 +113,7 @@ def _identity(file: str) -> list[int] | None:
 
 
 def _read(cache_file: str) -> dict[str, _Answer]:
-    """What is kept in a file of this user's; nothing where anything else stands."""
+    """The answers in the cache, which must be this user's own file; none where it holds anything else."""
     with suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         descriptor = os.open(cache_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, encoding="utf-8") as file:
@@ -124,7 +124,7 @@ def _read(cache_file: str) -> dict[str, _Answer]:
 
 
 def _checked(identity: list[int], kind: str | None, version: str) -> _Answer:
-    """A row of the cache; an error where it was not written here."""
+    """A row of the cache; a ValueError where poprun did not write it."""
     if not version.isprintable():
         raise ValueError(version)
     return _Answer(identity, None if kind is None else MpiKind(kind), version)

@@ -204,7 +204,7 @@ def _name(function: "ast.expr") -> str:
 
 
 def words_for_own_python(program: Sequence[str], working_directory: str, said: Sequence[str]) -> str:
-    """What to write instead, with the module that was missing: ``… has no torch, … : write poprun … train.py``.
+    """The advice for a program whose Python lacks a module: ``… has no torch, … : write poprun … train.py``.
 
     ``said`` are the last lines of its standard error. Where it wrote past poprun its file is looked at, and its
     Python is asked for what the file imports. The text is empty when poprun's own Python would not have helped.
@@ -240,7 +240,7 @@ def _missing_import(program: Sequence[str], working_directory: str) -> str:
 
 
 def _can_find(module: str) -> bool:
-    """Whether this Python has a module, which is not imported for that."""
+    """Whether this Python has a module, without importing it."""
     from importlib.util import find_spec  # noqa: PLC0415 - expensive, and only a failure needs it
 
     try:

@@ -177,7 +177,7 @@ def reap() -> Iterator[Ended]:
 
 
 def send(keys: Iterable[ProcessKey], signum: int) -> None:
-    """Send ``signum`` to each process that still is the one meant; those that are gone are passed over."""
+    """Send ``signum`` to each process; those that are gone, or whose id is used again, are left out."""
     for key in keys:
         if key_of(key.pid) == key:
             try:
@@ -187,7 +187,7 @@ def send(keys: Iterable[ProcessKey], signum: int) -> None:
 
 
 def terminate(keys: Iterable[ProcessKey]) -> None:
-    """Ask processes to end. A stopped one is continued, so that it can."""
+    """Send SIGTERM to processes, and SIGCONT so that stopped ones can end."""
     keys = list(keys)
     send(keys, signal.SIGTERM)
     send(keys, signal.SIGCONT)

@@ -23,7 +23,7 @@ from poprun.text.screen import visible
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """How a plan is going to be carried out, which ``-v`` adds to the table."""
+    """The commands, options and variables that ``-v`` adds to the table."""
 
     command: tuple[str, ...]  # argv of the first command that poprun starts
     num_commands: int  # how many such commands there are
@@ -59,7 +59,7 @@ def render_table(plan: LaunchPlan, *, width: int, has_color: bool, details: Deta
 
 
 def terminal_text(*parts: Table | Text | str, width: int, has_color: bool) -> str:
-    """``parts`` below each other, laid out for a terminal, without blanks at the ends of lines.
+    """The parts one below the other, as text for a terminal, without blanks at the ends of lines.
 
     The lines of a text are left to the terminal to wrap, so that they copy whole.
     """
@@ -90,7 +90,7 @@ def _placements(plan: LaunchPlan) -> Table:
 
 
 def _shown(text: str) -> str:
-    """``text`` without what a terminal would obey: a plan file may be another user's."""
+    """``text`` without control codes of terminals: a plan file may be another user's."""
     return visible(text, keeps=_KEPT)
 
 

@@ -26,7 +26,7 @@ _MAX_HOSTS_LENGTH: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """The rows of a table, one of them may be missing; in each, all cells span equally many of the last row's."""
+    """The rows of a table; the cells of each row span equally many cells of the last row."""
 
     hosts: Sequence[str]
     instances: Sequence[str]
@@ -108,7 +108,7 @@ def _items(count: int) -> list[str]:
 
 
 def _shares(count: int, num_parts: int) -> list[str]:
-    """``count`` things dealt to ``num_parts`` parts, each part as a range."""
+    """``count`` numbers dealt to ``num_parts`` ranges."""
     size = count // num_parts
     return [fold_numbers(range(part * size, (part + 1) * size)) for part in range(num_parts)]
 

@@ -40,7 +40,7 @@ class Folder:
         self._held_bytes = 0
 
     def add(self, instance: int, line: bytes, now_seconds: float) -> list[Folded]:
-        """Take one whole line of ``instance``; the lines that are to be shown now."""
+        """Add one whole line of ``instance``; the lines that are to be shown now."""
         counts = self._counts.setdefault(line, {})
         counts[instance] = counts.get(instance, 0) + 1
         self._queues[instance].append(_Held(self._num_lines, now_seconds + HOLD_SECONDS, line))
@@ -54,7 +54,7 @@ class Folder:
         return shown
 
     def add_lines(self, instance: int, lines: bytes, now_seconds: float) -> list[Folded]:
-        """Take what ``instance`` wrote; the lines that are to be shown now. Steps of bars are not held back."""
+        """Add what ``instance`` wrote; the lines that are to be shown now. Steps of bars are not held back."""
         shown: list[Folded] = []
         for line in lines.splitlines(keepends=True):
             if line.endswith(b"\n"):
@@ -75,7 +75,7 @@ class Folder:
         return shown
 
     def end(self, instance: int) -> list[Folded]:
-        """Take note that ``instance`` prints no more; the lines that nobody has to wait for any longer."""
+        """Mark that ``instance`` prints no more; the lines that need not wait for it any longer."""
         self._running.discard(instance)
         if not self._running:
             return [folded for other in self._queues for folded in self._show_until(other, 0)]
@@ -108,7 +108,7 @@ class Folder:
         )
 
     def _show_next(self, instance: int) -> Folded:
-        """Show the next line of ``instance``, or one that another has to say before it comes to that one."""
+        """Show the next line of ``instance``, or a line that must come before it in another instance's queue."""
         seen = {instance}
         line = self._queues[instance][0].line
         while (other := self._not_there_yet(line, seen)) is not None:
@@ -122,7 +122,7 @@ class Folder:
         return next((other for other in others if self._queues[other][0].line != line), None)
 
     def _remove(self, line: bytes) -> Folded:
-        """Take ``line`` from all queues that it is the head of."""
+        """Remove ``line`` from all queues that begin with it."""
         counts = self._counts[line]
         instances = sorted(instance for instance in counts if self._queues[instance][0].line == line)
         for instance in instances:

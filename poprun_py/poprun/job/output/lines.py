@@ -41,7 +41,7 @@ class LineSplitter:
         return data[:end]
 
     def finish(self) -> bytes:
-        """The last line, which gets the ending that it lacks."""
+        """The last line, with a line break added if it has none."""
         rest, self._rest = self._rest, b""
         return rest if not rest or rest.endswith(b"\r") else rest + b"\n"
 

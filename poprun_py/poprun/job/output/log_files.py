@@ -73,7 +73,7 @@ class LogFiles:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close all logs; says how many were cut off if there are more than the one that was told of."""
+        """Close all logs, and warn how many were cut off if that was more than one."""
         for (instance, stream), descriptor in self._descriptors.items():
             try:
                 os.close(descriptor)

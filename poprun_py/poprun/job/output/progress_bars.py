@@ -115,7 +115,7 @@ class BottomRow:
 
 
 def clip(text: bytes, columns: int) -> bytes:
-    """As much of ``text`` as ``columns`` show, with all of its colours; all of it if that is 0."""
+    """The part of ``text`` that fits in ``columns``, with all of its colours; all of it if ``columns`` is 0."""
     if not columns or len(text) <= columns:
         return text
     shown, num_signs = [], 0

@@ -57,7 +57,7 @@ class Source:
 
 
 class OnClosed(Protocol):
-    """What is called when poprun's output has come to its end."""
+    """Called when poprun's output cannot be written any more."""
 
     def __call__(self, *, is_lost: bool) -> None:
         """``is_lost``: it cannot be written, although somebody may read it."""
@@ -120,7 +120,7 @@ class Display:
             self._write_folded(self._folder.due(time.monotonic()))
 
     def end(self, instance: int) -> None:
-        """Note that ``instance`` writes no more."""
+        """End the lines of an instance that writes no more."""
         if self._folder is not None:
             self._write_folded(self._folder.end(instance))
         if self._row is not None:
@@ -347,7 +347,7 @@ class Relay:
 
 
 def _read(descriptor: int) -> bytes:
-    """The next bytes; none at the end of a stream, and when the host that it comes from is lost."""
+    """The next bytes of a stream; none at its end, and when the host that it comes from is lost."""
     try:
         return os.read(descriptor, _READ_BYTES)
     except OSError:

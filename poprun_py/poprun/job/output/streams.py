@@ -162,7 +162,7 @@ class InputFeed:
         start_thread(self._thread)
 
     def end(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         os.close(self._stop_writer)
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
@@ -176,7 +176,7 @@ class InputFeed:
                     data = data[self._target.send(data) :]
 
     def _read(self) -> bytes:
-        """What has come; nothing at the end.
+        """The next input; nothing at its end.
 
         While others have the terminal, a read fails instead of stopping poprun, since SIGTTIN is blocked: read(2).
         """
@@ -190,7 +190,7 @@ class InputFeed:
         return b""
 
     def _is_ready(self, descriptor: int | None, event: int, patience_milliseconds: int | None = None) -> bool:
-        """Wait for a descriptor, or as long as is said; False when the feed is to end, or nobody reads."""
+        """Wait until a descriptor is ready, or for the given time; False when the feed ends, or nobody reads."""
         target = self._target.fileno()
         poll = select.poll()
         poll.register(self._stop_reader, 0)

@@ -29,7 +29,7 @@ _ABORT: Final = re.compile(r"Abort\((-?\d+)\) on node \d+ ")
 def blame_aborter(
     statuses: Sequence[InstanceStatus], tails: Mapping[int, Sequence[str]], launcher_code: int | None
 ) -> list[InstanceStatus]:
-    """The statuses, in which the instance that aborted the job has failed with the code that it gave.
+    """The statuses, with the instance that called MPI_Abort as failed, with the code that it gave.
 
     An MPI launcher ends with that code, or kills the shims; then the code is the one printed on standard error.
     """
@@ -177,7 +177,7 @@ def explain(
     launcher_output: Sequence[str],
     kills_before: KillCounts | None,
 ) -> JobEnd:
-    """Tell the user how the job ended; the end with all that is found out about it.
+    """Print how the job ended; the end with all findings about it.
 
     ``tails`` are the last lines of each standard error. ``kills_before`` is what the kernel had counted when the
     job began, and None for a job of several machines, of the others of which nothing is known.
@@ -233,7 +233,7 @@ def _kind(status: InstanceStatus, words: Mapping[int, LastWords]) -> tuple[int |
 
 
 def _has_failed_by_itself(status: InstanceStatus, words: Mapping[int, LastWords]) -> bool:
-    """Also when poprun's request to end came while it was failing: then it ended with words and an exit code."""
+    """Whether it failed by itself, also where poprun's request to end came while it was failing."""
     return status.has_failed or ((status.exit_code or 0) > 0 and bool(_summary(status, words)))
 
 

@@ -47,7 +47,7 @@ def job_to_dict(
 
 
 def render_job(job: Mapping[str, object]) -> str:
-    """The report's text: a sample of memory on a line, and ASCII only, whatever bytes the program's words hold."""
+    """The report as JSON in ASCII, with each sample of memory on one line."""
     return _SAMPLE.sub(r"[\1, \2]", json.dumps(job, indent=1)) + "\n"
 
 
