@@ -41,16 +41,18 @@ def run(words: Sequence[str]) -> int:
         screen.print_out(help_page(is_whole=line.shows_whole_help))
         return 0
     if line.prints_version or line.version_format is not None:
-        return _print_version(line.version_format)
+        from poprun.cli.versions import version_text  # noqa: PLC0415 - jobs go without
+
+        screen.print_out(version_text(line.version_format or VersionFormat.TEXT))
+        return 0
     if line.asks_doctor:
         return _examine_machine(line.report_format)
     if not (line.program or line.given):
         raise _no_program(line)
-    starts = not (line.is_dry_run or line.emitted)
-    if starts:
+    if line.starts_job:
         check_system()
     plan, facts = _plan(line) if line.plan_file is None else (_read_plan(line, line.plan_file), None)
-    if not starts:
+    if not line.starts_job:
         _preview_lease(plan, facts, line)
         screen.print_out(_rendered(plan, line))
         return 0
@@ -73,13 +75,6 @@ def _no_program(line: CommandLine) -> UsageError:
         "  poprun --dry-run   the plan alone, which needs no PROGRAM\n"
         f"  poprun --doctor    what this machine has for a job, and what is missing{hint if has_switch else ''}"
     )
-
-
-def _print_version(version_format: VersionFormat | None) -> int:
-    from poprun.cli.versions import version_text  # noqa: PLC0415 - jobs go without
-
-    screen.print_out(version_text(version_format or VersionFormat.TEXT))
-    return 0
 
 
 def _examine_machine(report_format: ReportFormat) -> int:
@@ -117,19 +112,24 @@ def _print_topology(plan: LaunchPlan, line: CommandLine) -> None:
 
 def _plan(line: CommandLine) -> tuple[LaunchPlan, MachineFacts]:
     """Make the plan for ``line``; advice goes to standard error. The facts that it was made from come with it."""
-    working_directory = _working_directory()
+    try:
+        working_directory = os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory is gone: change to one that exists") from None
     program = _program(line, working_directory)
     request = line.request(program, working_directory)
     for misspelled in misspelled_variables(os.environ):
         screen.log(f"warning: {misspelled}")
     has_mpi = request.launcher not in (LauncherChoice.LOCAL, LauncherChoice.SRUN)
     facts = machine_facts(os.environ, with_mpi=has_mpi).within(find_allocation(os.environ))
-    starts = not (line.is_dry_run or line.emitted)
-    facts, pod = _seen_by_pool(request.vipu, facts, asks_server=starts)
+    facts, pod = _seen_by_pool(request.vipu, facts, asks_server=line.starts_job)
     is_counted = "num_instances" in line.values.get("request", {})
-    plan, advice = make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=starts)
+    plan, advice = make_advised_plan(request, facts, pod, is_counted=is_counted, are_hosts_seen=line.starts_job)
     if line.exported_file is not None:
-        _export(line, line.exported_file)
+        from poprun.cli.config_file import export_config  # noqa: PLC0415 - yaml is expensive
+
+        kept = [one for one in line.given if not one.option.is_local]
+        export_config(kept, line.exported_file, may_overwrite=line.may_overwrite)
     for text in advice:
         screen.log(f"warning: {text}")
     if line.verbosity:
@@ -163,13 +163,6 @@ def _seen_by_pool(
     return facts_under_pool(vipu, facts, asks_server=asks_server)
 
 
-def _export(line: CommandLine, file: str) -> None:
-    from poprun.cli.config_file import export_config  # noqa: PLC0415 - yaml is expensive
-
-    kept = (one for one in line.given if not one.option.is_local)
-    export_config(kept, file, may_overwrite=line.may_overwrite)
-
-
 def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
     """The program's words with its absolute path; in a dry run a program that is not here is only a warning."""
     if line.emitted is not None:
@@ -181,13 +174,6 @@ def _program(line: CommandLine, working_directory: str) -> tuple[str, ...]:
             raise
         screen.log(f"warning: {error}")
         return line.program
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise UsageError("the working directory is gone: change to one that exists") from None
 
 
 def _read_plan(line: CommandLine, file: str) -> LaunchPlan:

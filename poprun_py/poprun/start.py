@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from poprun.hosts.preflight import Examination
     from poprun.hosts.routes import JobNetwork
 
-_MAX_TOLD_ROUTES: Final = 4
+_MAX_SHOWN_ROUTES: Final = 4
 _LONGEST_PAUSE_SECONDS: Final = 30.0
 
 
@@ -48,7 +48,7 @@ def find_network(plan: LaunchPlan, verbosity: int) -> "JobNetwork | None":
         )
     found = _examine(plan)
     routes = [f"{route.interface} {route.address} ({route.name})" for route in found.network.hosts]
-    shown = ", ".join([*routes[:_MAX_TOLD_ROUTES], *(["..."] if len(routes) > _MAX_TOLD_ROUTES else [])])
+    shown = ", ".join([*routes[:_MAX_SHOWN_ROUTES], *(["..."] if len(routes) > _MAX_SHOWN_ROUTES else [])])
     screen.log(f"hosts talk over {shown}: {found.reason}")
     if verbosity:
         passed = sorted(passed_environment(os.environ, plan.passed_names()))

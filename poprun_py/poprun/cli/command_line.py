@@ -74,6 +74,11 @@ class CommandLine:
     image: str | None = None
     plan_file: str | None = None  # "-" is standard input
 
+    @property
+    def starts_job(self) -> bool:
+        """Whether the job is to be started; else its plan is printed, or written for a cluster."""
+        return not (self.is_dry_run or self.emitted)
+
     def request(self, program: tuple[str, ...], working_directory: str) -> LaunchRequest:
         """Make the request, for ``program`` as it was resolved in ``working_directory``.
 

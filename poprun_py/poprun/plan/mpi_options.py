@@ -52,23 +52,14 @@ _ASSIGNMENT: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiWords:
-    """What the words of one option ask for.
+    """What the words of one option ask for."""
 
-    Attributes:
-        variables: Those of the programs, in the order in which they were written.
-        is_tagged: Whether they ask for lines with tags.
-        log_dir: Where they want the output kept, or None.
-        subnet: The network for the traffic between hosts, such as ``10.1.0.0/16``, or None.
-        launcher_words: What is left for the launcher.
-        left_out: What only Open MPI's launcher could do, where the job has another or none.
-    """
-
-    variables: Variables
-    is_tagged: bool
+    variables: Variables  # of the programs, in the order in which they were written
+    is_tagged: bool  # whether lines are to have tags
     log_dir: str | None
-    subnet: str | None
-    launcher_words: tuple[str, ...]
-    left_out: tuple[str, ...]
+    subnet: str | None  # of the traffic between hosts, such as 10.1.0.0/16
+    launcher_words: tuple[str, ...]  # the rest, for the launcher
+    left_out: tuple[str, ...]  # what only Open MPI's launcher could do, and the job has another or none
 
 
 def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> MpiWords:
@@ -106,27 +97,16 @@ def read_mpi_words(words: Sequence[str], option: str, kind: MpiKind | None) -> M
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWords:
-    """What all words for the launcher of a job ask for.
+    """What all words for the launcher of a job ask for."""
 
-    Attributes:
-        variables: Those of all programs.
-        instance_variables: Pairs of an instance and variables of its own.
-        is_tagged: Whether lines are to have tags.
-        log_dir: Where the output is to be kept, or None.
-        subnet: The network for the traffic between hosts, or None.
-        global_words: What is left for the launcher before the process count.
-        local_words: What is left for it after the process count.
-        left_out: What the launcher of the job cannot be told, word by word.
-    """
-
-    variables: Variables
-    instance_variables: tuple[tuple[int, Variables], ...]
+    variables: Variables  # of all programs
+    instance_variables: tuple[tuple[int, Variables], ...]  # of single instances
     is_tagged: bool
     log_dir: str | None
     subnet: str | None
-    global_words: tuple[str, ...]
-    local_words: tuple[str, ...]
-    left_out: tuple[str, ...]
+    global_words: tuple[str, ...]  # for the launcher, before the process count
+    local_words: tuple[str, ...]  # for the launcher, after the process count
+    left_out: tuple[str, ...]  # what the launcher of the job cannot be asked for
 
 
 def job_words(request: LaunchRequest, mpi: MpiRuntime | None) -> JobWords:

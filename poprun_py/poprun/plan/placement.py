@@ -23,32 +23,20 @@ _Part = tuple[Cpu, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMap:
-    """The cores and the NUMA nodes of a host that instances can be bound to.
-
-    Attributes:
-        cpus: The cores that the job may use.
-        memory_nodes: The NUMA nodes whose memory the job may use.
-        max_cores: The most cores whose time the job may use, when that is less than there are ``cpus``.
-    """
+    """The cores and the NUMA nodes of a host that instances can be bound to."""
 
     cpus: tuple[Cpu, ...]
     memory_nodes: tuple[int, ...]
-    max_cores: int
+    max_cores: int  # a control group may grant the time of fewer cores than there are cpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What the instances of a host need.
-
-    Attributes:
-        num_instances: How many instances there are.
-        num_threads: Threads that an instance computes with.
-        near: For each instance the NUMA nodes of its GPUs, empty when they are not known; or nothing at all.
-    """
+    """What the instances of a host need."""
 
     num_instances: int
-    num_threads: int
-    near: tuple[frozenset[int], ...] = ()
+    num_threads: int  # of each instance
+    near: tuple[frozenset[int], ...] = ()  # for each instance the NUMA nodes of its GPUs; empty without GPUs
 
     def nodes_near(self, instance: int) -> frozenset[int]:
         """The NUMA nodes of one instance's GPUs; empty when they are not known."""
