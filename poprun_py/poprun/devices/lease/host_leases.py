@@ -87,7 +87,7 @@ class _HostLeases:
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
     def regain(self, network: JobNetwork) -> JobNetwork:
-        """Take anew what was lost with its host, before the job is started again; ``network`` with it.
+        """Acquire anew the leases of hosts that were lost, before a restart; ``network`` with them.
 
         It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.
         """
@@ -104,7 +104,7 @@ class _HostLeases:
         return self.within(network)
 
     def within(self, network: JobNetwork) -> JobNetwork:
-        """``network`` with what each host has given."""
+        """``network`` with the devices that each host has given, and the address of the lease there."""
         hosts = tuple(
             replace(
                 route,
@@ -148,7 +148,7 @@ def check_machines(machines: Mapping[str, str]) -> None:
 
 
 def _until(plan: LaunchPlan) -> float | None:
-    """When a host must have answered; None where the job waits for others."""
+    """The monotonic time at which a host must have answered; None where the job waits for others."""
     vipu = plan.vipu
     if vipu.waits_for_devices:
         return None
@@ -212,7 +212,7 @@ class LeaseHolder:
                 raise kind(f"host {self.host}: {message['error']}")
 
     def is_there(self) -> bool:
-        """Whether the process still keeps what it took."""
+        """Whether the process still holds what it acquired."""
         try:
             self.send({"order": "ping"}).answer("here", time.monotonic() + _PING_SECONDS)
         except PoprunError:

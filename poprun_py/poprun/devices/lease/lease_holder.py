@@ -65,7 +65,7 @@ class _Orders:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def next(self) -> dict[str, Any]:
-        """The next order of poprun."""
+        """Wait for the next order of poprun."""
         order: dict[str, Any] = json.loads(self._lines.get())
         return order
 
@@ -79,7 +79,7 @@ class _Orders:
 
 
 def _hand_out(descriptors: list[int]) -> str:
-    """Give the lease to the agents of this user that ask for it; the address at which they ask."""
+    """Hand the open file of the lease to agents of this user; the address at which they connect."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = f"poprun-lease-{os.getpid()}-{os.urandom(16).hex()}"
     listener.bind(abstract_address(address))

@@ -134,11 +134,11 @@ class LocalClaim(Claim):
 
     @abstractmethod
     def request(self) -> PoolRequest:
-        """What the job wants of the cluster."""
+        """The request for what the job wants of the cluster."""
 
     @abstractmethod
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """``given``, which the job has been given before, with what was granted now."""
+        """All that the job has been given: ``given`` before, and ``names`` by this claim."""
 
     def _request(self) -> tuple[str, ...]:
         self._requested = self.request()
@@ -167,7 +167,7 @@ class LocalClaim(Claim):
         )
 
     def lease(self, names: Sequence[str]) -> HeldLease:
-        """The lease on what was granted."""
+        """The lease on the virtual IPUs, GPUs or cores called ``names``."""
         held = held_lease(self.plan, self.cluster, names, self._pool.path, self.partition)
         return held if self._ticket is None else replace(held, descriptor=self._ticket.descriptor)
 
@@ -197,11 +197,11 @@ class IpuClaim(LocalClaim):
         self._wanted = wanted.of(self.cluster)
 
     def request(self) -> PoolRequest:
-        """As many virtual IPUs as the replicas have."""
+        """The request for as many virtual IPUs as the replicas use."""
         return self._wanted
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """The cores that the virtual IPUs stand for, where they stand for counted ones of a CPU."""
+        """``given`` with the cores that the virtual IPUs stand for, if they are counted shares of a CPU."""
         check_domains(self.plan, self.cluster, names, self.partition, num_hosts=1)
         if self.plan.vipu.ipus_per_host is None or self.plan.devices or self.cluster.kind != CPU:
             return given
@@ -224,12 +224,12 @@ class GpuClaim(LocalClaim):
         return super()._request()
 
     def request(self) -> PoolRequest:
-        """As many GPUs as the instances use, or just those that the plan names."""
+        """The request for as many GPUs as the instances use, or for just those that the plan names."""
         request = self._wanted.of(self.cluster)
         return replace(request, choose=self._choose_fixed) if self._is_fixed else request
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """The GPUs as CUDA calls them."""
+        """``given`` with the GPUs as CUDA calls them."""
         return replace(given, devices=devices_called(self.plan, self.cluster, names))
 
     def _choose_fixed(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
@@ -254,18 +254,18 @@ class CoreClaim(LocalClaim):
         super().__init__(plan, None, Cluster(name=socket.gethostname(), kind=CORE, ipus=_cores(there)))
 
     def request(self) -> PoolRequest:
-        """As many cores as there are threads, or just those that the plan names; they are the same at any time."""
+        """The request for as many cores as there are threads, or for just those that the plan names."""
         threads = self.plan.num_instances_per_host * (self.plan.threads_per_replica or 1)
         num_cores = len(_bound(self._given.bindings)) if self._facts is None else threads
         return PoolRequest(num_ipus=num_cores, choose=self._choose, queue_name=_CORE_QUEUE)
 
     def devices_with(self, given: LeasedDevices, names: Sequence[str]) -> LeasedDevices:
-        """The instances bound to the cores that were chosen."""
+        """``given`` with the instances bound to the cores that were chosen."""
         del names
         return replace(given, bindings=self._given.bindings)
 
     def _choose(self, taken: Collection[str]) -> tuple[VirtualIpu, ...]:
-        """The cores for the job beside those that are taken; of a physical core all hardware threads or none."""
+        """Cores beside those that are ``taken``: of a physical core all hardware threads, or none."""
         if self._facts is None:
             wanted = _cores(_bound(self._given.bindings))
             return () if any(core.name in taken for core in wanted) else wanted
@@ -285,7 +285,7 @@ def _pool_of(plan: LaunchPlan) -> Pool:
 
 
 def _inherited(cluster: Cluster, state: PoolState) -> list[str]:
-    """The IPUs that a job of this user, or of root, holds among whose processes this one is, in slot order."""
+    """The IPUs of the job, of this user or of root, that has started this process, in slot order."""
     above, users = set(ancestors(os.getpid())), (user_name(os.getuid()), user_name(0))
     holders = (lease for lease in state.leases if lease.holder.pid in above and lease.holder.user in users)
     leases = (lease for lease in holders if is_here(lease.holder))
@@ -304,7 +304,7 @@ def _ipus_here(plan: LaunchPlan, partition: str | None) -> Cluster:
 
 
 def _gpus_here(plan: LaunchPlan, gpus: Sequence[Gpu]) -> Cluster:
-    """The GPUs that a job may be given."""
+    """The GPUs that a job may be given, as a cluster."""
     return gpu_cluster(socket.gethostname(), gpus[: plan.vipu.ipus_per_host])
 
 

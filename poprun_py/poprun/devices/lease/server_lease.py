@@ -201,7 +201,7 @@ def _renewing(server: ServerAddress, key: str, lease_seconds: float, linger_seco
 
 
 def facts_under(facts: MachineFacts, served: ServedPool) -> MachineFacts:
-    """``facts`` with the GPUs that the job may use: those that the server hands out; beside a pod's IPUs all."""
+    """``facts`` with the GPUs that the job may use: those of the server, or beside a pod's IPUs all of them."""
     cluster, taken = served.cluster, served.state.taken
     if cluster.kind == POD:
         return facts
@@ -221,7 +221,7 @@ def as_here(cluster: Cluster, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def check_place(plan: LaunchPlan, served: ServedPool, boot_id: str) -> None:
-    """Check that the job runs where it can use what the server hands out: a machine's own only on that machine.
+    """Check that the job runs where the server's IPUs are, unless they are a pod's, which stand for any host.
 
     ``boot_id`` is the run of the kernel here, which is the server's on its own machine.
     """
@@ -292,7 +292,7 @@ def _pool_of(vipu: VipuSettings) -> RemotePool:
 
 
 def _held_above(state: PoolState) -> tuple[str, ...]:
-    """The IPUs that a job holds among whose processes this one is: nobody waits for itself."""
+    """The IPUs of the job that has started this process: it runs on those, and needs no others."""
     above = {key_of(pid) for pid in ancestors(os.getpid())}
     here = f"@{socket.gethostname()}"
     return next(

@@ -41,7 +41,7 @@ class PartitionFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLease:
-    """A lease with the key of its file and of that of its lock, and the user whose they are."""
+    """A lease with its owner, and the key that names its file and its lock file."""
 
     key: str
     uid: int
@@ -50,7 +50,7 @@ class StoredLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPartition:
-    """A partition with the key of its file, of a temporary one that of its lease, and the user whose it is."""
+    """A partition with its owner and the key that names its file; a temporary one has that of its lease."""
 
     key: str
     uid: int
@@ -67,7 +67,7 @@ class Contents:
 
     @property
     def state(self) -> PoolState:
-        """The same without the files."""
+        """The leases and partitions, without their files."""
         leases = tuple(stored.lease for stored in self.leases)
         holder_of = {lease.queue: lease.id for lease in leases if lease.ipus}
         return PoolState(
@@ -88,7 +88,7 @@ class Contents:
 
 
 def read_contents(folder: PoolFolder) -> Contents:
-    """All that stands in the pool now; what cannot be read is a PoolError, unless its job has ended."""
+    """All that stands in the pool now; a file that cannot be read is a PoolError."""
     leases: list[StoredLease] = []
     ended: list[StoredLease] = []
     partitions: list[StoredPartition] = []

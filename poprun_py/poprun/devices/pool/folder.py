@@ -63,7 +63,7 @@ class PoolFolder:
 
     @contextmanager
     def alone(self, busy_seconds: float) -> Iterator[None]:
-        """Have the folder to oneself for the length of a block: nobody else changes anything meanwhile."""
+        """Lock the folder for the length of a block, so that nobody else changes anything meanwhile."""
         if not _lock(self._descriptor, busy_seconds):
             raise PoolError(f"pool {self.path}: others have kept it locked for {busy_seconds:g} s: try again")
         try:
@@ -126,7 +126,7 @@ class PoolFolder:
             self._unlink(f"{kind}-{key}")
 
     def make_lock(self, kind: str, key: str, data: bytes = b"") -> int:
-        """Make a file and lock it; the descriptor, with whose last copy the lock ends."""
+        """Make a file and lock it; the lock ends when the last copy of its descriptor is closed."""
         with self._errors():
             descriptor = self._create(f"{kind}-{key}")
             try:
@@ -167,7 +167,7 @@ class PoolFolder:
                         self._unlink(f"{kind}-{key}")
 
     def damage(self, kind: str, key: str, uid: int, how: str) -> PoolError:
-        """The error of a file that is not as poprun writes it."""
+        """The error about a file that is not as poprun writes it."""
         file = f"{self.path}/{kind}-{key}"
         return PoolError(
             f"pool {self.path}: {kind}-{key} is not as poprun writes it ({how}), and was left as it is. It "
@@ -224,7 +224,7 @@ def opened_folder(path: str, *, makes: bool) -> Iterator[PoolFolder]:
 
 
 def _lock(descriptor: int, patience_seconds: float) -> bool:
-    """Lock a file or a folder, and wait for it as long as that; whether it is locked now."""
+    """Lock a folder, and wait for it at most ``patience_seconds``; whether it is locked now."""
     deadline, pause_seconds = time.monotonic() + patience_seconds, _SHORTEST_PAUSE_SECONDS
     while True:
         try:

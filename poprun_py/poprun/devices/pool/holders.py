@@ -70,7 +70,7 @@ def lives(holder: Holder, is_locked: Callable[[], bool | None]) -> bool:
 
 
 def is_here(holder: Holder) -> bool:
-    """Whether the process of a lease has its id in the pid namespace of this process, and this boot."""
+    """Whether the process of a lease lives in this boot and in this pid namespace, where its id can be found."""
     return holder.boot_id == boot_id() and holder.pid_namespace == pid_namespace()
 
 

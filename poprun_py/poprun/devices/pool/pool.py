@@ -158,7 +158,7 @@ class Pool:
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[PoolFolder, Contents]]:
-        """A transaction that may write: the folder, which nobody else changes meanwhile, and what stands in it."""
+        """A transaction that may write: the folder, locked against others, and what stands in it."""
         with opened_folder(self.path, makes=True) as folder, folder.alone(self.busy_seconds):
             contents = read_contents(folder)
             clear(folder, contents)
@@ -227,7 +227,7 @@ def _new_partition(name: str, cluster: str, allocation: str, *, user: str | None
 
 
 def _give_ipus(folder: PoolFolder, stored: StoredPartition, ipus: Sequence[VirtualIpu]) -> Partition:
-    """Let a partition have these IPUs, and no others any more."""
+    """Replace the IPUs of a partition."""
     num_domains = len({ipu.domain for ipu in ipus})
     partition = replace(stored.partition, ipus=_in_order(ipus), num_domains=num_domains)
     write_partition(folder, replace(stored, partition=partition))
@@ -235,12 +235,12 @@ def _give_ipus(folder: PoolFolder, stored: StoredPartition, ipus: Sequence[Virtu
 
 
 def _in_order(ipus: Sequence[VirtualIpu]) -> tuple[str, ...]:
-    """Names of IPUs, as they are listed."""
+    """Names of IPUs in the order in which they are listed."""
     return tuple(ipu.name for ipu in sorted(ipus, key=lambda ipu: (ipu.index, ipu.name)))
 
 
 def _changeable(contents: Contents, name: str) -> StoredPartition:
-    """The partition of that name, which this user may change: it is his own, or he is root."""
+    """The partition of that name, if this user may change it: his own, or any if he is root."""
     stored = contents.partition(name)
     if stored is None or os.geteuid() not in (0, stored.uid):
         owner = "" if stored is None else stored.partition.user
@@ -252,7 +252,7 @@ def _changeable(contents: Contents, name: str) -> StoredPartition:
 
 
 def _unused(state: PoolState, name: str) -> Partition:
-    """The partition of that name, which no job may hold."""
+    """The partition of that name, if no job holds it."""
     partition = state.partition(name)
     if partition is None:
         known = ", ".join(partition.name for partition in state.partitions)

@@ -106,7 +106,7 @@ class Lease:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it holds nothing yet."""
+        """Whether the lease holds nothing yet."""
         return not self.ipus
 
 
@@ -139,7 +139,7 @@ class PoolState:
 
     @property
     def taken(self) -> frozenset[str]:
-        """Names of IPUs in a partition or under a lease."""
+        """Names of all IPUs that are in a partition or under a lease."""
         in_partitions = (name for partition in self.partitions for name in partition.ipus)
         return frozenset(in_partitions).union(*(lease.ipus for lease in self.leases))
 
@@ -152,5 +152,5 @@ class PoolState:
         return next((lease for lease in self.leases if lease.id == number), None)
 
     def waiting(self, queue: str) -> tuple[Lease, ...]:
-        """Who waits for that partition, or for IPUs that are in none; those who asked first come first."""
+        """The leases that wait for that partition, or for IPUs that are in none; the earliest first."""
         return tuple(lease for lease in self.leases if lease.is_waiting and lease.queue == queue)

@@ -80,7 +80,7 @@ class PoolRequest:
 
     @property
     def queue(self) -> str:
-        """The queue of those who wait for the same: the name of the partition, or that of what is in none."""
+        """The queue in which this waits: each partition has one, and IPUs in none have one."""
         return self.queue_name if self.partition is None else self.partition.name
 
     def can_be_met(self, state: PoolState) -> bool:
@@ -134,7 +134,7 @@ class IpuRequest:
         )
 
     def _on_hosts(self, cluster: Cluster, num_ipus: int) -> Choose:
-        """What picks equally many IPUs of each host."""
+        """A function that chooses equally many IPUs of each host."""
         hosts = self.hosts
         check_hosts_of(cluster, hosts)
         if num_ipus % len(hosts):

@@ -37,7 +37,7 @@ class Renewals:
         return key in self._ends
 
     def renew(self, key: str) -> None:
-        """Let the lease last from now on, also one that was not known."""
+        """Let a lease, which may be a new one, last for its whole time from now on."""
         self._ends[key] = self._clock() + self._lease_seconds
 
     def remove(self, key: str) -> None:
@@ -45,11 +45,11 @@ class Renewals:
         self._ends.pop(key, None)
 
     def keep_only(self, keys: Collection[str]) -> None:
-        """Forget the leases that somebody else has ended."""
+        """Drop the leases that are not among ``keys``: somebody else has ended them."""
         self._ends = {key: end for key, end in self._ends.items() if key in keys}
 
     def expired(self) -> list[str]:
-        """The leases that were not renewed in time; those that nobody could renew get the time back."""
+        """The leases that were not renewed in time; after a gap each gets its length back first."""
         now = self._clock()
         gap = now - self._polled_at - self._poll_seconds
         self._polled_at = now
@@ -125,7 +125,7 @@ class ClientLeases:
             self._end(key, "given back")
 
     def end_expired(self) -> None:
-        """End the leases that were not renewed in time, and forget those that somebody else has ended."""
+        """End the leases that were not renewed in time, and drop those that somebody else has ended."""
         with self._lock:
             self._renewals.keep_only(_by_key(self._pool.state()).keys())
             for key in self._renewals.expired():

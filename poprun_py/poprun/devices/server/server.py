@@ -145,7 +145,7 @@ async def _end_expired(leases: ClientLeases) -> None:
 
 
 def _admit(request: Request, token: str) -> None:
-    """Let those in who know the token; the time that takes says nothing about it."""
+    """Check the headers and the token of a request, in a time that says nothing about the token."""
     if len(request.headers) > MAX_HEADERS:
         raise RefusalError(431, f"more than {MAX_HEADERS} headers")
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -196,7 +196,7 @@ class BoundedProtocol(H11Protocol):
         self._unfinished[self] = None
 
     def data_received(self, data: bytes) -> None:
-        """Look whether the request has come as a whole."""
+        """Note when the request has come as a whole."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.more_body:  # type: ignore[redundant-expr] # None at first
             self._unfinished.pop(self, None)

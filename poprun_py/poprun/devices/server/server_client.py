@@ -123,7 +123,7 @@ class RemotePool:
         self._call("remove-partition", PartitionName(name=name), Nothing)
 
     def request_lease(self, request: LeaseRequest) -> LeaseAnswer:
-        """Stand in the queue, or take what is asked for when it is free; asked again, it is the same lease."""
+        """Queue for IPUs, or have them when they are free; the same key is the same lease."""
         return self._call("take-lease", request, LeaseAnswer)
 
     def end_lease(self, key: str) -> None:

@@ -87,14 +87,14 @@ class LeaseAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseKey:
-    """The lease that is meant."""
+    """A message about the lease of that key."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionName:
-    """The partition that is meant."""
+    """A message about the partition of that name."""
 
     name: Name
 
