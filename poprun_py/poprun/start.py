@@ -160,7 +160,7 @@ def _next_attempt(
         try:
             if network is not None:
                 network = replace(network, key=_examine(plan).network.key)
-                network = network if leased is None else leased.regain(network)
+                network = network if leased is None else leased.reacquire(network)
         except HostsError as error:
             if identity.restart_count >= plan.ending.max_restarts:
                 raise

@@ -80,11 +80,7 @@ class Cluster:
         return len(domain_sizes(self.ipus))
 
     def part(self, allocation: str | None) -> tuple[VirtualIpu, ...]:
-        """The IPUs of one allocation; None is all of them.
-
-        Raises:
-            KeyError: If there is no such allocation.
-        """
+        """The IPUs of one allocation, which must be there; None is all of them."""
         if allocation is None:
             return self.ipus
         indices = self.allocations[allocation]
@@ -116,17 +112,14 @@ def gpu_cluster(name: str, gpus: Sequence[Gpu]) -> Cluster:
 
 
 def cpu_slots() -> Iterator[VirtualIpu]:
-    """Shares of a machine's cores: as many as somebody takes, in one domain."""
+    """Shares of a machine's cores: as many as jobs take, in one domain."""
     return (VirtualIpu(index=index, name=f"{CPU}/{index}") for index in count())
 
 
 def cpu_cluster(name: str, num_ipus: int | None, num_shown: int = 0) -> Cluster:
-    """The CPU slots of a machine.
+    """The CPU slots of the machine ``name``: ``num_ipus`` of them.
 
-    Args:
-        name: The machine's.
-        num_ipus: How many there are; None for as many as somebody takes.
-        num_shown: How many to list when nobody has counted them.
+    None stands for as many as jobs take, of which ``num_shown`` are listed.
     """
     ipus = tuple(islice(cpu_slots(), num_shown if num_ipus is None else num_ipus))
     return Cluster(name=name, kind=CPU, ipus=ipus, is_open=num_ipus is None)

@@ -117,9 +117,9 @@ def check_target(path: str) -> None:
                 raise IsADirectoryError(None, "it is a directory", path)
             if not stat.S_ISREG(mode):
                 raise OSError(None, "it is no ordinary file", path)
-        beside = _name_beside()
-        os.close(open_below(folder, beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        os.unlink(beside, dir_fd=folder)
+        temporary = _temporary_name()
+        os.close(open_below(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        os.unlink(temporary, dir_fd=folder)
 
 
 def write_whole(path: str, text: str) -> None:
@@ -128,22 +128,22 @@ def write_whole(path: str, text: str) -> None:
     A symbolic link that is followed stays one: the file that it names is replaced.
     """
     with opened_parent(path) as (folder, name):
-        beside = _name_beside()
-        descriptor = open_below(folder, beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        temporary = _temporary_name()
+        descriptor = open_below(folder, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
             with suppress(OSError):
-                os.unlink(beside, dir_fd=folder)
+                os.unlink(temporary, dir_fd=folder)
             raise
         _sync(folder)
 
 
-def _name_beside() -> str:
+def _temporary_name() -> str:
     return f".poprun-{os.getpid()}-{os.urandom(6).hex()}"
 
 

@@ -22,6 +22,7 @@ Whatever is wrong is a PlanError with the name of the file, where in it, and wha
 # ruff: noqa: ANN401 - types and values of any dataclass go through here
 
 import dataclasses
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -42,6 +43,7 @@ Form = tuple[Callable[[str], object], Callable[[Any], str]]
 NO_FORMS: Final[Mapping[str, Form]] = {}
 _NUMBERS: Final = tuple[int, ...]
 _UNIONS: Final = (Union, UnionType)
+_SHORT_NUMBER: Final = re.compile("[0-9]{1,9}")
 
 
 def between(least: float, most: float) -> Rule:
@@ -217,7 +219,7 @@ class _Reader:
         """The keys and values of a mapping, each of its kind."""
         for key, each in self.mapping(value, path).items():
             place = f"{path}.{key!s:.60}"
-            if kinds[0] is int and not str(key).isdecimal():
+            if kinds[0] is int and not _SHORT_NUMBER.fullmatch(str(key)):
                 raise PlanError(f"{self.source}: {place}: the key must be a number such as '0'")
             yield kinds[0](key), self.read(kinds[1], each, place)
 
@@ -226,9 +228,7 @@ class _Reader:
         if not isinstance(value, list):
             of = "mappings" if dataclasses.is_dataclass(kind) else "texts"
             raise self._wrong(path, f"a list of {of}", value)
-        if kind is str and not all(
-            isinstance(each, str) and _is_utf8(each) and "\0" not in each for each in value
-        ):
+        if kind is str and not all(map(_can_be_passed, value)):
             raise self._wrong(path, "a list of texts that a program can be given", value)
         return (self.read(kind, each, f"{path}[{number}]") for number, each in enumerate(value))
 
@@ -288,3 +288,8 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _can_be_passed(word: object) -> bool:
+    """Whether a program can be given this word."""
+    return isinstance(word, str) and "\0" not in word and _is_utf8(word)

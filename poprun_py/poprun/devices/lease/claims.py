@@ -35,8 +35,8 @@ class LeasedPlan:
     network: JobNetwork | None = None  # of several hosts, with what each has given
     leases: tuple[HeldLease, ...] = ()
     has_gpus: bool = False  # whether the GPUs that it computes on are among the leases
-    regain: Callable[[JobNetwork], JobNetwork] = lambda network: network
-    """Takes anew what was lost with a host, before the job is started again; the network with it."""
+    reacquire: Callable[[JobNetwork], JobNetwork] = lambda network: network
+    """Acquires anew the leases of hosts that were lost, before a restart; the network with them."""
 
     @property
     def shown_plan(self) -> LaunchPlan:

@@ -59,7 +59,7 @@ def leased_on_hosts(job: LeasedPlan, network: JobNetwork, *, is_fixed: bool) -> 
     try:
         leases.acquire()
         job = job.with_leases(job.given, *leases.held())
-        yield replace(job, network=leases.within(network), regain=leases.regain)
+        yield replace(job, network=leases.within(network), reacquire=leases.reacquire)
     finally:
         leases.end()
 
@@ -86,7 +86,7 @@ class _HostLeases:
         for host in sorted(self._holders, key=lambda host: machines[host]):
             self._granted[host] = self._holders[host].acquire(_until(self._plan))
 
-    def regain(self, network: JobNetwork) -> JobNetwork:
+    def reacquire(self, network: JobNetwork) -> JobNetwork:
         """Acquire anew the leases of hosts that were lost, before a restart; ``network`` with them.
 
         It never waits: a job that holds some hosts and waits for one that comes before them might wait for ever.

@@ -1,4 +1,4 @@
-"""The process that keeps a job's lease on one host: ``python -I lease_holder.py FOLDER``.
+"""The process that holds a job's lease on one host: ``python -I lease_holder.py FOLDER``.
 
 poprun starts it there through ssh. It asks the pool of its host, holds what it is given from attempt to attempt,
 and hands the open file that is the lease to the agents of the job there. poprun says when the job is over. When
