@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 from torch.distributed import ProcessGroup
-from torch.futures import collect_all
+from torch.futures import Future, collect_all
 
 from popdist import torch_private
 from popdist.host_memory.in_place import MayMove
@@ -104,10 +104,12 @@ _current: Final = _Current()
 class DispatchedCall:
     """A call of a group's method on its way through the dispatcher, from ``with`` to the kernel here.
 
-    A work that has gone through the dispatcher has lost its methods in Python, so the kernel leaves its own here.
+    A work that has gone through the dispatcher has lost its methods in Python, so the kernel leaves its own here;
+    what the operator returns then is a placeholder. Options that the caller has made need not be made again.
     """
 
-    def __init__(self, may_move: MayMove | None) -> None:
+    def __init__(self, arguments: Sequence[object], may_move: MayMove | None = None) -> None:
+        self.options = arguments[-1] if arguments else None
         self.may_move = may_move
         self.work: Any = None
         self._outer: DispatchedCall | None = None
@@ -147,11 +149,17 @@ def _kernel(name: str, operator: _Operator) -> Callable[..., object]:
             else:
                 given[argument] = value
         group = ProcessGroup.unbox(given["group"])
-        opts = () if operator.options is None else (_options(operator.options, given),)
+        call = _current.call
+        if operator.options is None:
+            opts: tuple[Any, ...] = ()
+        elif call is not None and type(call.options) is operator.options:
+            opts = (call.options,)
+        else:
+            opts = (_options(operator.options, given),)
         tensors = [given["device"]] if operator.method == "barrier" else flat(data)
         calls: GroupCalls | None = getattr(group, "calls", None)
         if calls is not None and tensors and tensors[0].layout is torch.strided:
-            boxed = _call_group(calls, operator.method, data, opts)
+            boxed = _call_group(calls, operator.method, data, opts, call)
         else:
             boxed = _call_backend(group._get_backend(tensors[0].device), operator.method, data, opts)  # noqa: SLF001 - torch's name for it
         return (arguments[0], boxed) if name in _RETURN_TENSORS else boxed
@@ -175,9 +183,14 @@ def _options(make: Any, given: dict[str, Any]) -> Any:  # noqa: ANN401 - of torc
     return made
 
 
-def _call_group(calls: GroupCalls, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as torch's
+def _call_group(
+    calls: GroupCalls,
+    method: str,
+    data: list[Any],
+    opts: tuple[Any, ...],
+    call: DispatchedCall | None,
+) -> Any:  # noqa: ANN401 - as torch's
     """Do a collective of popdist's; its work, as operators return it."""
-    call = _current.call
     if method in ("send", "recv"):
         return getattr(calls, method)(*data).boxed()
     if method == "allreduce":
@@ -186,7 +199,15 @@ def _call_group(calls: GroupCalls, method: str, data: list[Any], opts: tuple[Any
         work = getattr(calls, method)(*data, *opts)
     if call is not None:
         call.work = work
+        return _placeholder()
     return torch_private.work_of(work.get_future()).boxed()
+
+
+@cache
+def _placeholder() -> Any:  # noqa: ANN401 - as torch's
+    done = Future[list[Tensor]]()
+    done.set_result([])
+    return torch_private.work_of(done).boxed()
 
 
 def _call_backend(backend: Any, method: str, data: list[Any], opts: tuple[Any, ...]) -> Any:  # noqa: ANN401 - as torch's

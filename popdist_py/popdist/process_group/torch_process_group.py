@@ -87,7 +87,7 @@ def _method(name: str, torchs_name: str = "") -> Callable[..., Work]:
     torchs_own = getattr(_ProcessGroup, torchs_name or name)
 
     def method(self: "PopdistProcessGroup", *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
-        with DispatchedCall(None) as call:
+        with DispatchedCall(arguments) as call:
             work = torchs_own(self, *arguments, **named)
         return work if call.work is None else call.work
 
@@ -164,7 +164,8 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
     def allreduce(self, *arguments: Any, **named: Any) -> Work:  # noqa: ANN401 - as torch's
         """Combine one tensor over the ranks, in place: the method that torch's reducer calls with its buckets."""
         is_async = any(getattr(it, "asyncOp", False) for it in (*arguments, *named.values()))
-        with DispatchedCall(self._remappable.of_call(currentframe(), is_async=is_async)) as call:
+        may_move = self._remappable.of_call(currentframe(), is_async=is_async)
+        with DispatchedCall(arguments, may_move) as call:
             work = super().allreduce(*arguments, **named)
         return work if call.work is None else call.work
 
@@ -189,7 +190,7 @@ class PopdistProcessGroup(_ProcessGroup):  # type: ignore[misc] # as above
         if opts.device_ids if opts.device is None else opts.device.type != "cpu":
             return self._get_backend(opts.device or _CUDA).barrier(opts)
         opts.device = _CPU
-        with DispatchedCall(None) as call:
+        with DispatchedCall([opts]) as call:
             work = super().barrier(opts)
         return work if call.work is None else call.work
 
