@@ -229,7 +229,7 @@ def wait_for_first_error() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class PreemptionNotice:
-    """The notice that the machine is wanted back, which every header of the whole job carries.
+    """A request to leave, because the machine is wanted back; every header of the whole job carries it.
 
     All members of a group have had the same exchanges when they come to the same place of the program, so there
     ``is_known`` is equal on all of them, however late each was asked.
@@ -285,7 +285,7 @@ class Exchange:
                 raise self._group.described(self._text, error) from error.__cause__
             finally:
                 progress_page.end_wait()
-            self._group.forget(self)
+            self._group.remove_unfinished(self)
             self._group.read_preemption(received)
             self._numbers = unpack(received)
             if self._numbers is None:
@@ -351,9 +351,9 @@ class Group:
         """
         self.start(text).wait()
 
-    def send_before_next(self, tell: Callable[[], object]) -> None:
-        """Have ``tell`` called before the next exchange: the others still wait for what it says."""
-        self._before_next.append(tell)
+    def send_before_next(self, send: Callable[[], object]) -> None:
+        """Call ``send`` before the next exchange: the others still wait for what it sends."""
+        self._before_next.append(send)
 
     def read_preemption(self, received: Sequence[bytes]) -> None:
         """Learn from the headers of all members whether one was asked to leave."""
@@ -361,8 +361,8 @@ class Group:
         if notice is not None and not notice.is_known and are_some_preempted(received):
             notice.is_known = True
 
-    def forget(self, exchange: Exchange) -> None:
-        """Take ``exchange`` off the list of those still to be waited for."""
+    def remove_unfinished(self, exchange: Exchange) -> None:
+        """Remove ``exchange`` from those that the next one waits for."""
         if exchange in self._unfinished:
             self._unfinished.remove(exchange)
 

@@ -439,7 +439,7 @@ class OverlappedSum:
                 own = self._overlap.nodes[self._overlap.channel.instance_index]
                 self._send_rest([self._overlap.sent] * len(own))
             elif self._announced is not None and self._weight_scale is None and not self._is_refused:
-                self._overlap.channel.break_off()  # the others may still agree, without this one
+                self._overlap.channel.abort()  # the others may still agree, without this one
             if self._num_sent:
                 self._overlap.drop_memory()
             self._overlap.channel.is_in_use = False
@@ -468,7 +468,7 @@ class OverlappedSum:
         try:
             send()
         except BaseException:
-            self._overlap.channel.break_off()
+            self._overlap.channel.abort()
             raise
 
     def _send(self, own: Sequence[Tensor]) -> None:

@@ -186,7 +186,7 @@ class Barriers:
             self.failure = reason
             self._mine[STATE] = GAVE_UP
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Show the others that this rank takes part in no further barrier."""
         if self.failure is None:
             self.failure = f"this {self._names.noun} has left the group"

@@ -87,11 +87,8 @@ class HostGroup:
             timeout_seconds: How long a lost or late rank is waited for, here and in every operation.
             names: What the ranks are called in errors; None means rank 0 and so on.
 
-        Returns:
-            The group; None on every rank where they do not all share a host, or may not share memory.
-
-        Raises:
-            BackendError: If a rank did not come in time, or there is no memory for the group.
+        It is None on every rank where they do not all share a host, or may not share memory. Raises BackendError
+        if a rank did not come in time, or there is no memory for the group.
         """
         names = names or Names(members=tuple(range(size)))
         exchange = SegmentExchange(store, rank, [names.of([other]) for other in range(size)], timeout_seconds)
@@ -134,10 +131,7 @@ class HostGroup:
         """Memory of this rank that :meth:`allocate` can make known to the others later; no collective.
 
         It is given back when the last view of it is gone here, so the others may use it in operations of the group
-        only.
-
-        Raises:
-            BackendError: If there is no room.
+        only. Raises BackendError if there is no room.
         """
         offset, length = self._segment.grow(num_bytes), whole_pages(num_bytes)
         window = map_window(self._segment.descriptor, offset, length)
@@ -147,13 +141,8 @@ class HostGroup:
     def part(self, ranks: Sequence[int], page: Reservation, offsets: Sequence[int]) -> "HostGroup":
         """A group of some of the ranks, in the same memory; no collective, and waits for no rank.
 
-        Args:
-            ranks: In the order in which the new group counts them, this one among them.
-            page: Reserved by this rank, of ``PAGE_BYTES``; used for nothing else.
-            offsets: Where each of them has its page, in the same order.
-
-        Raises:
-            OSError, ValueError: If the process may map no more.
+        It counts ``ranks`` in their order, this one among them. Each has a page at its offset, which it has
+        reserved and uses for nothing else. Raises OSError or ValueError if the process may map no more.
         """
         places = zip(ranks, offsets, strict=True)
         pages = [
@@ -165,15 +154,11 @@ class HostGroup:
         return HostGroup(self._segment, found, barriers, barriers.rank, is_part=True)
 
     def allocate(self, num_bytes: int, reserved: Reservation | None = None) -> SharedBlock:
-        """A row of ``num_bytes`` for each rank, mapped by all; all zero, unless it was reserved before.
-
-        Args:
-            num_bytes: At least 1; the same on every rank.
-            reserved: What is this rank's row; as long as that. None for new memory.
+        """A row of ``num_bytes`` for each rank, mapped by all: new and all zero, or what this rank has reserved.
 
         Raises:
             BackendError: If some rank has no room for its row: every rank raises it, and the group goes on.
-            CollectiveError: If the ranks are not in the same call.
+            CollectiveError: If the ranks are not in the same call, with the same length of at least 1.
         """
         trouble, rows = "", []
         try:
@@ -207,8 +192,7 @@ class HostGroup:
     def open_file(self, rank: int, descriptor: int) -> int:
         """A descriptor of this process for a file in memory that another rank has open; no collective.
 
-        Raises:
-            OSError: If that is no file of popdist's, or ``/proc`` does not lead there.
+        Raises OSError if that is no file of popdist's, or ``/proc`` does not lead there.
         """
         return open_through_proc(self._found[rank].pid, descriptor)
 
@@ -256,7 +240,7 @@ class HostGroup:
 
         A part of a group leaves the segments to that one, which is closed later.
         """
-        self.barriers.leave()
+        self.barriers.close()
         if self._is_part:
             return
         self._segment.close()

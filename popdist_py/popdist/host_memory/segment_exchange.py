@@ -39,12 +39,7 @@ _RANK: Final = struct.Struct("=i")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSegment:
-    """The segment of a peer.
-
-    Attributes:
-        descriptor: The segment, opened by this process.
-        pid: The peer's process, as this one numbers it.
-    """
+    """The segment of another rank, opened by this process, and that rank's process, as this one numbers it."""
 
     descriptor: int
     pid: int
@@ -61,7 +56,7 @@ class _Announcement:
         return f"\0popdist-{self.token[:32]}"
 
 
-def tell_all(
+def values_of_all(
     store: Store,
     rank: int,
     names: Sequence[str],
@@ -69,18 +64,10 @@ def tell_all(
     timeout_seconds: float,
     deadline: float | None = None,
 ) -> list[Any]:
-    """The values of all ranks, which each of them tells through ``store``, used by nobody else under its prefix.
+    """The values that all ranks put into a store, which nobody else uses under its prefix.
 
-    Args:
-        store: Where the ranks find each other.
-        rank: This process's rank.
-        names: What each rank is called in errors.
-        value: What this rank tells.
-        timeout_seconds: How long a late rank is waited for.
-        deadline: Until when, if that was settled before.
-
-    Raises:
-        BackendError: If a rank did not come in time.
+    ``names`` are what the ranks are called in errors. Raises BackendError if one does not come until the deadline,
+    or for so long.
     """
     deadline = time.monotonic() + timeout_seconds if deadline is None else deadline
     store.set(str(rank), json.dumps(value))
@@ -107,22 +94,18 @@ class SegmentExchange:
     def refuse(self) -> None:
         """Take part without a segment; no rank has any other's then."""
         mine = _Announcement(pid=os.getpid(), descriptor=-1, token=secrets.token_hex(TOKEN_BYTES))
-        self._tell_all("segments", asdict(mine))
-        self._tell_all("connections", [])
-        self._tell_all("found", mine=False)
+        self._values_of_all("segments", asdict(mine))
+        self._values_of_all("connections", [])
+        self._values_of_all("found", mine=False)
 
     def run(self, segment: Segment, page: memoryview) -> dict[int, PeerSegment] | None:
-        """Every other rank's segment.
-
-        Returns:
-            None, on every rank, if some rank could not open some other's, or has none itself.
-        """
+        """Every other rank's segment; None, on every rank, if one could not open another's, or has none itself."""
         token = secrets.token_bytes(TOKEN_BYTES)
         page[TOKEN_OFFSET : TOKEN_OFFSET + TOKEN_BYTES] = token
         mine = _Announcement(pid=os.getpid(), descriptor=segment.descriptor, token=token.hex())
         with ExitStack() as stack:
             listener = stack.enter_context(_listen(mine))
-            announced = [_Announcement(**values) for values in self._tell_all("segments", asdict(mine))]
+            announced = [_Announcement(**values) for values in self._values_of_all("segments", asdict(mine))]
             others = {rank: announcement for rank, announcement in enumerate(announced) if rank != self._rank}
             found = {
                 rank: seen
@@ -134,21 +117,21 @@ class SegmentExchange:
                 for rank, announcement in others.items()
                 if rank not in found and (made := _connect(announcement, self._rank)) is not None
             }
-            asked = self._tell_all("connections", sorted(connections))
+            asked = self._values_of_all("connections", sorted(connections))
             self._serve(listener, segment, sum(self._rank in them for them in asked))
             for rank, connection in connections.items():
                 if (received := self._receive(connection, announced[rank])) is not None:
                     found[rank] = received
         has_all = len(found) == len(others)
-        if all(self._tell_all("found", has_all)):
+        if all(self._values_of_all("found", has_all)):
             return found
         for theirs in found.values():
             os.close(theirs.descriptor)
         return None
 
-    def _tell_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds
+    def _values_of_all(self, what: str, mine: Any) -> list[Any]:  # noqa: ANN401 - anything that JSON holds
         store = PrefixStore(what, self._store)
-        return tell_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
+        return values_of_all(store, self._rank, self._names, mine, self._timeout_seconds, self._deadline)
 
     def _seconds_left(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -195,8 +178,7 @@ def _open_through_proc(announcement: _Announcement) -> PeerSegment | None:
 def open_through_proc(pid: int, descriptor: int) -> int:
     """A descriptor of this process for a file in memory of popdist's that another one has open.
 
-    Raises:
-        OSError: If ``/proc`` does not lead to it, or to another file.
+    Raises OSError if ``/proc`` does not lead to it, or to another file.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
     if not str(Path(path).readlink()).startswith(_WHERE_SEGMENTS_ARE):

@@ -52,10 +52,8 @@ def as_words(row: Tensor) -> memoryview:
 class Segment:
     """The memory of this process that others map; a segment can only grow.
 
-    The descriptor is closed when a program is executed, and a forked child that ends takes nothing with it.
-
-    Raises:
-        BackendError: If the kernel, or the sandbox this process is in, does not offer that.
+    The descriptor is closed when a program is executed, and a forked child that ends takes nothing with it. Making
+    one raises BackendError if the kernel, or the sandbox this process is in, does not offer that.
     """
 
     def __init__(self) -> None:
@@ -138,12 +136,7 @@ class SharedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """Memory of one rank; made by :meth:`HostGroup.reserve`.
-
-    Attributes:
-        offset: Where the memory begins in the rank's segment.
-        row: The memory: a flat uint8 tensor, all zero.
-    """
+    """Memory of one rank, at an offset in its segment: a flat uint8 tensor; made by :meth:`HostGroup.reserve`."""
 
     offset: int
     row: Tensor

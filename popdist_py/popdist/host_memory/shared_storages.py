@@ -40,15 +40,8 @@ _libc.mprotect.argtypes = [*_libc.munmap.argtypes, ctypes.c_int]
 class MappedFile:
     """The file of a storage, mapped a second time: by its own process, or by another one.
 
-    Args:
-        descriptor: Of the file; the file stays mapped when it is closed.
-
-    Attributes:
-        memory: The bytes of the storage, rounded up to whole pages.
-        number: What names the storage.
-
-    Raises:
-        OSError, ValueError: If the file cannot be mapped.
+    ``memory`` are the bytes of the storage, rounded up to whole pages; ``number`` names the storage. The
+    descriptor may be closed afterwards. A file that cannot be mapped raises OSError or ValueError.
     """
 
     def __init__(self, descriptor: int) -> None:

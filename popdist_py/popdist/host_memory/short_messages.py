@@ -1,8 +1,8 @@
-"""Messages of a fixed length from each rank of a host group to each other one, outside of meetings.
+"""Messages of a fixed length from each rank of a host group to each other one, outside of barriers.
 
 Any set of ranks may exchange messages. Two ranks count those that they exchange: the n-th of one is answered by
 the n-th of the other. Between them stand two places and a counter for each direction. A rank sends its next
-message to another only after it has taken that one's answer to the last, even if it was not asked for yet: so both
+message to another only after it has read that one's answer to the last, even if it was not asked for yet: so both
 sides are at most one message apart, and what is sent never overwrites what is still to be read.
 """
 
@@ -20,12 +20,7 @@ _COUNTER_BYTES: Final = 64
 
 
 class ShortMessages:
-    """The messages between the ranks of a group; made by every rank at the same time.
-
-    Args:
-        group: The ranks.
-        num_bytes: Length of a message, a multiple of 8.
-    """
+    """The messages between the ranks of a group, of a multiple of 8 bytes; made by every rank at the same time."""
 
     def __init__(self, group: HostGroup, num_bytes: int) -> None:
         self._barriers = group.barriers
@@ -43,19 +38,15 @@ class ShortMessages:
         self._kept: list[dict[int, bytes]] = [{} for _ in range(group.size)]
 
     def send(self, ranks: Collection[int], message: bytes) -> list[int]:
-        """Send to each of ``ranks``, without waiting for their answers to this message.
+        """Send to each of ``ranks``, and wait for no answer; for each the number of the message and its answer.
 
-        Returns:
-            For each of ``ranks`` the number of the message, which is that of its answer.
-
-        Raises:
-            BackendError: If this rank or one of ``ranks`` has left, or does not answer the message before.
+        Raises BackendError if this rank or one of ``ranks`` has left, or does not answer the message before.
         """
         barriers = self._barriers
         barriers.raise_failure()
         for rank in ranks:
             number = self._outgoing_counters[rank][0]
-            if self._num_received[rank] < number and not self._take_until(rank, number, barriers.timeout_seconds):
+            if self._num_received[rank] < number and not self._read_until(rank, number, barriers.timeout_seconds):
                 raise BackendError(
                     f"{barriers.name([rank])} did not come within {barriers.timeout_seconds:g} seconds"
                 )
@@ -70,8 +61,8 @@ class ShortMessages:
         barriers.wake()
         return numbers
 
-    def take(self, rank: int, number: int) -> bytes | None:
-        """A message of ``rank`` that is there already, the next one: once, as of :meth:`receive`; or None."""
+    def receive_if_there(self, rank: int, number: int) -> bytes | None:
+        """The next message of ``rank``, once, if it is there already; or None."""
         if self._num_received[rank] != number - 1 or self._incoming_counters[rank][0] < number:
             return None
         self._barriers.fence()
@@ -81,20 +72,19 @@ class ShortMessages:
     def receive(self, rank: int, number: int, timeout_seconds: float) -> bytes | None:
         """A message of ``rank``, once; None if it did not come in time, and then it can still be received.
 
-        Raises:
-            BackendError: If ``rank`` was lost or has left.
+        Raises BackendError if ``rank`` was lost or has left.
         """
-        return self._kept[rank].pop(number) if self._take_until(rank, number, timeout_seconds) else None
+        return self._kept[rank].pop(number) if self._read_until(rank, number, timeout_seconds) else None
 
-    def _take_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
-        """Take the messages of ``rank`` up to a number out of their places; False if it does not come in time."""
+    def _read_until(self, rank: int, number: int, timeout_seconds: float) -> bool:
+        """Read the messages of ``rank`` up to ``number``; False if that one does not come in time."""
         deadline = time.monotonic() + timeout_seconds
         while self._num_received[rank] < number:
-            if not self._take_next(rank, deadline):
+            if not self._read_next(rank, deadline):
                 return False
         return True
 
-    def _take_next(self, rank: int, deadline: float) -> bool:
+    def _read_next(self, rank: int, deadline: float) -> bool:
         counter, number = self._incoming_counters[rank], self._num_received[rank] + 1
         if counter[0] < number and not self._barriers.wait_for(
             rank, lambda: counter[0] >= number, max(deadline - time.monotonic(), 0.0)

@@ -19,7 +19,7 @@ def register() -> None:
     with contextlib.suppress(Exception):
         from torch import distributed as dist  # noqa: PLC0415 - torch is being imported when it calls this
 
-        if dist.is_available() and NAME.upper() not in dist.Backend._plugins:  # noqa: SLF001 - there is no other way to ask
+        if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 

@@ -1,10 +1,10 @@
-"""Sums of rows over all instances, made while the program goes on computing.
+"""Sums of flat buffers over all instances, made while the program goes on computing.
 
-On CPUs every instance says beforehand where it wants what the others will send: gloo sends nothing before the
-receiver has said so, and such a message would wait behind the data that are on their way. Then an instance sends
-each other one its share of a row as soon as the row is complete, and the channel's thread adds what arrives and
-sends everybody the result. Two instances with one row each, and all where the row is short, send the whole row
-instead: one round of messages in place of two.
+On CPUs every instance posts its receives beforehand: gloo sends nothing before the receiver has, and that message
+would wait behind the data that are on their way. Then an instance sends each other one its share of a buffer as
+soon as the buffer is complete, and the channel's thread adds what arrives and sends everybody the result. Two
+instances with one buffer each, and all where it is short, send the whole buffer instead: one round of messages in
+place of two.
 
 Instances of one host add in its memory first, in the channel's thread, each a part of the row; those with the same
 place on their hosts go on with it. The parts are put together at the end, in the program's thread.
@@ -41,13 +41,13 @@ _PAIR: Final = 2
 
 
 class BucketAllReduce(Protocol):
-    """The sum of one row, again and again; all instances call its methods in the same order."""
+    """The sum of one flat buffer, again and again; all instances call its methods in the same order."""
 
     def post_receives(self) -> None:
-        """Say where to put what will come: all have agreed to send."""
+        """Post receives for what will come: all have agreed to send."""
 
     def send(self, own: Sequence[Tensor]) -> None:
-        """Have ``own``, one row for each node of this instance, added to those of the others; does not wait."""
+        """Add ``own``, a buffer for each node of this instance, to those of the others; does not wait."""
 
     def start_waiting(self) -> None:
         """Have the channel's thread wait for the end of the sum; called when the last one was sent."""
@@ -57,14 +57,9 @@ class BucketAllReduce(Protocol):
 
 
 class PostedSum:
-    """The sum of a row on CPUs, of messages that are awaited before they are sent.
+    """The sum of a flat buffer on CPUs, of messages whose receives are posted before they are sent.
 
-    Args:
-        channel: Between the instances.
-        instances: Those that take part, this one among them.
-        nodes: For each of them, the nodes of the tree that it brings.
-        num_items: Items of the whole tree.
-        into: Where the sum goes; flat.
+    Each of ``instances`` brings its ``nodes`` of the tree over ``num_items``; the sum goes into ``into``.
     """
 
     def __init__(
@@ -140,12 +135,7 @@ class PostedSum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRanks:
-    """The memory of a host, for two threads.
-
-    Attributes:
-        of_channel: Collectives of this host's instances, for the channel's thread.
-        of_program: Those for the program's.
-    """
+    """The collectives of this host's instances, for two threads: the channel's and the program's."""
 
     of_channel: HostCollectives
     of_program: HostCollectives
@@ -162,15 +152,10 @@ class LocalRanks:
 
 
 class HostSum:
-    """The sum of a row on CPUs, in the memory of each host first.
+    """The sum of a flat buffer on CPUs, in the memory of each host first.
 
-    Args:
-        local_collectives: The instances of this host.
-        channel: Between all instances.
-        nodes: For each host, the node of the tree that its instances bring together.
-        num_items: Items of the whole tree.
-        into: Where the sum goes; flat, a multiple of the host's instances long.
-        op: How rows are added.
+    The instances of each host bring its ``nodes`` of the tree together. ``into`` is a multiple of the host's
+    instances long.
     """
 
     def __init__(
@@ -215,15 +200,7 @@ class HostSum:
 
 
 class QueuedSum:
-    """The sum of a row on GPUs, which is one collective after the other.
-
-    Args:
-        channel: Between the instances.
-        nodes: For each instance, the nodes of the tree that it brings.
-        num_items: Items of the whole tree.
-        into: Where the sum goes; flat.
-        op: How rows are added.
-    """
+    """The sum of a flat buffer on GPUs, which is one collective after the other."""
 
     def __init__(
         self, channel: Channel, nodes: Sequence[Sequence[Node]], num_items: int, into: Tensor, op: Op

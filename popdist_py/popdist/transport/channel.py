@@ -61,12 +61,9 @@ FollowUp = Callable[[], None]
 
 
 class ChannelWork(NamedTuple):
-    """Collectives that the thread is asked to do.
+    """Collectives that the thread is asked to do, but perhaps for a rest, on tensors of one device.
 
-    Attributes:
-        do: Does one or more collectives, but perhaps for a rest.
-        tensors: What ``do`` reads and writes, all on one device.
-        is_ready: On CUDA, the event after which the tensors may be read and written; None on the CPU.
+    On CUDA they may be read and written after the event ``is_ready``.
     """
 
     do: Callable[[], FollowUp | None]
@@ -77,19 +74,9 @@ class ChannelWork(NamedTuple):
 class Channel:
     """A thread with connections to all instances of the job, which does collectives as they were issued.
 
-    Args:
-        process_group: A process group of torch's own that nobody else uses.
-        num_instances: Instances in the job.
-        instance_index: This instance.
-        break_off: Ends the waits of that process group with errors, here and on the other instances.
-        find_lost: Asks which instances are known to be lost.
-        local_collectives: Collectives of this host's instances, for this channel's thread alone; None for none.
-
-    Attributes:
-        instance_index: This instance.
-        local_collectives: As given.
-        num_issued: How often something was issued; the same on all instances when they agree to issue more.
-        is_in_use: Whether somebody still has something to issue; nobody else may begin then.
+    Nobody else uses the process group, of torch's own, and the collectives of this host. ``abort`` ends the waits
+    of that group with errors, here and on the other instances; ``find_lost`` says which instances are known to be
+    lost. While ``is_in_use``, only its user may issue something; ``num_issued`` is the same on all instances then.
     """
 
     def __init__(
@@ -98,7 +85,7 @@ class Channel:
         num_instances: int,
         instance_index: int,
         *,
-        break_off: Callable[[Any], None],
+        abort: Callable[[Any], None],
         find_lost: Callable[[], list[int]],
         local_collectives: HostCollectives | None = None,
     ) -> None:
@@ -107,7 +94,7 @@ class Channel:
         self._process_group = process_group
         self._num_instances = num_instances
         self.instance_index = instance_index
-        self._break_off = break_off
+        self._abort = abort
         self._find_lost = find_lost
         self.local_collectives = local_collectives
         self._works: SimpleQueue[ChannelWork | None] = SimpleQueue()
@@ -143,11 +130,11 @@ class Channel:
             self._fail(error)
 
     def receive(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Say where to put the next message of an instance with this tag; what to wait for."""
+        """Post a receive for the next message of an instance with this tag; what to wait for."""
         return self._message("recv", row, instance, tag)
 
     def send(self, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
-        """Send an instance a message, which it receives when it has said where to; what to wait for."""
+        """Send a message, which goes when the instance has posted a receive for it; what to wait for."""
         return self._message("send", row, instance, tag)
 
     def _message(self, way: str, row: Tensor, instance: int, tag: int) -> list[dist.Work]:
@@ -158,12 +145,8 @@ class Channel:
     def issue(self, do: Callable[[], FollowUp | None], tensors: Sequence[Tensor]) -> None:
         """Have the thread call ``do``, after all that was issued before it; does not wait and does not raise.
 
-        Nothing is done once the channel was closed.
-
-        Args:
-            do: Calls :meth:`all_gather` and :meth:`all_to_all`, or waits for messages; returns what is to be done
-                later, when nothing newer is.
-            tensors: What it reads and writes, at least one and all on one device; left alone until then.
+        ``do`` reads and writes ``tensors``, at least one and all on one device, and returns what is to be done
+        later, when nothing newer is. Once the channel was closed, nothing is done.
         """
         if self._process_group is None:
             return
@@ -176,13 +159,9 @@ class Channel:
             self._thread.start()
 
     def wait(self, number: int | None = None) -> None:
-        """Wait until what was issued is done; on CUDA, have what is computed from now on wait for it.
+        """Wait until what was issued is done, up to ``number``; on CUDA, have what is computed later wait for it.
 
-        Args:
-            number: How much of it, as :attr:`num_issued` counts; None for all.
-
-        Raises:
-            BackendError: If it has failed.
+        Raises BackendError if it has failed.
         """
         with as_backend_error("the gradients of the other instances did not come"):
             number = self.num_issued if number is None else number
@@ -208,11 +187,11 @@ class Channel:
             time.sleep(_LOOK_SECONDS)
         return None
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Have everything fail that is not done yet, here and on the other instances, and all that comes later."""
         self._failure = self._failure or BackendError("the exchange of gradients was broken off")
         with suppress(RuntimeError):
-            self._break_off(self._process_group)
+            self._abort(self._process_group)
         if self.local_collectives is not None:
             self.local_collectives.abort()
 
@@ -220,7 +199,7 @@ class Channel:
         """End the thread, and what still waits for an instance; on CUDA such a wait would outlast the program."""
         if self._thread is not None:
             if self._num_done < self.num_issued or not wait_until(self._is_idle, END_SECONDS):
-                self.break_off()
+                self.abort()
             self._works.put(None)
             self._thread.join(END_SECONDS)
         self._thread = self._process_group = None
@@ -234,7 +213,7 @@ class Channel:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
-        self.break_off()
+        self.abort()
 
     def _work(self) -> None:
         """Do what is issued; what remains of it is done in its order, when nothing newer is there."""

@@ -46,11 +46,7 @@ def lower_priority() -> None:
 
 
 def check_available(device_types: frozenset[str]) -> None:
-    """Refuse a choice of devices that this build of torch cannot connect.
-
-    Raises:
-        BackendError: If only CUDA tensors are to be sent and torch was built without NCCL.
-    """
+    """Raise BackendError if only CUDA tensors are to be sent and torch was built without NCCL."""
     if device_types == {"cuda"} and not dist.is_nccl_available():
         raise BackendError(f"backend 'nccl' was asked for, but torch {torch.__version__} was built without NCCL")
 
@@ -134,13 +130,10 @@ class Connections:
             return made
 
     def channel(self, devices: Collection[torch.device]) -> Channel | None:
-        """The channel for tensors on ``devices``, all of one type.
+        """The channel for tensors on ``devices``; None for several types, or CPU tensors within one host.
 
         All instances are together in the first call for CUDA, and NCCL connects them then: later it might wait for
         what the program computes meanwhile.
-
-        Returns:
-            None where CPU tensors go through the memory of one host, and where the devices are of several types.
         """
         types = {device.type for device in devices}
         if types == {"cuda"} and "cuda" not in self._channels:
@@ -154,7 +147,7 @@ class Connections:
     def _channel_over(
         self,
         process_group: Any,  # noqa: ANN401 - as above
-        break_off: Callable[[Any], None],
+        abort: Callable[[Any], None],
         local_collectives: HostCollectives | None = None,
     ) -> Channel:
         others = self.peers_among(range(self.num_instances))
@@ -162,7 +155,7 @@ class Connections:
             process_group,
             self.num_instances,
             self.instance_index,
-            break_off=break_off,
+            abort=abort,
             find_lost=lambda: [other for other in others if self.is_lost(other)],
             local_collectives=local_collectives,
         )

@@ -26,8 +26,7 @@ _SHORTEST_SECONDS: Final = 0.001
 class HostMessages:
     """The messages of a rank to and from all others of its group. One thread at a time.
 
-    Attributes:
-        timeout_seconds: How long a lost or late rank is waited for; may be changed between collectives.
+    The timeout may be changed between collectives.
     """
 
     def __init__(
@@ -50,14 +49,9 @@ class HostMessages:
         self.start(sent, received)()
 
     def start(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> Callable[[], None]:
-        """Send to some ranks and receive from some, which all make the same calls in the same order.
+        """Send contiguous tensors to some ranks and receive from some; a function that waits for all of them.
 
-        Args:
-            sent: By rank, contiguous tensors. One without elements is not sent, and must not be waited for.
-            received: By rank, where to put what comes from there; as long as what is sent there.
-
-        Returns:
-            A function that waits until all is sent and received.
+        All ranks make the same calls in the same order. A tensor without elements is neither sent nor awaited.
         """
         works = []
         for tensors, begin in ((received, self._receive), (sent, self._send)):

@@ -23,7 +23,7 @@ from popdist.host_memory.addition import Op
 from popdist.host_memory.barriers import Names
 from popdist.host_memory.host_collectives import HostCollectives
 from popdist.host_memory.in_place import MayMove
-from popdist.host_memory.segment_exchange import tell_all
+from popdist.host_memory.segment_exchange import values_of_all
 from popdist.transport.host_messages import HostMessages
 from popdist.transport.two_level import Arrival, TwoLevelReduction
 from popdist.tree import Node
@@ -60,7 +60,7 @@ class Member:
     def values_of_all(self, what: str, value: object) -> list[Any]:
         """The values of all ranks, of which this one's is given."""
         called = [self.names.of([rank]) for rank in range(self.size)]
-        return tell_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
+        return values_of_all(PrefixStore(what, self.store), self.rank, called, value, self.timeout_seconds)
 
     def share_memory(self, num_local: int, prefix: str) -> HostCollectives | None:
         """The collectives of this host's ranks, of which each host has as many; None if any host has none."""

@@ -28,12 +28,7 @@ class SerialHeaderExchange:
 
 
 class SerialBackend:
-    """A backend of one instance alone: a job of one, or the only member of a subgroup.
-
-    Args:
-        instance_index: Job-wide number of this instance.
-        device_types: Types of the devices whose tensors are accepted.
-    """
+    """A backend of one instance alone: a job of one, or the only member of a subgroup."""
 
     host_group = local_collectives = None
     """There is nobody to share memory with."""

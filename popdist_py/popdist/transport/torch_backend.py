@@ -144,11 +144,11 @@ class MemoryHeaderExchange:
         return None
 
     def _receive(self, timeout_seconds: float) -> list[int]:
-        """Take the headers that come until then; the instances that are late."""
+        """Read the headers that come in time; the instances that are late."""
         late, deadline = [], 0.0
         for instance, number in self._numbers.items():
             if instance not in self._received:
-                message = self._short_messages.take(instance, number)
+                message = self._short_messages.receive_if_there(instance, number)
                 if message is None:
                     deadline = deadline or time.monotonic() + timeout_seconds
                     seconds_left = max(deadline - time.monotonic(), 0.0)
@@ -179,11 +179,8 @@ class MemoryOfSubsets:
     def of(self, instances: tuple[int, ...]) -> HostCollectives | None:
         """The collectives of ``instances``, which all ask for them at the same time.
 
-        Returns:
-            None on all of them where the job does not share a host's memory, or one of them has no room.
-
-        Raises:
-            BackendError: If one was lost or did not come in time, now or when they first asked.
+        None on all of them where the job does not share a host's memory, or one has no room. Raises BackendError
+        if one was lost or did not come in time, now or when they first asked.
         """
         if instances in self._failures:
             raise BackendError(self._failures[instances])

@@ -76,9 +76,8 @@ class WaitingPeers:
 class TwoLevelReduction:
     """Reductions over all members; every member makes the same calls in the same order.
 
-    Operations are those of `popdist.host_memory.host_collectives`; half dtypes are combined in float32, but in a
-    rounded sum. Every call
-    raises BackendError if a member was lost or did not come in time.
+    Half dtypes are combined in float32, but in a rounded sum. Every call raises BackendError if a member was lost
+    or did not come in time.
 
     Args:
         peers: The peers of this member.
@@ -126,8 +125,7 @@ class TwoLevelReduction:
     def empty_shares(self, like: Tensor, width: int, op: Op = "sum") -> Tensor:
         """Room for what a member sends to all others by :meth:`reduce_scatter`: zeros, of the dtype of the sum.
 
-        Returns:
-            A tensor of four dimensions: place of the receiver on its host, its host, node of the sender, numbers.
+        Its four dimensions are: place of the receiver on its host, its host, node of the sender, numbers.
         """
         dtype = torch.float32 if is_widened(op, like.dtype) else like.dtype
         return like.new_zeros(self._num_local, self._num_hosts, self._num_rows, width, dtype=dtype)
