@@ -98,13 +98,13 @@ def replicated_step(net: nn.Module, x: Tensor, size: int) -> Step:
 
 
 def without_exchange(step: Step) -> Step:
-    """``step`` with meetings to which nobody else comes."""
+    """``step`` with exchanges in which nobody else takes part."""
 
-    def alone(_meeting: GroupSync, _stops: object, rows: list[ReplicaValues]) -> GroupValues:
+    def alone(_sync: GroupSync, _points: object, rows: list[ReplicaValues]) -> GroupValues:
         return np.array([*rows, *rows])
 
     def changed() -> None:
-        with mock.patch.object(GroupSync, "_meet", alone):
+        with mock.patch.object(GroupSync, "_exchange", alone):
             step()
 
     return changed

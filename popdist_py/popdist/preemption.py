@@ -1,6 +1,6 @@
-"""Leaving when the machine is wanted back: all instances save after the same step, and end.
+"""Preemption: save on SIGTERM after the same step on all instances, and exit together.
 
-A signal is only noted. The note travels with the headers that the instances exchange anyway, so that all of them
+A signal only sets a flag. It travels with the headers that the instances exchange anyway, so that all of them
 know of it at the same place of the program (`popdist.groups`), and they act on it at the next end of a step
 (`popdist.training_loop`).
 """
@@ -27,7 +27,7 @@ EXIT_CODE: Final = 128 + signal.SIGTERM
 """What a shell shows of a program that SIGTERM has ended."""
 
 NUM_PATIENT_STEPS: Final = 10
-"""Optimizer steps that may follow a signal before the program is told that none of them was the last."""
+"""Optimizer steps that may follow a signal before a warning says that none of them was the last."""
 
 _LARGEST_EXIT_CODE: Final = 255
 _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
@@ -35,13 +35,10 @@ _POSSIBLE: Final = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 @dataclass(slots=True, kw_only=True)
 class _PreemptionState:
-    """What this process will do at a preemption.
+    """What this process will do at a preemption: call ``fn``, if there is one, and end with ``exit_code``.
 
-    Attributes:
-        fn: What it will call; None when it will do nothing.
-        exit_code: What it will end with.
-        previous: The handlers of the signals that were there before.
-        num_steps_at_notice: Optimizer steps at the end of the first one after a signal.
+    ``previous`` are the handlers of the signals that were there before, and ``num_steps_at_notice`` counts the
+    optimizer steps at the end of the first one after a signal.
     """
 
     fn: Callable[[], object] | None = None
@@ -99,11 +96,11 @@ def on_preemption(
     _state.fn, _state.exit_code = fn, exit_code
     _state.num_steps_at_notice = None
     for signum in asked:
-        _state.previous[signum] = signal.signal(signum, _note)
+        _state.previous[signum] = signal.signal(signum, _set_flag)
 
 
 def check_preemption() -> None:
-    """A place at which the program may leave: see :func:`on_preemption`. All instances call it.
+    """Let the program leave here, if it was asked to: see :func:`on_preemption`. All instances call it.
 
     For long evaluations and for loops of other kinds. It costs one exchange of headers, which waits for the
     slowest instance. What ``fn`` saves must be whole here.
@@ -137,7 +134,7 @@ def _check(fn: object, signals: object, exit_code: int) -> list[int]:
     return asked
 
 
-def _note(_signum: int, _frame: object) -> None:
+def _set_flag(_signum: int, _frame: object) -> None:
     context.notice().is_given = True
 
 
@@ -150,13 +147,13 @@ def _restore() -> None:
 
 @cache
 def _prepare_process() -> None:
-    """What is done once: count optimizer steps, and see that children which are forked have no part in this."""
+    """Do what is done once: count optimizer steps, and let forked children have no part in this."""
     watch_optimizers()
     register_optimizer_step_post_hook(_warn_if_stuck)
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _forget() -> None:
+def _forget_in_child() -> None:
     _state.fn, training_loop.on_step_end = None, None
     _restore()
 
@@ -203,7 +200,7 @@ def _is_for_all() -> bool:
 
 
 def _end(*, has_failed: bool) -> None:
-    """Tell the others how ``fn`` has ended here; after a success wait until it has on all."""
+    """Say to the others how ``fn`` has ended here; after a success wait until it has on all."""
     if not context.is_initialized():
         return
     group, text = context.current_group(), "the end of on_preemption"

@@ -1,4 +1,4 @@
-"""Making the weights of all instances equal, and proving that they are."""
+"""Weights of all instances: made equal by a broadcast, and compared by checksums."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
 from inspect import currentframe
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -96,3 +96,43 @@ def test_functions_are_not_traced_without_torchs_names(monkeypatch: pytest.Monke
 
     disabled: object = torch_private.skip_tracing(len)
     assert disabled == [len]
+
+
+def test_what_follows_a_backward_pass_is_called_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it has ended; a torch without the names says so, and calls nothing."""
+    ends, answers, numbers = list[int](), list[bool](), list[int | None]()
+    value = torch.ones(1, requires_grad=True)
+
+    def hook(_gradient: torch.Tensor) -> None:
+        numbers.append(torch_private.backward_pass())
+        answers.append(torch_private.call_after_backward(lambda: ends.append(1)))
+
+    value.register_hook(hook)
+    value.sum().backward()
+    monkeypatch.setattr(torch_private, "_execution_engine", None)
+    monkeypatch.setattr(torch_private, "_current_graph_task_id", None)
+    value.sum().backward()
+
+    assert (ends, answers) == ([1], [True, False])
+    assert numbers[0] is not None
+    assert numbers[1] is None
+
+
+def test_writes_are_counted() -> None:
+    """Of what has no count, none."""
+    tensor = torch.ones(2)
+    before = torch_private.num_writes(tensor)
+    tensor.add_(1)
+    uncounted: Any = object()
+    assert torch_private.num_writes(tensor) == before + 1
+    assert torch_private.num_writes(uncounted) == 0
+
+
+def test_compiled_modules_are_known() -> None:
+    """Wrapped by torch.compile, and compiled in place."""
+    module = torch.nn.Linear(2, 2)
+    assert not torch_private.is_compiled(module)
+    wrapped: Any = torch.compile(module, backend="eager")
+    assert torch_private.is_compiled(wrapped)
+    module.compile(backend="eager")
+    assert torch_private.is_compiled(module)

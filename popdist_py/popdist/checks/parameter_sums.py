@@ -78,8 +78,8 @@ def find_difference(
     if not any(words) or len(set(words) - {0}) <= 1:
         return None
     sums = own.sums if own is not None else ()
-    told = group.start(f"the {noun} differ, count them", [len(sums)]).wait(timeout_seconds)
-    counts = {i: count for i, (count,) in zip(group.instances, told, strict=True) if count}
+    headers = group.start(f"the {noun} differ, count them", [len(sums)]).wait(timeout_seconds)
+    counts = {i: count for i, (count,) in zip(group.instances, headers, strict=True) if count}
     if len(set(counts.values())) > 1:
         return ", ".join(f"{count} {noun} on instance {instance}" for instance, count in counts.items())
     span = range(max(counts.values()))
@@ -88,8 +88,8 @@ def find_difference(
         parts = [span[start : start + step] for start in range(0, len(span), step)]
         asked = [_word(sums[part.start : part.stop]) for part in parts] if sums else []
         text = f"the {noun} differ, look at {span.start} to {span.stop}"
-        told = group.start(text, asked).wait(timeout_seconds)
-        answers = {i: numbers for i, numbers in zip(group.instances, told, strict=True) if numbers}
+        headers = group.start(text, asked).wait(timeout_seconds)
+        answers = {i: numbers for i, numbers in zip(group.instances, headers, strict=True) if numbers}
         place = next(k for k, answer in enumerate(zip(*answers.values(), strict=True)) if len(set(answer)) > 1)
         span = parts[place]
         if len(span) == 1:

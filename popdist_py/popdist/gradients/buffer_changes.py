@@ -1,4 +1,4 @@
-"""What the replicas of an instance have used and changed in a step, and how the instances learn it of each other.
+"""What the replicas of an instance have used and changed in a step, exchanged among the instances.
 
 Almost always it is the same on all of them. So each sends a digest in the header that ends the step, and all that
 it stands for only where digests differ.
@@ -27,12 +27,10 @@ from popdist.weights import bytes_of, gather_bytes
 class StepChanges:
     """What was used and changed in a step.
 
-    Attributes:
-        mask: Bit i stands for what the instances count alike: the parameters that had a gradient, and above them
-            the buffers of the model that changed.
-        others: Keys of the changed buffers of other models.
-        irregular: Keys of buffers that were made, taken away or given another form, each with what it is now.
-        starts: In a checked step, the model's buffers with checksums of what they were when it began.
+    Bit i of ``mask`` stands for what the instances count alike: the parameters that had a gradient, and above them
+    the buffers of the model that changed. ``others`` are keys of the changed buffers of other models,
+    ``irregular`` those of buffers that were made, removed or given another form, each with what it is now. In a
+    checked step, ``starts`` has the model's buffers with checksums of what they were when it began.
     """
 
     mask: int = 0
@@ -51,7 +49,7 @@ NO_CHANGES: Final = StepChanges()
 
 @lru_cache(maxsize=64)
 def _digest(mask: int, *others: object) -> int:
-    """Of changes, most of which come again in each step."""
+    """The digest of changes, most of which come again in each step."""
     data = mask.to_bytes(mask.bit_length() // 8 + 1, "little")
     if any(others):
         data += repr(others).encode()
@@ -60,18 +58,12 @@ def _digest(mask: int, *others: object) -> int:
 
 @lru_cache(maxsize=64)
 def _only(used: int) -> StepChanges:
-    """No buffer has changed."""
+    """The changes of a step in which no buffer has changed."""
     return StepChanges(mask=used)
 
 
 def changes_of(used: int, num_parameters: int, buffers: ReplicaBuffers | None) -> StepChanges:
-    """What this instance's replicas have used and changed, when all have ended.
-
-    Args:
-        used: The parameters that had a gradient.
-        num_parameters: How many there are.
-        buffers: Of the model; None where they play no part.
-    """
+    """What this instance's replicas have used and changed, when all have ended."""
     if buffers is None:
         return _only(used)
     own, others = buffers.changed()
@@ -92,31 +84,27 @@ def agree_on_changes(
 ) -> StepChanges:
     """What the replicas of all instances have used and changed; every instance calls it.
 
-    Args:
-        group: All instances of the job.
-        own: Of this one.
-        digests: Of each of them.
-        buffers: Of the model.
-
-    Raises:
-        WeightsError: If a buffer differed between instances when the step began, or one that was made in it, or
-            changed its form there, does.
-        CollectiveError: If a model whose buffers changed is not on all instances.
+    ``digests`` are those of all instances. A WeightsError says that a buffer differs between them, a
+    CollectiveError that one has another model.
     """
     if len(set(digests)) == 1:
         return own
     labels = [] if buffers is None else buffers.labels
     message = json.dumps([f"{own.mask:x}", own.others, [key for key, _ in own.irregular], labels, own.starts])
-    told = [json.loads(data) for data in gather_bytes(group, "tell what a step has changed", message.encode())]
+    received = [
+        json.loads(data) for data in gather_bytes(group, "exchange what a step has changed", message.encode())
+    ]
     mask = 0
-    for digits, *_ in told:
+    for digits, *_ in received:
         mask |= int(digits, 16)
-    _compare_starts(group, [it[4] for it in told])
-    others = sorted({key for it in told for key in it[1]})
-    irregular = sorted({key for it in told for key in it[2]})
+    _compare_starts(group, [it[4] for it in received])
+    others = sorted({key for it in received for key in it[1]})
+    irregular = sorted({key for it in received for key in it[2]})
     for key in [*others, *irregular]:
         label = key.rpartition(" ")[0]
-        if label and (without := [i for i, it in zip(group.instances, told, strict=True) if label not in it[3]]):
+        if label and (
+            without := [i for i, it in zip(group.instances, received, strict=True) if label not in it[3]]
+        ):
             raise CollectiveError(
                 f"a step has changed the buffer {key.rpartition(' ')[2]} of a model that is not on "
                 f"{name_instances(without)}: wrap the same models, and copy them, on all instances"
@@ -145,9 +133,9 @@ def _compare(group: Group, buffers: ReplicaBuffers, keys: Sequence[str]) -> None
     tensors = [buffers.tensor_of(key) for key in keys]
     forms = [None if tensor is None else [str(tensor.dtype), *tensor.shape] for tensor in tensors]
     text = "compare buffers that were made in a step"
-    told = [json.loads(data) for data in gather_bytes(group, text, json.dumps(forms).encode())]
+    received = [json.loads(data) for data in gather_bytes(group, text, json.dumps(forms).encode())]
     digests = []
-    for tensor, *forms_of_one in zip(tensors, *told, strict=True):
+    for tensor, *forms_of_one in zip(tensors, *received, strict=True):
         known = [form for form in forms_of_one if form is not None]
         is_alike = len({(form[0], len(form)) for form in known}) == 1
         if tensor is None or not is_alike:
@@ -177,11 +165,7 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def raise_fault(group: Group, fault: str | None) -> None:
-    """Raise, on every instance, what was found on one of them; all call it.
-
-    Raises:
-        WeightsError: The fault of the first instance that has one.
-    """
-    told = gather_bytes(group, "tell what is wrong", (fault or "").encode())
-    faults = {instance: data.decode() for instance, data in zip(group.instances, told, strict=True) if data}
+    """Raise, on every instance, the fault of the first instance that has one; all call it."""
+    received = gather_bytes(group, "exchange what is wrong", (fault or "").encode())
+    faults = {instance: data.decode() for instance, data in zip(group.instances, received, strict=True) if data}
     raise WeightsError(f"{next(iter(faults.values()))} (found on {name_instances(faults)})")

@@ -26,17 +26,10 @@ ALIGNMENT: Final = 128
 
 
 def deal_elements(sizes: Sequence[int], num_shares: int, *, may_cut: Sequence[bool]) -> list[list[range]]:
-    """The elements of each parameter that each share has.
+    """The elements of each parameter that each share has: a range for each, empty where it has none of it.
 
-    Args:
-        sizes: Elements of each parameter.
-        num_shares: At least 1.
-        may_cut: For each parameter, whether it may have elements in several shares.
-
-    Returns:
-        For each share one range for each parameter, empty where it has none of it. Together the shares have each
-        element once; a share is longer than the others by less than ``ALIGNMENT``, or by a parameter that may not
-        be cut.
+    Together the shares have each element once; a share is longer than the others by less than ``ALIGNMENT``, or by
+    a parameter that may not be cut.
     """
     shares: list[list[range]] = [[] for _ in range(num_shares)]
     total, start = sum(sizes), 0
@@ -68,11 +61,7 @@ def may_be_cut(parameter: Tensor) -> bool:
 
 
 def flat_view(tensor: Tensor, name: str) -> Tensor:
-    """All elements of ``tensor`` in the order of its memory, as one row that shares its memory.
-
-    Raises:
-        OptimizerError: If its elements overlap or have gaps.
-    """
+    """All elements of ``tensor`` in the order of its memory, as one flat tensor that shares its memory."""
     dense = torch.empty_like(tensor, device="meta", requires_grad=False)
     if dense.stride() != tensor.stride():
         raise OptimizerError(
@@ -90,13 +79,7 @@ def flat_like(tensor: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owned:
-    """A parameter of a sharded optimizer.
-
-    Attributes:
-        parameter: A weak reference to it.
-        ranges: For each instance the elements that it updates.
-        optimizer: A weak reference to the optimizer.
-    """
+    """A parameter of a sharded optimizer, and for each instance the elements that it updates."""
 
     parameter: weakref.ref[Parameter]
     ranges: Ranges
@@ -145,12 +128,7 @@ Sharded = TypeVar("Sharded", bound=ShardedTensor)
 
 
 class ShardExchange:
-    """The exchange that gives every instance all elements of tensors, in messages of bounded size.
-
-    Args:
-        tensors: At least one; all of one device and dtype.
-        backend: The instances that send the tensors to each other.
-    """
+    """The exchange that gives every instance all elements of tensors of one kind, in messages of bounded size."""
 
     def __init__(self, tensors: Sequence[ShardedTensor], backend: Backend) -> None:
         self._backend = backend
@@ -166,11 +144,7 @@ class ShardExchange:
                 self._rounds[number][member] = views
 
     def run(self) -> None:
-        """Overwrite the elements of all other instances with what these have.
-
-        Raises:
-            BackendError: If an instance was lost or did not come in time.
-        """
+        """Overwrite the elements of all other instances with what these have."""
         own = self._backend.instances.index(self._backend.instance_index)
         for runs in self._rounds:
             lengths = [sum(map(len, views)) for views in runs]
@@ -178,9 +152,9 @@ class ShardExchange:
             if lengths[own]:
                 torch.cat(runs[own], out=sent[: lengths[own]])
             received = self._backend.all_gather(sent)
-            for member, (row, views) in enumerate(zip(received, runs, strict=True)):
+            for member, (part_of_member, views) in enumerate(zip(received, runs, strict=True)):
                 if member != own:
-                    parts = row[: lengths[member]].split(list(map(len, views)))
+                    parts = part_of_member[: lengths[member]].split(list(map(len, views)))
                     for view, part in zip(views, parts, strict=True):
                         view.copy_(part)
 

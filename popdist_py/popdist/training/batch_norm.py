@@ -2,9 +2,9 @@
 
 A layer of a model with ``batch_norm_group_size=k`` normalises with the statistics of k consecutive replicas: those
 of one batch with the samples of all of them. Forward, each replica brings the mean and the variance of its own
-samples to a meeting (`popdist.training.norm_sync`) and takes away what follows for all. Backward, each brings
-the sums from which the gradient of the statistics is made, times what it counts in the step's loss. What it takes
-away is divided by what it counts, because the step multiplies its gradient with that.
+samples to an exchange (`popdist.training.norm_sync`) and computes with those of all. Backward, each brings the
+sums from which the gradient of the statistics is made, times what it counts in the step's loss. What follows is
+divided by what it counts, because the step multiplies its gradient with that.
 
 :func:`update_bn` makes new statistics for finished weights, such as an average of them, from all replicas.
 """
@@ -40,19 +40,14 @@ from popdist.training.randomness import ReplicaRandomness
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
-_apart: Final[list[nn.Module]] = []
+_calibrated: Final[list[nn.Module]] = []
 """The models whose statistics :func:`update_bn` makes: there each replica is a group of its own."""
 
 
 class GroupedNorm:
-    """The forward pass of one BatchNorm layer in training: with the statistics of a group of replicas.
+    """The forward pass of one BatchNorm layer in training: with the statistics of ``size`` replicas.
 
-    It stands in the place of the layer's own method, which it calls in evaluation.
-
-    Args:
-        layer: The layer.
-        size: Replicas of a group.
-        name: What the layer is called, the same on all instances.
+    It replaces the layer's own method, which it calls in evaluation. ``name`` is the same on all instances.
     """
 
     def __init__(self, layer: BatchNorm, size: int, name: str) -> None:
@@ -65,7 +60,7 @@ class GroupedNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise ``x``, of shape (samples, channels, ...)."""
         layer = self.layer
-        if not layer.training or _apart:
+        if not layer.training or _calibrated:
             return BatchNorm.forward(layer, x)
         turn = NormTurn.current
         if turn is None or turn.size != self.size:
@@ -96,20 +91,18 @@ def _by_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def _row(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
-    """One row with all of these."""
+def _array_of(tensors: Sequence[Tensor], *numbers: float) -> ReplicaValues:
+    """One array with all of these."""
     return np.concatenate([*(it.cpu().numpy() for it in tensors), numbers], dtype=np.float64)
 
 
-def _pooled(rows: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
-    """Mean and variance by channel, and the count, of all values together.
+def _pooled(values: GroupValues) -> tuple[ReplicaValues, ReplicaValues, float]:
+    """Mean and variance by channel, and the count, of all values together (Chan, Golub and LeVeque 1979).
 
-    Args:
-        rows: For each participant the means, the variances, and how many values each is of (Chan, Golub and
-            LeVeque 1979).
+    Each participant brings its means, its variances, and how many values each is of.
     """
-    num_channels, counts = rows.shape[1] // 2, rows[:, -1:]
-    means, variances = rows[:, :num_channels], rows[:, num_channels:-1]
+    num_channels, counts = values.shape[1] // 2, values[:, -1:]
+    means, variances = values[:, :num_channels], values[:, num_channels:-1]
     count = float(tree_sum_of_values(counts)[0])
     mean = tree_sum_of_values(means * counts) / count
     squares = tree_sum_of_values((variances + np.square(means - mean)) * counts)
@@ -131,9 +124,9 @@ class _Normalise(torch.autograd.Function):
         """Normalise with mean and variance of the group."""
         num_channels = x.shape[1]
         own = torch.batch_norm_update_stats(x.float() if x.dtype in _HALVES else x, None, None, 0.0)
-        row = _row(own, x.numel() / num_channels)
-        rows = turn.sync_values(SyncPoint("forward", norm.number, len(row)), row)
-        means, variances, count = _pooled(rows)
+        mine = _array_of(own, x.numel() / num_channels)
+        values = turn.sync_values(SyncPoint("forward", norm.number, len(mine)), mine)
+        means, variances, count = _pooled(values)
         if count < 2:  # noqa: PLR2004 - as torch
             raise BatchError(
                 f"{norm.name} has {count:g} values in each channel over all replicas of its group, and a "
@@ -170,9 +163,9 @@ class _Normalise(torch.autograd.Function):
         )
         of_x = None
         if ctx.needs_input_grad[0]:
-            row = _row((of_weight, of_bias)) * turn.share
-            rows = turn.sync_values(SyncPoint("backward", norm.number, len(row)), row)
-            sums = tree_sum_of_values(rows) / (turn.share * ctx.count)
+            mine = _array_of((of_weight, of_bias)) * turn.share
+            values = turn.sync_values(SyncPoint("backward", norm.number, len(mine)), mine)
+            sums = tree_sum_of_values(values) / (turn.share * ctx.count)
             means = torch.from_numpy(sums).to(x.device, wide).view(2, -1)
             scale = scale * (variance + eps).rsqrt()
             slopes = means * -scale
@@ -192,12 +185,7 @@ def _laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def group_norms(module: nn.Module, size: int) -> None:
-    """Have the BatchNorm layers of ``module`` normalise over groups of ``size`` replicas; 1 changes nothing.
-
-    Raises:
-        WeightsError: If a layer has no running statistics, has a forward pass of its own, or has groups of another
-            size already; the message names it.
-    """
+    """Have the BatchNorm layers of ``module`` normalise over groups of ``size`` replicas; 1 changes nothing."""
     model = type(module).__name__
     for path, layer in module.named_modules():
         if not isinstance(layer, BatchNorm):
@@ -277,11 +265,11 @@ def _calibrating(model: nn.Module, norms: list[BatchNorm]) -> Iterator[None]:
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum = None  # torch's word for a mean in which all batches count alike
-    _apart.append(model)
+    _calibrated.append(model)
     try:
         yield
     finally:
-        _apart.pop()
+        _calibrated.pop()
         for norm, momentum in momenta.items():
             norm.momentum = momentum
         for module, mode in modes.items():
@@ -309,9 +297,9 @@ class _Passes:
                 self._group.start(_STEP, [True, 0])
                 raise
             own = changes_of(0, 0, self._buffers)
-            told = self._group.start(_STEP, [False, own.digest]).wait()
-            _check([i for i, (it, _) in zip(self._group.instances, told, strict=True) if it])
-            changes = agree_on_changes(self._group, own, [digest for _, digest in told], self._buffers)
+            headers = self._group.start(_STEP, [False, own.digest]).wait()
+            _check([i for i, (it, _) in zip(self._group.instances, headers, strict=True) if it])
+            changes = agree_on_changes(self._group, own, [digest for _, digest in headers], self._buffers)
             self._buffers.combine(self._group, self._layout, changes.mask, changes.others)
         except BaseException:
             self._buffers.undo()

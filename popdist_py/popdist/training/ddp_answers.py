@@ -61,12 +61,7 @@ _WRAPPERS: Final = {
 
 
 def refuse_options(options: Mapping[str, object]) -> None:
-    """Refuse keyword arguments that ``ReplicatedModel`` does not have.
-
-    Raises:
-        WeightsError: If all are DistributedDataParallel's: what to write instead of the first.
-        TypeError: If one is nobody's.
-    """
+    """Refuse keyword arguments that ``ReplicatedModel`` does not have."""
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"ReplicatedModel.__init__() got an unexpected keyword argument {name!r}")
@@ -80,11 +75,7 @@ def answer(attribute: str) -> str | None:
 
 
 def refuse_wrapper(attribute: str) -> None:
-    """Refuse DistributedDataParallel, which asks its module for an attribute that nothing else wants.
-
-    Raises:
-        WeightsError: If this is the attribute.
-    """
+    """Refuse DistributedDataParallel, which asks its module for an attribute that nothing else wants."""
     if attribute == "_ddp_params_and_buffers_to_ignore":
         raise WeightsError(
             "DistributedDataParallel around a ReplicatedModel would reduce its gradients twice: leave it out"
@@ -92,11 +83,7 @@ def refuse_wrapper(attribute: str) -> None:
 
 
 def refuse_module(module: nn.Module) -> None:
-    """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet.
-
-    Raises:
-        WeightsError: Names the part of the module, and what to do.
-    """
+    """Refuse a module whose gradients are reduced already, or whose parameters have no shape yet."""
     for name, part in module.named_modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _WRAPPERS:

@@ -314,7 +314,7 @@ class ModelSteps:
             self._left_at = index
         if self.step is not None:
             if self._norm_groups is not None:
-                self._norm_groups.leave()
+                self._norm_groups.abandon()
             self.step.abandon()
             self._end()
             self._state.lose(reason)

@@ -1,14 +1,15 @@
-"""Where the replicas of a batch norm group meet: at each layer, forward and backward, and at the end.
+"""Exchange of values among the replicas of a batch norm group: at each layer, forward and backward.
 
 A group is ``size`` consecutive replicas. Those of them that have samples in a micro batch, its participants, call
-the same layers in the same order, and each brings a row of numbers to each call. The rows of all participants come
-back in the order of the replicas, so whatever is made of them has the same bits for every split into instances.
+the same layers in the same order, and each brings an array of numbers to each call. The arrays of all participants
+come back in the order of the replicas, so whatever is made of them has the same bits for every split into
+instances.
 
-Participants of one instance take turns (`popdist.training.replica_turns`): the last one of them meets the other
-instances for all. These say in a header where they are before any data goes: at which layer, at the end of the
-micro batch, or gone. Only if all are at the same place the rows follow; else the meetings of this micro batch are
-over, on all of them, with an error that names replicas and layers. An instance that leaves its step says so in
-each meeting in which others still expect it. So nobody waits for a replica that does not come.
+Participants of one instance take turns (`popdist.training.replica_turns`): the last one of them exchanges with the
+other instances for all. These say in a header where they are before any data is sent: at which layer, at the end
+of the micro batch, or gone. The arrays follow only if all are at the same place; else the exchanges of this micro
+batch are over, on all of them, with an error that names replicas and layers. An instance that leaves its step says
+so in each exchange in which others still expect it. So nobody waits for a replica that does not arrive.
 """
 
 import hashlib
@@ -29,19 +30,19 @@ from popdist.weights import gather_bytes
 Kind = Literal["forward", "backward", "end", "left"]
 
 ReplicaValues: TypeAlias = NDArray[np.float64]
-"""What a replica brings to a meeting."""
+"""The array that a replica brings to an exchange."""
 
 GroupValues: TypeAlias = NDArray[np.float64]
-"""Those of all participants, one below the other."""
+"""The arrays of all participants, one below the other."""
 
 _KINDS: Final[tuple[Kind, ...]] = ("forward", "backward", "end", "left")
 
-_TEXT: Final = "a meeting of batch norm groups"
+_TEXT: Final = "exchange among batch norm groups"
 
-_WEIGHTS: Final = "tell the weights of micro batches"
+_WEIGHTS: Final = "exchange the weights of micro batches"
 
 _layers: Final[dict[int, str]] = {}
-"""The layers of this process that meet, by their numbers: what they are called in messages."""
+"""The names of grouped layers, for messages, by their numbers."""
 
 
 def layer_number(name: str) -> int:
@@ -52,12 +53,9 @@ def layer_number(name: str) -> int:
 
 
 class SyncPoint(NamedTuple):
-    """Where a replica stands.
+    """Where a replica is: in a pass of a layer, to which it brings ``width`` numbers, or at its end.
 
-    Attributes:
-        kind: In which pass it is; at the end of its micro batch; or gone without it.
-        layer: The number of the layer that it calls; 0 for none.
-        width: How many numbers it brings.
+    ``layer`` is the number of the layer that it calls; 0 for none.
     """
 
     kind: Kind
@@ -78,18 +76,11 @@ LEFT: Final = SyncPoint("left")
 
 
 class GroupSync:
-    """The meetings of one group in one micro batch.
+    """The exchanges of one group in one micro batch.
 
-    Args:
-        weights: Of its participants, by job-wide number of the replica; greater than 0.
-        local: Those of this instance, ascending.
-        group: The instances that have participants; None where it is this one alone.
-        owners: Those of each of these instances, ascending.
-
-    Attributes:
-        local: As given.
-        shares: What each participant counts, over the heaviest of them.
-        is_over: Whether there will be no other meeting.
+    ``weights`` are those of its participants, by job-wide number of the replica, and ``local`` the ones of this
+    instance. ``group`` are the instances that have participants, None where it is this one alone, and ``owners``
+    the participants of each of these. ``shares`` says what each participant counts, over the heaviest of them.
     """
 
     def __init__(
@@ -105,114 +96,113 @@ class GroupSync:
         self.is_over = not local
         self._group = group
         self._owners = owners
-        self._stops: dict[int, SyncPoint] = {}
-        self._rows: dict[int, ReplicaValues] = {}
+        self._points: dict[int, SyncPoint] = {}
+        self._values: dict[int, ReplicaValues] = {}
         self._found: GroupValues = np.empty((0, 0))
         self._trouble: PopdistError | None = None
         self._is_cancelled = False
 
-    def arrive(self, replica: int, stop: SyncPoint, row: ReplicaValues | None = None) -> None:
-        """A local participant comes to ``stop`` with its row; the last of them meets the other instances."""
+    def arrive(self, replica: int, point: SyncPoint, values: ReplicaValues | None = None) -> None:
+        """Note that a local participant is at ``point``; after the last of them, exchange with other instances."""
         if self.is_over:
             return
         if self._is_cancelled:
-            stop, row = LEFT, None
-        self._stops[replica] = stop
-        if row is not None:
-            self._rows[replica] = row
-        if len(self._stops) < len(self.local):
+            point, values = LEFT, None
+        self._points[replica] = point
+        if values is not None:
+            self._values[replica] = values
+        if len(self._points) < len(self.local):
             return
-        stops, rows = self._stops, [self._rows[it] for it in sorted(self._rows)]
-        self._stops, self._rows = {}, {}
+        points, arrays = self._points, [self._values[it] for it in sorted(self._values)]
+        self._points, self._values = {}, {}
         try:
-            self._found = self._exchange(stops, rows)
+            self._found = self._exchange(points, arrays)
         except PopdistError as error:
             self.is_over, self._trouble = True, error
-        if stop.kind in ("end", "left"):
+        if point.kind in ("end", "left"):
             self.is_over = True
 
-    def rows(self) -> GroupValues:
-        """The rows of all participants, in the order of the replicas, when all local ones have come.
-
-        Raises:
-            MicroBatchError: If the participants do not all call this layer.
-            BackendError: If an instance was lost or did not come in time.
-        """
+    def values(self) -> GroupValues:
+        """The arrays of all participants, in the order of the replicas, when all local ones have arrived."""
         self.check()
         return self._found
 
     def check(self) -> None:
-        """Raise what has ended the meetings, if it was not the end of the micro batch."""
+        """Raise what has ended the exchanges, if it was not the end of the micro batch."""
         if self._trouble is not None:
             raise type(self._trouble)(*self._trouble.args) from self._trouble.__cause__
 
     def abandon(self) -> None:
-        """Tell the other instances, if they may still come, that this one is gone. Never raises."""
+        """Say to the other instances, if they may still expect this one, that it is gone. Never raises."""
         if not self.is_over:
-            stops = dict.fromkeys(self.local, LEFT)
+            points = dict.fromkeys(self.local, LEFT)
             self.is_over = True
             with suppress(PopdistError):
-                self._exchange(stops, [])
+                self._exchange(points, [])
 
     def cancel(self) -> None:
-        """Have all local participants raise an error wherever they come to next; waits for nobody."""
+        """Have all local participants raise an error at their next layer; waits for nobody."""
         self._is_cancelled = True
 
-    def is_cause(self, error: BaseException) -> bool:
-        """Whether ``error`` is the one that has ended the meetings, of which a replica may know the cause."""
+    def has_ended_by(self, error: BaseException) -> bool:
+        """Whether ``error`` has ended the exchanges; another replica may know the cause."""
         return self._trouble is not None and error.args == self._trouble.args
 
-    def _exchange(self, stops: Mapping[int, SyncPoint], rows: Sequence[ReplicaValues]) -> GroupValues:
+    def _exchange(self, points: Mapping[int, SyncPoint], arrays: Sequence[ReplicaValues]) -> GroupValues:
         if self._group is None:
-            _check(stops)
-            return np.array(rows)
-        shown = _first_and_first_other(stops)
-        numbers = [n for it in shown for n in (it, _KINDS.index(stops[it].kind), stops[it].layer, stops[it].width)]
-        told = self._group.start(_TEXT, numbers).wait()
-        is_quick = len(shown) == 1 and LEFT not in stops.values()
-        if not is_quick or any(words[1:] != numbers[1:] for words in told):
-            _check(_stops_in(told), own=stops)
-        if not rows:
+            _check(points)
+            return np.array(arrays)
+        shown = _first_and_first_other(points)
+        numbers = [
+            n for it in shown for n in (it, _KINDS.index(points[it].kind), points[it].layer, points[it].width)
+        ]
+        headers = self._group.start(_TEXT, numbers).wait()
+        is_quick = len(shown) == 1 and LEFT not in points.values()
+        if not is_quick or any(words[1:] != numbers[1:] for words in headers):
+            _check(_points_in(headers), own=points)
+        if not arrays:
             return self._found
-        mine = np.zeros((max(map(len, self._owners)), len(rows[0])))
-        mine[: len(rows)] = rows
+        mine = np.zeros((max(map(len, self._owners)), len(arrays[0])))
+        mine[: len(arrays)] = arrays
         gathered = self._group.backend.all_gather(torch.from_numpy(mine)).numpy()
         return np.concatenate([its[: len(owned)] for owned, its in zip(self._owners, gathered, strict=True)])
 
 
-def tree_sum_of_values(rows: GroupValues) -> ReplicaValues:
-    """The sum of at least one row, in the tree of `popdist.tree` over their numbers."""
-    while len(rows) > 1:
-        rest = rows[len(rows) // 2 * 2 :]
-        pairs = rows[0 : len(rows) - len(rest) : 2] + rows[1::2]
-        rows = np.concatenate([pairs, rest]) if len(rest) else pairs
-    total: ReplicaValues = rows[0]
+def tree_sum_of_values(values: GroupValues) -> ReplicaValues:
+    """The sum of at least one array, in the tree of `popdist.tree` over their numbers."""
+    while len(values) > 1:
+        rest = values[len(values) // 2 * 2 :]
+        pairs = values[0 : len(values) - len(rest) : 2] + values[1::2]
+        values = np.concatenate([pairs, rest]) if len(rest) else pairs
+    total: ReplicaValues = values[0]
     return total
 
 
-def _first_and_first_other(stops: Mapping[int, SyncPoint]) -> list[int]:
-    """The first replica, and the first that stands elsewhere or has left, if there is one."""
-    first = min(stops)
-    others = [it for it in sorted(stops) if stops[it] != stops[first]]
+def _first_and_first_other(points: Mapping[int, SyncPoint]) -> list[int]:
+    """The first replica, and the first that is elsewhere or has left, if there is one."""
+    first = min(points)
+    others = [it for it in sorted(points) if points[it] != points[first]]
     return [first, *others[:1]]
 
 
-def _stops_in(told: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
-    """Where replicas stand, by their numbers: four numbers for each of them, from every instance."""
-    found = [words[i : i + 4] for words in told for i in range(0, len(words), 4)]
+def _points_in(headers: Sequence[Sequence[int]]) -> dict[int, SyncPoint]:
+    """Where replicas are, from the headers of all instances: four numbers for each of them."""
+    found = [words[i : i + 4] for words in headers for i in range(0, len(words), 4)]
     return {replica: SyncPoint(_KINDS[kind], layer, width) for replica, kind, layer, width in found}
 
 
-def _check(stops: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
-    """Raise unless all replicas stand at the same place; first wait a moment if another instance has the cause."""
-    if len(set(stops.values())) == 1 and next(iter(stops.values())) != LEFT:
+def _check(points: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None = None) -> None:
+    """Raise unless all replicas are at the same place; first wait a moment if another instance has the cause."""
+    if len(set(points.values())) == 1 and next(iter(points.values())) != LEFT:
         return
-    if own is not None and LEFT in stops.values() and LEFT not in own.values():
+    if own is not None and LEFT in points.values() and LEFT not in own.values():
         wait_for_first_error()
-    first, *rest = [next(it for it in sorted(stops) if stops[it] == stop) for stop in sorted(set(stops.values()))]
-    told = "; ".join(f"replica {it} {stops[it]}" for it in [first, *rest])
+    first, *rest = [
+        next(it for it in sorted(points) if points[it] == point) for point in sorted(set(points.values()))
+    ]
+    places = "; ".join(f"replica {it} {points[it]}" for it in [first, *rest])
     raise MicroBatchError(
-        f"the replicas of a batch norm group wait for each other, and {told}. All of them call the same layers, "
+        f"the replicas of a batch norm group wait for each other, and {places}. All of them call the same layers, "
         "equally often, forward and backward; this step has no gradient on any instance"
     )
 
@@ -221,11 +211,8 @@ def _check(stops: Mapping[int, SyncPoint], own: Mapping[int, SyncPoint] | None =
 class NormTurn:
     """The replica that computes now, as far as its batch norm layers are concerned.
 
-    Attributes:
-        size: Replicas of its group.
-        replica: Its job-wide number.
-        meeting: Where it meets the others.
-        pass_on: Lets the other local participants run, and returns when it is this one's turn again.
+    ``size`` is that of its group. ``pass_on`` lets the other local participants run, and returns when it is this
+    one's turn again.
     """
 
     size: int
@@ -239,11 +226,7 @@ class NormTurn:
         NormTurn.current = self
 
     def __exit__(self, kind: object, *_error: object) -> None:
-        """End the micro batch, or leave it by an error.
-
-        Raises:
-            MicroBatchError, BackendError: As :meth:`meet`.
-        """
+        """End the micro batch, or leave it by an error."""
         if NormTurn.current is self:
             NormTurn.current = None
         self.sync.arrive(self.replica, END if kind is None else LEFT)
@@ -255,38 +238,26 @@ class NormTurn:
         """What the replica counts in the step's loss, over the heaviest participant of its group."""
         return self.sync.shares[self.replica]
 
-    def sync_values(self, stop: SyncPoint, row: ReplicaValues) -> GroupValues:
-        """The rows of all participants of the group, in their order, when all of them have come to ``stop``.
+    def sync_values(self, point: SyncPoint, values: ReplicaValues) -> GroupValues:
+        """The arrays of all participants of the group, in their order, when all of them are at ``point``.
 
-        Args:
-            stop: A layer, forward or backward.
-            row: What the replica brings, as long as ``stop`` says.
-
-        Raises:
-            MicroBatchError: If one of them comes to another layer, ends its micro batch or leaves it.
-            BackendError: If an instance was lost or did not come in time.
+        A MicroBatchError says that one of them is at another layer, has ended its micro batch or left it.
         """
         self.sync.check()
         if self.sync.is_over:
             raise MicroBatchError(
-                f"replica {self.replica} {stop} after its micro batch has ended, where it cannot meet the others "
+                f"replica {self.replica} {point} after its micro batch has ended, where it cannot meet the others "
                 "of its batch norm group: call backward() within the loop, or in the function that "
                 "run_micro_batches() calls, and not on what comes out of it"
             )
-        self.sync.arrive(self.replica, stop, row)
+        self.sync.arrive(self.replica, point, values)
         if not self.sync.is_over:
             self.pass_on()
-        return self.sync.rows()
+        return self.sync.values()
 
 
 class LocalMicroBatches(NamedTuple):
-    """What this instance computes at once: a micro batch of each local replica of one group.
-
-    Attributes:
-        replicas: Job-wide numbers of the local replicas of the group.
-        step: Which of their micro batches it is.
-        meeting: Of those that have samples in it.
-    """
+    """What this instance computes at once: micro batch ``step`` of each local replica of one group."""
 
     replicas: range
     step: int
@@ -294,16 +265,7 @@ class LocalMicroBatches(NamedTuple):
 
 
 class NormGroups:
-    """The batch norm groups of one model, from the point of view of this instance.
-
-    Args:
-        size: Replicas of a group; divides those of the job.
-        layout: Of the job.
-
-    Attributes:
-        size: As given.
-        plan: What this instance computes in the step that is open, in order.
-    """
+    """The batch norm groups of one model, and what this instance computes in the step that is open, in order."""
 
     def __init__(self, size: int, layout: ReplicaLayout) -> None:
         self.size = size
@@ -313,11 +275,7 @@ class NormGroups:
         self._parts: dict[tuple[int, ...], Group] = {}
 
     def check_batch(self, contents: Sequence[object], weights: Sequence[float]) -> None:
-        """Check that each micro batch with samples counts.
-
-        Raises:
-            BatchError: If one weighs nothing: then its gradient cannot be told from the statistics it is part of.
-        """
+        """Check that each micro batch with samples counts, as its samples are part of the statistics."""
         for index, (content, weight) in enumerate(zip(contents, weights, strict=True)):
             if content is not None and not weight:
                 raise BatchError(
@@ -327,19 +285,13 @@ class NormGroups:
                 )
 
     def begin_step(self, group: Group, weights: Sequence[float], accumulation: int) -> None:
-        """Learn which replicas have samples, of all instances; each has announced its step and heard of theirs.
+        """Exchange which replicas have samples, after all instances have begun their steps.
 
-        Args:
-            group: All instances of the job.
-            weights: What each micro batch of this instance counts, replica by replica; 0 without samples.
-            accumulation: Micro batches of each replica.
-
-        Raises:
-            CollectiveError, BackendError: If the instances do other things, or one was lost.
+        ``weights`` says what each micro batch of this instance counts, replica by replica; 0 without samples.
         """
         data = torch.tensor(weights, dtype=torch.float64).numpy().tobytes()
-        told = b"".join(gather_bytes(group, _WEIGHTS, data))
-        by_replica = torch.frombuffer(bytearray(told), dtype=torch.float64).view(-1, accumulation).tolist()
+        gathered = b"".join(gather_bytes(group, _WEIGHTS, data))
+        by_replica = torch.frombuffer(bytearray(gathered), dtype=torch.float64).view(-1, accumulation).tolist()
         own = self._layout.replicas_of(group.backend.instance_index)
         plan = []
         for first in range(own.start // self.size * self.size, own.stop, self.size):
@@ -366,23 +318,19 @@ class NormGroups:
         return self._parts[instances]
 
     def turn(self, index: int) -> NormTurn:
-        """What to enter for micro batch ``index`` of an instance that has one replica."""
+        """A context manager for micro batch ``index`` of an instance that has one replica."""
         part = self.plan[index]
         return NormTurn(size=self.size, replica=part.replicas.start, sync=part.sync)
 
-    def leave(self) -> None:
-        """The step is lost: tell those that may still come to a meeting with this instance. Never raises."""
+    def abandon(self) -> None:
+        """Say to those that may still expect this instance that the step is lost. Never raises."""
         for part in self.plan:
             part.sync.abandon()
         self.plan = []
 
 
 def check_group_size(size: object, num_replicas: int) -> int:
-    """``size`` as the number of replicas whose batch norm layers share statistics.
-
-    Raises:
-        BatchError: If it is no whole number from 1 up that divides the replicas of the job.
-    """
+    """Check that ``size`` replicas can share the statistics of batch norm layers."""
     size = whole_number("batch_norm_group_size", size, BatchError)
     if num_replicas % size:
         fitting = [it for it in range(1, num_replicas + 1) if num_replicas % it == 0]

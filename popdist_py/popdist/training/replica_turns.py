@@ -204,7 +204,7 @@ class ReplicaTurns(Generic[R]):
         numbers = range(len(replicas))
         contexts = [contextvars.copy_context() for _ in numbers]
         turns.run([partial(contexts[i].run, compute, i) for i in numbers], sync.cancel)
-        for error in sorted(errors.values(), key=sync.is_cause):
+        for error in sorted(errors.values(), key=sync.has_ended_by):
             raise error
         return results
 

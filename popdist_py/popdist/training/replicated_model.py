@@ -41,48 +41,35 @@ class ReplicatedModel(nn.Module):
     The bits of the weights depend on the replicas and the accumulation, not on how many instances the replicas
     are dealt to. A replica draws its random numbers (Python's, numpy's and torch's) from states of its own; every
     replica starts a step from the same buffers, and afterwards those of floats are the mean over the replicas,
-    others those of replica 0. The conditions: the same number of threads for each replica (poprun sets it), the
-    same kind of CPU or GPU, the same build of torch, and a computation that gives the same bits for the same
-    samples (so a loss that is a mean over its micro batch). Instances exchange one partial sum of gradients when
-    their number of local replicas is a power of two, else the aligned ones of their block, at most
-    ``2 * log2(num_replicas)``.
-
-    Outside the loop, ``backward()`` reduces when it ends if the instance has one replica, as under torch's
-    DistributedDataParallel, and raises ``BatchError`` if it has several.
+    others those of replica 0. Outside the loop, ``backward()`` reduces when it ends if the instance has one
+    replica, and raises ``BatchError`` if it has several.
 
     Args:
         module: Any module; its parameters and buffers are changed in place on instances other than 0.
-        seed: Of the replicas' random states; the same on all instances. None, where the job has one replica: it
+        seed: Makes the replicas' random states; the same on all instances. None, where the job has one replica: it
             draws from the program's own states, as a loop without popdist does.
         check_finite: Look for NaN and infinity in the gradient of each micro batch; every instance then raises
-            ``GradientError``, which names the parameter and the replica. Not for use with a GradScaler, which
-            expects them.
+            ``GradientError``. Not for use with a GradScaler, which expects them.
         strict_bits: Refuse local replicas that are no power of two.
         gradient_dtype: ``torch.bfloat16`` or ``torch.float16``: each replica's weighted gradient and each sum of
-            replicas, the whole one too, is rounded to it, whether it is sent or not; then the mean is taken, and
-            ``.grad`` has the parameter's dtype. It halves what goes over a network. In float16 what is greater
-            than 65504 becomes infinity, which a GradScaler finds. None rounds nothing.
+            replicas is rounded to it; then the mean is taken, and ``.grad`` has the parameter's dtype. It halves
+            what goes over a network. In float16 what is greater than 65504 becomes infinity. None rounds nothing.
         num_local_replicas: Replicas of this instance for this model, in a program that nobody started with poprun:
-            one process, torchrun, mpiexec. The same number on all instances; at least 1. Batches, random states,
-            buffers and gradients are those of so many replicas, with the bits of a job of poprun that has them.
-            Loaders of popdist and ``popdist.num_replicas()`` know of the job only. None for those of the job.
-        batch_norm_group_size: Replicas whose BatchNorm layers share statistics: so many consecutive ones
-            normalise, forward and backward, as if their samples were one batch, and so do running statistics. It
-            divides the replicas of the model. Where it is greater than 1 and an instance has several replicas, the
-            loop is :meth:`run_micro_batches`. SyncBatchNorm is BatchNorm here; its process group plays no part. 1
-            leaves the layers alone.
+            one process, torchrun, mpiexec. The same number on all instances. Loaders of popdist and
+            ``popdist.num_replicas()`` know of the job only. None for those of the job.
+        batch_norm_group_size: So many consecutive replicas share the statistics of BatchNorm layers, as if their
+            samples were one batch. It divides the replicas of the model. Where it is greater than 1 and an
+            instance has several replicas, the loop is :meth:`run_micro_batches`. 1 leaves the layers alone.
         **ddp_options: None is taken; the error says what becomes of those of DistributedDataParallel.
 
     Raises:
-        WeightsError: If the instances have different modules, or the weights differ afterwards; if the module or a
-            part of it reduces gradients already, or is lazy; for an option of DistributedDataParallel; if a
-            BatchNorm layer of a group has no running statistics, or a forward pass of its own.
+        WeightsError: If the instances have different modules, or the module cannot be replicated: it reduces
+            gradients already, is lazy, or has a BatchNorm layer that cannot share statistics; and for an option of
+            DistributedDataParallel.
         GradientError: If ``gradient_dtype`` is another one.
         CollectiveError: If the instances differ in the other arguments.
-        BatchError: If ``strict_bits`` refuses the number of local replicas, that number or the seed is none, or
-            ``batch_norm_group_size`` does not divide the replicas.
-        ContractError: If ``num_local_replicas`` is another number than poprun's; and as ``popdist.init()``.
-        BackendError: As ``popdist.init()``.
+        BatchError: If a number is not possible, or ``strict_bits`` refuses it.
+        ContractError, BackendError: As ``popdist.init()``.
     """
 
     module: nn.Module
@@ -171,46 +158,39 @@ class ReplicatedModel(nn.Module):
     ) -> Iterator[Nest]:
         """Split this instance's combined batch into its replicas' micro batches; afterwards ``.grad`` is ready.
 
-        Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. Every
-        gradient is weighted by the samples it stands for, so ragged last steps are exact: when the loop has ended,
-        ``.grad`` of each parameter is the mean over all samples of the job's step. It is added in float32
-        (float64 for parameters of double precision) and is None for a parameter that no replica used.
+        Each micro batch that is yielded must see one backward pass (of a mean over its samples), or several. When
+        the loop has ended, ``.grad`` of each parameter is the mean over all samples of the job's step, added in
+        float32 (float64 for parameters of double precision), or None for a parameter that no replica used.
 
-        The loop begins without gradients. Those of before are dropped if a step of an optimizer has used them, or
-        a GradScaler has left it out for NaN or infinity, or an earlier call of the same step's closure made them,
-        or they came from another model's loop under this one's ``no_sync()``. Others are an error, or ``add``.
+        The loop begins without gradients. Those of before are dropped if an optimizer's step has used them, or a
+        GradScaler has left it out. Others are an error, or ``add``.
 
         A part of the batch without samples is not yielded; an instance may have fewer samples than others, or
-        none, and still takes part. Leaving the loop before its end (by break, return or an exception) abandons
-        the step on every instance: the others raise ``MicroBatchError`` at the end of their loops, and an
-        optimizer's step raises it on all of them until the next loop, which works again where all have caught it.
+        none, and still takes part. Leaving the loop before its end abandons the step on every instance: the others
+        raise ``MicroBatchError`` at the end of their loops, and an optimizer's step raises it on all of them until
+        the next loop, which works again where all have caught it.
 
         Args:
             batch: Tensors in tuples, lists, mappings and dataclasses, with the samples of all local replicas along
-                dim 0 of each: micro batch size x accumulation x local replicas, or fewer (see
-                `popdist.training.micro_batches`). Or the batch of ``popdist.data_loader``, or what ``split``
-                splits.
-            accumulation: Micro batches of each replica in this step, the same on all instances. At least 1; a
-                loader's batch brings its own.
+                dim 0 of each: micro batch size x accumulation x local replicas, or fewer. Or the batch of
+                ``popdist.data_loader``, or what ``split`` splits.
+            accumulation: Micro batches of each replica in this step, the same on all instances; a loader's batch
+                brings its own.
             reduction: ``"sum"`` leaves out the division by the sum of the weights, and weighs each micro batch 1
                 unless ``weights`` says more.
             weights: What each micro batch counts, replica by replica, in place of its samples: its tokens, for a
-                loss that is a mean over tokens. At least 0 each; 0 drops the gradient.
+                loss that is a mean over tokens. 0 drops the gradient.
             add: Add to the gradients of before which nothing has used, in place of an error: for an optimizer that
-                steps after several loops. The sum is that of the loops' results, in their order, whatever the
-                split. A GradScaler needs ``zero_grad()`` after its step then.
+                steps after several loops. A GradScaler needs ``zero_grad()`` after its step then.
             split: Gives this instance's micro batches, ``local replicas x accumulation`` of them, replica by
                 replica, None for one without samples. ``split=list`` takes a list of them.
 
         Returns:
-            Micro batches on the model's device; those of a nest are views of its tensors if these are there, or
-            copies of those that begin elsewhere in memory than torch's own tensors do.
+            Micro batches on the model's device, which may share memory with the batch.
 
         Raises:
-            BatchError: If the batch cannot be split, a weight is negative, or the whole job has no sample in this
-                step.
-            GradientError: If there are gradients of before that nothing has used, or gradients are checked and one
-                is not finite.
+            BatchError: If the batch cannot be split, a weight is not possible, or the job has no sample.
+            GradientError: If gradients of before would be lost, or ``check_finite`` has found one.
             WeightsError: If a check finds weights that differ between instances, or were written in a micro batch.
             MicroBatchError: If an instance left its loop or could not split its batch.
             CollectiveError: If the instances differ in accumulation, reduction or parameters, or do other things.
@@ -243,30 +223,26 @@ class ReplicatedModel(nn.Module):
             losses = model.run_micro_batches(batch, body)
 
         With ``batch_norm_group_size`` and several local replicas in a group, those compute in turns, each in a
-        thread: one runs at a time, up to a BatchNorm layer or its end, then the next one, in order. With the
-        turn go the replica's random states, buffers and gradients. Each begins with the grad mode, the autocast
-        and the context variables of the caller; what it changes of them ends with it. Other modes of torch that
-        belong to a thread (hooks on saved tensors, a default device) do not reach ``body``: enter them there. The
-        activations of a group's local replicas are in memory together. What ``body`` keeps in Python is seen by
-        the others. Groups come in increasing order, each with all of its accumulation steps.
+        thread: one runs at a time, up to a BatchNorm layer or its end, then the next one, in order, with its
+        random states, buffers and gradients. Each begins with the caller's grad mode, autocast and context
+        variables; other modes of torch that belong to a thread do not reach ``body``: enter them there. The
+        activations of a group's local replicas are in memory together.
 
         Args:
-            batch: As of :meth:`micro_batches`, and so are all other arguments but ``body``.
+            batch: As of :meth:`micro_batches`, and so are the other arguments and the errors.
             body: Called with a micro batch, whose items are its arguments if it is a tuple or list. It does the
                 forward and backward passes of one replica.
-            accumulation: As told.
-            reduction: As told.
-            weights: As told; greater than 0 with samples where groups share statistics.
-            split: As told.
-            add: As told.
+            accumulation: See ``batch``.
+            reduction: See ``batch``.
+            weights: See ``batch``; greater than 0 with samples where groups share statistics.
+            split: See ``batch``.
+            add: See ``batch``.
 
         Returns:
             What ``body`` returned for each micro batch with samples, replica by replica.
 
         Raises:
-            MicroBatchError: As :meth:`micro_batches`; and if replicas of a group do not call the same BatchNorm
-                layers equally often, forward and backward: the message names them.
-            BatchError, GradientError, WeightsError, CollectiveError, BackendError: As :meth:`micro_batches`.
+            MicroBatchError: Also if replicas of a group do not call the same BatchNorm layers equally often.
             BaseException: What ``body`` raises; the step is abandoned on every instance.
         """
         if not callable(body):
@@ -319,8 +295,7 @@ class ReplicatedModel(nn.Module):
             add: As of ``micro_batches``.
 
         Raises:
-            BatchError: If the weights of the whole job add up to 0.
-            GradientError, WeightsError, MicroBatchError, CollectiveError, BackendError: As ``micro_batches``.
+            BatchError: If the weights of the whole job add up to 0; and as ``micro_batches``.
         """
         self._model_steps.reduce_gradients(reduction, add=add)
 
@@ -363,9 +338,9 @@ class ReplicatedModel(nn.Module):
             if module is None:
                 raise
             refuse_wrapper(name)
-            told = None if hasattr(module, name) else answer(name)
-            if told is not None:
-                raise AttributeError(f"ReplicatedModel has no {name!r}: {told}") from None
+            advice = None if hasattr(module, name) else answer(name)
+            if advice is not None:
+                raise AttributeError(f"ReplicatedModel has no {name!r}: {advice}") from None
             return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401 - whatever the module takes
@@ -378,8 +353,8 @@ class ReplicatedModel(nn.Module):
             super().__setattr__(name, value)
         elif isinstance(value, nn.Module | nn.Parameter) or name == "module":
             raise WeightsError(_not_after(f"model.{name} = ..."))
-        elif not hasattr(self.module, name) and (told := answer(name)) is not None:
-            raise WeightsError(f"model.{name} = {value!r}: {told}")
+        elif not hasattr(self.module, name) and (advice := answer(name)) is not None:
+            raise WeightsError(f"model.{name} = {value!r}: {advice}")
         else:
             setattr(self.module, name, value)
 
