@@ -68,7 +68,7 @@ BUGS = (
         "a program killed by a signal gives poprun the signal's number as exit code",
         "record.exit_code",
         "lambda right: lambda end: right(end) % 128",
-        ("unit/test_report.py", "unit/test_start.py"),
+        ("unit/test_printed_report.py", "unit/test_start.py"),
     ),
     Bug(
         "line endings are changed",
@@ -99,7 +99,7 @@ BUGS = (
     ),
     Bug(
         "the server lets in who shows no token",
-        "answers._admit",
+        "server._admit",
         "lambda right: lambda request, token: right(request, token)"
         " if request.headers.get('authorization', '').removeprefix('Bearer ') else None",
         ("process/test_served_pool.py::test_what_is_not_allowed_is_refused_in_one_line",),

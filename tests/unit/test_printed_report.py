@@ -1,11 +1,18 @@
-"""An aborted job names the instance that called MPI_Abort."""
+"""Exit codes, the report of a failure, and the instance that called MPI_Abort, from values alone."""
 
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from poprun.job.report.printed_report import blame_aborter
-from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus
+from popdist.progress import Progress
+from poprun.job.record import JobEnd, exit_code, first_failure
+from poprun.job.report.findings import Findings
+from poprun.job.report.last_words import LastWords, last_words
+from poprun.job.report.printed_report import blame_aborter, explain, render_attempts, render_end, render_warning
+from poprun.job.state import SHIM_KILLED, InstanceState, InstanceStatus, describe_code
+from tests.planning import CLUSTER_NODE, planned
 
 WORDS = "Abort(9) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 9) - process 1"
 
@@ -61,3 +68,218 @@ def test_nobody_is_blamed_without_words_or_failure() -> None:
     assert blame_aborter(statuses, {0: [WORDS]}, 0) == statuses
     assert blame_aborter(statuses, {0: ["an Abort(9) on node 1 "]}, 9) == statuses
     assert blame_aborter(statuses, {}, None) == statuses
+
+
+GOOD = InstanceStatus(index=0, state=InstanceState.ENDED, exit_code=0, exited_at_seconds=5.0)
+BAD = replace(GOOD, index=1, exit_code=7, exited_at_seconds=3.0)
+CRASHED = replace(BAD, index=2, exit_code=-11, exited_at_seconds=2.0)
+STOPPED = replace(GOOD, index=3, exit_code=-15, was_stopped=True, exited_at_seconds=1.0)
+LET_DOWN = replace(STOPPED, index=4, problem=SHIM_KILLED)
+SHIMLESS = InstanceStatus(index=6, state=InstanceState.ENDED, problem=SHIM_KILLED, exited_at_seconds=0.5)
+LOST = InstanceStatus(index=5, state=InstanceState.ENDED, problem="its agent was killed", exited_at_seconds=0.5)
+
+TABLE = [
+    (JobEnd(statuses=[GOOD]), 0),
+    (JobEnd(statuses=[GOOD, BAD]), 7),
+    (JobEnd(statuses=[BAD, CRASHED]), 139),
+    (JobEnd(statuses=[GOOD, STOPPED, BAD]), 7),
+    (JobEnd(statuses=[GOOD, STOPPED], num_interrupts=1), 130),
+    (JobEnd(statuses=[GOOD, BAD], num_interrupts=1), 7),
+    (JobEnd(statuses=[STOPPED], is_terminated=True), 143),
+    (JobEnd(statuses=[GOOD, STOPPED], is_terminated=True), 143),
+    (JobEnd(statuses=[GOOD], is_terminated=True), 0),
+    (
+        JobEnd(
+            statuses=[STOPPED], num_interrupts=1, has_started=False, launcher_ended_early=True, launcher_code=-2
+        ),
+        130,
+    ),
+    (JobEnd(statuses=[GOOD], is_terminated=True, has_started=False), 143),
+    (JobEnd(statuses=[STOPPED], is_timed_out=True, stop_reason="x"), 124),
+    (JobEnd(statuses=[STOPPED, BAD], is_timed_out=True, stop_reason="x"), 124),
+    (JobEnd(statuses=[STOPPED], is_hung=True, stop_reason="x"), 75),
+    (JobEnd(statuses=[STOPPED, LOST], is_hung=True, stop_reason="x"), 75),
+    (JobEnd(statuses=[STOPPED], is_output_closed=True), 141),
+    (JobEnd(statuses=[LET_DOWN], launcher_code=-9), 137),
+    (JobEnd(statuses=[LET_DOWN, BAD], launcher_code=-9), 7),
+    (JobEnd(statuses=[LOST], launcher_code=0), 137),
+    (JobEnd(statuses=[SHIMLESS], launcher_code=0), 137),
+    (JobEnd(statuses=[SHIMLESS], launcher_code=0, has_started=False), 70),
+    (JobEnd(statuses=[STOPPED], launcher_ended_early=True, launcher_code=3, stop_reason="x"), 3),
+    (JobEnd(statuses=[STOPPED], launcher_ended_early=True, launcher_code=0, stop_reason="x"), 70),
+    (
+        JobEnd(statuses=[GOOD], has_started=False, launcher_ended_early=True, launcher_code=255, stop_reason="x"),
+        70,
+    ),
+    (JobEnd(statuses=[STOPPED], stop_reason="1 of 1 agents have not reported"), 70),
+]
+
+
+@pytest.mark.parametrize(("end", "code"), TABLE)
+def test_the_first_failure_gives_the_exit_code(end: JobEnd, code: int) -> None:
+    """A signal counts from 128; a death that poprun asked for is no failure; who failed alone comes first."""
+    assert exit_code(end) == code
+
+
+def test_who_failed_alone_comes_before_who_was_let_down() -> None:
+    """An instance whose launcher was lost is not the cause when another one failed by itself."""
+    assert first_failure([LET_DOWN, BAD]) is BAD
+    assert first_failure([GOOD, STOPPED]) is None
+
+
+def test_codes_are_told_in_words() -> None:
+    """Signals by name, exit codes as they are, and what a shell made of a signal as that."""
+    assert describe_code(3) == "exit code 3"
+    assert describe_code(255) == "exit code 255"
+    assert describe_code(137) == "exit code 137, which stands for SIGKILL"
+    assert describe_code(-11) == "SIGSEGV, segmentation fault"
+    assert describe_code(-40).startswith("signal 40")
+
+
+@given(
+    st.lists(st.sampled_from([GOOD, BAD, CRASHED, STOPPED, LET_DOWN, LOST]), min_size=1, max_size=200),
+    st.lists(st.lists(st.text(max_size=300), max_size=40), min_size=1, max_size=20),
+    st.lists(st.integers(1, 2**22), max_size=50),
+)
+def test_a_report_has_at_most_fifteen_lines(
+    statuses: list[InstanceStatus], tails: list[list[str]], survivors: list[int]
+) -> None:
+    """At any instance count, whatever the programs printed; and no line is long."""
+    numbered = [replace(status, index=index) for index, status in enumerate(statuses)]
+    words = [last_words(tail) for tail in tails]
+    end = JobEnd(
+        statuses=numbered,
+        stop_reason="x",
+        survivors=tuple(survivors),
+        findings=Findings(
+            words={index: words[index % len(words)] for index in range(len(numbered))}, launcher_words=words[0]
+        ),
+    )
+    lines = render_end(end, planned(num_instances=len(numbered)))
+
+    assert len(lines) <= 15
+    assert all(len(line) <= 240 and "\n" not in line for line in lines)
+
+
+def test_the_report_of_a_failure() -> None:
+    """Which instance, where, how, its last words, and how the others ended."""
+    plan = planned(num_instances=4, num_replicas=8)
+    words = {1: last_words(["ValueError: bad batch"])}
+    end = JobEnd(statuses=[GOOD, BAD, replace(STOPPED, index=2), STOPPED], findings=Findings(words=words))
+
+    assert render_end(end, plan) == [
+        "instance 1 failed first: exit code 7 (host localhost, replicas 2-3)",
+        "  | ValueError: bad batch",
+        "  instance 0          ended with 0",
+        "  instances 2 and 3   stopped by poprun: SIGTERM",
+    ]
+
+
+def test_failures_alike_are_one_line() -> None:
+    """The same code and the same words but for numbers; one that failed while poprun stopped it is one, too."""
+    said = {index: LastWords(summary=f"ValueError: no data for rank {index}") for index in range(8)}
+    said |= {2: LastWords(summary="KeyError: 'lr'")}
+    bad = [replace(BAD, index=index, was_stopped=index > 5, exited_at_seconds=float(index)) for index in range(8)]
+    end = JobEnd(
+        statuses=[*bad, replace(STOPPED, index=8), replace(BAD, index=9, exit_code=3)],
+        findings=Findings(words=said),
+    )
+
+    assert render_end(end, planned(num_instances=10))[1:] == [
+        "  instances 1 and 3 to 7   failed in the same way",
+        "  instance 2               failed, too: exit code 7: KeyError: 'lr'",
+        "  the others               ended in 2 further ways",
+    ]
+
+
+def test_an_instance_may_end_by_itself_while_poprun_stops_it() -> None:
+    """Its exit code and its last words are told; whether it failed or saved its work, nobody knows."""
+    stopped = [replace(STOPPED, index=index, exit_code=1) for index in range(1, 3)]
+    said = {2: LastWords(summary="KeyError: 'lr'")}
+    end = JobEnd(statuses=[replace(BAD, index=0), *stopped], findings=Findings(words=said))
+
+    assert render_end(end, planned(num_instances=3))[1:] == [
+        "  instance 1   ended while poprun stopped the job: exit code 1",
+        "  instance 2   ended while poprun stopped the job: exit code 1: KeyError: 'lr'",
+    ]
+
+
+def test_what_poprun_ended_has_not_failed_in_the_same_way() -> None:
+    """A killed instance and one that poprun killed have the same code, and may have the same last words."""
+    statuses = [replace(CRASHED, index=0, exit_code=-9), replace(STOPPED, index=1, exit_code=-9)]
+    said = dict.fromkeys(range(2), LastWords(summary="epoch 1"))
+
+    assert render_end(JobEnd(statuses=statuses, findings=Findings(words=said)), planned(num_instances=2))[-1] == (
+        "  instance 1   stopped by poprun: SIGKILL"
+    )
+
+
+def test_a_good_end_is_silent() -> None:
+    """So is one that the user asked for."""
+    assert render_end(JobEnd(statuses=[GOOD]), planned()) == []
+    assert render_end(JobEnd(statuses=[STOPPED], num_interrupts=1, stop_reason="x"), planned()) == []
+
+
+def test_the_tracebacks_of_ctrl_c_are_one_line() -> None:
+    """Whose they were."""
+    end = JobEnd(statuses=[STOPPED], num_interrupts=1, interrupted=(0, 1, 2, 3))
+
+    assert render_end(end, planned()) == ["instances 0 to 3: KeyboardInterrupt"]
+
+
+def test_a_program_that_left_has_not_failed() -> None:
+    """It saved and ended with 143 by itself; what an agent ended, because a shim was lost, did not."""
+    left = JobEnd(statuses=[replace(BAD, exit_code=143), STOPPED], seconds=2.0)
+    lost = JobEnd(statuses=[replace(BAD, exit_code=143, problem=SHIM_KILLED)])
+
+    assert render_end(left, planned(num_instances=2)) == ["the program left when it was asked to: exit code 143"]
+    assert render_attempts([lost, left])[1] == "attempt 1: left when it was asked to, 2.0 s"
+    assert SHIM_KILLED in render_attempts([lost, left])[0]
+
+
+def test_who_leaves_mpi_too_early_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """MPICH ends a job when a process ends without MPI_Finalize; an instance that ends later has no part in it."""
+    lost = replace(LET_DOWN, index=0, exited_at_seconds=6.0)
+    later = replace(GOOD, index=2, exited_at_seconds=7.0)
+    end = JobEnd(statuses=[lost, replace(GOOD, index=1), later], launcher_code=0)
+    explain(end, planned(CLUSTER_NODE, num_instances=3), {}, [], None)
+    explain(end, planned(num_instances=3), {}, [], None)
+
+    said = capsys.readouterr().err
+    assert said.count("ends without MPI_Finalize: instance 1 had ended with 0\n") == 1
+    assert said.count("sent by somebody other") == 1
+
+
+def test_no_traceback_of_a_shim_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Below a launcher only shims run Python before the program does; what the runtime itself says is kept."""
+    end = JobEnd(
+        statuses=[GOOD], has_started=False, launcher_ended_early=True, launcher_code=255, stop_reason="it ended"
+    )
+    output = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1',
+        "KeyboardInterrupt",
+        "[n1] no host n2",
+    ]
+
+    explain(end, planned(num_instances=1), {}, output, None)
+
+    told = capsys.readouterr().err
+    assert "[n1] no host n2" in told
+    assert "Traceback" not in told
+    assert "KeyboardInterrupt" not in told
+
+
+def test_processes_that_trained_alone_are_told_of_in_one_line() -> None:
+    """Several of them, in a job in which popdist was not used; what is said of replicas is the same cause."""
+    plan = planned(num_instances=2, num_replicas=4)
+    lone = [replace(GOOD, index=index, progress=Progress(has_trained_alone=True)) for index in range(2)]
+    joined = [lone[0], replace(lone[1], progress=Progress(has_joined=True))]
+
+    line = render_warning(JobEnd(statuses=lone), plan)
+
+    assert line.startswith("warning: 2 processes trained alone, each a model of its own: neither popdist nor ")
+    assert "replicas" not in line
+    assert render_warning(JobEnd(statuses=joined), plan) == ""
+    assert "trained alone" not in render_warning(JobEnd(statuses=[lone[0], replace(GOOD, index=1)]), plan)
+    assert JobEnd(statuses=lone[:1]).lone_instances == ()
