@@ -32,7 +32,7 @@ PARSERS: Final[dict[type, ICustomArgParser]] = {}
 
 
 def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
-    """Have models and loaders take objects of ``arg_type``, and of its subclasses."""
+    """Let arguments, results and samples be objects of ``arg_type`` and its subclasses."""
     if not isinstance(arg_type, type):
         raise Error(f"registerCustomArgParser takes a type, as MyBatch, and was given {arg_type!r}")
     if not isinstance(parser, ICustomArgParser):
@@ -41,7 +41,7 @@ def registerCustomArgParser(arg_type: type, parser: ICustomArgParser) -> None:
 
 
 def picklable_parsers() -> dict[type, ICustomArgParser]:
-    """Those registered that another process can be given; classes within functions cannot."""
+    """The registered parsers that can be sent to another process; classes within functions cannot."""
     return {kind: parser for kind, parser in PARSERS.items() if _can_be_pickled((kind, parser))}
 
 
@@ -65,10 +65,10 @@ class Structure(NamedTuple):
 _TENSOR: Final = Structure(Tensor)
 
 
-def taken_apart(
+def flatten(
     # a tensor, tuple, list, dict, registered object or constant
     value: Any,  # noqa: ANN401 - of every kind
-    tensors: list[Any],  # takes the tensors
+    tensors: list[Any],  # gets the tensors
     *,
     like: Structure | None = None,  # a structure whose dicts give the order of the same keys
     is_leaf: Callable[[object], bool] | None = None,  # what else counts as a tensor
@@ -94,11 +94,11 @@ def taken_apart(
     if like is not None and like.kind is kind and len(like.parts) == len(value) and {*like.names} == {*names}:
         names, known = like.names, like.parts
     held = [value[name] for name in names] if is_dict else value
-    parts = (taken_apart(part, tensors, like=one, is_leaf=is_leaf) for part, one in zip(held, known, strict=True))
+    parts = (flatten(part, tensors, like=one, is_leaf=is_leaf) for part, one in zip(held, known, strict=True))
     return Structure(kind, value, names, tuple(parts))
 
 
-def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Callable[..., Any] = list) -> Any:  # noqa: ANN401 - as above
+def unflatten(structure: Structure, tensors: Iterator[Tensor], *, lists_as: Callable[..., Any] = list) -> Any:  # noqa: ANN401 - as above
     """A value of this structure with other tensors, as many as were read; ``lists_as`` makes its lists."""
     kind = structure.kind
     if kind is Tensor:
@@ -107,7 +107,7 @@ def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: C
         return structure.value
     if structure.parts and (parser := parser_of(kind)) is not None:
         return parser.reconstruct(structure.value, iter([next(tensors) for _ in structure.parts]))
-    parts = [put_together(part, tensors, lists_as=lists_as) for part in structure.parts]
+    parts = [unflatten(part, tensors, lists_as=lists_as) for part in structure.parts]
     if kind is tuple or kind is list:
         return tuple(parts) if kind is tuple else lists_as(parts)
     if kind is dict:
@@ -123,19 +123,19 @@ def put_together(structure: Structure, tensors: Iterator[Tensor], *, lists_as: C
 def tensors_of(value: Any) -> list[Tensor]:  # noqa: ANN401 - as above
     """All tensors in ``value``."""
     tensors: list[Tensor] = []
-    taken_apart(value, tensors)
+    flatten(value, tensors)
     return tensors
 
 
 def with_tensors(value: Any, changed: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - as above
     """A value of the same structure, with what ``changed`` makes of each tensor."""
     tensors: list[Tensor] = []
-    structure = taken_apart(value, tensors)
-    return put_together(structure, map(changed, tensors))
+    structure = flatten(value, tensors)
+    return unflatten(structure, map(changed, tensors))
 
 
 def parser_of(kind: type) -> ICustomArgParser | None:
-    """What is registered for ``kind`` or the nearest of its base classes; None for nothing."""
+    """The parser that is registered for ``kind`` or the nearest of its base classes, or None."""
     if not PARSERS:
         return None
     return next((PARSERS[base] for base in kind.__mro__ if base in PARSERS), None)

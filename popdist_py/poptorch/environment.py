@@ -10,7 +10,7 @@ NUM_PROCESSES: Final = "OMPI_COMM_WORLD_SIZE"
 
 
 def setting(name: str) -> str:
-    """What the variable ``POPTORCH_<name>`` says; empty when it is not set."""
+    """The value of the environment variable ``POPTORCH_<name>``; empty when it is not set."""
     return os.environ.get(f"POPTORCH_{name}", "")
 
 

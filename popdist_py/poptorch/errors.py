@@ -35,9 +35,9 @@ class RecoverableError(Error):
     """The device failed, and works again after an action.
 
     Args:
-        message: As of `Error`.
-        location: As of `Error`.
-        type: As of `Error`.
+        message: What was asked, what was found, what to do.
+        location: Where it was found.
+        type: What kind of error, in one word.
         recovery_action: What must be done to the device.
     """
 

@@ -22,7 +22,7 @@ class Channel:
         return record_function(f"{self.name}: {name}")
 
     def instrument(self, obj: object, *methods: str) -> None:
-        """Have calls of these methods of ``obj`` shown.
+        """Show calls of these methods of ``obj`` in the profile.
 
         Raises:
             AttributeError: If it has no such method.

@@ -69,7 +69,7 @@ def BlockFunction(user_id: Id = None, ipu_id: int | None = None) -> Callable[[Ca
 
 
 class BlockModule(nn.Module):
-    """What ``BeginBlock`` makes of a module's class. Whoever saves the module finds its own class."""
+    """A module that begins a block. ``BeginBlock`` derives its class from this; pickles have the plain one."""
 
     _plain: type[nn.Module]
     _user_id: Id
@@ -120,8 +120,8 @@ def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None
 
     Args:
         layer_to_call: A module, or a function.
-        user_id: As for ``Block``.
-        ipu_id: As for ``Block``.
+        user_id: What an execution strategy calls the block.
+        ipu_id: Which virtual IPU of the replica it runs on, from 0.
 
     Returns:
         The same module, whose parameters keep their names; or, for a function, an object to call in its place.
@@ -173,7 +173,7 @@ def module_repr(m: nn.Module) -> str:
     check_arguments("module_repr", "a module", m=m)
     parts = [f"({name}): {module_repr(child)}" for name, child in m.named_children()]
     extra = m.extra_repr().splitlines()
-    head = f"{m._get_name()}("  # noqa: SLF001 - modules choose it
+    head = f"{repr(m).partition('(')[0]}("  # the name that the module chooses
     if isinstance(m, BlockModule):
         block = begun_by(m)
         head = f"BeginBlock(user_id={block.user_id}, ipu_id={block.ipu_id}) {head}"

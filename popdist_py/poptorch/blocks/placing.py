@@ -82,7 +82,7 @@ def check_stages(seen: FirstForward, options: Options, *, is_training: bool) -> 
 
 
 def strategy_of(options: Options) -> ExecutionStrategy:
-    """What ``setExecutionStrategy`` was given."""
+    """The execution strategy of ``options``."""
     return options._execution_strategy  # noqa: SLF001 - programs read it so too
 
 

@@ -50,7 +50,7 @@ class IpuMemory:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What a model needs, for each virtual IPU of a replica in order.
+    """The memory that a model needs on each virtual IPU of a replica, in order.
 
     Attributes:
         ipus: One entry each.

@@ -120,7 +120,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _divide(
         self, dataset: Dataset[Any], kwargs: dict[str, Any], *, shuffle: bool, drop_last: bool
     ) -> PartitionSampler:
-        """What gives this process its part of ``dataset``."""
+        """A sampler of this process's part of ``dataset``."""
         if isinstance(dataset, IterableDataset):
             raise AssertionError(
                 "auto_distributed_partitioning cannot divide an iterable dataset among "

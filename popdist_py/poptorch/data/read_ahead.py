@@ -27,9 +27,9 @@ from poptorch.custom_types import (
     PARSERS,
     ICustomArgParser,
     Structure,
+    flatten,
     picklable_parsers,
-    put_together,
-    taken_apart,
+    unflatten,
 )
 from poptorch.enums import SharingStrategy
 from poptorch.errors import Error, is_whole
@@ -53,7 +53,7 @@ class _DataBuffers(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What the worker sends: that it can read, a batch, or the end of an epoch."""
+    """A message of the worker: that it can read, a batch, or the end of an epoch."""
 
     epoch: int  # which one, from 0
     kind: str  # ``"ready"``, ``"batch"`` or ``"end"``
@@ -167,7 +167,7 @@ class _Reader:
 def _loader_of(
     epochs: _Epochs, buffer_size: int, strategy: SharingStrategy
 ) -> torch.utils.data.DataLoader[_Message]:
-    """What has one process read ``epochs``, so many batches ahead."""
+    """A loader of torch whose one worker reads ``epochs``, ``buffer_size`` batches ahead."""
     context = multiprocessing.get_context(_START_METHODS[strategy])
     if strategy is SharingStrategy.ForkServer:
         context.set_forkserver_preload(["__main__", __name__])  # which is read once for all loaders
@@ -303,18 +303,18 @@ def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator
     num_held = 0
     for batch in batches:
         rows: list[Any] = []
-        structure = taken_apart(batch, rows, is_leaf=_is_texts)
+        structure = flatten(batch, rows, is_leaf=_is_texts)
         if not all(isinstance(row, list) or row.dim() for row in rows) or _holds_constants(structure):
             raise Error("batches are joined along dim 0: they must hold tensors with a dim 0, or lists of texts")
         held.append(rows)
         num_held += len(rows[0]) if rows else 0
         while num_held >= size:
             joined = [_joined(parts) for parts in zip(*held, strict=True)]
-            yield put_together(structure, iter([row[:size] for row in joined]))
+            yield unflatten(structure, iter([row[:size] for row in joined]))
             num_held -= size
             held = [[row[size:] for row in joined]] if num_held else []
     if num_held and structure is not None and not drop_last:
-        yield put_together(structure, iter([_joined(parts) for parts in zip(*held, strict=True)]))
+        yield unflatten(structure, iter([_joined(parts) for parts in zip(*held, strict=True)]))
 
 
 def _is_texts(row: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from poptorch.custom_types import Structure, put_together, taken_apart
+from poptorch.custom_types import Structure, flatten, unflatten
 from poptorch.errors import Error
 from poptorch.options import Options
 from poptorch.options.combined_batch import CombinedBatch
@@ -22,7 +22,7 @@ _STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWO
 
 
 class _Form(NamedTuple):
-    """What two calls' tensors at the same place have in common."""
+    """The shape and dtype of a tensor, which all calls have alike."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -34,7 +34,7 @@ MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Parameters:
-    """What ``forward`` takes."""
+    """The parameters of ``forward``."""
 
     positional: tuple[str, ...]  # names of what may be given by position
     defaults: dict[str, Any]  # name → value of what need not be given
@@ -45,7 +45,7 @@ class _Parameters:
 
     @classmethod
     def of(cls, forward: Callable[..., Any]) -> Self:
-        """What the signature of ``forward`` says."""
+        """Read the signature of ``forward``."""
         found = _parameters_of(forward)
         empty = inspect.Parameter.empty
         return cls(
@@ -58,7 +58,7 @@ class _Parameters:
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What was given, by name; what ``*args`` takes is called ``args[0]``."""
+        """The arguments of a call by name; the first one of ``*args`` is called ``args[0]``."""
         bound = dict(zip(self.positional, args, strict=False))
         for place, value in enumerate(args[len(self.positional) :]):
             bound[f"{self.starred or 'args'}[{place}]"] = value
@@ -121,14 +121,12 @@ class CallArguments:
         self._given = frozenset(bound)
         self._defaults = {name: _default(value) for name, value in parameters.defaults.items()}
         tensors: list[Tensor] = []
-        self._first = {name: taken_apart(value, tensors) for name, value in bound.items()}
+        self._first = {name: flatten(value, tensors) for name, value in bound.items()}
         self._first = {
             **self._first,
             **{name: self._defaults[name] for name in self._defaults if name not in bound},
         }
         self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
-        are_tensors = all(self._first[name].kind is Tensor for name in bound)
-        self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs
         for path, (_, detail) in _listed(self._first, self._forms).items():
             if isinstance(detail, _Form):
                 _check_size(path, detail.shape, batch)
@@ -145,9 +143,11 @@ class CallArguments:
         self._read(args, self._parameters.bind(args, kwargs))
 
     def micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """Check a call, and split its tensors."""
-        if self._is_whole and not kwargs and len(args) == len(self._forms) and all(map(_fits, args, self._forms)):
-            return [(args, kwargs)]
+        """Check a call, and split its tensors along dim 0, by iteration, step of accumulation and replica.
+
+        Each micro batch gets views, and a tensor without dims as a whole. Lists are tuples, where no annotation of
+        ``forward`` says list.
+        """
         bound = self._parameters.bind(args, kwargs)
         structures, tensors = self._read(args, bound)
         num_parts = self._batch.num_parts
@@ -160,7 +160,7 @@ class CallArguments:
         for part in self._part_of_each:
             parts = iter([pieces[part] for pieces in split])
             values = {
-                name: put_together(structures[name], parts, lists_as=self._lists_as(name))
+                name: unflatten(structures[name], parts, lists_as=self._lists_as(name))
                 for name in self._first
                 if name in bound
             }
@@ -175,7 +175,7 @@ class CallArguments:
         """Structures by name, and all tensors, in the order of the first call."""
         tensors: list[Tensor] = []
         found = {
-            name: taken_apart(bound[name], tensors, like=expected) if name in bound else self._defaults.get(name)
+            name: flatten(bound[name], tensors, like=expected) if name in bound else self._defaults.get(name)
             for name, expected in self._first.items()
         }
         structures = {name: structure for name, structure in found.items() if structure is not None}
@@ -208,29 +208,19 @@ class CallArguments:
         unexpected += [path for path in found if path not in expected and path not in unexpected]
         lines += [f"Missing arguments: {', '.join(sorted(missing))}."] if missing else []
         lines += [f"Unexpected arguments: {', '.join(sorted(unexpected))}."] if unexpected else []
-        lines += [_told(path, expected[path], found[path]) for path in expected if path in changed]
+        lines += [_in_words(path, expected[path], found[path]) for path in expected if path in changed]
         return f"{' '.join(lines)} The first call fixes all arguments but the values of tensors, until destroy()."
 
 
 def _aligned(piece: Tensor) -> Tensor:
-    """``piece``, which begins where torch's tensors do: products depend on it, and it on the split."""
+    """``piece``, or a copy that begins where torch's own tensors do: the bits of products depend on it."""
     return piece if piece.data_ptr() % _ALIGNMENT_BYTES == 0 else piece.clone()
-
-
-def _fits(value: Any, form: _Form) -> bool:  # noqa: ANN401 - of every kind
-    """Whether ``value`` is a tensor of that form, and may be handed on as it is."""
-    return (
-        type(value) is Tensor
-        and value.shape == form.shape
-        and value.dtype is form.dtype
-        and not value.requires_grad
-    )
 
 
 def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind
     """A default of ``forward``: one that holds tensors is a constant as a whole."""
     tensors: list[Tensor] = []
-    structure = taken_apart(value, tensors)
+    structure = flatten(value, tensors)
     return Structure(None, value) if tensors else structure
 
 
@@ -283,7 +273,7 @@ def _entries(path: str, structure: Structure, forms: Iterator[_Form]) -> Iterato
             yield from _entries(f"{path}[{name!r}]", part, forms)
 
 
-def _told(path: str, expected: tuple[Any, Any], found: tuple[Any, Any]) -> str:
+def _in_words(path: str, expected: tuple[Any, Any], found: tuple[Any, Any]) -> str:
     """One difference, in words."""
     (kind, detail), (other_kind, other) = expected, found
     if kind is not other_kind:

@@ -85,7 +85,7 @@ class CompiledModel:
         return forward
 
     def _micro_batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[MicroBatch]:
-        """Those of one call, on the device where the model begins."""
+        """The micro batches of one call, on the device where the model begins."""
         if not self._is_on_cpu:
             args, kwargs = with_tensors((args, kwargs), lambda it: it.to(self._devices[0], non_blocking=True))
         return self._arguments.micro_batches(args, kwargs)
@@ -127,7 +127,7 @@ class CompiledModel:
 
 
 class Runs(ABC):
-    """What the calls of one model compute, while its tensors are in place."""
+    """Runs the calls of one model, while its tensors are in place."""
 
     def __init__(self, forward: TracedForward, tensors: ModuleTensors, options: Options) -> None:
         self._forward = forward

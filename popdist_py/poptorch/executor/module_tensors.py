@@ -34,7 +34,7 @@ class _Place:
         return getattr(self.part, self.key, None) is self.tensor
 
     def put_back(self) -> str:
-        """Have the attribute hold the tensor again, and say in words what had become of it."""
+        """Let the attribute hold the tensor again, and return in words what had become of it."""
         kind = "Parameter" if isinstance(self.tensor, nn.Parameter) else "Buffer"
         what = "removed from" if getattr(self.part, self.key, None) is None else "reassigned within"
         if isinstance(self.tensor, nn.Parameter):

@@ -1,4 +1,4 @@
-"""What a call of a model leaves: its micro batches' results, put together, and the tensors that are anchored."""
+"""The result of a call, put together from those of its micro batches, and the tensors that are anchored."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from poptorch.custom_types import Structure, put_together, taken_apart
+from poptorch.custom_types import Structure, flatten, unflatten
 from poptorch.enums import OutputMode
 from poptorch.errors import Error
 
@@ -34,13 +34,11 @@ class Outputs:
         self._period = {OutputMode.EveryN: period, OutputMode.Final: num_steps}.get(mode, 1)
         num_kept_steps = 1 if mode is OutputMode.Sum else num_steps // self._period
         self._num_kept = num_kept_steps * num_replicas
-        self._is_one = num_steps * num_replicas == 1
         self.begin()
 
     def begin(self) -> None:
         """Start a call, for which nothing is kept yet."""
         self._num_seen = 0
-        self._result: Any = None
         self._joined: list[_JoinedTensor] = []
         self._structure: Structure | None = None
 
@@ -49,17 +47,13 @@ class Outputs:
 
         Tensors are copied, so that the model may change them later.
         """
-        if self._is_one:
-            self._result = _copy_of_one(value)
-            if self._result is not None:
-                return
         step, replica = divmod(self._num_seen, self._num_replicas)
         self._num_seen += 1
         number, remainder = divmod(step + 1, self._period)
         if remainder:
             return
         tensors: list[Tensor] = []
-        structure = taken_apart(value, tensors)
+        structure = flatten(value, tensors)
         if self._structure is None:
             self._joined = [_JoinedTensor(tensor, self._num_kept) for tensor in tensors]
             if self._num_kept == 1:
@@ -74,17 +68,17 @@ class Outputs:
         is_sum = self._mode is OutputMode.Sum
         place = replica if is_sum else (number - 1) * self._num_replicas + replica
         for joined, tensor in zip(self._joined, tensors, strict=True):
-            joined.put(place, tensor, adds=is_sum and step > 0)
+            joined.write(place, tensor, adds=is_sum and step > 0)
 
     def result(self) -> Any:  # noqa: ANN401 - as above
-        """What the user gets: the structure of a micro batch's result, on the CPU.
+        """The result for the user: of the structure of a micro batch's result, on the CPU.
 
         Dim 0 of each tensor is as many times as long as results were kept. A tensor without dims gets one of the
         number of results, unless that is 1. What is no tensor is the last micro batch's.
         """
         if self._structure is None:
-            return self._result
-        return put_together(self._structure, iter([joined.values.cpu() for joined in self._joined]))
+            return None
+        return unflatten(self._structure, iter([joined.values.cpu() for joined in self._joined]))
 
 
 class _JoinedTensor:
@@ -99,7 +93,7 @@ class _JoinedTensor:
             shape = (num_kept * self._num_rows, *first.shape[1:])
             self.values = torch.empty(shape, dtype=first.dtype, device=first.device)
 
-    def put(self, place: int, tensor: Tensor, *, adds: bool) -> None:
+    def write(self, place: int, tensor: Tensor, *, adds: bool) -> None:
         """Copy a micro batch's tensor to its place, or add it there."""
         if tensor.shape != self._shape or tensor.dtype is not self.values.dtype:
             raise Error(
@@ -119,23 +113,13 @@ class _JoinedTensor:
             rows.add_(tensor.detach())
 
 
-def _copy_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
-    """The result of a call's only micro batch, copied to the CPU: of tensors, tuples and lists; else None."""
-    if type(value) is Tensor:
-        return value.detach().to("cpu", copy=True)
-    if type(value) is not tuple and type(value) is not list:
-        return None
-    parts = [_copy_of_one(part) for part in value]
-    return None if any(part is None for part in parts) else type(value)(parts)
-
-
 _GRADIENT: Final = "Gradient___"
 _UPDATED: Final = "UpdatedVar___"
 _LOSS_SCALE: Final = "finalLossScale"
 
 
 class AnchoredTensors:
-    """What the options anchor: a parameter by its name, its gradient, or the loss scaling, after each step."""
+    """The anchored tensors: a parameter by its name, its gradient, or the loss scaling, after each step."""
 
     def __init__(self, anchored: Mapping[str, list[Any]], parameters: Mapping[str, nn.Parameter]) -> None:
         self._anchored = dict(anchored)
@@ -165,7 +149,7 @@ class AnchoredTensors:
             self._seen.setdefault(short, []).append(value)
 
     def get(self, short: str) -> Tensor:
-        """What was anchored under that name in the last call: one value for each step that its mode keeps."""
+        """The values anchored under that name in the last call: one for each step that its mode keeps."""
         if short not in self._anchored:
             raise Error(
                 f"{short!r} is not the name of an anchored tensor: {', '.join(self._anchored) or 'none is'}"

@@ -312,7 +312,7 @@ class PoplarExecutor:
         yield from self._user_model.named_buffers()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """What ``options.anchorTensor(short_name, ...)`` kept in the last run.
+        """The values that ``options.anchorTensor(short_name, ...)`` kept in the last call.
 
         Raises:
             Error: If nothing was.
@@ -320,7 +320,7 @@ class PoplarExecutor:
         return self._compiled_model().runs.anchors.get(short_name)
 
     def report(self, memory_bytes: int | None = None) -> ModelReport:
-        """What each virtual IPU of a replica holds, which prints as a table.
+        """The memory that each virtual IPU of a replica needs; it prints as a table.
 
         Args:
             memory_bytes: What each has; None for the memory of its CUDA device, else of an IPU, 900 MB.

@@ -18,7 +18,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor, nn
 
-from poptorch.custom_types import Structure, put_together, taken_apart
+from poptorch.custom_types import Structure, flatten, unflatten
 from poptorch.environment import setting
 from poptorch.errors import Error
 from poptorch.options import Options
@@ -31,7 +31,7 @@ _PLAIN: Final = frozenset({Tensor, tuple, list, dict, type(None), bool, int, flo
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """What a file holds."""
+    """The content of a file."""
 
     is_training: bool  # whether it was a training model
     # parameters and buffers by name; empty for those of the module that reads the file
@@ -48,13 +48,13 @@ class SavedModel:
 
 
 def example_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """What ``SavedModel.example`` keeps of a call's arguments."""
+    """A call's arguments with zeros for tensors; None where only pickle could read them."""
     tensors: list[Tensor] = []
-    structure = taken_apart((args, kwargs), tensors)
+    structure = flatten((args, kwargs), tensors)
     if not _is_plain(structure):
         return None
     zeros = (tensor.new_zeros(()).expand(tensor.shape) for tensor in tensors)  # of which a file holds one element
-    example: tuple[tuple[Any, ...], dict[str, Any]] = put_together(structure, zeros)
+    example: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(structure, zeros)
     return example
 
 

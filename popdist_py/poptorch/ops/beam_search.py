@@ -70,9 +70,9 @@ class CTCBeamSearchDecoder(nn.Module):
     """``ctc_beam_search_decoder`` as a module.
 
     Args:
-        blank: As there.
-        beam_width: As there.
-        top_paths: As there.
+        blank: The class that stands for no label.
+        beam_width: How many sequences are followed at a time.
+        top_paths: How many are returned.
     """
 
     def __init__(self, blank: int = 0, beam_width: int = 100, top_paths: int = 1) -> None:

@@ -84,7 +84,7 @@ def set_overlap_for_output(output_tensor: T, mode: OverlapMode) -> T:
 
 
 class _Scope(ContextDecorator):
-    """What is entered and left without effect."""
+    """A context that changes nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -200,7 +200,7 @@ _FORMATS: Final = {"auto": "", "fixed": "f", "scientific": "e", "none": ""}
 
 
 def _formatter(float_format: str, digits: int) -> Any:  # noqa: ANN401 - numpy has no public name for it
-    """What numpy writes a number with; None for its own way."""
+    """The formatter with which numpy writes a number; None for its own."""
     if float_format not in _FORMATS:
         raise ValueError(f"ipu_print_tensor: float_format must be one of {', '.join(_FORMATS)}: {float_format!r}")
     letter = _FORMATS[float_format]

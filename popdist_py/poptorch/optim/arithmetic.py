@@ -198,9 +198,9 @@ class WidenedLAMB(torch.optim.Optimizer):
         if self.grad_scale is not None:
             torch._foreach_div_([wide.grad for wide in wides], self.grad_scale)
         inside.step()
-        self._hold(values)
+        self._store(values)
 
-    def _hold(self, values: Mapping[Tensor, Tensor]) -> None:
+    def _store(self, values: Mapping[Tensor, Tensor]) -> None:
         """Round each value to where it is held."""
         rounded = []
         for held, value in values.items():

@@ -1,4 +1,4 @@
-"""What updates the parameters of one group, and its state by PopTorch's names."""
+"""The optimizer of torch or popdist for one group of parameters, and its state by PopTorch's names."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Placement:
 
     @classmethod
     def of(cls, options: Options, model: popdist.ReplicatedModel | None) -> "Placement":
-        """What ``options`` ask for."""
+        """The placement that ``options`` ask for."""
         location = options.TensorLocations.location_optimizer
         is_sharded = bool(location.get("useReplicatedTensorSharding")) and popdist.num_instances() > 1
         return cls(
@@ -102,7 +102,7 @@ class GroupStepper:
             torch._foreach_mul_(gradients, factor)
 
     def state_bytes(self) -> dict[str, int]:
-        """What is kept for each parameter, by name, from the first step on."""
+        """The size of the state of each parameter, by name, from the first step on."""
         element = sum(dtype.itemsize for dtype in self._moments().values())
         count = torch.float32.itemsize if self._counts_steps else 0
         return {name: it.numel() * element + count for name, it in self._parameters.items()}
@@ -195,7 +195,7 @@ def _scales_gradients(inside: torch.optim.Optimizer) -> bool:
 def _moments_of(
     kind: str, settings: Mapping[str, Any], types: Mapping[str, torch.dtype]
 ) -> dict[str, torch.dtype]:
-    """What an optimizer with these settings has a number in for each element, and the dtype that was asked for."""
+    """The moments that an optimizer with these settings keeps for each element, with the dtypes asked for."""
     is_kept = {
         "momentum_buffer": bool(settings.get("momentum")),
         "grad_avg": bool(settings.get("centered")),

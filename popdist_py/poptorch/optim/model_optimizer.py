@@ -91,12 +91,12 @@ class ModelOptimizer:
         self._is_offline = options.connection_type is ConnectionType.Never
         if placement.model is not None:
             popdist.before_execute_on_instances(self._have_state_read)
-        self._hold(optimizer)
+        self._serve(optimizer)
         self.load_held_state()
 
     @property
     def loss_scaling(self) -> float:
-        """What to multiply the loss by in the next step."""
+        """The number that the loss is multiplied by in the next step."""
         return self._values.graph["lossScaling"].number * self._factor
 
     def step(self) -> None:
@@ -161,11 +161,11 @@ class ModelOptimizer:
         self._check(optimizer)
         self._warn_of_others(optimizer)
         if optimizer is not self._optimizer:
-            self._hand_over(optimizer)
+            self._switch_to(optimizer)
         self._use_values(optimizer)
 
     def state_bytes(self) -> dict[str, int]:
-        """What the optimizer keeps for each parameter, by name, from its first step on."""
+        """The size of the optimizer's state of each parameter, by name, from the first step on."""
         return {name: size for stepper in self._steppers for name, size in stepper.state_bytes().items()}
 
     def read_state(self) -> dict[str, dict[str, Tensor]]:
@@ -197,22 +197,24 @@ class ModelOptimizer:
         """Give the state to the program's optimizer: the model is destroyed."""
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.read_device()
-            self._optimizer.hold(None)
+            self._optimizer.read_state_from(None)
 
     def _have_state_read(self) -> None:
         """Read the whole state while all instances do, which one alone cannot: a program may save it on one."""
         if isinstance(self._optimizer, Optimizer):
             self._optimizer.read_device()
 
-    def _hold(self, optimizer: torch.optim.Optimizer) -> None:
+    def _serve(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on ``optimizer`` reads its state from here."""
         self._optimizer = optimizer
         if isinstance(optimizer, Optimizer) and not self._is_offline:
-            optimizer.hold(self)
+            optimizer.read_state_from(self)
 
-    def _hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+    def _switch_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Serve ``optimizer`` in place of another object of its class."""
         if isinstance(self._optimizer, Optimizer):
-            self._optimizer.hold(None)
-        self._hold(optimizer)
+            self._optimizer.read_state_from(None)
+        self._serve(optimizer)
         self.has_news = True
         if isinstance(optimizer, Optimizer):
             self.write_state(optimizer.held_state)
@@ -302,7 +304,7 @@ _SMALLEST_SCALING: Final = 2.0**-24
 
 
 def next_factor(factor: float, scaling: float, gradients: Iterable[Tensor]) -> float:
-    """What the loss ``scaling`` is multiplied by in the next step; ``factor`` in this one.
+    """The factor of the loss ``scaling`` in the next step, after ``factor`` in this one.
 
     It is halved if of all gradients more than one in ten million is above 8188 or no number, and else doubled,
     within 2**-24 to 2**15.

@@ -1,4 +1,4 @@
-"""What a device is told of an optimizer: its kind, its dtypes and its values, of which some are constant."""
+"""The settings of an optimizer that a model uses: its kind, dtypes and values, of which some are constant."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerValues:
-    """All that a device needs of an optimizer."""
+    """All settings of an optimizer that a model uses."""
 
     kind: str  # SGD, Adam, AdamW, RMSprop or LAMB
     # the dtypes that were asked for, by attribute; empty for an optimizer of torch
@@ -100,7 +100,7 @@ def is_subclass(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
-    """What a device is told of ``optimizer`` now."""
+    """The values that ``optimizer`` has now."""
     kind = kind_of(optimizer)
     scalings = {name: float(getattr(optimizer, name, default)) for name, default in _scalings()}
     scaled = scalings["loss_scaling"]

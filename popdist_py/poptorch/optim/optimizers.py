@@ -56,6 +56,10 @@ class VariableAttributes:
         """Whether ``attr`` keeps its value while a model runs."""
         return attr not in self._variable_attributes
 
+    def allow(self, attr: str) -> None:
+        """Let ``attr`` be an attribute that can be variable."""
+        self._allowed_attributes.append(attr)
+
     def markAsConstant(self, attr: str) -> None:
         """Keep the value of ``attr``.
 
@@ -135,13 +139,13 @@ class Optimizer(torch.optim.Optimizer):
         """Be an optimizer of torch."""
         super().__init__(params, **given)
 
-    def hold(self, holder: StateHolder | None) -> None:
-        """From now on ``holder`` has the state; None: nobody."""
+    def read_state_from(self, holder: StateHolder | None) -> None:
+        """From now on ``holder`` has the state, as a model that trains; None: nobody."""
         self._holder = (lambda: None) if holder is None else weakref.ref(holder)
 
     @property
     def held_state(self) -> dict[str, dict[str, Tensor] | None]:
-        """What was read last, or loaded, as ``ipu_state`` and ``ipu_param``."""
+        """The state that was read or loaded last, as ``ipu_state`` and ``ipu_param``."""
         return self._held
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,7 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         return {**super().state_dict(), **{name: held and dict(held) for name, held in self._held.items()}}
 
     def read_device(self) -> None:
-        """Have the state of the model that trains with this optimizer, if there is one."""
+        """Read the state of the model that trains with this optimizer, if there is one."""
         holder = self._holder()
         if holder is not None and holder.has_news:
             self._held = {**holder.read_state()}
@@ -180,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
             holder.load_held_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy has: no model has its state."""
+        """The attributes of a copy, with which no model trains."""
         return {**super().__getstate__(), **{name: copy.copy(vars(self)[name]) for name in self._own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -235,14 +239,13 @@ class SGD(Optimizer, torch.optim.SGD):
 
     def _scale_velocity(self, given: float | None) -> None:
         self._add_setting("velocity_scaling", _positive("velocity_scaling", given, 1.0))
-        attributes = self.variable_attrs
-        attributes._allowed_attributes.append("velocity_scaling")  # noqa: SLF001 - as it was made above
+        self.variable_attrs.allow("velocity_scaling")
         if given is not None:
-            attributes.markAsVariable("velocity_scaling")
+            self.variable_attrs.markAsVariable("velocity_scaling")
 
     @property
     def velocity_scaling(self) -> float:
-        """What scales the velocity: the groups' value if accumulators are combined, else ``loss_scaling``."""
+        """The factor of the velocity: the groups' value if accumulators are combined, else ``loss_scaling``."""
         found: float = self.defaults.get("velocity_scaling", self.loss_scaling)
         return found
 
@@ -313,7 +316,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         super().__init__(locals(), bias_correction=bias_correction is not False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
-        """As torch's, and without bias correction if asked."""
+        """Update the parameters as torch does, and without bias correction where that is asked for."""
         if all(group["bias_correction"] for group in self.param_groups):
             return super().step(closure)
         return step_by_others("AdamW", self, closure)
@@ -359,7 +362,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         return bool(self.defaults["use_tf_variant"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 - as torch's
-        """As torch's, or TensorFlow's."""
+        """Update the parameters as torch does, or as TensorFlow does where that is asked for."""
         if not any(group["use_tf_variant"] for group in self.param_groups):
             return super().step(closure)
         return step_by_others("RMSprop", self, closure)

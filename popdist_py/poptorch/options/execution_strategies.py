@@ -18,13 +18,13 @@ class Stage:
         if not block_ids or not all(isinstance(block, str) for block in block_ids):
             raise AssertionError(f"Stage takes the names of its blocks, and was given {block_ids}")
         self.blocks = list(block_ids)
-        self._ipu: int | None = None
+        self.ipu_id: int | None = None
 
     def ipu(self, ipu: int) -> Self:
         """Run on device ``ipu`` of the replica, from 0."""
         if not is_whole(ipu) or ipu < 0:
             raise AssertionError(f"Stage.ipu takes a whole number from 0, and was given {ipu!r}")
-        self._ipu = ipu
+        self.ipu_id = ipu
         return self
 
 
@@ -87,7 +87,7 @@ class ExecutionStrategy:
 
     def ipu_of(self, stage: Stage) -> int:
         """The virtual IPU of the replica that ``stage`` runs on: what it was given, else its number."""
-        return self.stages.index(stage) if stage._ipu is None else stage._ipu  # noqa: SLF001 - as the setter has it
+        return self.stages.index(stage) if stage.ipu_id is None else stage.ipu_id
 
 
 class PipelinedExecution(ExecutionStrategy):
@@ -156,7 +156,7 @@ class SerialPhasedExecution(_PhasedExecution):
     def ipu_of(self, stage: Stage) -> int:
         """The virtual IPU that ``stage`` runs on: what it was given, else its number within its phase."""
         own = next(phase.stages for phase in self.phases if stage in phase.stages)
-        return own.index(stage) if stage._ipu is None else stage._ipu  # noqa: SLF001 - as the setter has it
+        return own.index(stage) if stage.ipu_id is None else stage.ipu_id
 
 
 class ParallelPhasedExecution(_PhasedExecution):
@@ -165,7 +165,7 @@ class ParallelPhasedExecution(_PhasedExecution):
     def ipu_of(self, stage: Stage) -> int:
         """The virtual IPU that ``stage`` runs on: what it was given, else one of its phase's half."""
         number, own = next((i, one.stages) for i, one in enumerate(self.phases) if stage in one.stages)
-        return own.index(stage) * 2 + number % 2 if stage._ipu is None else stage._ipu  # noqa: SLF001 - as above
+        return own.index(stage) * 2 + number % 2 if stage.ipu_id is None else stage.ipu_id
 
 
 def _phase(given: Phase | Sequence[Stage | str] | str) -> Phase:

@@ -129,7 +129,7 @@ class Options(OptionValues):
         return self.set(source_location_excludes=list(excludes))
 
     def appendToLocationExcludes(self, *excludes: str) -> Self:
-        """More of such files. No effect: as above."""
+        """More files left out of the compiler's traces. No effect: there are none."""
         return self.set(source_location_excludes=[*self.source_location_excludes, *excludes])
 
     def showCompilationProgressBar(self, show: bool = True) -> Self:
