@@ -19,6 +19,7 @@ from torch.autograd import Variable, graph
 from torch.distributed.distributed_c10d import Store
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import data
 
 from popdist.errors import BackendError
 
@@ -207,3 +208,16 @@ def connect_nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout  # noqa: SLF001 - as above
     return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+_worker: Final = _find(_find(data, "_utils"), "worker")
+
+
+def hide_worker_info() -> None:
+    """Have ``get_worker_info()`` return None in this worker. Without the name: RuntimeError.
+
+    A stream that divides itself among workers, and is then divided once more by popdist, would lose items.
+    """
+    if _find(_worker, "_worker_info") is None:
+        raise RuntimeError(f"torch {torch.__version__} lacks _worker_info: read streams with num_workers=0")
+    _worker._worker_info = None  # noqa: SLF001 - as above

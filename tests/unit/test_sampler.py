@@ -1,6 +1,6 @@
 """The sampler of an instance: exact epochs, the same samples for a replica in any split, resuming anywhere.
 
-Holds popdist.data.position.
+Holds popdist.data.epoch and popdist.data.sampler.
 """
 
 from collections.abc import Callable

@@ -136,3 +136,10 @@ def test_compiled_modules_are_known() -> None:
     assert torch_private.is_compiled(wrapped)
     module.compile(backend="eager")
     assert torch_private.is_compiled(module)
+
+
+def test_workers_of_streams_without_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that divides itself would lose items, so it is an error that says what to do."""
+    monkeypatch.setattr(torch_private, "_worker", None)
+    with pytest.raises(RuntimeError, match="num_workers=0"):
+        torch_private.hide_worker_info()

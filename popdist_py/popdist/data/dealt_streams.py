@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Batch, Share
-from popdist.data.position import EpochPosition
+from popdist.data.epoch import EpochPosition
 from popdist.data.replica_loader import Collation, Fetched, ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated
 from popdist.errors import DatasetError
+from popdist.torch_private import hide_worker_info
 from popdist.training_loop import training_loop
 
 
@@ -46,7 +46,7 @@ class ShardedIterable(IterableDataset[Any]):
         """This worker's number and the number of workers; hidden from streams, which would divide themselves."""
         if (info := get_worker_info()) is not None:
             self._worker = info.id, info.num_workers
-            torch_worker._worker_info = None  # noqa: SLF001 - divided twice, a stream would lose items
+            hide_worker_info()
         return self._worker
 
 

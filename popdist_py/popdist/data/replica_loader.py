@@ -19,7 +19,7 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 
 from popdist import context
 from popdist.data.batch import Batch, Share
-from popdist.data.position import EpochPosition, EpochReader
+from popdist.data.epoch import EpochPosition, EpochReader
 from popdist.data.sample_randomness import Randomness, Reseed, draws_nothing, sample_seeds
 from popdist.errors import BatchError, PopdistWarning
 from popdist.training_loop import training_loop

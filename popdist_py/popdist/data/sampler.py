@@ -20,8 +20,7 @@ from torch.utils.data import Dataset, Sampler
 from popdist import context
 from popdist.collectives import exchange
 from popdist.data.batch import Share
-from popdist.data.epoch import EpochPlan, Order, deal_epoch, plan_epochs
-from popdist.data.position import EpochPosition, EpochReader, ReaderState
+from popdist.data.epoch import EpochPlan, EpochPosition, EpochReader, Order, ReaderState, deal_epoch, plan_epochs
 from popdist.data.replica_loader import ReplicaLoader
 from popdist.data.sample_randomness import Reseed, isolated, sample_seeds
 from popdist.errors import CollectiveError, DatasetError, check_flags, name_instances

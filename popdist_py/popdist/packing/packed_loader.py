@@ -19,8 +19,7 @@ from popdist import context
 from popdist.data.batch import Batch, MicroBatch, Share
 from popdist.data.data_loader import LoaderPlan
 from popdist.data.dealt_streams import ShardedIterable, StreamFetcher, StreamLoader
-from popdist.data.epoch import plan_epochs
-from popdist.data.position import EpochPosition
+from popdist.data.epoch import EpochPosition, plan_epochs
 from popdist.data.replica_loader import Collate, Collation, MapFetcher, ReplicaLoader
 from popdist.data.sample_randomness import Reseed
 from popdist.data.sampler import EpochShares
