@@ -12,10 +12,12 @@ if TYPE_CHECKING:  # for type checkers and editors, what the table below says
 
     __version__: str
 
-_NAMES_OF_MODULES = {"plan.plan": "LaunchPlan", "plan.planner": "make_plan", "plan.request": "LaunchRequest"}
-"""The public names of each module."""
-
-_MODULE_OF = {name: f"poprun.{module}" for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
+_MODULE_OF = {
+    "LaunchPlan": "poprun.plan.plan",
+    "LaunchRequest": "poprun.plan.request",
+    "make_plan": "poprun.plan.planner",
+}
+"""The module of each public name."""
 
 __all__ = ["LaunchPlan", "LaunchRequest", "__version__", "make_plan"]
 
