@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from poprun.devices.pool.holders import boot_id
 from poprun.devices.pool.records import Partition
 from poprun.devices.server.served_leases import POLL_SECONDS, ClientLeases
-from poprun.devices.server.server_connection import PATH, VERSION, VERSION_HEADER, kind_of
+from poprun.devices.server.server_connection import PATH, VERSION, VERSION_HEADER, describe_error
 from poprun.devices.server.server_messages import (
     NewPartition,
     Nothing,
@@ -39,30 +39,13 @@ from poprun.devices.server.server_messages import (
     read_question,
 )
 from poprun.devices.server.target_pool import LocalPool
-from poprun.errors import (
-    IpusTakenError,
-    LeaseEndedError,
-    PartitionError,
-    PlanError,
-    PoolError,
-    PoprunError,
-    ServerError,
-    ServerLostError,
-)
+from poprun.errors import PoprunError, ServerError
 from poprun.text.fields import write_record
 
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_HEADERS: Final = 40
 
 _NUM_THREADS: Final = 4
-_STATUS: Final[Mapping[type[PoprunError], int]] = {
-    PlanError: 400,
-    PartitionError: 409,
-    IpusTakenError: 409,
-    PoolError: 503,
-    ServerLostError: 503,
-    LeaseEndedError: 410,
-}
 
 
 class RefusalError(Exception):
@@ -119,8 +102,8 @@ def make_app(local: LocalPool, leases: ClientLeases, token: str) -> Starlette:
         except RefusalError as error:
             return JSONResponse({"error": str(error)}, error.status)
         except PoprunError as error:
-            kind = "" if isinstance(error, ServerError) else kind_of(error)
-            return JSONResponse({"error": str(error), "kind": kind}, _STATUS.get(type(error), 400))
+            kind, status = describe_error(error)
+            return JSONResponse({"error": str(error), "kind": kind}, status)
         except Exception:  # noqa: BLE001 - the client learns nothing of it, and the server goes on
             traceback.print_exc(file=sys.stderr)
             return JSONResponse({"error": "the server has failed: its own output says why"}, 500)

@@ -27,15 +27,16 @@ PATH: Final = "/v1/"
 
 _LONGEST_ANSWER_BYTES: Final = 16 * 2**20
 _OK: Final = 200
-_GONE: Final = 410
-_BUSY: Final = 503
-_KINDS: Final[Mapping[str, type[PoprunError]]] = {
-    "plan": PlanError,
-    "partition": PartitionError,
-    "taken": IpusTakenError,
-    "pool": PoolError,
-    "usage": UsageError,
+_KINDS: Final[Mapping[str, tuple[type[PoprunError], int]]] = {
+    "plan": (PlanError, 400),
+    "usage": (UsageError, 400),
+    "partition": (PartitionError, 409),
+    "taken": (IpusTakenError, 409),
+    "ended": (LeaseEndedError, 410),
+    "pool": (PoolError, 503),
+    "busy": (ServerLostError, 503),
 }
+"""The errors that a server answers with, by name, with the status of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,10 @@ class ServerAddress:
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
-def kind_of(error: PoprunError) -> str:
-    """The name of an error's kind in an answer, by which the client raises the same."""
-    return next((kind for kind, raised in _KINDS.items() if type(error) is raised), "plan")
+def describe_error(error: PoprunError) -> tuple[str, int]:
+    """The name of an error in an answer, by which the client raises the same, and the status of that answer."""
+    known = ((kind, status) for kind, (raised, status) in _KINDS.items() if type(error) is raised)
+    return next(known, ("plan", 400))
 
 
 def call_server(server: ServerAddress, command: str, values: Mapping[str, object]) -> object:
@@ -76,11 +78,11 @@ def call_server(server: ServerAddress, command: str, values: Mapping[str, object
     if status == _OK:
         return answer
     fields = answer if isinstance(answer, dict) else {}
-    problem, kind = str(fields.get("error", f"status {status}")), str(fields.get("kind", ""))
-    if kind in _KINDS:
-        raise _KINDS[kind](problem)
-    kinds = {_BUSY: ServerLostError, _GONE: LeaseEndedError}
-    raise kinds.get(status, ServerError)(f"the server of virtual IPUs at {server} refuses: {problem}")
+    problem = str(fields.get("error", f"status {status}"))
+    raised, _ = _KINDS.get(str(fields.get("kind", "")), (ServerError, status))
+    if issubclass(raised, ServerError):
+        problem = f"the server of virtual IPUs at {server} refuses: {problem}"
+    raise raised(problem)
 
 
 def _exchange(server: ServerAddress, command: str, body: bytes) -> tuple[int, str, bytes]:
