@@ -17,8 +17,6 @@ from poprun.cli.command_line import begins_with_option, long_names, take_options
 from poprun.cli.options import COMPLETION, FILE, FOLDER, HOSTS, OPTIONS, Option
 from poprun.errors import PoprunError, UsageError
 
-Item = CompletionItem[str]
-
 _FILES: Final = ("~/.ssh/config", "~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts", "/etc/hosts")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MAX_BYTES: Final = 2**20
@@ -88,7 +86,7 @@ def answer(instruction: str, names: Names | None = None) -> str:
     return "".join(asked.format_completion(item) + "\n" for item in items)
 
 
-def completions(args: Sequence[str], incomplete: str, names: Names) -> list[Item]:
+def completions(args: Sequence[str], incomplete: str, names: Names) -> "list[CompletionItem[str]]":
     """The completions of the word ``incomplete`` that follows the words ``args``."""
     rest, awaiting = deque(word for word in args if word != "="), None  # bash takes a stroke for a word of its own
     while begins_with_option(rest):
@@ -115,7 +113,7 @@ def _options(words: deque[str]) -> list[tuple[Option, str | None]]:
         return []
 
 
-def _values(option: Option, begun: str, names: Names) -> list[Item]:
+def _values(option: Option, begun: str, names: Names) -> "list[CompletionItem[str]]":
     """The completions of a value of ``option``; in a list of hosts the last host is completed."""
     if option.kind in (FILE, FOLDER):
         return [CompletionItem(begun, type="file" if option.kind is FILE else "dir")]
