@@ -50,15 +50,9 @@ _FLOAT: Final = struct.Struct("=d")
 
 
 def pack(text: str, numbers: Sequence[int] = (), *, is_preempted: bool = False) -> bytes:
-    """A header, of ``HEADER_BYTES``.
+    """A header of ``HEADER_BYTES``: what is about to be done, with numbers of this instance.
 
-    Args:
-        text: What is about to be done, in words.
-        numbers: What the instance adds to that, as signed 64-bit integers.
-        is_preempted: Whether the instance was asked to leave.
-
-    Raises:
-        ValueError: If there are more than ``MAX_NUMBERS`` numbers, or one does not fit 64 bits.
+    Raises ValueError if there are more than ``MAX_NUMBERS`` numbers, or one does not fit 64 signed bits.
     """
     count = len(numbers)
     if count > MAX_NUMBERS:
@@ -136,12 +130,8 @@ class HeaderExchange(Protocol):
     def wait(self, timeout_seconds: float | None = None) -> list[bytes]:
         """Every instance's header, in the order of the backend's instances.
 
-        Args:
-            timeout_seconds: How long to wait at most; None waits as long as the backend was made to. After a
-                timeout the exchange goes on and can be waited for again.
-
-        Raises:
-            BackendError: If an instance was lost, or its header did not come in time; the message names it.
+        None waits as long as the backend was made to. After a timeout the exchange goes on and can be waited for
+        again. Raises BackendError, which names the instance, if one was lost or its header did not come in time.
         """
 
     def peek(self) -> list[bytes] | None:
@@ -231,12 +221,9 @@ def wait_for_first_error() -> None:
 class PreemptionNotice:
     """A request to leave, because the machine is wanted back; every header of the whole job carries it.
 
+    ``is_given`` says whether this process was asked, ``is_known`` whether all instances know that one of them was.
     All members of a group have had the same exchanges when they come to the same place of the program, so there
     ``is_known`` is equal on all of them, however late each was asked.
-
-    Attributes:
-        is_given: Whether this process was asked to leave.
-        is_known: Whether all instances know that one of them was.
     """
 
     is_given: bool = False
@@ -257,8 +244,7 @@ class Exchange:
     def peek(self) -> list[list[int]] | None:
         """The numbers that :meth:`wait` will return, if all have come; neither waits nor raises.
 
-        Returns:
-            None while an instance is awaited, nothing of any instance if they are not in the same collective.
+        None while an instance is awaited; an empty list if the instances are not in the same collective.
         """
         if self._numbers is not None:
             return self._numbers
@@ -297,14 +283,9 @@ class Exchange:
 class Group:
     """The instances that take part in the collectives of this process at the moment.
 
-    Args:
-        backend: Their connections.
-        num_job_instances: Instances of the whole job: a smaller group says in its headers which one it is.
-        notice: What the headers carry along; None for a part of the job, which does not speak for all.
-
-    Attributes:
-        instances: Job-wide numbers of the members, ascending.
-        part: The same where the group is a part of the job, and empty where it is the whole.
+    ``instances`` are the job-wide numbers of the members, ascending; ``part`` is the same for a part of the job,
+    and empty for the whole. A part says in its headers which one it is, and carries no preemption notice: it does
+    not speak for all.
     """
 
     def __init__(self, backend: Backend, num_job_instances: int, notice: PreemptionNotice | None = None) -> None:
@@ -316,15 +297,10 @@ class Group:
         self._before_next: list[Callable[[], object]] = []
 
     def start(self, text: str, numbers: Sequence[int] = ()) -> Exchange:
-        """Send a header to all members without waiting for theirs.
+        """Send a header to all members without waiting for theirs; ``text`` must be the same on every member.
 
-        Args:
-            text: The collective in words; must be the same on every member.
-            numbers: At most ``MAX_NUMBERS`` 64-bit integers of this instance.
-
-        Raises:
-            ValueError: If there are too many numbers, or one does not fit.
-            CollectiveError, BackendError: If an exchange that was started before failed.
+        Raises ValueError as :func:`pack`, and CollectiveError or BackendError if an exchange started before
+        failed.
         """
         for exchange in tuple(self._unfinished):
             exchange.wait()

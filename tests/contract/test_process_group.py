@@ -1,6 +1,6 @@
 """The backend ``popdist`` of torch.distributed obeys torch's contract, alone and among two and three ranks.
 
-Holds popdist.process_group.call_checks, popdist.process_group.remapping, popdist.process_group.work_queue and
+Holds popdist.process_group.call_checks, popdist.process_group.work_queue and
 popdist.host_memory.in_place.
 """
 

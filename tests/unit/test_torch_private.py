@@ -1,6 +1,8 @@
 """Private names of torch: what they do, and what happens in a torch that lacks one."""
 
+import re
 from inspect import currentframe
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -143,3 +145,22 @@ def test_workers_of_streams_without_torchs_names(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch_private, "_worker", None)
     with pytest.raises(RuntimeError, match="num_workers=0"):
         torch_private.hide_worker_info()
+
+
+def test_private_names_are_few_and_in_one_place() -> None:
+    """Torch's own modules are asked for private names in this module only, and for at most 20."""
+    text = Path(torch_private.__file__).read_text(encoding="utf-8")
+    names = set(re.findall(r'(?:_find|getattr)\([\w.]+, "(_?\w+)"', text)) | set(
+        re.findall(r"options\.(_\w+)", text)
+    )
+    asking = re.compile(
+        r"\btorch\._C\._(?!distributed_c10d|disabled_torch_function_impl)|distributed_c10d\._[a-z]|\bdist\._"
+    )
+    elsewhere = [
+        path
+        for path in Path(torch_private.__file__).parent.rglob("*.py")
+        if path.name != "torch_private.py" and asking.search(path.read_text(encoding="utf-8"))
+    ]
+
+    assert elsewhere == []
+    assert 10 < len(names) <= 20
