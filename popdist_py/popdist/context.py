@@ -229,8 +229,8 @@ def _join_torch(group: Group, contract: Contract, timeout_seconds: float) -> "De
     from popdist.process_group import default_group  # noqa: PLC0415 - torch is loaded by those that ask for it
 
     place = default_group.place_in_default_group()
-    told = group.start("the default group of torch.distributed", place).wait()
-    if trouble := default_group.disagreement([(number, size) for number, size in told]):
+    places = group.start("the default group of torch.distributed", place).wait()
+    if trouble := default_group.disagreement([(number, size) for number, size in places]):
         raise BackendError(f"init(torch_distributed=True): {trouble}")
     if place != default_group.NONE:
         return None
@@ -264,13 +264,13 @@ def ensure_init() -> None:
 
 
 def _prepare_arithmetic(contract: Contract) -> str:
-    """Compute from now on as the launcher told; what must be the same on all instances, in words.
+    """Compute from now on as the launcher asked; what must be the same on all instances, in words.
 
     What the launcher left open stays as the program or torch has it. Imports torch only for the job that needs it.
     """
     if contract.num_instances == 1 and contract.num_threads is None and not contract.is_deterministic:
         return "alone"
-    import torch  # noqa: PLC0415 - as told
+    import torch  # noqa: PLC0415 - only here
 
     if contract.num_threads is not None:
         torch.set_num_threads(contract.num_threads)

@@ -1,6 +1,6 @@
 """The job of a program that poprun did not start, from what other launchers leave in the environment.
 
-torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each tell a
+torchrun, Open MPI's mpirun, MPICH's mpiexec (Hydra), Slurm's srun and an indexed Job of Kubernetes each give a
 process its rank and the number of ranks. Such a process is one instance with one replica, or as many as
 ``POPDIST_NUM_TOTAL_REPLICAS`` gives it. So ``torchrun train.py`` and ``srun python train.py`` are real jobs, and
 not several serial ones that overwrite each other's files. Pure: takes the environment, never writes it.
@@ -40,7 +40,7 @@ class Environment:
     """The job that an environment describes.
 
     Attributes:
-        launcher: Whose variables told so.
+        launcher: Whose variables these were.
         contract: The job; one instance with one replica when there is no launcher.
         first_node: Under Slurm, the name of the node on which instance 0 is looked for; else empty.
         says_replicas: Whether poprun, or who emitted the job for it, has said how many replicas there are.
@@ -107,10 +107,10 @@ def _detect_ranks(env: Mapping[str, str]) -> Environment:
         for environment in found
     }
     if len(jobs) > 1:
-        told = "; ".join(
+        launchers = "; ".join(
             f"{environment.launcher} tells of rank {rank} of {size}" for (rank, size), environment in jobs.items()
         )
-        raise ContractError(f"{told}: start the program with one launcher, not with two inside each other")
+        raise ContractError(f"{launchers}: start the program with one launcher, not with two inside each other")
     if found:
         return found[0]
     if (job := read_slurm(env)) is not None:

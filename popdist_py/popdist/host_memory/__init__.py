@@ -1,1 +1,1 @@
-"""Memory that the processes of one host share, and what they do in it: meet, wait, add. No network, no names."""
+"""Memory that the processes of one host share, with barriers and collectives in it. No network."""

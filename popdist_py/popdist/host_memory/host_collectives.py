@@ -143,7 +143,7 @@ class AllReduce:
             combine(rows, tensor, prepared.memory)
 
     def _prepare(self, tensor: Tensor, op: Op) -> _PreparedSum | None:
-        """Prepare what needs one meeting only; None for what needs more."""
+        """Prepare what needs one barrier only; None for what needs more."""
         num_bytes, dtype, shape = tensor.nbytes, tensor.dtype, tensor.shape
         combine = Combiner(op, dtype, self._size)
         self._slots.fit(num_bytes)

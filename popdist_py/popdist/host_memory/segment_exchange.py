@@ -1,7 +1,7 @@
 """The exchange of segments: the processes of a group open each other's, which proves that they share a host.
 
-Each process tells the others through the group's store the number of its segment's descriptor, which they open
-through ``/proc``. Where that is another process's number, or not allowed, as between containers, they ask for the
+Each process puts the number of its segment's descriptor into the group's store, and the others open that through
+``/proc``. Where that is another process's number, or not allowed, as between containers, they ask for the
 descriptor at an abstract unix socket of its owner, which serves processes of the same user only. Names prove
 nothing: what counts is to find in the memory the random token that its owner announced.
 """

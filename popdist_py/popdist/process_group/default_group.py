@@ -29,7 +29,7 @@ def disagreement(places: list[tuple[int, int]]) -> str | None:
     """Why the instances cannot have a default group together, in words; None if they can.
 
     Args:
-        places: Of each instance, in their order, as :func:`place_in_default_group` told it there.
+        places: Of each instance, in their order, as :func:`place_in_default_group` gave it there.
     """
     if set(places) == {NONE}:
         return None

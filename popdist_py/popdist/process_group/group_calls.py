@@ -70,7 +70,7 @@ class GroupCalls:
         return self.allreduce_coalesced(tensors, opts, may_move)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Options, may_move: MayMove | None = None) -> Work:
-        """Combine each of several tensors; ``may_move`` tells which may be moved to where all ranks map them."""
+        """Combine each of several tensors; ``may_move`` says which storages may be remapped for all ranks."""
         if op := op_of(opts.reduceOp, tensors):
             check_written("allreduce", tensors)
             return self._do(_all_reduce, opts, list(tensors), bare(tensors), op, may_move)

@@ -116,7 +116,7 @@ class PostedSum:
         mine = self._runs[self._own]
         values = [own[row][mine] if it == self._own else self._received[it, row] for it, row in self._places]
         kept = {place for place, (it, _) in enumerate(self._places) if it == self._own}
-        for left, right in self._pairs:  # two of one instance's own never meet: they would be one node
+        for left, right in self._pairs:  # two of one instance's own are never a pair: they would be one node
             target = values[right] if left in kept else values[left]
             values[left] = torch.add(values[left], values[right], out=target)
             kept.discard(left)

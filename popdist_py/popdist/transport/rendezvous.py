@@ -2,7 +2,7 @@
 
 Under poprun instance 0 serves it on a socket that its agent passed on, so the port was never free for others.
 Under torchrun, and wherever torch's own variables are set, it is torch's ``env://`` store under a name of our
-own. Under ``mpiexec`` instance 0 opens a socket and tells the others its address through MPI. Under ``srun``
+own. Under ``mpiexec`` instance 0 opens a socket and broadcasts its address through MPI. Under ``srun``
 instance 0 serves the store at the first free one of a few ports of its node, and writes there which step it is of;
 the others try the same ports until one answers with their own step's name.
 """
@@ -76,7 +76,7 @@ def open_store(environment: Environment, timeout_seconds: float) -> Store:
         rank, size = contract.instance_index, contract.num_instances
         store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     except (RuntimeError, ValueError, OSError) as error:
-        where = contract.store or contract.master or "an address told through MPI"
+        where = contract.store or contract.master or "an address received through MPI"
         raise BackendError(
             f"instance {contract.instance_index} of {contract.num_instances} could not reach the job's store at "
             f"{where} within {timeout_seconds:g} seconds: {error}"
@@ -198,19 +198,21 @@ def _family(host: str) -> socket.AddressFamily:
 
 def _address_of(node: str) -> str:
     """An address of ``node``: as names are resolved here, else as Slurm itself knows it."""
-    for name in (node, *_told_by_slurm(node)):
+    for name in (node, *_addresses_in_slurm(node)):
         with suppress(OSError):
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     raise BackendError(f"the first node of the step, {node!r}, has no address that this node knows: {_CURE}")
 
 
-def _told_by_slurm(node: str) -> Iterator[str]:
+def _addresses_in_slurm(node: str) -> Iterator[str]:
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(
+        shown = subprocess.run(
             ["scontrol", "show", "node", node],
             capture_output=True,
             text=True,
             timeout=_SCONTROL_SECONDS,
             check=False,
         )
-        yield from (word.removeprefix("NodeAddr=") for word in told.stdout.split() if word.startswith("NodeAddr="))
+        yield from (
+            word.removeprefix("NodeAddr=") for word in shown.stdout.split() if word.startswith("NodeAddr=")
+        )

@@ -4,8 +4,8 @@ Headers go from each instance to each other one directly: a lost or late instanc
 subset of the instances needs no connections of its own.
 
 A subset begins to share memory when its instances first have data for each other: before, nobody knows that they
-will. All of them come to that place together, as their headers prove, and they tell each other where their pages
-are as they tell headers. No store is asked: the instance that keeps the store may have left.
+will. All of them reach that place together, as their headers prove, and they exchange where their pages are in the
+way of headers. No store is asked: the instance that keeps the store may have left.
 
 Where the instances share a host, headers and CPU tensors go through its memory in place of gloo.
 """

@@ -3,7 +3,7 @@
 The members are the instances of a job or the ranks of a group of torch's. Where every host has as many members in
 a row, and those of a host make up one node of the tree (`popdist.tree`), they add in its memory: each gets a share
 of the sum. The members with the same place on their hosts, the *peers*, then send each other parts of these;
-each adds one part and tells the other peers the result. So a member sends and receives twice its share of one row,
+each adds one part and sends the other peers the result. So a member sends and receives twice its share of one row,
 however many hosts there are, as in a ring. Elsewhere each member counts as a host of its own.
 
 An element is added in the order of the tree alone, so its bits do not depend on the hosts, on the length of the
