@@ -1,6 +1,6 @@
 """How long a step of poptorch's optimizers takes in a model, beside torch's.
 
-    python benchmarks/poptorch_optimizers.py --rounds 9 --document docs/poptorch.md
+    python benchmarks/poptorch_optimizers.py --rounds 9
 
 25 million parameters in 300 tensors. Every round times a step of ours and one of torch's, in turn; what counts is
 the median over the rounds of the ratio within a round. torch has no LAMB; AdamW by torch's foreach functions

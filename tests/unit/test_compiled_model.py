@@ -239,3 +239,29 @@ def test_replicas_share_buffers_or_have_their_own() -> None:
 
     own = poptorch.inferenceModel(Forward(add), options.clone().broadcastBuffers(broadcast_buffers=False))
     assert own(torch.tensor([1.0, 1, 2, 2, 3, 3, 4, 4]))[::2].tolist() == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("make", [poptorch.optim.LAMB, poptorch.optim.AdamW])
+def test_torchs_default_dtype_plays_no_part(make: Callable[..., Any], default: torch.dtype) -> None:
+    """In what training with half-precision moments, a loss scaling and several replicas makes."""
+    found = []
+    for dtype in (torch.float32, default):
+        torch.manual_seed(0)
+        model = Affine()
+        optimizer = make(
+            model.parameters(), loss_scaling=3.0, max_grad_norm=1.0, first_order_momentum_accum_type=torch.half
+        )
+        batch = random_batch(8)
+        options = poptorch.Options().replicationFactor(2)
+        options.Training.gradientAccumulation(2)
+        torch.set_default_dtype(dtype)
+        try:
+            training = poptorch.trainingModel(model, options, optimizer)
+            results = [training(*batch)[1] for _ in range(3)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([*results, *model.state_dict().values()])
+        training.destroy()
+
+    assert all(map(torch.equal, *found))

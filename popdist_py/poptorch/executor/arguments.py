@@ -127,6 +127,8 @@ class CallArguments:
             **{name: self._defaults[name] for name in self._defaults if name not in bound},
         }
         self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
+        are_tensors = all(self._first[name].kind is Tensor for name in bound)
+        self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs
         for path, (_, detail) in _listed(self._first, self._forms).items():
             if isinstance(detail, _Form):
                 _check_size(path, detail.shape, batch)
@@ -148,6 +150,8 @@ class CallArguments:
         Each micro batch gets views, and a tensor without dims as a whole. Lists are tuples, where no annotation of
         ``forward`` says list.
         """
+        if self._is_whole and not kwargs and len(args) == len(self._forms) and all(map(_fits, args, self._forms)):
+            return [(args, kwargs)]  # which is most of a small model's calls, and fast
         bound = self._parameters.bind(args, kwargs)
         structures, tensors = self._read(args, bound)
         num_parts = self._batch.num_parts
@@ -215,6 +219,16 @@ class CallArguments:
 def _aligned(piece: Tensor) -> Tensor:
     """``piece``, or a copy that begins where torch's own tensors do: the bits of products depend on it."""
     return piece if piece.data_ptr() % _ALIGNMENT_BYTES == 0 else piece.clone()
+
+
+def _fits(value: Any, form: _Form) -> bool:  # noqa: ANN401 - of every kind
+    """Whether ``value`` is a tensor of that form, and may be handed on as it is."""
+    return (
+        type(value) is Tensor
+        and value.shape == form.shape
+        and value.dtype is form.dtype
+        and not value.requires_grad
+    )
 
 
 def _default(value: Any) -> Structure:  # noqa: ANN401 - of every kind

@@ -34,11 +34,13 @@ class Outputs:
         self._period = {OutputMode.EveryN: period, OutputMode.Final: num_steps}.get(mode, 1)
         num_kept_steps = 1 if mode is OutputMode.Sum else num_steps // self._period
         self._num_kept = num_kept_steps * num_replicas
+        self._is_one = num_steps * num_replicas == 1
         self.begin()
 
     def begin(self) -> None:
         """Start a call, for which nothing is kept yet."""
         self._num_seen = 0
+        self._result: Any = None
         self._joined: list[_JoinedTensor] = []
         self._structure: Structure | None = None
 
@@ -47,6 +49,10 @@ class Outputs:
 
         Tensors are copied, so that the model may change them later.
         """
+        if self._is_one:
+            self._result = _copy_of_one(value)
+            if self._result is not None:
+                return
         step, replica = divmod(self._num_seen, self._num_replicas)
         self._num_seen += 1
         number, remainder = divmod(step + 1, self._period)
@@ -77,7 +83,7 @@ class Outputs:
         number of results, unless that is 1. What is no tensor is the last micro batch's.
         """
         if self._structure is None:
-            return None
+            return self._result
         return unflatten(self._structure, iter([joined.values.cpu() for joined in self._joined]))
 
 
@@ -111,6 +117,16 @@ class _JoinedTensor:
             )
         else:
             rows.add_(tensor.detach())
+
+
+def _copy_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
+    """A copy on the CPU of a call's only result: fast, for tensors, tuples and lists; None for others."""
+    if type(value) is Tensor:
+        return value.detach().to("cpu", copy=True)
+    if type(value) is not tuple and type(value) is not list:
+        return None
+    parts = [_copy_of_one(part) for part in value]
+    return None if any(part is None for part in parts) else type(value)(parts)
 
 
 _GRADIENT: Final = "Gradient___"

@@ -28,7 +28,7 @@ class PoplarExecutor:
 
     On a CPU it computes with the module's own weights and buffers, and training changes them in place. With a GPU
     it computes on copies there, and the module's own have the trained values after each call. Attributes that it
-    does not have are the module's.
+    does not have are the module's. Methods for a compiled model raise an ``Error`` before it is compiled.
 
     Args:
         model: The user's module.
@@ -149,11 +149,7 @@ class PoplarExecutor:
         self._optimizer = optimizer
 
     def copyWeightsToHost(self) -> None:
-        """Give the user's module the device's weights and buffers, which it has after each call anyway.
-
-        Raises:
-            Error: If the model is not compiled.
-        """
+        """Give the user's module the device's weights and buffers, which it has after each call anyway."""
         compiled = self._compiled_model()
         logger.debug("copyWeightsToHost()")
         compiled.tensors.copy_to_host()
@@ -162,9 +158,6 @@ class PoplarExecutor:
         """Use the weights and buffers that the user's module has now, on all instances those of instance 0.
 
         On a CPU a change on all instances alike has effect without it.
-
-        Raises:
-            Error: If the model is not compiled.
         """
         self._compiled_model().copy_to_device()
 
@@ -172,7 +165,7 @@ class PoplarExecutor:
         """Use the values that the user's module has in the buffers of ``options.updatableNamedBuffers``.
 
         Raises:
-            Error: If the model is not compiled, or none were named.
+            Error: If none were named.
         """
         self._compiled_model().copy_named_buffers_to_device()
 
@@ -196,7 +189,7 @@ class PoplarExecutor:
         """Take the device back, and upload the host's weights.
 
         Raises:
-            Error: If the model is not compiled, or has it.
+            Error: If it has the device.
             AssertionError: If the device is offline.
         """
         self._compiled_model()
@@ -210,7 +203,7 @@ class PoplarExecutor:
         """Give the device up; the host has the weights. The next call takes it again.
 
         Raises:
-            Error: If the model is not compiled, or has no device.
+            Error: If it has no device.
         """
         self._compiled_model()
         if not self._is_attached:
@@ -250,7 +243,7 @@ class PoplarExecutor:
             save_rng_state: Whether the random states of this process's replicas are written.
 
         Raises:
-            Error: If the model is not compiled, or the module cannot be pickled.
+            Error: If the module cannot be pickled.
         """
         compiled = self._compiled_model()
         runs = compiled.runs
@@ -328,27 +321,16 @@ class PoplarExecutor:
         Returns:
             Bytes of parameters, of activations that backward needs of a micro batch, and of the optimizer's state,
             on the virtual IPU of their block; ``.exceeded`` names those whose memory is too small.
-
-        Raises:
-            Error: If the model is not compiled.
         """
         return self._compiled_model().report(memory_bytes)
 
     def getLatency(self) -> tuple[float, float, float]:
-        """The shortest, longest and mean seconds of a micro batch of the last call; zeros before the first.
-
-        Raises:
-            Error: If the model is not compiled.
-        """
+        """The shortest, longest and mean seconds of a micro batch of the last call; zeros before the first."""
         spans = [end - begin for begin, end in self._compiled_model().runs.moments] or [0.0]
         return min(spans), max(spans), fmean(spans)
 
     def getPerfCounters(self) -> PerfCounters:
-        """Moments of the last call in seconds: when each micro batch read its inputs, and wrote its outputs.
-
-        Raises:
-            Error: If the model is not compiled.
-        """
+        """Moments of the last call in seconds: when each micro batch read its inputs, and wrote its outputs."""
         return self._compiled_model().perf_counters()
 
     def cycleCount(self) -> int:
@@ -375,11 +357,7 @@ class PoplarExecutor:
 
     @property
     def rng_state(self) -> list[int]:
-        """States of the generators of torch that this process's replicas draw from, laid end to end.
-
-        Raises:
-            Error: If the model is not compiled.
-        """
+        """States of the generators of torch that this process's replicas draw from, laid end to end."""
         return self._compiled_model().runs.rng_state
 
     @rng_state.setter

@@ -96,7 +96,9 @@ class GroupStepper:
     def scale_gradients(self, factor: float | Tensor | None) -> None:
         """Have the next step multiply its gradients by ``factor``, in float32; None: leave them as they are."""
         if self._scales_itself:
-            vars(self._inside)["grad_scale"] = None if factor is None else 1 / torch.as_tensor(factor)
+            vars(self._inside)["grad_scale"] = (
+                None if factor is None else 1 / torch.as_tensor(factor, dtype=torch.float32)
+            )
         elif factor is not None:
             gradients = [it.grad for it in self._parameters.values() if it.grad is not None]
             torch._foreach_mul_(gradients, factor)
