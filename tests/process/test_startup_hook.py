@@ -15,6 +15,7 @@ import pytest
 from popdist import stack_signal, startup
 from popdist.contract import PROGRESS_DESCRIPTOR
 from popdist.progress import PAGE_BYTES, Progress
+from popdist.startup import sitecustomize
 from tests.running import DEADLINE_SECONDS, Poprun, run
 
 LOOK = """
@@ -259,3 +260,22 @@ def test_processes_that_trained_alone_are_told_of_at_the_end(poprun: Poprun) -> 
 
     assert lone.succeeded().told.count("2 processes trained alone") == 1
     assert "trained alone" not in joined.succeeded().told + single.succeeded().told
+
+
+@pytest.mark.parametrize("caches", [("_clear_internal_caches", "_clear_type_cache"), ()])
+def test_exit_codes_are_watched_where_the_interpreter_lets_itself(
+    monkeypatch: pytest.MonkeyPatch, caches: tuple[str, ...]
+) -> None:
+    """An interpreter that keeps its types in another way is left alone."""
+    for name in {"_clear_internal_caches", "_clear_type_cache"} - set(caches):
+        monkeypatch.delattr(sys, name, raising=False)
+    original = SystemExit.__dict__["code"]
+    ending = sitecustomize.ExitCode()
+
+    ending.begin()
+    placed, code = SystemExit.__dict__["code"], SystemExit(7).code
+    ending.end()
+
+    assert (placed is ending) == bool(caches)
+    assert code == 7
+    assert SystemExit.__dict__["code"] is original

@@ -77,8 +77,10 @@ def tell_of_lone_training(pid: int, page: int, signals: ModuleType) -> None:
 class ExitCode:
     """The attribute ``code`` of SystemExit, and what Python read there when it ended the program.
 
-    A SystemExit leaves no other trace: Python reads its code, forgets it and calls what is registered at exit. So
-    this stands before the attribute of the interpreter's own until then, and does what that does.
+    A SystemExit leaves no other trace: Python reads its code, forgets it and calls what is registered at exit.
+    So this stands before the attribute of the interpreter's own until then, and does what that does. An
+    interpreter that keeps its types in another way is left alone: then only exceptions other than SystemExit are
+    seen.
     """
 
     def __init__(self) -> None:
@@ -87,7 +89,13 @@ class ExitCode:
         # the code in a tuple, which is empty as long as no SystemExit has ended the program
         self.last_words: tuple[object, ...] = ()
         self._original = SystemExit.__dict__["code"]
-        self._attributes = gc.get_referents(SystemExit.__dict__)[0]  # the dict that the type shows read-only
+        referents = gc.get_referents(SystemExit.__dict__)  # the dict that the type shows read-only
+        self._attributes = referents[0] if referents and isinstance(referents[0], dict) else None
+        names = (
+            "_clear_internal_caches",
+            "_clear_type_cache",
+        )  # attributes of types are cached; the first from 3.13 on
+        self._clear = next((getattr(sys, name) for name in names if hasattr(sys, name)), None)
 
     def __get__(self, error: BaseException | None, kind: type[BaseException] | None = None) -> object:
         code = self._original.__get__(error, kind)
@@ -110,9 +118,9 @@ class ExitCode:
         self._place(self._original)
 
     def _place(self, attribute: object) -> None:
-        self._attributes["code"] = attribute
-        clear = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache  # noqa: SLF001 - documented
-        clear()  # attributes of types are kept there
+        if self._attributes is not None and self._clear is not None:
+            self._attributes["code"] = attribute
+            self._clear()
 
 
 def exit_with_exception(*status: object) -> None:

@@ -101,11 +101,7 @@ class _HostConnection:
         self._process: Process | None = None
 
     async def ask(self, question: Answer) -> Answer:
-        """The host's answer.
-
-        Raises:
-            NoAnswerError: If it gives none, or there is no ssh here.
-        """
+        """The host's answer; a NoAnswerError says that it gives none, or that there is no ssh here."""
         began_at_seconds = time.monotonic()
         process = self._process or await self._start()
         _, output, complaints = _streams(process)

@@ -42,7 +42,7 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     waiting: dict[str, list[int]] = {}
     for status in running:
         if status.usage is None or status.progress is None or status.progressed_at_seconds is None:
-            return None  # it was not looked at yet
+            return None  # it was not measured yet
         if status.is_waiting:
             waiting.setdefault(status.progress.collective, []).append(status.index)
     if not waiting:
@@ -51,7 +51,9 @@ def find_hang(statuses: Sequence[InstanceStatus], since_seconds: float = 0.0) ->
     pages = [status.progress for status in running if status.is_waiting and status.progress is not None]
     awaited = {index for index in absent if any(_takes_part(index, page) for page in pages)}
     return Hang(
-        idle_seconds=min(_idle_seconds(status, since_seconds) for status in running),
+        idle_seconds=min(
+            _seconds_since(status.progressed_at_seconds, status, since_seconds) for status in running
+        ),
         waiting={collective: tuple(indices) for collective, indices in waiting.items()},
         absent=tuple(sorted(awaited)),
         ended=tuple(status.index for status in statuses if status.state in _GONE),
@@ -67,7 +69,7 @@ def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], sinc
     running = [status for status in statuses if status.state is InstanceState.RUNNING]
     if any(status.usage is None or status.busy_at_seconds is None for status in running):
         return None
-    idle = {status.index: _computed_nothing_seconds(status, since_seconds) for status in running}
+    idle = {status.index: _seconds_since(status.busy_at_seconds, status, since_seconds) for status in running}
     waiting: dict[str, list[int]] = {}
     for index in sorted(calls.keys() & idle.keys()):
         waiting.setdefault(calls[index], []).append(index)
@@ -82,15 +84,10 @@ def find_idle(statuses: Sequence[InstanceStatus], calls: Mapping[int, str], sinc
     )
 
 
-def _computed_nothing_seconds(status: InstanceStatus, since_seconds: float) -> float:
-    looked_at = status.usage.at_seconds if status.usage is not None else 0.0
-    return looked_at - max(status.busy_at_seconds or 0.0, since_seconds)
-
-
-def _idle_seconds(status: InstanceStatus, since_seconds: float) -> float:
-    """Seconds from the last change of progress to the last measurement; poprun may have slept since."""
-    looked_at = status.usage.at_seconds if status.usage is not None else 0.0
-    return looked_at - max(status.progressed_at_seconds or 0.0, since_seconds)
+def _seconds_since(changed_at_seconds: float | None, status: InstanceStatus, since_seconds: float) -> float:
+    """Seconds from a change of an instance to its last measurement: poprun may have slept since then."""
+    measured_at_seconds = status.usage.at_seconds if status.usage is not None else 0.0
+    return measured_at_seconds - max(changed_at_seconds or 0.0, since_seconds)
 
 
 def _takes_part(index: int, progress: Progress) -> bool:
