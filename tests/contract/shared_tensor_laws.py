@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import popdist
+from popdist import torch_private
 from popdist.contract import SHARE_TENSORS
 from popdist.host_memory import host_group, shared_storages
 from popdist.host_memory.in_place import InPlace
@@ -193,6 +194,21 @@ def law_buckets_of_ddp_move_and_weights_keep_their_bits() -> None:
                 trained[setting] = train_ddp(made, is_dropped=is_dropped, **options)
             assert bool(lengths) is (setting is None and not is_one())
         assert torch.equal(trained[None], trained["0"])
+
+
+def law_buckets_of_ddp_are_copied_where_torch_is_not_understood() -> None:
+    """As in a torch without the private name: nothing moves, and the weights have the same bits."""
+    trained = []
+    for is_understood in (True, False):
+        with group(None) as made, counted() as lengths, pytest.MonkeyPatch.context() as patch:
+            if not is_understood:
+                patch.setattr(torch_private, "_engine_run_backward", None)
+                patch.setattr(
+                    torch_private, "_is_engine_understood", torch_private._is_engine_understood.__wrapped__
+                )
+            trained.append(train_ddp(made, is_dropped=True))
+        assert bool(lengths) is (is_understood and not is_one())
+    assert torch.equal(*trained)
 
 
 def train_ddp(made: ProcessGroup, *, is_dropped: bool, **options: Any) -> Tensor:  # noqa: ANN401 - as DDP's
