@@ -33,7 +33,14 @@ _MOST_NUMBERS: Final = 4096
 
 def install() -> None:
     """Have these checks made in the steps of all models from now on."""
-    ModelSteps.make_checks = ReplicaChecks
+    ModelSteps.make_checks = _make_checks
+
+
+def _make_checks(module: nn.Module, buffers: ReplicaBuffers, layout: ReplicaLayout) -> ModelChecks:
+    """The checks of one model's steps: none with ``popdist.init(checks="off")``."""
+    if context.is_initialized() and not context.current_job().is_checked:
+        return ModelChecks()
+    return ReplicaChecks(module, buffers, layout)
 
 
 class ReplicaChecks(ModelChecks):

@@ -233,7 +233,8 @@ class ModelSteps:
         """Begin the step of a whole batch; gives its micro batches, and what each counts."""
         try:
             check_reduction(reduction)
-            check_flags(BatchError, add=add)
+            if add:
+                check_flags(BatchError, add=add)
             accumulation, contents, counts = split_batch(
                 batch, self.layout.num_local_replicas, accumulation, split=split, weights=weights
             )
