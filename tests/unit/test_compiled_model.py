@@ -167,10 +167,11 @@ def test_the_stages_of_a_pipeline_are_counted() -> None:
     assert poptorch.trainingModel(sharded, options)(*random_batch(2))[0].shape == (2, 1)
 
 
-def test_training_needs_no_gradients_of_the_programs() -> None:
-    """A call under no_grad trains; a program's own backward pass on the host stays its own."""
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_training_needs_no_gradients_of_the_programs(replicas: int) -> None:
+    """A call under no_grad trains; a program's own backward pass stays its own, also after ``destroy()``."""
     model = Affine()
-    training = poptorch.trainingModel(model)
+    training = poptorch.trainingModel(model, poptorch.Options().replicationFactor(replicas))
     before = model.fc.weight.detach().clone()
     with torch.no_grad():
         training(*random_batch(2))
@@ -180,6 +181,8 @@ def test_training_needs_no_gradients_of_the_programs() -> None:
     training(*random_batch(2))
     assert gradient is not None
     assert model.fc.weight.grad is gradient
+    training.destroy()
+    model(*random_batch(2))[1].backward()
 
 
 def test_frozen_parameters_stay() -> None:
