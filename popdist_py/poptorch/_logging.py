@@ -75,7 +75,7 @@ def setLogLevel(level: str | int) -> None:
 
 
 def setPopartLogLevel(level: str) -> None:
-    """Checked, and without effect: there is no PopART here.
+    """Check a level of PopART's log, without effect: there is no PopART here.
 
     Raises:
         ValueError: If it is no level's name.

@@ -142,7 +142,7 @@ def parser_of(kind: type) -> ICustomArgParser | None:
 
 
 def _check_constant(value: Any) -> None:  # noqa: ANN401 - as above
-    """Refuse what would be passed whole, although it holds samples."""
+    """Refuse a constant that holds tensors or samples: it would be passed whole to each micro batch."""
     if value is None or isinstance(value, bool | int | float | str):
         return
     if isinstance(value, np.ndarray):

@@ -39,7 +39,7 @@ class ReductionType(Enum):
 
 
 class MeanReductionStrategy(Enum):
-    """When the division of a mean takes place."""
+    """When the sum of gradients is divided to make a mean."""
 
     Running = 0
     Post = 1

@@ -15,7 +15,7 @@ def setting(name: str) -> str:
 
 
 def process_of_job() -> tuple[int, int]:
-    """This process and their number: those of poprun, else of Open MPI, else of another launcher, else 0 of 1."""
+    """This process's index and their number, as poprun, else Open MPI, else another launcher says; else 0 of 1."""
     if not popdist.isPopdistEnvSet() and (PROCESS_ID in os.environ or NUM_PROCESSES in os.environ):
         return process_in(PROCESS_ID, NUM_PROCESSES)
     return popdist.instance_index(), popdist.num_instances()

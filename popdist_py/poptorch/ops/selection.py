@@ -68,7 +68,7 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, si
 
 
 def _first(name: str, tensor: Tensor, dim: int, start: Tensor | int, size: int) -> int:
-    """The whole number that ``start`` holds."""
+    """The whole number in ``start``, from which ``size`` elements must lie in the tensor."""
     check_arguments(name, "a tensor", tensor=tensor)
     check_arguments(name, "a whole number", dim=dim, size=size)
     if not isinstance(start, Tensor):

@@ -219,7 +219,7 @@ class WidenedLAMB(torch.optim.Optimizer):
 
 
 def _together(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters that are widened at once."""
+    """Divide ``parameters`` into lists that are computed in float32 at once."""
     some: list[Tensor] = []
     for parameter in parameters:
         if some and sum(it.numel() for it in some) + parameter.numel() > _ELEMENTS_AT_ONCE:

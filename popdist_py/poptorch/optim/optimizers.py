@@ -28,7 +28,7 @@ _STATES: Final = ("ipu_state", "ipu_param")
 
 
 class StateHolder(Protocol):
-    """A model's side of an optimizer."""
+    """The model that trains with an optimizer, and has its state."""
 
     has_news: bool
     """Whether it has made a step since its state was read."""

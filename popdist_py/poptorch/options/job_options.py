@@ -38,11 +38,11 @@ class JobOptions(Options):
         self.Distributed.__class__ = _JobDistributed
 
     def useIpuId(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - whatever it is given
-        """Not for these options: each instance has its devices from poprun."""
+        """Refused: each instance has its devices from poprun."""
         raise _blocked("useIpuId")
 
     def replicationFactor(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
-        """Not for these options: the replicas are those that poprun gave the instance."""
+        """Refused: the replicas are those that poprun gave the instance."""
         raise _blocked("replicationFactor")
 
 
@@ -50,15 +50,15 @@ class _JobDistributed(_DistributedOptions):
     """``Distributed`` of these options, which the job alone decides."""
 
     def disable(self) -> NoReturn:
-        """Not for these options."""
+        """Refused: the job decides which process this one is."""
         raise _blocked("Distributed.disable")
 
     def setEnvVarNames(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
-        """Not for these options."""
+        """Refused: the job decides which process this one is."""
         raise _blocked("Distributed.setEnvVarNames")
 
     def configureProcessId(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
-        """Not for these options."""
+        """Refused: the job decides which process this one is."""
         raise _blocked("Distributed.configureProcessId")
 
 

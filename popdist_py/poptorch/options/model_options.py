@@ -316,7 +316,7 @@ class Options(OptionValues):
 
 
 def check_options(call: str, options: object) -> Options:
-    """``options``, where it is that."""
+    """Check that ``options`` is poptorch.Options, and return it."""
     if not isinstance(options, Options):
         raise Error(f"{call} takes poptorch.Options() as its options, and was given {type(options).__name__}")
     return options
