@@ -30,7 +30,7 @@ from measuring.medians import CONFIDENCE, Median, median
 from measuring.ranks import PARTS
 from measuring.worlds import CONTENDERS, ROOT, World, worlds
 
-SIZES = (KIB, 4 * KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)
+SIZES = (KIB, 64 * KIB, MIB, 25 * MIB, 100 * MIB)
 SAMPLE_SECONDS = 0.02
 MOST_TIMES = 500
 

@@ -23,7 +23,7 @@ class Limit:
 
 
 def _limits() -> Iterator[Limit]:
-    for size, least in ((KIB, 30.0), (4 * KIB, 30.0), (64 * KIB, 15.0)):
+    for size, least in ((KIB, 30.0), (64 * KIB, 15.0)):
         yield Limit(num_ranks=2, num_bytes=size, ours="popdist", theirs="gloo", least=least)
     yield Limit(num_ranks=2, num_bytes=25 * MIB, ours="popdist shared", theirs="popdist in place", least=0.9)
     for num_ranks, ours, gloo, mpich in (
