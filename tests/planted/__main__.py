@@ -38,10 +38,14 @@ def copy_tree(root: Path, into: Path) -> None:
 
 
 def find(bug: Bug, root: Path) -> Path | None:
-    """The one module of the packages with the name that the bug says; None when none has it, or several do."""
-    name = f"{bug.target.partition('.')[0]}.py"
-    found = [path for source in _SOURCES for path in (root / source).rglob(name) if _defines(path, bug.target)]
-    return found[0] if len(found) == 1 else None
+    """The one module that defines what the bug changes; None when none does, or several of that name do."""
+    module, _, function = bug.target.partition(".")
+    paths = [path for source in _SOURCES for path in (root / source).rglob("*.py")]
+    named = [path for path in paths if path.stem == module and _defines(path, bug.target)]
+    if not named:  # it may have moved
+        word = f"def {function.rpartition('.')[2]}("
+        named = [it for it in paths if word in it.read_text(encoding="utf-8") and _defines(it, bug.target)]
+    return named[0] if len(named) == 1 else None
 
 
 def _defines(path: Path, target: str) -> bool:
