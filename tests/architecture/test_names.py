@@ -67,6 +67,20 @@ def test_names_keep_to_the_glossary(package: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("package", ["popdist", "poprun", "poptorch"])
+def test_verbs_keep_to_the_glossary(package: str) -> None:
+    """No function and no method is called by a verb alone that the glossary has another one for."""
+    avoided = {other: verb for verb, others in _glossary("Verbs") for other in others}
+    wrong = [
+        f"{module.name}: {node.name}, the glossary {avoided[node.name.strip('_')]}"
+        for module in modules(package)
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.strip("_") in avoided
+    ]
+
+    assert wrong == []
+
+
 def _words_of(name: str) -> set[str]:
     """The words of a name in either case, in lower case, each as it is and without an ``s`` at its end."""
     parts = {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}

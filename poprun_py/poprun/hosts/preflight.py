@@ -19,8 +19,8 @@ from popdist import contract
 from poprun.errors import HostsError
 from poprun.hosts.problems import (
     Problem,
-    judge,
-    judge_names,
+    problems_of,
+    name_problems,
     judge_places,
     judge_routes,
     judge_slots,
@@ -150,7 +150,7 @@ class _Examiner:
         """The result, None when something is wrong, and all problems."""
         try:
             answers = await self._ask_for_facts()
-            self._judge(answers)
+            self._record_problems(answers)
             await self._ask_for_slots(answers)
             choice = self._choose(answers)
             self._problems += choice.problems
@@ -188,14 +188,14 @@ class _Examiner:
         }
         return await self._ask(dict.fromkeys((self._here, *plan.hosts), question), _FACTS_SECONDS)
 
-    def _judge(self, answers: Mapping[str, Answer]) -> None:
+    def _record_problems(self, answers: Mapping[str, Answer]) -> None:
         here = answers.get(self._here)
         if here is None:
             return
         for name, answer in answers.items():
             if name in self._plan.hosts:
-                self._problems += judge(name, answer, self._plan, here, sys.prefix)
-        self._problems += judge_names(answers, self._plan.hosts)
+                self._problems += problems_of(name, answer, self._plan, here, sys.prefix)
+        self._problems += name_problems(answers, self._plan.hosts)
 
     async def _ask_for_slots(self, answers: Mapping[str, Answer]) -> None:
         """Check that the hosts with nothing wrong have the virtual IPUs that the job uses."""

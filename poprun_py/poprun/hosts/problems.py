@@ -82,7 +82,7 @@ def program_files(program: Sequence[str]) -> list[str]:
     return [program[0], *([script] if script else [])]
 
 
-def judge(
+def problems_of(
     host: str, answer: Mapping[str, Any], plan: LaunchPlan, here: Mapping[str, Any], environment: str
 ) -> Iterator[Problem]:
     """Every problem that the ``answer`` of ``host`` shows, beside what this machine (``here``) answered."""
@@ -92,7 +92,7 @@ def judge(
     if answer["sources"] != here["sources"]:
         yield _other_popdist(host, answer, here, environment)
     if plan.mpi is not None:
-        yield from _judge_mpi(host, plan.mpi, answer)
+        yield from _mpi_problems(host, plan.mpi, answer)
         if plan.mpi.kind is MpiKind.OPEN_MPI and answer["temporary"]:
             cause = f"Open MPI cannot write to {answer['temporary']}"
             yield Problem(host, cause, "make room there, or set TMPDIR to another folder for logins on the host")
@@ -121,7 +121,7 @@ def _other_popdist(host: str, answer: Mapping[str, Any], here: Mapping[str, Any]
     return Problem(host, cause, remedy, lacks_environment=is_copied)
 
 
-def _judge_mpi(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:
+def _mpi_problems(host: str, wanted: MpiRuntime, answer: Mapping[str, Any]) -> Iterator[Problem]:
     found = read_version(wanted.path, answer["mpi"])
     if ":" in host:
         cause = "the MPI launchers do not take an IPv6 address in place of a name"
@@ -146,7 +146,7 @@ def judge_slots(host: str, slots: Mapping[str, Any], plan: LaunchPlan) -> Iterat
         yield Problem(host, cause, "place nothing there: --process-placement disabled; or leave the host out")
 
 
-def judge_names(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
+def name_problems(answers: Mapping[str, Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Problem]:
     """The names that mean different addresses on different ``hosts``, by each one's answer and this machine's."""
     for name in hosts:
         # A host's own view of its own name is no matter: it is often a loopback address there.

@@ -99,7 +99,7 @@ def start_process(start: ProcessStart) -> int:
         os.close(writer)
         raise OSError(error.errno, error.strerror, start.words[0]) from None
     if pid == 0:
-        _become(start, parent, writer)
+        _run_child(start, parent, writer)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         problem = pipe.read()
@@ -117,7 +117,7 @@ def _pipe_for(start: ProcessStart) -> tuple[int, int]:
         raise OSError(error.errno, error.strerror, start.words[0]) from None
 
 
-def _become(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
+def _run_child(start: ProcessStart, parent: int, failure_pipe: int) -> NoReturn:
     place = start.words[0]
     try:
         os.setsid()
