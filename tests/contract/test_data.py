@@ -1,4 +1,7 @@
-"""Data obeys the same laws in jobs of every size and split, the job of one included."""
+"""Data obeys the same laws in jobs of every size and split, the job of one included.
+
+Holds popdist.data.dealt_streams.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""Packed data obeys the same laws in jobs of every split, and trains the same bits; models of others agree."""
+"""Packed data obeys the same laws in jobs of every split, and trains the same bits; models of others agree.
+
+Holds popdist.packing.packed_loader and popdist.packing.stream_packing.
+"""
 
 import pytest
 import torch

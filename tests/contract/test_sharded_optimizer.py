@@ -1,7 +1,7 @@
 """The sharded optimizer obeys the same laws in jobs of every size, the job of one included.
 
-Holds popdist.sharded.norm_exchange, popdist.sharded.parameters, popdist.sharded.optimizer_state and
-popdist.sharded.weight_copies.
+Holds popdist.sharded.norm_exchange, popdist.sharded.parameters, popdist.sharded.optimizer_state,
+popdist.sharded.weight_copies, popdist.gradients.partial_gradients and popdist.optim.lars.
 """
 
 from pathlib import Path

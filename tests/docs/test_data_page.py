@@ -1,4 +1,7 @@
-"""The page on data tells the truth: its blocks are one program, and it runs everywhere."""
+"""The page on data tells the truth: its blocks are one program, and it runs everywhere.
+
+Holds popdist.weights.
+"""
 
 from pathlib import Path
 

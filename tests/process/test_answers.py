@@ -1,4 +1,7 @@
-"""Questions to programs of the machine, asked for a bounded time."""
+"""Questions to programs of the machine, asked for a bounded time.
+
+Holds poprun.process.spawn.
+"""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Strangers at the control socket of a running job, and agents that come over the network.
 
-Holds poprun.job.agents, poprun.job.key_proofs and poprun.job.output.streams.
+Holds poprun.job.agents, poprun.job.key_proofs, poprun.job.output.streams and poprun.hosts.remote_side.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Who holds a job's lease on a host: on this machine, without ssh, as it is on every other.
 
-Holds poprun.devices.lease.lease_holder.
+Holds poprun.devices.lease.lease_holder, poprun.devices.lease.host_leases and poprun.launch.fetched_lease.
 """
 
 import json

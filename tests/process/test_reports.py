@@ -1,4 +1,7 @@
-"""The report of a job as a file, from real jobs."""
+"""The report of a job as a file, from real jobs.
+
+Holds poprun.command.
+"""
 
 import json
 import sys

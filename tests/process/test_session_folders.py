@@ -1,4 +1,7 @@
-"""The folders of killed Open MPI launchers are removed, and nothing else."""
+"""The folders of killed Open MPI launchers are removed, and nothing else.
+
+Holds poprun.launch.mpi_leftovers.
+"""
 
 import os
 import subprocess

@@ -1,4 +1,7 @@
-"""popdist joins the tasks of ``srun`` without poprun: one task, one replica."""
+"""popdist joins the tasks of ``srun`` without poprun: one task, one replica.
+
+Holds popdist.context.
+"""
 
 import sys
 from pathlib import Path

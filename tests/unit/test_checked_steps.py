@@ -1,4 +1,7 @@
-"""The schedule of the checks that cost time, and the checksums of parameters."""
+"""The schedule of the checks that cost time, and the checksums of parameters.
+
+Holds popdist.checks.parameter_sums.
+"""
 
 import pytest
 import torch

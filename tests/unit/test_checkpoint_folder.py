@@ -1,4 +1,7 @@
-"""A folder of checkpoints holds whole ones, in the order of their names, and no more than were asked for."""
+"""A folder of checkpoints holds whole ones, in the order of their names, and no more than were asked for.
+
+Holds popdist.checkpoint.manifest.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The way from a request to a lease: how often a pool is asked, what is logged meanwhile, and what is given."""
+"""The way from a request to a lease: how often a pool is asked, what is logged meanwhile, and what is given.
+
+Holds poprun.devices.pool.records.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""What the launcher writes into the environment is what the library reads from it."""
+"""What the launcher writes into the environment is what the library reads from it.
+
+Holds popdist.errors.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,7 @@
-"""The messages between poprun and its agents."""
+"""The messages between poprun and its agents.
+
+Holds poprun, poprun.messages.json_lines and poprun.messages.proofs.
+"""
 
 import pytest
 from hypothesis import event, example, given

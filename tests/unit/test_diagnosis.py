@@ -1,4 +1,7 @@
-"""What the doctor's facts mean, as a table and as JSON."""
+"""What the doctor's facts mean, as a table and as JSON.
+
+Holds poprun.doctor.facts.
+"""
 
 import json
 from dataclasses import asdict, replace

@@ -1,4 +1,7 @@
-"""Libraries beside PopTorch are found by import statements only, and last: a real one always wins."""
+"""Libraries beside PopTorch are found by import statements only, and last: a real one always wins.
+
+Holds popdist.stubs.operation_loading and popdist.stubs.popart_enums.
+"""
 
 import importlib
 import logging

@@ -1,4 +1,7 @@
-"""What the probes make of what a machine shows: control groups, driver, MPI runtimes, programs."""
+"""What the probes make of what a machine shows: control groups, driver, MPI runtimes, programs.
+
+Holds poprun.probe.mpi_runtimes.
+"""
 
 import json
 import os

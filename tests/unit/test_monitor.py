@@ -1,4 +1,7 @@
-"""What a monitor makes of the views that a job sends."""
+"""What a monitor makes of the views that a job sends.
+
+Holds poprun.job.monitors, poprun.messages.view and poprun.monitor.job_table.
+"""
 
 from dataclasses import replace
 from io import StringIO

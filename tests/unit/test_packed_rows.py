@@ -1,4 +1,7 @@
-"""Packed datasets: every sample once an epoch, in rows that follow from seed, epoch and strategy alone."""
+"""Packed datasets: every sample once an epoch, in rows that follow from seed, epoch and strategy alone.
+
+Holds popdist.packing.sample_lengths.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,7 @@
-"""What was asked and what the machine has decide the plan, and nothing else does."""
+"""What was asked and what the machine has decide the plan, and nothing else does.
+
+Holds poprun.plan.topology.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,7 @@
-"""Pods by their names and from YAML."""
+"""Pods by their names and from YAML.
+
+Holds poprun.devices.pool.clusters.
+"""
 
 import pytest
 

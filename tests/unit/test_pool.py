@@ -1,6 +1,7 @@
 """The pool as a library: where it may be, what may stand in it, and whose leases live.
 
-Holds poprun.devices.pool.contents and poprun.devices.pool.folder.
+Holds poprun.devices.pool.contents, poprun.devices.pool.folder, poprun.devices.pool.holders and
+poprun.devices.pool.requests.
 """
 
 import json

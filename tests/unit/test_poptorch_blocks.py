@@ -1,6 +1,7 @@
 """Blocks of poptorch: what an annotation leaves alone, how blocks are dealt to stages, and what a model needs.
 
-Holds poptorch.blocks.annotations, poptorch.blocks.placing and poptorch.options.execution_strategies.
+Holds poptorch.blocks.annotations, poptorch.blocks.placing, poptorch.options.execution_strategies,
+poptorch.blocks.first_forward and poptorch.blocks.report.
 """
 
 import copy

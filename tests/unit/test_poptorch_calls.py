@@ -1,4 +1,7 @@
-"""What a call of a poptorch model takes and gives: arguments fixed by the first call, split, and put together."""
+"""What a call of a poptorch model takes and gives: arguments fixed by the first call, split, and put together.
+
+Holds poptorch.custom_types, poptorch.enums, poptorch.errors and poptorch.options.combined_batch.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """poptorch's loader: who reads what in which order, joined batches, and reading ahead.
 
-Holds poptorch.data.combined_batches and poptorch.data.read_ahead.
+Holds poptorch.data.combined_batches, poptorch.data.read_ahead, poptorch._logging and poptorch.data.partition.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""What programs written for PopTorch ask of its inside: errors, names for the profiler, models in files."""
+"""What programs written for PopTorch ask of its inside: errors, names for the profiler, models in files.
+
+Holds poptorch._impl, poptorch.executor.saved_models, poptorch.poptorch_core and poptorch.profiling.
+"""
 
 import pickle
 from pathlib import Path

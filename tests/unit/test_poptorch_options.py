@@ -1,6 +1,6 @@
 """Options of poptorch: what setters take, what they refuse, and where their defaults come from.
 
-Holds poptorch.options.option_values and poptorch.options.model_options.
+Holds poptorch.options.option_values, poptorch.options.model_options and poptorch.options.sub_options.
 """
 
 import copy

@@ -1,4 +1,7 @@
-"""What is made of the hosts' answers."""
+"""What is made of the hosts' answers.
+
+Holds poprun.hosts.problems and poprun.hosts.routes.
+"""
 
 from poprun.hosts.preflight import choose_addresses
 from poprun.hosts.problems import Problem, judge_places, no_answer, render_problems

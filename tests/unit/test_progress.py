@@ -1,4 +1,7 @@
-"""The page on which a program says how far it has come."""
+"""The page on which a program says how far it has come.
+
+Holds popdist.stack_signal and poprun.launch.program_watch.
+"""
 
 import math
 import os

@@ -1,4 +1,7 @@
-"""Queries and PopDist's names tell the place of this instance, with or without a job, before init()."""
+"""Queries and PopDist's names tell the place of this instance, with or without a job, before init().
+
+Holds popdist.compat, popdist.instances and popdist.popdist_core.
+"""
 
 import pytest
 

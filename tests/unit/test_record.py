@@ -1,4 +1,7 @@
-"""What an agent's event makes of its instance's status, and the snapshot that the policy then sees, as tables."""
+"""What an agent's event makes of its instance's status, and the snapshot that the policy then sees, as tables.
+
+Holds poprun.job.identity.
+"""
 
 import errno
 import signal

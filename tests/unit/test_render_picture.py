@@ -1,6 +1,7 @@
 """The plan as a picture: golden files, and what holds for any plan.
 
-Holds poprun.render.picture.documents.
+Holds poprun.render.picture.documents, poprun.render.picture.blocks, poprun.render.picture.drawing and
+poprun.render.picture.scene.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""PopRun's own table, character by character."""
+"""PopRun's own table, character by character.
+
+Holds poprun.render and poprun.render.text.
+"""
 
 from typing import Any
 

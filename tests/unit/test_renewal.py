@@ -1,4 +1,7 @@
-"""The process that renews a lease waits for no answer longer than the lease can bear."""
+"""The process that renews a lease waits for no answer longer than the lease can bear.
+
+Holds poprun.devices.server.server_connection.
+"""
 
 from collections.abc import Mapping
 

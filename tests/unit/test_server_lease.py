@@ -1,4 +1,7 @@
-"""What a server hands out, where it can be used, and that it is sent and read as it is."""
+"""What a server hands out, where it can be used, and that it is sent and read as it is.
+
+Holds poprun.devices.server.server_messages.
+"""
 
 import json
 from dataclasses import replace

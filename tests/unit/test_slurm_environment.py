@@ -1,4 +1,7 @@
-"""What a task of ``srun`` is told, and what its shell is not."""
+"""What a task of ``srun`` is told, and what its shell is not.
+
+Holds popdist.environments.slurm.
+"""
 
 import pytest
 from hypothesis import given

@@ -1,6 +1,6 @@
 """Packing strategies: every sequence in one pack, no row too long, and bounds that nothing goes below.
 
-Holds popdist.packing.
+Holds popdist.packing and popdist.packing.linear_programme.
 """
 
 import builtins

@@ -1,6 +1,6 @@
 """LAMB and LARS are their papers' equations and torch's optimizers; their norms are added in one order.
 
-Holds popdist.optim.trust_ratio.
+Holds popdist.optim.trust_ratio and popdist.optim.pieces.
 """
 
 import copy

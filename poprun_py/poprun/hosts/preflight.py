@@ -19,12 +19,12 @@ from popdist import contract
 from poprun.errors import HostsError
 from poprun.hosts.problems import (
     Problem,
-    problems_of,
-    name_problems,
     judge_places,
     judge_routes,
     judge_slots,
+    name_problems,
     no_answer,
+    problems_of,
     program_files,
     render_problems,
 )
