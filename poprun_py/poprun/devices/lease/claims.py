@@ -1,8 +1,8 @@
-"""The way from what a job wants of a pool to what it holds, whoever keeps the pool.
+"""The way from what a job wants of a pool to the leases that it holds, the same for every kind of pool.
 
 A job's claim stands in the queue of a pool until the pool grants it. Then the job has a lease, which stands beside
 its plan (`LeasedPlan`), and everything is given back when the job has ended. The pool of this machine
-(`local_lease`) and that of a server (`server_lease`) differ in how they are asked; the rest is here.
+(`local_lease`) and that of a server (`server_lease`) differ in how a request is sent; the rest is here.
 """
 
 from abc import ABC, abstractmethod

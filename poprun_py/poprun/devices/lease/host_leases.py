@@ -1,6 +1,6 @@
-"""The leases of a job of several hosts: taken on each host's own pool before anything starts, on all or on none.
+"""The leases of a job of several hosts: acquired from each host's own pool before anything starts, all or none.
 
-A process on each host (`lease_holder`) asks the pool there. Hosts are asked one after the other, in an order that
+A process on each host (`lease_holder`) requests the lease there. Hosts come one after the other, in an order that
 is the same for all jobs, whatever they call the hosts: a job that waits holds only hosts that come before the one
 it waits for, so two jobs never wait for each other, and of two that want the same hosts at once one gets them all.
 """
@@ -156,7 +156,7 @@ def _until(plan: LaunchPlan) -> float | None:
 
 
 class LeaseHolder:
-    """The process that keeps the job's lease on one host, reached over ``remote``; None for this machine."""
+    """The process that holds the lease of a job on one host, reached over ``remote``; None is this machine."""
 
     def __init__(self, host: str, remote: RemoteSettings | None) -> None:
         self.host = host

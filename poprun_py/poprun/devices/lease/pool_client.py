@@ -1,4 +1,4 @@
-"""The client of a pool of virtual IPUs: what poprun asks before it plans, in a dry run, and when a job starts.
+"""What poprun needs of pools: before it plans, in a dry run, and when a job starts.
 
 A job takes what it needs from the pool of this machine (`local_lease`), from the pools of its hosts
 (`host_leases`), or from that of a server (`server_lease`): each time by a request, a place in the queue, and a

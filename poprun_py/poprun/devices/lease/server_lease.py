@@ -1,4 +1,4 @@
-"""The virtual IPUs of a job that a server hands out: asked for before it starts, renewed while it runs.
+"""The virtual IPUs of a job that a server hands out: requested before it starts, renewed while it runs.
 
 A server hands out the GPUs or the cores of its own machine, or a pod. A pod stands for whatever computes on any
 host, unless it names hosts: then each of them has its share of the IPUs. The GPUs that a job of a pod computes on
