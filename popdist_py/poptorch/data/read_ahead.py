@@ -13,6 +13,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from typing import Any, Final, NamedTuple
@@ -53,115 +54,69 @@ class _DataBuffers(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """A message of the worker: that it can read, a batch, or the end of an epoch."""
+    """What was read: a batch, or the end of an epoch."""
 
     epoch: int  # which one, from 0
-    kind: str  # ``"ready"``, ``"batch"`` or ``"end"``
-    batch: Any = None  # the batch
+    is_end: bool
+    batch: Any = None
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class _Epochs(IterableDataset[_Message]):
     """Everything that ``source`` gives, epoch after epoch, for as long as the program wants it."""
 
-    def __init__(
-        self,
-        # a dataset, or a loader
-        source: Any,  # noqa: ANN401 - whatever can be iterated
-        buffers: _DataBuffers,  # shared with the program
-        *,
-        load_indefinitely: bool,  # whether to begin an epoch before it is wanted
-        early_preload: bool,  # whether to read more than one batch before the first epoch is wanted
-        rebatched_size: int | None,  # samples of a batch; None leaves batches as they are
-        drop_last: bool,  # leave out a last rebatched one that is smaller
-    ) -> None:
-        self._source = source
-        self._buffers = buffers
-        self._load_indefinitely = load_indefinitely
-        self._early_preload = early_preload
-        self._rebatched_size = rebatched_size
-        self._drop_last = drop_last
+    source: Any  # a dataset, or a loader
+    buffers: _DataBuffers  # shared with the program
+    load_indefinitely: bool  # whether to begin an epoch before it is wanted
+    early_preload: bool  # whether to read more than one batch before the first epoch is wanted
+    rebatched_size: int | None  # samples of a batch; None leaves batches as they are
+    drop_last: bool  # leave out a last rebatched one that is smaller
 
     def __iter__(self) -> Iterator[_Message]:
-        indices_mem, wanted = self._buffers
+        indices_mem, wanted = self.buffers
         num_read = 0
         for epoch in count():
-            if wanted == _NEVER or not (self._load_indefinitely or epoch == 0 or self._wait_for(epoch)):
+            if wanted == _NEVER or not (self.load_indefinitely or epoch == 0 or self._wait_for(epoch)):
                 return
             for batch in self._read():
                 if wanted > epoch:
                     break
                 indices_mem[num_read % len(indices_mem)] = 1
-                if num_read == 0:
-                    yield _Message(epoch, "ready")
-                yield _Message(epoch, "batch", batch)
                 num_read += 1
-                if not self._early_preload and not self._wait_for(0):
+                yield _Message(epoch, is_end=False, batch=batch)
+                if not self.early_preload and not self._wait_for(0):
                     return
-            if num_read == 0:
-                yield _Message(epoch, "ready")
-                if not self._wait_for(epoch):
-                    return
-            yield _Message(epoch, "end")
+            yield _Message(epoch, is_end=True)
+            if num_read == 0 and not self._wait_for(epoch + 1):
+                return
 
     def _read(self) -> Iterator[Any]:
-        source = self._source
+        """The batches of one epoch."""
+        source = self.source
         batches: Iterator[Any]
         if isinstance(source, torch.utils.data.DataLoader):
             batches = torch.utils.data.DataLoader.__iter__(source)  # that of poptorch's own may read ahead here
         elif hasattr(source, "__iter__"):
             batches = iter(source)
         else:
-            batches = (source[index] for index in range(len(source)))
-        return (
-            batches
-            if self._rebatched_size is None
-            else rebatched(batches, self._rebatched_size, drop_last=self._drop_last)
-        )
+            batches = map(source.__getitem__, range(len(source)))
+        if self.rebatched_size is None:
+            return batches
+        return rebatched(batches, self.rebatched_size, drop_last=self.drop_last)
 
     def _wait_for(self, epoch: int) -> bool:
         """Wait until the program wants ``epoch``; False where it wants no more."""
-        while self._buffers.wanted < epoch:
+        while self.buffers.wanted < epoch:
             time.sleep(_POLL_SECONDS)
-        return bool(self._buffers.wanted != _NEVER)
+        return bool(self.buffers.wanted != _NEVER)
 
 
+@dataclass(frozen=True)
 class _Reader:
-    """The process that reads, as the program sees it: one of a DataLoader, or those that the loader has anyway."""
+    """The process that reads, by the names that PopTorch's programs know."""
 
-    def __init__(self, epochs: _Epochs, buffers: _DataBuffers, strategy: SharingStrategy | None) -> None:
-        self._data_buffers = buffers
-        self._num_received = 0
-        before = {*multiprocessing.active_children()}
-        self._messages: Iterator[_Message] | None = iter(epochs)
-        if strategy is not None:
-            self._messages = iter(_loader_of(epochs, len(buffers.indices_mem), strategy))
-        started = [process for process in multiprocessing.active_children() if process not in before]
-        self._process: Any = started[0] if started else None
-        for process in started:
-            logger.debug("AsynchronousDataAccessor worker process: %s", process.pid)
-
-    def receive(self) -> _Message:
-        """Wait for the next message."""
-        if self._messages is None:
-            raise Error("the process that reads ahead has ended: terminate() was called")
-        try:
-            message = next(self._messages)
-        except Exception as error:  # noqa: BLE001 - whatever a dataset raises
-            reason = str(error)
-            traceback.clear_frames(error.__traceback__)  # which hold what ends the process when it is gone
-            message = _Message(0, "failed")
-        if message.kind == "failed":
-            raise Error(f"the process that reads ahead could not read a batch:\n{reason}")
-        if message.kind == "batch":
-            indices_mem = self._data_buffers.indices_mem
-            indices_mem[self._num_received % len(indices_mem)] = 0
-            self._num_received += 1
-        return message
-
-    def stop(self) -> None:
-        """End the process."""
-        self._data_buffers.wanted.fill_(_NEVER)
-        self._messages = None
+    _data_buffers: _DataBuffers
+    _process: Any  # None where the loader's own processes were there before
 
 
 def _loader_of(
@@ -209,7 +164,8 @@ class AsynchronousDataAccessor:
     in these, as far as its ``prefetch_factor`` says.
 
     Args:
-        dataset: Iterated in the process, once an epoch: a dataset, or a loader in Sync mode.
+        dataset: Iterated in the process, once an epoch: a dataset, or a loader in Sync mode. Its first batch is
+            read before the constructor returns.
         buffer_size: Batches that may lie ready. At least 1.
         miss_sleep_time_in_ms: Accepted, and without effect: a batch is waited for without sleeping.
         load_indefinitely: Begin the next epoch when one has been read to its end; else when it is asked for.
@@ -217,9 +173,6 @@ class AsynchronousDataAccessor:
         sharing_strategy: How the process is started: forked by a server, spawned, or forked.
         rebatched_size: Join batches, and cut them to this size; None leaves them as they are.
         drop_last: Leave out a last joined batch that is smaller.
-
-    Raises:
-        Error: If an argument is wrong, the first batch cannot be read, or ``dataset`` is read ahead already.
     """
 
     def __init__(
@@ -252,19 +205,28 @@ class AsynchronousDataAccessor:
             torch.zeros(buffer_size, dtype=torch.int32).share_memory_(),
             torch.full((1,), -1, dtype=torch.int64).share_memory_(),
         )
+        self._buffers = buffers
+        weakref.finalize(self, buffers.wanted.fill_, _NEVER)  # a worker that waits ends at once
         epochs = _Epochs(
-            dataset,
-            buffers,
+            source=dataset,
+            buffers=buffers,
             load_indefinitely=load_indefinitely,
             early_preload=early_preload,
             rebatched_size=rebatched_size,
             drop_last=drop_last,
         )
+        before = {*multiprocessing.active_children()}
         has_workers = isinstance(dataset, torch.utils.data.DataLoader) and dataset.num_workers > 0
-        self._worker = _Reader(epochs, buffers, None if has_workers else sharing_strategy)
-        weakref.finalize(self, buffers.wanted.fill_, _NEVER)  # a worker that waits ends at once
+        self._messages: Iterator[_Message] | None = iter(
+            epochs if has_workers else _loader_of(epochs, buffer_size, sharing_strategy)
+        )
+        started = [process for process in multiprocessing.active_children() if process not in before]
+        for process in started:
+            logger.debug("AsynchronousDataAccessor worker process: %s", process.pid)
+        self._worker = _Reader(buffers, started[0] if started else None)
+        self._num_received = 0
         try:
-            self._worker.receive()
+            self._first: _Message | None = self._receive()
         except Error as error:
             sys.stderr.write(f"{error}\n")
             self.terminate()
@@ -272,28 +234,43 @@ class AsynchronousDataAccessor:
                 "AsynchronousDataAccessor worker thread failed to start: the reason is printed above"
             ) from None
 
+    def _receive(self) -> _Message:
+        """Wait for the next message."""
+        if self._messages is None:
+            raise Error("the process that reads ahead has ended: terminate() was called")
+        try:
+            return next(self._messages)
+        except Exception as error:  # noqa: BLE001 - whatever a dataset raises
+            reason = str(error)
+            traceback.clear_frames(error.__traceback__)  # which hold what ends the process when it is gone
+        raise Error(f"the process that reads ahead could not read a batch:\n{reason}")
+
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        self._worker._data_buffers.wanted.clamp_(min=epoch)  # noqa: SLF001 - PopTorch's name for it
+        self._buffers.wanted.clamp_(min=epoch)
         return self._batches(epoch)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         while True:
             if self._epoch != epoch + 1:
                 raise Error("another iterator of this loader was made, which reads its batches now")
-            message = self._worker.receive()
+            message, self._first = self._first or self._receive(), None
+            if not message.is_end:
+                self._buffers.indices_mem[self._num_received % len(self._buffers.indices_mem)] = 0
+                self._num_received += 1
             if message.epoch == epoch:
-                if message.kind == "end":
+                if message.is_end:
                     return
                 yield message.batch
             del message  # and with it what holds the batch's memory
 
     def terminate(self) -> None:
         """End the process. Iterators raise an ``Error`` from now on."""
-        self._worker.stop()
+        self._buffers.wanted.fill_(_NEVER)
+        self._messages = self._first = None
 
 
 def rebatched(batches: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[Any]:
