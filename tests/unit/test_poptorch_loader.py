@@ -1,6 +1,6 @@
 """poptorch's loader: who reads what in which order, joined batches, and reading ahead.
 
-Holds poptorch.data.combined_batches, poptorch.data.read_ahead, poptorch._logging and poptorch.data.partition.
+Holds poptorch.data.combined_batches, poptorch.data.read_ahead and poptorch._logging.
 """
 
 import os
@@ -29,7 +29,7 @@ import poptorch
 from poptorch import DataLoaderMode, SharingStrategy
 from poptorch._logging import logger
 from poptorch.custom_types import PARSERS
-from poptorch.data.partition import JoinedBatchSampler, Partition, PartitionSampler
+from poptorch.data.combined_batches import JoinedBatchSampler, Partition, PartitionSampler
 from poptorch.data.read_ahead import rebatched
 from tests.running import run
 
