@@ -32,16 +32,12 @@ class Outputs:
         self._mode = mode
         self._num_replicas = num_replicas
         self._period = {OutputMode.EveryN: period, OutputMode.Final: num_steps}.get(mode, 1)
-        num_kept_steps = 1 if mode is OutputMode.Sum else num_steps // self._period
-        self._num_kept = num_kept_steps * num_replicas
-        self._is_one = num_steps * num_replicas == 1
         self.begin()
 
     def begin(self) -> None:
         """Start a call, for which nothing is kept yet."""
         self._num_seen = 0
-        self._result: Any = None
-        self._joined: list[_JoinedTensor] = []
+        self._kept: list[list[Tensor]] = []  # copies of the tensors of each result
         self._structure: Structure | None = None
 
     def add(self, value: Any) -> None:  # noqa: ANN401 - whatever a model gives
@@ -49,32 +45,38 @@ class Outputs:
 
         Tensors are copied, so that the model may change them later.
         """
-        if self._is_one:
-            self._result = _copy_of_one(value)
-            if self._result is not None:
-                return
         step, replica = divmod(self._num_seen, self._num_replicas)
         self._num_seen += 1
-        number, remainder = divmod(step + 1, self._period)
-        if remainder:
+        if (step + 1) % self._period:
             return
         tensors: list[Tensor] = []
         structure = flatten(value, tensors)
-        if self._structure is None:
-            self._joined = [_JoinedTensor(tensor, self._num_kept) for tensor in tensors]
-            if self._num_kept == 1:
-                self._structure = structure
-                return
-        elif len(tensors) != len(self._joined) or structure.kind is not self._structure.kind:
+        if self._structure is not None:
+            self._check(structure, tensors, self._structure)
+        self._structure = structure
+        if self._mode is OutputMode.Sum and step > 0:
+            if any(tensor.dtype is torch.bool for tensor in tensors):
+                raise Error(
+                    "OutputMode.Sum cannot add truth values (torch.bool): return numbers, or choose another mode"
+                )
+            for total, tensor in zip(self._kept[replica], tensors, strict=True):
+                total.add_(tensor.detach())
+        else:
+            self._kept.append([tensor.detach().clone() for tensor in tensors])
+
+    def _check(self, structure: Structure, tensors: list[Tensor], earlier: Structure) -> None:
+        """Refuse a result that cannot be put together with those before."""
+        if len(tensors) != len(self._kept[0]) or structure.kind is not earlier.kind:
             raise Error(
                 f"a micro batch gave a result of {len(tensors)} tensors, and an earlier one of "
-                f"{len(self._joined)}: all must give the same structure"
+                f"{len(self._kept[0])}: all must give the same structure"
             )
-        self._structure = structure
-        is_sum = self._mode is OutputMode.Sum
-        place = replica if is_sum else (number - 1) * self._num_replicas + replica
-        for joined, tensor in zip(self._joined, tensors, strict=True):
-            joined.write(place, tensor, adds=is_sum and step > 0)
+        for before, tensor in zip(self._kept[0], tensors, strict=True):
+            if tensor.shape != before.shape or tensor.dtype is not before.dtype:
+                raise Error(
+                    f"a micro batch gave {tensor.dtype} {list(tensor.shape)}, and an earlier one {before.dtype} "
+                    f"{list(before.shape)}: results of different shapes cannot be put together"
+                )
 
     def result(self) -> Any:  # noqa: ANN401 - as above
         """The result for the user: of the structure of a micro batch's result, on the CPU.
@@ -82,51 +84,17 @@ class Outputs:
         Dim 0 of each tensor is as many times as long as results were kept. A tensor without dims gets one of the
         number of results, unless that is 1. What is no tensor is the last micro batch's.
         """
-        if self._structure is None:
-            return self._result
-        return unflatten(self._structure, iter([joined.values.cpu() for joined in self._joined]))
+        return (
+            None
+            if self._structure is None
+            else unflatten(self._structure, map(_joined, zip(*self._kept, strict=True)))
+        )
 
 
-class _JoinedTensor:
-    """One tensor of the result, with room for those of all micro batches that are kept."""
-
-    def __init__(self, first: Tensor, num_kept: int) -> None:
-        self._shape = first.shape
-        self._num_rows = first.shape[0] if first.dim() else 1
-        if num_kept == 1:
-            self.values = first.detach().clone()
-        else:
-            shape = (num_kept * self._num_rows, *first.shape[1:])
-            self.values = torch.empty(shape, dtype=first.dtype, device=first.device)
-
-    def write(self, place: int, tensor: Tensor, *, adds: bool) -> None:
-        """Copy a micro batch's tensor to its place, or add it there."""
-        if tensor.shape != self._shape or tensor.dtype is not self.values.dtype:
-            raise Error(
-                f"a micro batch gave {tensor.dtype} {list(tensor.shape)}, and an earlier one {self.values.dtype} "
-                f"{list(self._shape)}: results of different shapes cannot be put together"
-            )
-        rows = self.values
-        if rows.dim():
-            rows = rows.narrow(0, place * self._num_rows, self._num_rows).view(self._shape)
-        if not adds:
-            rows.copy_(tensor.detach())
-        elif tensor.dtype is torch.bool:
-            raise Error(
-                "OutputMode.Sum cannot add truth values (torch.bool): return numbers, or choose another mode"
-            )
-        else:
-            rows.add_(tensor.detach())
-
-
-def _copy_of_one(value: Any) -> Any:  # noqa: ANN401 - whatever a model gives
-    """A copy on the CPU of a call's only result: fast, for tensors, tuples and lists; None for others."""
-    if type(value) is Tensor:
-        return value.detach().to("cpu", copy=True)
-    if type(value) is not tuple and type(value) is not list:
-        return None
-    parts = [_copy_of_one(part) for part in value]
-    return None if any(part is None for part in parts) else type(value)(parts)
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].cpu()
+    return (torch.cat(parts) if parts[0].dim() else torch.stack(parts)).cpu()
 
 
 _GRADIENT: Final = "Gradient___"

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -81,33 +81,29 @@ class TracedForward:
 
     def infer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The result for a micro batch."""
-        with WeightCasts() if self._has_casts else nullcontext():
+        with self._casts():
             return self._called(args, kwargs)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
         """The result for a micro batch; afterwards the parameters have gradients, times ``loss_scaling``."""
-        if self._has_casts:
-            with WeightCasts():
-                return self._train(args, kwargs, loss_scaling)
-        return self._train(args, kwargs, loss_scaling)
-
-    def _train(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_scaling: float) -> Any:  # noqa: ANN401 - as above
-        place = self._place
-        if place is not None and place.is_found:
-            result = self._module(*args, **kwargs) if self._device is None else self._called(args, kwargs)
-            loss = place.loss(result)
-        else:
-            with LossSearch() as search:
+        with self._casts():
+            if self._place is not None and self._place.is_found:
                 result = self._called(args, kwargs)
-            loss = search.final()
-        if loss.requires_grad:
-            loss.backward(None if loss_scaling == 1 and not loss.dim() else torch.full_like(loss, loss_scaling))
-        return result
+                loss = self._place.loss(result)
+            else:
+                with LossSearch() as search:
+                    result = self._called(args, kwargs)
+                loss = search.final()
+            if loss.requires_grad:
+                is_plain = loss_scaling == 1 and not loss.dim()
+                loss.backward(None if is_plain else torch.full_like(loss, loss_scaling))
+            return result
+
+    def _casts(self) -> AbstractContextManager[object]:
+        return WeightCasts() if self._has_casts else nullcontext()
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - as above
-        if self._device is None:
-            return self._module(*args, **kwargs)
-        with MovedArguments(self._device):
+        with nullcontext() if self._device is None else MovedArguments(self._device):
             return self._module(*args, **kwargs)
 
 
