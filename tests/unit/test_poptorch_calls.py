@@ -113,7 +113,7 @@ def test_only_the_values_of_tensors_may_change() -> None:
     ):
         args, kwargs = first
         forward = with_defaults if len(args) > 1 else plain
-        fixed = CallArguments.of(forward, args, kwargs, options())
+        fixed = CallArguments(forward, args, kwargs, options())
         fixed.check(*first)
         with pytest.raises(poptorch.Error, match=message):
             fixed.check(*later)
@@ -121,7 +121,7 @@ def test_only_the_values_of_tensors_may_change() -> None:
 
 def test_starred_arguments_are_fixed_too() -> None:
     """By position and by name."""
-    fixed = CallArguments.of(starred, (ONE,) * 5, {"x": ONE, "y": 1}, options())
+    fixed = CallArguments(starred, (ONE,) * 5, {"x": ONE, "y": 1}, options())
 
     fixed.check((ONE,) * 5, {"y": 1, "x": ONE})
     for args, kwargs, message in (
@@ -149,18 +149,18 @@ def test_the_first_call_is_one_that_forward_takes() -> None:
         ((ONE, np.ones(2)), {}, "numpy"),
     ):
         with pytest.raises(poptorch.Error, match=message):
-            CallArguments.of(forward, args, kwargs, options())
-    assert CallArguments.of(open_forward, (), {}, options()).micro_batches((), {}) == [((), {})]
+            CallArguments(forward, args, kwargs, options())
+    assert CallArguments(open_forward, (), {}, options()).micro_batches((), {}) == [((), {})]
 
 
 def test_a_combined_batch_must_divide() -> None:
     """The message lists what it must be a multiple of; a tensor without dims is passed whole."""
     made = options(2, 3, 4).inputReplicaGrouping(2, CommGroupType.Consecutive)
     with pytest.raises(AssertionError, match=r"\(7\).*deviceIterations\(2\).*replicationFactor\(4\)") as caught:
-        CallArguments.of(plain, (torch.ones(7),), {}, made)
+        CallArguments(plain, (torch.ones(7),), {}, made)
     assert "inputReplicaGrouping(2)" in str(caught.value)
     assert "gradientAccumulation(3) = 12" in str(caught.value)
-    whole = CallArguments.of(plain, (ONE[0],), {}, made).micro_batches((ONE[0],), {})
+    whole = CallArguments(plain, (ONE[0],), {}, made).micro_batches((ONE[0],), {})
     assert [args[0].shape for args, _ in whole] == [torch.Size([])] * 24
 
 
@@ -172,7 +172,7 @@ def test_replicas_of_a_group_get_the_same_samples() -> None:
     ):
         made = options(iterations=2, replicas=4).inputReplicaGrouping(2, kind)
         numbers = torch.arange(4)
-        found = CallArguments.of(plain, (numbers,), {}, made).micro_batches((numbers,), {})
+        found = CallArguments(plain, (numbers,), {}, made).micro_batches((numbers,), {})
         assert [args[0].item() for args, _ in found] == expected == list(CombinedBatch.of(made).part_of_each)
 
 
@@ -183,7 +183,7 @@ def test_lists_are_tuples_unless_forward_says_list() -> None:
 
     boxes = Boxes(ONE, "first", ONE)
     given = ([ONE], [ONE, [1]], {"a": boxes, "b": 1})
-    fixed = CallArguments.of(forward, given, {}, options())
+    fixed = CallArguments(forward, given, {}, options())
     later = ([ONE], [ONE, [1]], {"b": 1, "a": Boxes(ONE, "second", ONE)})
     ((args, kwargs),) = fixed.micro_batches(later[:2], {"z": later[2]})
 
@@ -199,7 +199,7 @@ def test_what_holds_tensors_unseen_is_refused() -> None:
     PARSERS.pop(Boxes)
     try:
         with pytest.raises(poptorch.Error, match=r"registerCustomArgParser\(Boxes"):
-            CallArguments.of(plain, (Boxes(ONE, "", ONE),), {}, options())
+            CallArguments(plain, (Boxes(ONE, "", ONE),), {}, options())
     finally:
         poptorch.registerCustomArgParser(Boxes, BoxesParser())
     with pytest.raises(poptorch.Error, match=r"is no poptorch\.ICustomArgParser"):
@@ -255,7 +255,7 @@ def test_what_is_split_comes_back_whole(data: st.DataObject, counts: tuple[int, 
 
     def forward(x: list[Any]) -> None: ...
 
-    fixed = CallArguments.of(forward, (value,), {}, options(*counts))
+    fixed = CallArguments(forward, (value,), {}, options(*counts))
     outputs = Outputs(OutputMode.All, 1, *counts)
     found = fixed.micro_batches((value,), {})
     for args, _ in found:

@@ -3,8 +3,7 @@
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,30 +31,18 @@ MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of one forward, by position and by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Parameters:
-    """The parameters of ``forward``."""
+    """The parameters of ``forward``, by their names."""
 
-    positional: tuple[str, ...]  # names of what may be given by position
-    defaults: dict[str, Any]  # name → value of what need not be given
-    mandatory: tuple[str, ...]  # names of what must be given
-    starred: str | None  # the name of ``*args``, or None
-    takes_any_name: bool  # whether it has ``**kwargs``
-    lists: frozenset[str]  # names of what is annotated as a list
-
-    @classmethod
-    def of(cls, forward: Callable[..., Any]) -> Self:
-        """Read the signature of ``forward``."""
+    def __init__(self, forward: Callable[..., Any]) -> None:
         found = _parameters_of(forward)
         empty = inspect.Parameter.empty
-        return cls(
-            positional=tuple(one.name for one in found if one.kind in _POSITIONAL),
-            defaults={one.name: one.default for one in found if one.default is not empty},
-            mandatory=tuple(one.name for one in found if one.default is empty and one.kind not in _STARRED),
-            starred=next((one.name for one in found if one.kind is inspect.Parameter.VAR_POSITIONAL), None),
-            takes_any_name=any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found),
-            lists=frozenset(one.name for one in found if _is_list(one.annotation)),
-        )
+        self.positional = [one.name for one in found if one.kind in _POSITIONAL]
+        self.defaults = {one.name: one.default for one in found if one.default is not empty}
+        self.mandatory = [one.name for one in found if one.default is empty and one.kind not in _STARRED]
+        self.starred = next((one.name for one in found if one.kind is inspect.Parameter.VAR_POSITIONAL), None)
+        self.takes_any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found)
+        self.lists = {one.name for one in found if _is_list(one.annotation)}  # annotated as such
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name; the first one of ``*args`` is called ``args[0]``."""
@@ -110,10 +97,10 @@ class CallArguments:
     """
 
     def __init__(
-        self, parameters: _Parameters, batch: CombinedBatch, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> None:
-        self._parameters = parameters
-        self._batch = batch
+        self._parameters = parameters = _Parameters(forward)
+        self._batch = batch = CombinedBatch.of(options)
         self._part_of_each = batch.part_of_each
         self._num_positional = len(args)
         bound = parameters.bind(args, kwargs)
@@ -121,24 +108,14 @@ class CallArguments:
         self._given = frozenset(bound)
         self._defaults = {name: _default(value) for name, value in parameters.defaults.items()}
         tensors: list[Tensor] = []
-        self._first = {name: flatten(value, tensors) for name, value in bound.items()}
-        self._first = {
-            **self._first,
-            **{name: self._defaults[name] for name in self._defaults if name not in bound},
-        }
+        given = {name: flatten(value, tensors) for name, value in bound.items()}
+        self._first = given | {name: it for name, it in self._defaults.items() if name not in bound}
         self._forms = [_Form(tensor.shape, tensor.dtype) for tensor in tensors]
         are_tensors = all(self._first[name].kind is Tensor for name in bound)
         self._is_whole = batch.num_parts == 1 and are_tensors and not kwargs
         for path, (_, detail) in _listed(self._first, self._forms).items():
             if isinstance(detail, _Form):
                 _check_size(path, detail.shape, batch)
-
-    @classmethod
-    def of(
-        cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> Self:
-        """Fix what the first call has."""
-        return cls(_Parameters.of(forward), CombinedBatch.of(options), args, kwargs)
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare a call with the first one."""

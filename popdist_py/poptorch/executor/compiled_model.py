@@ -42,7 +42,7 @@ class CompiledModel:
     ) -> None:
         is_training = optimizer is not None
         self._module = module
-        self._arguments = CallArguments.of(module.forward, arguments, named_arguments, options)
+        self.arguments = CallArguments(module.forward, arguments, named_arguments, options)
         self._is_shared = popdist.num_instances() * options.replication_factor > 1 and options.broadcast_buffers
         self._devices = popdist.devices()
         self._is_on_cpu = self._devices[0].type == "cpu"
@@ -88,17 +88,13 @@ class CompiledModel:
         """The micro batches of one call, on the device where the model begins."""
         if not self._is_on_cpu:
             args, kwargs = with_tensors((args, kwargs), lambda it: it.to(self._devices[0], non_blocking=True))
-        return self._arguments.micro_batches(args, kwargs)
+        return self.arguments.micro_batches(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever forward gives
         """The results of one call."""
         micro_batches = self._micro_batches(args, kwargs)
         with self.tensors.running():
             return refuse_backward_of(self.runs.run(micro_batches))
-
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise an Error if these arguments are not like those of the first call."""
-        self._arguments.check(args, kwargs)
 
     def copy_to_device(self) -> None:
         """Use the module's weights and buffers as they are now, on all instances those of instance 0."""

@@ -100,7 +100,7 @@ class PoplarExecutor:
         if self._compiled is None:
             self._compile(args, kwargs)
         else:
-            self._compiled.check(args, kwargs)
+            self._compiled.arguments.check(args, kwargs)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         begin = perf_counter()
