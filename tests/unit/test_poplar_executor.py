@@ -1,7 +1,4 @@
-"""What programs ask of an executor, and how modules are wrapped.
-
-Holds poptorch.executor.poplar_executor and poptorch.executor.wrapping.
-"""
+"""What programs ask of an executor, and how modules are wrapped."""
 
 import copy
 import io

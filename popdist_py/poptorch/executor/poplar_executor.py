@@ -1,7 +1,7 @@
-"""`PoplarExecutor`: a module that runs on its device, a combined batch at a call."""
+"""`PoplarExecutor`: a module that runs on its device, a combined batch at a call; and what makes it."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from statistics import fmean
 from time import perf_counter
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from poptorch import poptorch_core
 from poptorch._logging import logger
-from poptorch.blocks import ModelReport, module_repr
+from poptorch.blocks import ModelReport, is_pipeline, module_repr
 from poptorch.enums import ConnectionType, OutputMode
 from poptorch.errors import Error, is_whole
 from poptorch.executor.compiled_model import CompiledModel, PerfCounters, TrainingRuns
-from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, write, write_files
+from poptorch.executor.saved_models import SavedModel, example_of, pickled, read, unpickled, write, write_files
 from poptorch.optim.model_optimizer import accept_optimizer
-from poptorch.options import Options
+from poptorch.options import Options, check_options
 
+_DEFAULT_RATE: Final = 0.01
 _NOT_COMPILED: Final = "Model has not been compiled or has been destroyed: call it, or compile(), first"
 
 
@@ -29,14 +30,14 @@ class PoplarExecutor:
     On a CPU it computes with the module's own weights and buffers, and training changes them in place. With a GPU
     it computes on copies there, and the module's own have the trained values after each call. Attributes that it
     does not have are the module's. Methods for a compiled model raise an ``Error`` before it is compiled.
-
-    Args:
-        model: The user's module.
-        options: They are cloned, and the clone is frozen.
-        optimizer: The program's, for a model that trains; None for inference.
     """
 
-    def __init__(self, model: nn.Module, options: Options, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,  # the user's module
+        options: Options,  # which are cloned, and the clone is frozen
+        optimizer: torch.optim.Optimizer | None,  # the program's, for a model that trains; None for inference
+    ) -> None:
         self._user_model = model
         self._optimizer = optimizer
         self._is_training = optimizer is not None
@@ -91,12 +92,7 @@ class PoplarExecutor:
         return self._compiled_model().call(args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - whatever forward takes
-        """Make ready for calls with such arguments: check the model, and upload its weights.
-
-        Raises:
-            Error: As a call, which does the same where it is the first one.
-            AssertionError: As a call.
-        """
+        """Make ready for calls with such arguments, as the first call does: check, and upload the weights."""
         if self._compiled is None:
             self._compile(args, kwargs)
         else:
@@ -125,16 +121,13 @@ class PoplarExecutor:
             self._training_runs().optimizer.release()
         self._compiled = None
         self._is_attached = False
-        if is_wrapped(self._user_model) and self._is_training:
+        if _is_wrapped(self._user_model) and self._is_training:
             del self._user_model.destroy
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with the values that ``optimizer`` has now, from the next call on.
 
-        Raises:
-            AssertionError: If the model does not train.
-            ValueError: If it asks for another way to reduce a mean than the compiled model has.
-            Error: If it is another kind of optimizer, or changes an attribute that is constant.
+        It is of the same kind as before, and only changes attributes that are not constant.
         """
         if not self._is_training:
             raise AssertionError(
@@ -162,11 +155,7 @@ class PoplarExecutor:
         self._compiled_model().copy_to_device()
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Use the values that the user's module has in the buffers of ``options.updatableNamedBuffers``.
-
-        Raises:
-            Error: If none were named.
-        """
+        """Use the values that the user's module has in the buffers of ``options.updatableNamedBuffers``."""
         self._compiled_model().copy_named_buffers_to_device()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - torch's own signature
@@ -186,12 +175,7 @@ class PoplarExecutor:
         return self._is_attached
 
     def attachToDevice(self) -> None:
-        """Take the device back, and upload the host's weights.
-
-        Raises:
-            Error: If it has the device.
-            AssertionError: If the device is offline.
-        """
+        """Take the device back, and upload the host's weights; an Error if the model has it."""
         self._compiled_model()
         self._check_device()
         if self._is_attached:
@@ -200,11 +184,7 @@ class PoplarExecutor:
         self.copyWeightsToDevice()
 
     def detachFromDevice(self) -> None:
-        """Give the device up; the host has the weights. The next call takes it again.
-
-        Raises:
-            Error: If it has no device.
-        """
+        """Give the device up; the host has the weights. The next call takes it again."""
         self._compiled_model()
         if not self._is_attached:
             raise Error("the model is not attached to a device")
@@ -224,9 +204,6 @@ class PoplarExecutor:
             *args: The arguments of a call, by position.
             export_model: Pickle the module, the options and the optimizer too, which ``load`` needs.
             **kwargs: The arguments of a call, by name.
-
-        Raises:
-            Error: As ``compile``; or if the module cannot be pickled.
         """
         self.compile(*args, **kwargs)
         objects = pickled(self._user_model, self._options, self._optimizer) if export_model else None
@@ -241,9 +218,6 @@ class PoplarExecutor:
             filename: A file; or a folder, which gets ``model.poptorch``.
             export_model: Pickle the module, the options and the optimizer too, which ``load`` needs.
             save_rng_state: Whether the random states of this process's replicas are written.
-
-        Raises:
-            Error: If the module cannot be pickled.
         """
         compiled = self._compiled_model()
         runs = compiled.runs
@@ -263,9 +237,6 @@ class PoplarExecutor:
         """Compile as the model was that ``compileAndExport`` or ``save`` wrote; nothing of the file is executed.
 
         What ``save`` wrote has weights and states too, which the module, the optimizer and the replicas get.
-
-        Raises:
-            Error: If this model is compiled; or the file is of another model, or no such file.
         """
         if self._compiled is not None:
             raise Error("the model is compiled: destroy() it, or load into another one")
@@ -275,11 +246,7 @@ class PoplarExecutor:
         self.restore(saved)
 
     def restore(self, saved: SavedModel) -> None:
-        """Use the weights and states of a file, and compile for its example.
-
-        Raises:
-            Error: If they do not fit the module.
-        """
+        """Use the weights and states of a file, which fit the module, and compile for its example."""
         if saved.weights:
             found = dict(self._host_tensors())
             if {name: it.shape for name, it in found.items()} != {
@@ -305,11 +272,7 @@ class PoplarExecutor:
         yield from self._user_model.named_buffers()
 
     def getAnchoredTensor(self, short_name: str) -> Tensor:
-        """The values that ``options.anchorTensor(short_name, ...)`` kept in the last call.
-
-        Raises:
-            Error: If nothing was.
-        """
+        """The values that ``options.anchorTensor(short_name, ...)`` kept in the last call."""
         return self._compiled_model().runs.anchors.get(short_name)
 
     def report(self, memory_bytes: int | None = None) -> ModelReport:
@@ -334,21 +297,13 @@ class PoplarExecutor:
         return self._compiled_model().perf_counters()
 
     def cycleCount(self) -> int:
-        """Cycles of an IPU in the last call; there is no IPU.
-
-        Raises:
-            Error: Always, and why.
-        """
+        """Raise an Error that says why there are no cycles to count: there is no IPU."""
         if not self._options.log_cycle_count:
             raise Error("Cycle count logging is disabled: call options.logCycleCount(True)")
         raise Error("there is no cycle count: run the model at least once, on an IPU")
 
     def compilationTime(self) -> timedelta:
-        """How long the model took to be compiled.
-
-        Raises:
-            Error: If it is not compiled, or the options have no progress bar.
-        """
+        """How long compiling the model took, unless ``options.showCompilationProgressBar`` is off."""
         if self._compilation_seconds is None:
             raise Error("Please compile the model before you ask how long that took")
         if not self._options.show_compilation_progress_bar:
@@ -413,6 +368,85 @@ class _Destroy:
         return type(None), ()
 
 
-def is_wrapped(module: nn.Module) -> bool:
+def trainingModel(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Wrap ``model`` so that a call trains it with a combined batch, over all replicas of the job.
+
+    Args:
+        model: Its ``forward`` gives results, and among them one loss. It runs in the modes, training or
+            evaluation, that its parts have now.
+        options: None for those of ``Options()``.
+        optimizer: torch's or poptorch's, over its parameters; None for SGD with a learning rate of 0.01.
+
+    Raises:
+        RuntimeError: If another training model wraps it.
+    """
+    module = _module_of(model)
+    if _is_wrapped(module):
+        raise RuntimeError(
+            "the module has already been wrapped by poptorch.trainingModel: call destroy() on it to wrap it again"
+        )
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=_DEFAULT_RATE)
+    options = check_options("poptorch.trainingModel", Options() if options is None else options)
+    return PoplarExecutor(module, options, optimizer)
+
+
+def inferenceModel(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Wrap ``model`` so that a call computes the results of a combined batch, on this process's replicas alone.
+
+    Args:
+        model: Runs in the modes, training or evaluation, that its parts have now.
+        options: None for those of ``Options()``. They accumulate no gradients.
+        optimizer: None.
+    """
+    if optimizer is not None:
+        raise AssertionError("an optimizer is for poptorch.trainingModel, and inferenceModel has none")
+    options = check_options("poptorch.inferenceModel", Options() if options is None else options)
+    if options.Training.gradient_accumulation != 1:
+        is_pipelined = is_pipeline(options._execution_strategy)  # noqa: SLF001 - programs reach for it so, too
+        instead = "; a pipeline is filled by options.deviceIterations(n)" if is_pipelined else ""
+        raise Error(
+            f"options.Training.gradientAccumulation({options.Training.gradient_accumulation}) is for training: "
+            f"set gradientAccumulation to 1 for inferenceModel, or leave it{instead}"
+        )
+    return PoplarExecutor(_module_of(model), options, None)
+
+
+def load(
+    filename: str | os.PathLike[str], edit_opts_fn: Callable[[Options], object] | None = None
+) -> PoplarExecutor:
+    """The model that ``compileAndExport`` or ``save`` wrote, compiled.
+
+    Its module is unpickled, which runs what the file says: load files that you trust.
+
+    Args:
+        filename: The file, or the folder that it was written into.
+        edit_opts_fn: Called with the options, which it may change.
+    """
+    saved = read(filename)
+    module, options, optimizer = unpickled(saved, filename)
+    options = options.clone()
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    model = PoplarExecutor(module, options, optimizer)
+    model.restore(saved)
+    return model
+
+
+def _module_of(model: nn.Module | PoplarExecutor) -> nn.Module:
+    module = model.model if isinstance(model, PoplarExecutor) else model
+    if not isinstance(module, nn.Module):
+        raise Error(f"a torch.nn.Module can be wrapped, and this is a {type(module).__name__}")
+    return module
+
+
+def _is_wrapped(module: nn.Module) -> bool:
     """Whether a training model wraps ``module``."""
     return isinstance(vars(module).get("destroy"), _Destroy)
