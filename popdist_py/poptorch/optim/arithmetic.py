@@ -90,16 +90,12 @@ class TensorFlowRMSprop(torch.optim.RMSprop):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    _step_of_tensorflow(group, parameter, parameter.grad, self._state_of(group, parameter))
+                    state = self.state[parameter]
+                    if not state:
+                        zeros = {name: torch.zeros_like(parameter) for name in _moments_of(group)}
+                        state |= {"step": torch.tensor(0.0, dtype=torch.float32), **zeros}
+                    _step_of_tensorflow(group, parameter, parameter.grad, state)
         return loss
-
-    def _state_of(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for name in _moments_of(group):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return state
 
 
 def _moments_of(group: Mapping[str, Any]) -> Sequence[str]:

@@ -1,7 +1,6 @@
 """The optimizer of torch or popdist for one group of parameters, and its state by PopTorch's names."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -40,26 +39,6 @@ _MOMENTS: Final[Mapping[str, Mapping[str, tuple[str, str]]]] = {
 """torch's name of what has a number for each element → PopTorch's, and the attribute that says its dtype."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """How the state of an optimizer is kept."""
-
-    model: popdist.ReplicatedModel | None  # whose instances share it; None where each instance keeps all of it
-    rounding: str  # "stochastic" or "nearest"
-    seed: int  # of the random bits
-
-    @classmethod
-    def of(cls, options: Options, model: popdist.ReplicatedModel | None) -> "Placement":
-        """The placement that ``options`` ask for."""
-        location = options.TensorLocations.location_optimizer
-        is_sharded = bool(location.get("useReplicatedTensorSharding")) and popdist.num_instances() > 1
-        return cls(
-            model=model if is_sharded else None,
-            rounding="stochastic" if options.Precision.stochastic_rounding else "nearest",
-            seed=options.random_seed if options.exists("random_seed") else 0,
-        )
-
-
 class GroupStepper:
     """Updates the parameters of one group of the program's optimizer."""
 
@@ -70,7 +49,8 @@ class GroupStepper:
         settings: Mapping[str, Any],  # of the group
         types: Mapping[str, torch.dtype],  # dtypes of the state that were asked for, by attribute
         parameters: Mapping[str, Parameter],  # those of the group that the model has, by name; at least one
-        placement: Placement,  # how the state is kept
+        options: Options,  # say how half precision is rounded
+        model: popdist.ReplicatedModel | None,  # whose instances share the state; None where each keeps all of it
     ) -> None:
         self.group = group
         self._kind = kind
@@ -79,7 +59,7 @@ class GroupStepper:
         self._counts_steps = kind == "LAMB" or (kind != "SGD" and bool(settings.get("bias_correction", True)))
         moments = _moments_of(kind, settings, types)
         own = list(parameters.values())
-        self._inside = _optimizer_of(kind, settings, own, moments, placement, group)
+        self._inside = _optimizer_of(kind, settings, own, moments, options, model, group)
         self._scales_itself = _scales_gradients(self._inside)
         self.step = self._inside.step
         if kind != "SGD" and {*self._moments().values()} != {torch.float32}:
@@ -163,18 +143,20 @@ def _optimizer_of(
     settings: Mapping[str, Any],
     parameters: Sequence[Parameter],
     moments: Mapping[str, torch.dtype],
-    placement: Placement,
+    options: Options,
+    model: popdist.ReplicatedModel | None,
     number: int,
 ) -> torch.optim.Optimizer:
     """The optimizer of torch or popdist that updates ``parameters``; ``number`` is that of their group."""
     found, known = arithmetic_of(kind, settings)
     is_exact = all(it.dtype in _EXACT for it in parameters) and set(moments.values()) <= {torch.float32}
+    seed: int = options.random_seed if options.exists("random_seed") else 0
     own: dict[str, Any] = {
-        "rounding": placement.rounding,
-        "seed": (placement.seed + number * 0x9E3779B97F4A7C15) % _SEEDS_OF_A_JOB,  # other bits for each group
+        "rounding": "stochastic" if options.Precision.stochastic_rounding else "nearest",
+        "seed": (seed + number * 0x9E3779B97F4A7C15) % _SEEDS_OF_A_JOB,  # other bits for each group
     }
     if not is_exact and found is popdist.optim.LAMB:
-        if placement.model is not None:
+        if model is not None:
             logger.debug("LAMB in half precision needs whole parameters: its state is not sharded")
         return WidenedLAMB(parameters, moments=moments, **own, **known)
     if not is_exact:
@@ -182,8 +164,8 @@ def _optimizer_of(
         held = first if set(moments.values()) == {first} and kind == "SGD" else torch.float32
         known |= {"optimizer_class": found, "moments": held, **own}
         found = popdist.optim.LowPrecision
-    if placement.model is not None:
-        return popdist.ShardedOptimizer(placement.model, found, parameters, **known)
+    if model is not None:
+        return popdist.ShardedOptimizer(model, found, parameters, **known)
     return found(parameters, **known)
 
 

@@ -13,7 +13,7 @@ import popdist
 from poptorch._logging import logger
 from poptorch.enums import ConnectionType
 from poptorch.errors import Error
-from poptorch.optim.group_stepper import GroupStepper, Placement
+from poptorch.optim.group_stepper import GroupStepper
 from poptorch.optim.optimizer_values import (
     OptimizerValues,
     is_subclass,
@@ -74,10 +74,12 @@ class ModelOptimizer:
         groups = [{names[it]: it for it in group["params"] if it in names} for group in optimizer.param_groups]
         self._group_names = [list(group) for group in groups]
         self._parameters = [it for group in groups for it in group.values()]
-        placement = Placement.of(options, model)
+        location = options.TensorLocations.location_optimizer
+        if not location.get("useReplicatedTensorSharding") or popdist.num_instances() == 1:
+            model = None  # each instance keeps the whole state
         kind, types = self._values.kind, self._values.moment_types
         self._steppers = [
-            GroupStepper(index, kind, optimizer.param_groups[index], types, group, placement)
+            GroupStepper(index, kind, optimizer.param_groups[index], types, group, options, model)
             for index, group in enumerate(groups)
             if group
         ]
@@ -89,7 +91,7 @@ class ModelOptimizer:
         for line in self._values.lines():
             logger.debug(line)
         self._is_offline = options.connection_type is ConnectionType.Never
-        if placement.model is not None:
+        if model is not None:
             popdist.before_execute_on_instances(self._have_state_read)
         self._serve(optimizer)
         self.load_held_state()

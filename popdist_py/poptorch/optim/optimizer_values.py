@@ -1,6 +1,7 @@
 """The settings of an optimizer that a model uses: its kind, dtypes and values, of which some are constant."""
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -34,6 +35,9 @@ _NAMES: Final = {
     "max_grad_norm": ("maxGradNorm",),
 }
 """Attributes → what their numbers are called in the log and in ``ipu_param``."""
+
+_SCALINGS: Final = {"loss_scaling": 1.0, "max_grad_norm": math.inf}
+"""Attributes of all parameters, and what they are for an optimizer of torch."""
 
 _TYPES: Final = (
     "accum_type",
@@ -102,13 +106,13 @@ def is_subclass(optimizer: torch.optim.Optimizer) -> bool:
 def values_of(optimizer: torch.optim.Optimizer) -> OptimizerValues:
     """The values that ``optimizer`` has now."""
     kind = kind_of(optimizer)
-    scalings = {name: float(getattr(optimizer, name, default)) for name, default in _scalings()}
+    scalings = {name: float(getattr(optimizer, name, default)) for name, default in _SCALINGS.items()}
     scaled = scalings["loss_scaling"]
     graph = {
-        **_named(optimizer, kind, {**_without_parameters(optimizer.defaults)}, prefix="default"),
+        **_named(optimizer, kind, optimizer.defaults, prefix="default"),
         **_named(optimizer, kind, scalings),
     }
-    groups = [_named(optimizer, kind, _without_parameters(group)) for group in optimizer.param_groups]
+    groups = [_named(optimizer, kind, group) for group in optimizer.param_groups]
     if kind == "SGD" and not getattr(optimizer, "use_combined_accum", False):
         velocity = Value(scaled, is_constant(optimizer, kind, "loss_scaling"))
         groups = [{**group, "velocityScaling": velocity} for group in groups]
@@ -138,10 +142,6 @@ def mean_reduction_strategy(optimizer: torch.optim.Optimizer) -> MeanReductionSt
     return MeanReductionStrategy.Running if is_running else MeanReductionStrategy.Post
 
 
-def _scalings() -> tuple[tuple[str, float], ...]:
-    return (("loss_scaling", 1.0), ("max_grad_norm", float("inf")))
-
-
 def _named(
     optimizer: torch.optim.Optimizer, kind: str, attributes: Mapping[str, Any], *, prefix: str = ""
 ) -> dict[str, Value]:
@@ -155,10 +155,6 @@ def _named(
                 shown = prefix + name[0].upper() + name[1:] if prefix else name
                 named[shown] = Value(float(number), constant)
     return named
-
-
-def _without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _camel(name: str) -> str:
