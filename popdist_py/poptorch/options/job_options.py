@@ -1,11 +1,24 @@
 """`popdist.poptorch.Options`: the options of a model in a job, which says what process and replicas there are."""
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import popdist
 from poptorch.errors import is_whole
 from poptorch.options.model_options import Options
 from poptorch.options.sub_options import _DistributedOptions
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """A setter that raises an error: instances have their devices, processes and replicas from poprun."""
+
+    def refuse(*_unused: object) -> NoReturn:
+        raise RuntimeError(
+            f"Cannot call `{name}` with popdist.poptorch.Options: the job decides it; use poptorch.Options to "
+            "choose"
+        )
+
+    return refuse
 
 
 class JobOptions(Options):
@@ -37,32 +50,13 @@ class JobOptions(Options):
         self.Distributed.configureProcessId(popdist.instance_index(), popdist.num_instances())
         self.Distributed.__class__ = _JobDistributed
 
-    def useIpuId(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - whatever it is given
-        """Refused: each instance has its devices from poprun."""
-        raise _blocked("useIpuId")
-
-    def replicationFactor(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
-        """Refused: the replicas are those that poprun gave the instance."""
-        raise _blocked("replicationFactor")
+    useIpuId = _refused("useIpuId")  # noqa: N815 - PopTorch's
+    replicationFactor = _refused("replicationFactor")  # noqa: N815 - PopTorch's
 
 
 class _JobDistributed(_DistributedOptions):
     """``Distributed`` of these options, which the job alone decides."""
 
-    def disable(self) -> NoReturn:
-        """Refused: the job decides which process this one is."""
-        raise _blocked("Distributed.disable")
-
-    def setEnvVarNames(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
-        """Refused: the job decides which process this one is."""
-        raise _blocked("Distributed.setEnvVarNames")
-
-    def configureProcessId(self, *_unused: Any) -> NoReturn:  # noqa: ANN401 - as above
-        """Refused: the job decides which process this one is."""
-        raise _blocked("Distributed.configureProcessId")
-
-
-def _blocked(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"Cannot call `{name}` with popdist.poptorch.Options: the job decides it; use poptorch.Options to choose"
-    )
+    disable = _refused("Distributed.disable")
+    setEnvVarNames = _refused("Distributed.setEnvVarNames")  # noqa: N815 - PopTorch's
+    configureProcessId = _refused("Distributed.configureProcessId")  # noqa: N815 - PopTorch's

@@ -8,7 +8,7 @@ import copy
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,14 @@ from poptorch.options.sub_options import (
     _TrainingOptions,
 )
 
-_PARTS: Final = ("Training", "Precision", "Distributed", "TensorLocations", "Jit", "_Popart")
+_PARTS: Final[Mapping[str, Callable[[], OptionValues]]] = {
+    "Training": _TrainingOptions,
+    "Precision": _PrecisionOptions,
+    "Distributed": _DistributedOptions,
+    "TensorLocations": _TensorLocationOptions,
+    "Jit": _JitOptions,
+    "_Popart": _PopartOptions,
+}
 
 _RANDOM_NORMAL: Final = 2
 """PopART's number of synthetic data."""
@@ -48,20 +55,13 @@ class Options(OptionValues):
 
     ``POPTORCH_DEFAULT_OPTIONS`` (JSON: setter to value) and ``POPTORCH_CACHE_DIR`` are applied first. Options are
     frozen once a loader or a model uses them; ``clone()`` gives others that are not.
-
-    Attributes:
-        Training: How gradients become one.
-        Precision: Dtypes and rounding.
-        Distributed: Which process of the job this one is.
-        TensorLocations: Where tensors lie.
-        Jit: How the model was traced.
     """
 
-    Training: _TrainingOptions
-    Precision: _PrecisionOptions
-    Distributed: _DistributedOptions
-    TensorLocations: _TensorLocationOptions
-    Jit: _JitOptions
+    Training: _TrainingOptions  # how gradients become one
+    Precision: _PrecisionOptions  # dtypes and rounding
+    Distributed: _DistributedOptions  # which process of the job this one is
+    TensorLocations: _TensorLocationOptions  # where tensors lie
+    Jit: _JitOptions  # how the model was traced
     _Popart: _PopartOptions
     _execution_strategy: ExecutionStrategy
 
@@ -88,15 +88,7 @@ class Options(OptionValues):
             module_namescope_enabled=True,
         )
         self._defaults["max_repeat_logs"] = None  # which it may be
-        parts = (
-            _TrainingOptions,
-            _PrecisionOptions,
-            _DistributedOptions,
-            _TensorLocationOptions,
-            _JitOptions,
-            _PopartOptions,
-        )
-        self.__dict__.update({name: part() for name, part in zip(_PARTS, parts, strict=True)})
+        self.__dict__.update({name: make() for name, make in _PARTS.items()})
         self.__dict__["_execution_strategy"] = PipelinedExecution()
         self._apply_environment()
 
@@ -115,11 +107,7 @@ class Options(OptionValues):
         return made
 
     def loadFromFile(self, filepath: str) -> Self:
-        """Call the setters in a file, one a line: ``Training.gradientAccumulation(4)``.
-
-        Raises:
-            ConfigFileError: Which line is no such call, or was refused, and why.
-        """
+        """Call the setters in a file, each in a line as ``Training.gradientAccumulation(4)``; errors name it."""
         self.checkIsFrozen()
         apply_file(self, filepath, importlib.import_module("poptorch"))
         return self
