@@ -81,9 +81,5 @@ def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
 
 
 def ipuHardwareVersion() -> int:
-    """Never returns: there is no IPU.
-
-    Raises:
-        AssertionError: Always.
-    """
+    """Raise an AssertionError: there is no IPU that has a version."""
     raise AssertionError("No IPU hardware is available: models run on CPUs and GPUs")

@@ -57,14 +57,7 @@ logger: Final = _make_logger()
 
 
 def setLogLevel(level: str | int) -> None:
-    """Log from ``level`` on.
-
-    Args:
-        level: 0 to 4, or one of TRACE, DEBUG, INFO, WARN, ERR, OFF in that order.
-
-    Raises:
-        ValueError: If it is none of them.
-    """
+    """Log from ``level`` on: one of TRACE, DEBUG, INFO, WARN and ERR, or its number from 0; or OFF."""
     if isinstance(level, int):
         if not 0 <= level < len(_NUMBERED):
             raise ValueError(f"Invalid log level integer {level}: 0 (TRACE) to 4 (ERR) are valid")
@@ -75,10 +68,6 @@ def setLogLevel(level: str | int) -> None:
 
 
 def setPopartLogLevel(level: str) -> None:
-    """Check a level of PopART's log, without effect: there is no PopART here.
-
-    Raises:
-        ValueError: If it is no level's name.
-    """
+    """Check a level of PopART's log, without effect: there is no PopART here."""
     if str(level).upper() not in _POPART_LEVELS:
         raise ValueError(f"Level must be one of {', '.join(_POPART_LEVELS)}, and is {level!r}")

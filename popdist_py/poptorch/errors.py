@@ -14,14 +14,9 @@ class Error(Exception):
     """A program asked for what poptorch cannot do, or gave a model something that does not fit it.
 
     Args:
-        message: What was asked, what was found, what to do.
+        message: What was asked, what was found, what to do. These three are also attributes.
         location: Where it was found; empty where the traceback says so.
         type: What kind of error, in one word.
-
-    Attributes:
-        message: As given, without the location.
-        location: As given.
-        type: As given.
     """
 
     def __init__(self, message: str = "", location: str = "", type: str = _OWN) -> None:  # noqa: A002 - PopTorch's name
@@ -32,14 +27,7 @@ class Error(Exception):
 
 
 class RecoverableError(Error):
-    """The device failed, and works again after an action.
-
-    Args:
-        message: What was asked, what was found, what to do.
-        location: Where it was found.
-        type: What kind of error, in one word.
-        recovery_action: What must be done to the device.
-    """
+    """The device failed, and works again after ``recovery_action``."""
 
     def __init__(
         self,

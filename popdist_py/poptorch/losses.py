@@ -43,9 +43,6 @@ def identity_loss(x: Tensor, reduction: Reduction) -> Tensor:
         x: Of any shape.
         reduction: ``"mean"`` or 1, ``"sum"`` or 0, ``"none"`` or 2. With the last one, all elements are added when
             the gradient is computed, and the loss keeps its shape.
-
-    Raises:
-        Error: If ``x`` is no tensor, or the reduction another one.
     """
     if has_torch_function_unary(x):
         return handle_torch_function(identity_loss, (x,), x, reduction)

@@ -53,11 +53,7 @@ _LATE: Final = frozenset({"model_name", "use_model", "ipu_id", "ipu_version", "r
 
 
 def _validateOptions(options: dict[str, Any]) -> None:
-    """Log each option, and refuse what nobody knows.
-
-    Raises:
-        Error: If there is no option of a name, or its value has a type that none has.
-    """
+    """Log each option, and raise an Error for the first that nobody knows, by its name or its type."""
     if faults := log_options(options):
         raise Error(faults[0])
 
@@ -103,11 +99,7 @@ class TestErrorType(Enum):
 
 
 def _throwTestError(kind: TestErrorType) -> None:
-    """Raise what a failing device would raise, for tests of a program's own handling.
-
-    Raises:
-        Error: Of the kind asked for.
-    """
+    """Raise what a failing device would raise, for tests of a program's own handling."""
     location = "in throwTestError::bottomLevel\nin throwTestError::topLevel"
     if kind is TestErrorType.PoplarRecoverableFullReset:
         raise RecoverableError(

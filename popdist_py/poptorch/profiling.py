@@ -8,11 +8,7 @@ from torch.profiler import record_function
 
 
 class Channel:
-    """A name that stands before those of its parts.
-
-    Args:
-        name: Of the channel.
-    """
+    """A name that stands before those of its parts."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -22,11 +18,7 @@ class Channel:
         return record_function(f"{self.name}: {name}")
 
     def instrument(self, obj: object, *methods: str) -> None:
-        """Show calls of these methods of ``obj`` in the profile.
-
-        Raises:
-            AttributeError: If it has no such method.
-        """
+        """Show calls of these methods of ``obj`` in the profile."""
         for name in methods:
             setattr(obj, name, self._shown(name, getattr(obj, name)))
 

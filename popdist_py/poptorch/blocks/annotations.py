@@ -118,17 +118,12 @@ class FunctionBlock:
 def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None) -> Any:  # noqa: ANN401 - as given
     """Have a block begin whenever a module is called, up to the next block; the same module is returned.
 
+    A function stays as it is, and what is returned is called in its place.
+
     Args:
-        layer_to_call: A module, or a function.
+        layer_to_call: A module, whose parameters keep their names, or a function; it begins no block yet.
         user_id: What an execution strategy calls the block.
         ipu_id: Which virtual IPU of the replica it runs on, from 0.
-
-    Returns:
-        The same module, whose parameters keep their names; or, for a function, an object to call in its place.
-
-    Raises:
-        Error: If the module begins a block already, or is neither a module nor a function; or ``ipu_id`` is no
-            number from 0.
     """
     _check_ipu(ipu_id)
     if isinstance(layer_to_call, BlockModule | FunctionBlock):
@@ -148,11 +143,7 @@ def BeginBlock(layer_to_call: Any, user_id: Id = None, ipu_id: int | None = None
 
 
 def removeBlocks(layer: nn.Module) -> None:
-    """Take away what ``BeginBlock`` did to ``layer`` and to the modules in it.
-
-    Raises:
-        Error: If something else changed the class of one of them since, as ``trainingModel`` does.
-    """
+    """Take away what ``BeginBlock`` did to ``layer`` and the modules in it; not while a model trains with it."""
     check_arguments("removeBlocks", "a module", layer=layer)
     for module in layer.modules():
         if isinstance(module, BlockModule):

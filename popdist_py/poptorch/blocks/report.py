@@ -21,21 +21,13 @@ _HEADINGS: Final = ("IPU", "parameters", "activations", "optimizer", "together",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpuMemory:
-    """What one virtual IPU of a replica holds.
+    """What one virtual IPU of a replica holds."""
 
-    Attributes:
-        ipu: Its number in the replica.
-        parameter_bytes: Weights.
-        activation_bytes: What backward needs of one micro batch; 0 in inference.
-        optimizer_bytes: The state of the optimizer.
-        memory_bytes: What it has.
-    """
-
-    ipu: int
-    parameter_bytes: int
-    activation_bytes: int
-    optimizer_bytes: int
-    memory_bytes: int
+    ipu: int  # its number in the replica
+    parameter_bytes: int  # weights
+    activation_bytes: int  # what backward needs of one micro batch; 0 in inference
+    optimizer_bytes: int  # the state of the optimizer
+    memory_bytes: int  # what it has
 
     @property
     def total_bytes(self) -> int:
@@ -50,11 +42,7 @@ class IpuMemory:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The memory that a model needs on each virtual IPU of a replica, in order.
-
-    Attributes:
-        ipus: One entry each.
-    """
+    """The memory that a model needs on each virtual IPU of a replica, in order."""
 
     ipus: tuple[IpuMemory, ...]
 

@@ -32,9 +32,6 @@ def ctc_beam_search_decoder(
         The logarithms of their probabilities, in the dtype of ``probs`` and of shape (samples, top_paths); their
         lengths (int32), of the same shape; and their labels (int32), of shape (samples, top_paths, time), with
         ``blank`` after their ends. Where there are fewer sequences, the rest is empty and improbable.
-
-    Raises:
-        Error: If shapes or numbers do not match.
     """
     check_arguments("ctc_beam_search_decoder", "a tensor", probs=probs, lengths=lengths)
     check_arguments(
@@ -67,13 +64,7 @@ def ctc_beam_search_decoder(
 
 
 class CTCBeamSearchDecoder(nn.Module):
-    """``ctc_beam_search_decoder`` as a module.
-
-    Args:
-        blank: The class that stands for no label.
-        beam_width: How many sequences are followed at a time.
-        top_paths: How many are returned.
-    """
+    """``ctc_beam_search_decoder`` as a module."""
 
     def __init__(self, blank: int = 0, beam_width: int = 100, top_paths: int = 1) -> None:
         super().__init__()

@@ -56,30 +56,18 @@ def serializedMatMul(
 
 
 def set_available_memory(tensor: Tensor, available_memory_proportion: float) -> Tensor:
-    """``tensor``. No effect: the product that made it takes the memory that torch gives it.
-
-    Raises:
-        Error: If the proportion does not lie between 0 and 1.
-    """
+    """``tensor``; the proportion lies between 0 and 1. No effect: torch gives products the memory they take."""
     _check_proportion("set_available_memory", available_memory_proportion)
     return tensor
 
 
 def set_overlap_for_input(input_tensor: T, mode: OverlapMode) -> T:
-    """``input_tensor``: a tensor, or a nest of them. No effect: `DataLoaderMode.Async` reads ahead.
-
-    Raises:
-        Error: If ``mode`` is no ``OverlapMode``.
-    """
+    """``input_tensor``: a tensor, or a nest of them. No effect: `DataLoaderMode.Async` reads ahead."""
     return _with_overlap("set_overlap_for_input", input_tensor, mode)
 
 
 def set_overlap_for_output(output_tensor: T, mode: OverlapMode) -> T:
-    """``output_tensor``: a tensor, or a nest of them. No effect: outputs are there when a call returns.
-
-    Raises:
-        Error: If ``mode`` is no ``OverlapMode``.
-    """
+    """``output_tensor``: a tensor, or a nest of them. No effect: outputs are there when a call returns."""
     return _with_overlap("set_overlap_for_output", output_tensor, mode)
 
 
@@ -94,22 +82,14 @@ class _Scope(ContextDecorator):
 
 
 class NameScope(_Scope):
-    """``with poptorch.NameScope("encoder"): ...``. No effect: there is no graph that would show the name.
-
-    Args:
-        name: What operations within would be called.
-    """
+    """``with poptorch.NameScope("encoder"): ...``. No effect: there is no graph that would show the name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Attribute(_Scope):
-    """``with poptorch.Attribute(__outline={"layer": "embedding"}): ...``. No effect: there is no graph.
-
-    Args:
-        **attributes: What operations within would be given.
-    """
+    """``with poptorch.Attribute(__outline={"layer": "embedding"}): ...``. No effect: there is no graph."""
 
     def __init__(self, **attributes: Mapping[str, Any]) -> None:
         self.attributes = attributes
@@ -221,27 +201,20 @@ def ipu_print_tensor(
     open_bracket: str = "[",
     close_bracket: str = "]",
 ) -> Tensor:
-    """Print ``tensor`` on stderr, and its gradient when that is known.
+    """Print ``tensor`` on stderr, and its gradient when that is known; ``tensor`` is returned, to compute with.
 
     Args:
         tensor: What is printed.
         title: Stands before it; the gradient's has ``_gradient`` after it.
         print_gradient: Whether the gradient of what is returned is printed, too.
-        summarise_threshold: Of larger tensors only the edges are printed.
-        edge_items: How many elements there.
+        summarise_threshold: Of larger tensors only ``edge_items`` elements at each edge are printed.
+        edge_items: See above.
         max_line_width: Columns of a line.
         digits: After the point.
         float_format: One of auto, fixed, scientific and none.
         separator: Between elements.
         open_bracket: Before those of a dimension.
         close_bracket: After them.
-
-    Returns:
-        ``tensor``, to compute with.
-
-    Raises:
-        Error: If something else than a tensor is printed, or a text is none.
-        ValueError: If there is no such ``float_format``.
     """
     check_arguments("ipu_print_tensor", "a tensor", tensor=tensor)
     check_arguments("ipu_print_tensor", "a text", float_format=float_format, separator=separator)

@@ -12,19 +12,15 @@ Body = Callable[..., Any]
 
 
 def for_loop(count: int, body: Body, inputs: list[Tensor]) -> list[Tensor]:
-    """``body`` called ``count`` times, on its own results from the second time on.
+    """``body`` called ``count`` times, on its own results from the second time on; ``inputs`` for a count of 0.
 
     Args:
         count: How often, from 0.
         body: Takes as many tensors as ``inputs``, and returns as many of the same shapes and dtypes.
         inputs: What the first call is given; copies of them, so that ``body`` may write into them.
 
-    Returns:
-        What the last call returned; ``inputs`` for a count of 0.
-
     Raises:
         ValueError: If ``inputs`` is no list of tensors, or ``count`` no whole number from 0.
-        Error: If ``body`` is no function, or returns other tensors than it was given.
     """
     check_arguments("for_loop", "a function", body=body)
     _check_tensors("for_loop", "inputs", inputs)
@@ -47,7 +43,7 @@ def cond(
     else_body: Body,
     else_inputs: list[Tensor],
 ) -> list[Tensor]:
-    """``then_body(*then_inputs)`` where ``condition`` is true, else ``else_body(*else_inputs)``.
+    """``then_body(*then_inputs)`` where ``condition`` is true, else ``else_body(*else_inputs)``, always as a list.
 
     Args:
         condition: A tensor of one element.
@@ -56,12 +52,8 @@ def cond(
         else_body: Returns as many tensors, of the same shapes and dtypes; only one of the two is called.
         else_inputs: Its arguments.
 
-    Returns:
-        The tensors that were returned, also one alone.
-
     Raises:
         ValueError: If ``condition`` is no tensor of one element, or inputs are no lists of tensors.
-        Error: If a body is no function, or what was called returned something else.
     """
     given: object = condition
     if not isinstance(given, Tensor) or given.numel() != 1:
@@ -119,9 +111,6 @@ def registerCustomOp(name: str, domain: str) -> Callable[[Implementation], Imple
 
     It is given the inputs, and the attributes by name; torch differentiates what it does. A later function takes
     the place of an earlier one.
-
-    Raises:
-        Error: If name or domain is no text.
     """
     check_arguments("registerCustomOp", "a text", name=name, domain=domain)
 
@@ -140,7 +129,7 @@ def custom_op(
     example_outputs: Sequence[Tensor],
     attributes: Mapping[str, Any] | None = None,
 ) -> list[Tensor]:
-    """The outputs of an operation that the program has registered.
+    """The outputs of an operation that the program has registered, always as a list.
 
     Args:
         inputs: Its inputs.
@@ -150,12 +139,8 @@ def custom_op(
         example_outputs: As many tensors, and of the shapes and dtypes, as the operation gives.
         attributes: What it is given by name.
 
-    Returns:
-        Its outputs, also one alone.
-
     Raises:
         ValueError: If ``inputs`` or ``example_outputs`` are no list or tuple of tensors.
-        Error: If nothing is registered by that name, or gives other tensors than the examples.
     """
     del domain_version
     check_arguments("custom_op", "a text", name=name, domain=domain)
@@ -178,12 +163,7 @@ def custom_op(
 
 
 class CPU:
-    """A function that a model calls on the host, which is where models run that have no GPU.
-
-    Args:
-        layer_to_call: What is called; its result is the call's.
-        ID: What it is called.
-    """
+    """A function that a model calls on the host, which is where models run that have no GPU."""
 
     def __init__(self, layer_to_call: Callable[..., Any], ID: str) -> None:  # noqa: N803 - PopTorch's name
         if not callable(layer_to_call):

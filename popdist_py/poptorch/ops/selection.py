@@ -16,7 +16,7 @@ from poptorch.errors import Error, check_arguments, is_whole
 
 
 def dynamic_slice(tensor: Tensor, dim: int, start: Tensor | int, size: int, step: int = 1) -> Tensor:
-    """Elements ``start``, ``start + step`` and so on of dimension ``dim``, up to ``start + size``.
+    """A view of elements ``start``, ``start + step`` and so on of dimension ``dim``, up to ``start + size``.
 
     Args:
         tensor: What is sliced.
@@ -24,12 +24,6 @@ def dynamic_slice(tensor: Tensor, dim: int, start: Tensor | int, size: int, step
         start: The first element: a whole number, or a tensor that holds one.
         size: How many elements the slice spans, from 1.
         step: How far they lie apart, from 1. ``size`` is a multiple of it.
-
-    Returns:
-        A view of ``tensor`` with ``size / step`` elements in dimension ``dim``.
-
-    Raises:
-        Error: If the slice does not lie in ``tensor``, or ``start`` is no whole number.
     """
     check_arguments("dynamic_slice", "a whole number", step=step)
     first = _first("dynamic_slice", tensor, dim, start, size)
@@ -48,12 +42,6 @@ def dynamic_update(input: Tensor, src: Tensor, dim: int, start: Tensor | int, si
         dim: Which dimension; negative ones count from the last.
         start: The first element that is replaced: a whole number, or a tensor that holds one.
         size: How many are replaced, from 1.
-
-    Returns:
-        A new tensor like ``input``.
-
-    Raises:
-        Error: If the elements do not lie in ``input``, or ``src`` does not fit.
     """
     check_arguments("dynamic_update", "a tensor", input=input, src=src)
     first = _first("dynamic_update", input, dim, start, size)
@@ -85,19 +73,13 @@ def _first(name: str, tensor: Tensor, dim: int, start: Tensor | int, size: int) 
 
 
 def fps(src: Tensor, ptr: Tensor | Sequence[int], ratio: float = 0.5, random_start: bool = False) -> Tensor:
-    """Points of each cloud, each the farthest from those chosen before it.
+    """Indices (int64) of points, cloud after cloud, each the farthest from those of its cloud before it.
 
     Args:
         src: Points, of shape (points, dimensions).
         ptr: Where each cloud begins in ``src``, and at last the number of points: 0, 10, 15 for two clouds.
         ratio: How many of a cloud's points, above 0 and up to 1; rounded up.
         random_start: Whether the first one is chosen at random; else it is the first of the cloud.
-
-    Returns:
-        Their indices in ``src`` (int64), in the order of choice, cloud after cloud.
-
-    Raises:
-        Error: If ``ptr`` does not divide ``src`` into clouds, or ``ratio`` is none.
     """
     check_arguments("fps", "a tensor", src=src)
     given: object = ptr.tolist() if isinstance(ptr, Tensor) else ptr
@@ -129,19 +111,13 @@ def fps(src: Tensor, ptr: Tensor | Sequence[int], ratio: float = 0.5, random_sta
 
 
 def nearest(x: Tensor, y: Tensor, batch_x: Tensor | None = None, batch_y: Tensor | None = None) -> Tensor:
-    """For each point of ``x``, the index of the nearest one of ``y`` in the same cloud.
+    """For each point of ``x``, the index (int64) of the nearest one of ``y`` in its cloud, the first of equals.
 
     Args:
         x: Points, of shape (points, dimensions).
         y: Points to choose from, of the same dimensions.
         batch_x: The cloud of each point of ``x``; None for one cloud.
-        batch_y: The cloud of each point of ``y``.
-
-    Returns:
-        Indices (int64), of shape (points of x,). The first one of several that are equally near.
-
-    Raises:
-        Error: If the points have different dimensions, or a cloud of ``x`` has none in ``y``.
+        batch_y: The cloud of each point of ``y``; each cloud of ``x`` has points there.
     """
     check_arguments("nearest", "a tensor", x=x, y=y)
     if x.dim() != 2 or y.dim() != 2 or x.shape[1] != y.shape[1]:  # noqa: PLR2004 - points and dimensions

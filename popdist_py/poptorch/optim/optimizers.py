@@ -41,12 +41,7 @@ class StateHolder(Protocol):
 
 
 class VariableAttributes:
-    """The variable attributes of one optimizer, by name, for all its groups.
-
-    Args:
-        variable_attributes: Those that are variable at first.
-        allowed_attributes: All that can be variable.
-    """
+    """Which attributes of an optimizer are variable, for all its groups, of those that can be."""
 
     def __init__(self, variable_attributes: Iterable[str], allowed_attributes: Iterable[str]) -> None:
         self._allowed_attributes = list(allowed_attributes)
@@ -61,20 +56,12 @@ class VariableAttributes:
         self._allowed_attributes.append(attr)
 
     def markAsConstant(self, attr: str) -> None:
-        """Keep the value of ``attr``.
-
-        Raises:
-            AssertionError: If it is no attribute that can be variable.
-        """
+        """Keep the value of ``attr``, one of those that can be variable."""
         self._check(attr)
         self._variable_attributes = [name for name in self._variable_attributes if name != attr]
 
     def markAsVariable(self, attr: str) -> None:
-        """Let ``setOptimizer`` change ``attr``.
-
-        Raises:
-            AssertionError: If it is no attribute that can be variable.
-        """
+        """Let ``setOptimizer`` change ``attr``, one of those that can be variable."""
         self._check(attr)
         if self.isConstant(attr):
             self._variable_attributes.append(attr)
@@ -91,14 +78,12 @@ class VariableAttributes:
 class Optimizer(torch.optim.Optimizer):
     """What poptorch's optimizers have beside torch's.
 
-    Args:
-        arguments: Of the constructor of a class, by name: torch's settings, of which None stands for torch's
-            default, and PopTorch's.
-        **own: Settings of groups that torch's class does not have.
-
     Attributes:
         loss_scaling: What the loss is multiplied by before the gradients are computed, and they are divided by.
         accum_type: The dtype that programs ask for to add gradients in. They are added in float32.
+        first_order_momentum_accum_type: What the mean of gradients is held in, and the momentum of RMSprop:
+            torch.float16 or torch.float32.
+        second_order_momentum_accum_type: What the mean of squared gradients is held in.
         max_grad_norm: Gradients whose norm over all parameters is larger are scaled down to it.
         variable_attrs: Which attributes ``setOptimizer`` may change.
     """
@@ -111,7 +96,12 @@ class Optimizer(torch.optim.Optimizer):
     _numbers: ClassVar[tuple[str, ...]] = ()
     """Settings of a group that can be variable."""
 
-    def __init__(self, arguments: dict[str, Any], **own: Any) -> None:  # noqa: ANN401 - what a class has beside torch's
+    def __init__(
+        self,
+        # of a class's constructor, by name: torch's settings, of which None is torch's default, and PopTorch's
+        arguments: dict[str, Any],
+        **own: Any,  # noqa: ANN401 - settings of groups that torch's class does not have
+    ) -> None:
         taken = {name: value for name, value in arguments.items() if name not in {"self", "__class__", *own}}
         params = taken.pop("params")
         scalings = {name: taken.pop(name) for name in ("loss_scaling", "max_grad_norm")}
@@ -165,10 +155,9 @@ class Optimizer(torch.optim.Optimizer):
             logger.debug("Using cached optimiser state dict")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state that ``state_dict()`` gave. Of ``ipu_state`` and ``ipu_param``, names may be missing.
+        """Go on from a state that ``state_dict()`` of a poptorch optimizer gave.
 
-        Raises:
-            RuntimeError: If it is one of another optimizer, without ``ipu_state``.
+        Names may be missing in ``ipu_state`` and ``ipu_param``.
         """
         if not isinstance(state_dict, Mapping):
             raise Error(f"load_state_dict takes what state_dict() gave, and was given {state_dict!r}")
@@ -251,12 +240,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
 
 class Adam(Optimizer, torch.optim.Adam):
-    """torch.optim.Adam.
-
-    Args:
-        first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
-        second_order_momentum_accum_type: What the mean of their squares is held in.
-    """
+    """torch.optim.Adam."""
 
     _numbers = ("lr", "betas", "eps", "weight_decay")
 
@@ -287,8 +271,6 @@ class AdamW(Optimizer, torch.optim.AdamW):
 
     Args:
         bias_correction: Whether both means are divided by 1 - beta**step.
-        first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
-        second_order_momentum_accum_type: What the mean of their squares is held in.
     """
 
     _numbers = ("lr", "betas", "eps", "weight_decay")
@@ -328,9 +310,6 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     Args:
         use_tf_variant: Whether ``eps`` is within the square root and the learning rate within the momentum, as in
             TensorFlow.
-        first_order_momentum_accum_type: What the mean of gradients and the momentum are held in: torch.float16 or
-            torch.float32.
-        second_order_momentum_accum_type: What the mean of squared gradients is held in.
     """
 
     _numbers = ("lr", "alpha", "eps", "weight_decay", "momentum")
@@ -374,8 +353,6 @@ class LAMB(Optimizer, torch.optim.Optimizer):
     Args:
         bias_correction: Whether both means are divided by 1 - beta**step.
         max_weight_norm: The largest norm that a parameter counts with; 0 for updates that are not scaled by norms.
-        first_order_momentum_accum_type: What the mean of gradients is held in: torch.float16 or torch.float32.
-        second_order_momentum_accum_type: What the mean of their squares is held in.
     """
 
     _numbers = ("lr", "betas", "eps", "weight_decay", "max_weight_norm")

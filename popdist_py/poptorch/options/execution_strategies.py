@@ -8,11 +8,7 @@ from poptorch.errors import is_whole
 
 
 class Stage:
-    """Blocks that run one after the other on one device.
-
-    Args:
-        *block_ids: What the blocks are called.
-    """
+    """Blocks that run one after the other on one device."""
 
     def __init__(self, *block_ids: str) -> None:
         if not block_ids or not all(isinstance(block, str) for block in block_ids):
@@ -47,11 +43,7 @@ class Phase:
         return self.stages[number]
 
     def ipus(self, *ipus: int) -> None:
-        """Run the stages on these devices of the replica.
-
-        Raises:
-            AssertionError: If they are not as many as the stages.
-        """
+        """Run the stages on these devices of the replica, one for each."""
         if len(ipus) != len(self.stages):
             raise AssertionError(f"{len(self.stages)} stages take as many IPUs, and were given {ipus}")
         for stage, ipu in zip(self.stages, ipus, strict=True):
@@ -59,25 +51,16 @@ class Phase:
 
 
 class ExecutionStrategy:
-    """What ``options.setExecutionStrategy`` takes.
-
-    Attributes:
-        auto_stage: Where blocks go that no stage names.
-        stages: Those that were given, in order.
-    """
+    """What ``options.setExecutionStrategy`` takes."""
 
     _execution_mode: int
 
     def __init__(self, auto_stage: AutoStage, stages: list[Stage]) -> None:
-        self.auto_stage = auto_stage
-        self.stages = stages
+        self.auto_stage = auto_stage  # where blocks go that no stage names
+        self.stages = stages  # those that were given, in order
 
     def stage(self, which: int | str) -> Stage:
-        """The stage of that number, or the one that a block of that name is in.
-
-        Raises:
-            KeyError: If no stage has such a block.
-        """
+        """The stage of that number, or the one that has a block of that name; a KeyError if none has."""
         if isinstance(which, int):
             return self.stages[which]
         for stage in self.stages:
@@ -143,11 +126,7 @@ class SerialPhasedExecution(_PhasedExecution):
     tensors_liveness = Liveness.AlwaysLive
 
     def setTensorsLiveness(self, liveness: Liveness) -> Self:
-        """How long tensors stay on the devices. No effect: torch frees what is not used any more.
-
-        Raises:
-            AssertionError: If it is no ``Liveness``.
-        """
+        """How long tensors stay on the devices. No effect: torch frees what is not used any more."""
         if not isinstance(liveness, Liveness):
             raise AssertionError(f"setTensorsLiveness takes a poptorch.Liveness, and was given {liveness!r}")
         self.tensors_liveness = liveness

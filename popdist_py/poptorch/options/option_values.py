@@ -9,25 +9,16 @@ from poptorch.errors import is_whole
 
 
 class OptionValues:
-    """Values by name, which are also attributes.
+    """Values by name, which are also attributes. After ``_freeze()`` nothing can be set.
 
-    An attribute that is a value is checked when it is set: it keeps the type of its default. After ``_freeze()``
-    nothing can be set.
-
-    Args:
-        **defaults: Each value's name and its default; a default of None takes any type.
+    Each keeps the type of its default; one whose default is None takes any type.
     """
 
     def __init__(self, **defaults: Any) -> None:  # noqa: ANN401 - options are of every kind
         self.__dict__.update(_defaults=defaults, _values=copy.deepcopy(defaults), _is_frozen=False)
 
     def set(self, **values: Any) -> Self:  # noqa: ANN401 - as above
-        """Set options by their names.
-
-        Raises:
-            AssertionError: If there is no such option, or it takes another type.
-            AttributeError: If the options are frozen.
-        """
+        """Set options by their names; an AssertionError if there is no such option, or it takes another type."""
         for name, value in values.items():
             self.checkIsFrozen(name)
             if name not in self._defaults:
@@ -36,11 +27,7 @@ class OptionValues:
         return self
 
     def createOrSet(self, **values: Any) -> Self:  # noqa: ANN401 - as above
-        """Set options that need not have been there.
-
-        Raises:
-            AttributeError: If the options are frozen.
-        """
+        """Set options that need not have been there."""
         for name in values:
             self.checkIsFrozen(name)
             self._defaults.setdefault(name, None)
@@ -55,11 +42,7 @@ class OptionValues:
         return {name: plain(value) for name, value in self._values.items()}
 
     def checkIsFrozen(self, option: str | None = None) -> None:
-        """Nothing, while options may be changed.
-
-        Raises:
-            AttributeError: If they are frozen.
-        """
+        """Raise an AttributeError if the options are frozen."""
         if self._is_frozen:
             raise AttributeError(
                 f"Can't modify frozen Options{f' ({option})' if option else ''}: they are in use; change a clone()"
