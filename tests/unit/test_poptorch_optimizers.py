@@ -1,7 +1,7 @@
 """poptorch.optim: what the optimizers are, and that a model's steps are those of torch.
 
 Holds poptorch.optim.optimizers, poptorch.optim.optimizer_values, poptorch.optim.group_stepper,
-poptorch.optim.model_optimizer, poptorch.optim.arithmetic, popdist.optim and popdist.optim.lamb.
+poptorch.optim.model_optimizer, popdist.optim and popdist.optim.lamb.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import nn
 import popdist
 import poptorch
 from poptorch import optim
-from poptorch.optim.arithmetic import TensorFlowRMSprop
+from poptorch.optim.group_stepper import TensorFlowRMSprop
 from poptorch.optim.model_optimizer import ModelOptimizer, accept_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from poptorch._logging import logger
 from poptorch.errors import Error
-from poptorch.optim.arithmetic import step_by_others
+from poptorch.optim.group_stepper import step_by_others
 
 Parameters: TypeAlias = Iterable[Any]
 """Parameters or groups of them, as torch's optimizers take them."""
