@@ -26,6 +26,7 @@ else:
 
 _MOST_BYTES = 64
 _MOST_DESCRIPTORS = 1
+_NUM_PROBED = 2  # a rank shim and its agent, whether the runtime has started by now or not
 
 
 class HostShim(Shim):
@@ -36,18 +37,12 @@ class HostShim(Shim):
     def fork_agents(self, instances: range) -> bool:
         """Listen to the rank shims of ``instances``: :meth:`wait` forks an agent for each that comes.
 
-        A runtime that can start no process may say nothing and wait, so that is found out first: by a thread, of
-        which the kernel allows no more either, and which nobody can kill alone.
+        A runtime that can start no process may say nothing, so that is found out first.
         """
         self._awaited = set(instances)
-        is_over = _thread.allocate_lock()
-        is_over.acquire()
-        try:
-            _thread.start_new_thread(is_over.release, ())
-        except RuntimeError:  # as Python says that there can be no more
+        if not has_room():
             self._lose_all(errno.EAGAIN)
             return False
-        is_over.acquire()
         load_agent()
         self._listener = socket.socket(fileno=int(os.environ[LISTENER]))
         self._on_readable(self._listener.fileno(), self._accept)
@@ -101,6 +96,29 @@ class HostShim(Shim):
         os.close(end)
         if agent is not None:
             self._await_end(agent)
+
+
+def has_room() -> bool:
+    """Whether the kernel allows two more processes: tried with threads, which it counts and nobody can kill."""
+    gate = _thread.allocate_lock()
+    started = []
+    with gate:  # so that they live at the same time
+        try:
+            for _ in range(_NUM_PROBED):
+                has_ended = _thread.allocate_lock()
+                has_ended.acquire()
+                _thread.start_new_thread(_pass, (gate, has_ended))
+                started.append(has_ended)
+        except RuntimeError:  # as Python says that there can be no more
+            pass
+    for has_ended in started:
+        has_ended.acquire()
+    return len(started) == _NUM_PROBED
+
+
+def _pass(gate: _thread.LockType, has_ended: _thread.LockType) -> None:
+    with gate:
+        has_ended.release()
 
 
 def end_of(process: int) -> int:
