@@ -36,7 +36,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401 - register
 
 import popdist
 from popdist.checks.checked_steps import CheckedSteps
-from popdist.host_memory.row_reduction import Reduction
+from popdist.host_memory.addition import Reduction
 
 Step = Callable[[], object]
 

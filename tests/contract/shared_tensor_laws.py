@@ -23,8 +23,8 @@ import popdist
 from popdist import torch_private
 from popdist.contract import SHARE_TENSORS
 from popdist.host_memory import host_group, shared_storages
+from popdist.host_memory.addition import Reduction
 from popdist.host_memory.in_place import InPlace
-from popdist.host_memory.row_reduction import Reduction
 
 SUM: Final = dist.ReduceOp.SUM
 

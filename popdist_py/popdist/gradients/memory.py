@@ -35,7 +35,7 @@ from popdist.tree import Node, finish, span
 
 if TYPE_CHECKING:
     from popdist.gradients.overlap import Overlap
-    from popdist.host_memory.row_reduction import Reduction
+    from popdist.host_memory.addition import Reduction
     from popdist.host_memory.segments import Reservation
 
 _LINE_BYTES = 64

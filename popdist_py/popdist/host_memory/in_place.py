@@ -27,7 +27,7 @@ from popdist.host_memory.host_group import HostGroup
 from popdist.host_memory.shared_storages import NUMBER_BITS, MappedFile, SharedStorage
 
 if TYPE_CHECKING:
-    from popdist.host_memory.row_reduction import Reduction
+    from popdist.host_memory.addition import Reduction
 
 LEAST_BYTES: Final = 1 << 18
 """Size of the smallest tensors that are combined in place."""
