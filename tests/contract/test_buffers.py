@@ -1,6 +1,6 @@
 """Buffers of all wrapped models belong to the replicas, inside of steps and outside.
 
-Holds popdist.gradients.buffer_changes, popdist.gradients.buffers,
+Holds popdist.gradients.step_headers, popdist.gradients.buffers,
 popdist.checks.untracked_changes and popdist.training.batch_norm.
 """
 

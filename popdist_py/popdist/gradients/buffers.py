@@ -7,7 +7,7 @@ of each: the step of a generator runs the discriminator, too. Only buffers that 
 and exchanged: a table of constants costs one copy, and a model without buffers nothing.
 
 A buffer that a replica makes, or gives another shape or dtype, stays as it is. The instances compare what they
-have (`popdist.gradients.buffer_changes`).
+have (`popdist.gradients.step_headers`).
 """
 
 import hashlib

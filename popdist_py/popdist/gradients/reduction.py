@@ -25,7 +25,6 @@ from popdist.errors import (
     WeightsError,
     name_instances,
 )
-from popdist.gradients.buffer_changes import NO_CHANGES, agree_on_changes, changes_of, raise_fault
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.exchange import add_instances
 from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, scale_flat
@@ -35,6 +34,7 @@ from popdist.gradients.overlap import Overlap, OverlappedSum
 from popdist.gradients.partial_gradients import GradientParts, parts_of
 from popdist.gradients.step_headers import (
     CANNOT_SPLIT,
+    NO_CHANGES,
     NO_CHECKS,
     REFUSALS,
     STATES,
@@ -43,6 +43,9 @@ from popdist.gradients.step_headers import (
     EndHeader,
     MeanOrSum,
     StepChecks,
+    agree_on_changes,
+    changes_of,
+    raise_fault,
     refuse_other_positions,
 )
 from popdist.groups import Exchange, Group, as_words, wait_for_first_error

@@ -22,9 +22,9 @@ from torch.nn.functional import batch_norm
 
 from popdist import context
 from popdist.errors import BatchError, MicroBatchError, WeightsError, name_instances
-from popdist.gradients.buffer_changes import agree_on_changes, changes_of
 from popdist.gradients.buffers import ReplicaBuffers
 from popdist.gradients.reduction import check_whole_job
+from popdist.gradients.step_headers import agree_on_changes, changes_of
 from popdist.groups import wait_for_first_error
 from popdist.torch_private import BatchNorm, skip_tracing
 from popdist.training.micro_batches import Nest, split_batch, to_device
