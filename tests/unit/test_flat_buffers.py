@@ -1,14 +1,16 @@
-"""Gradients are moved to the slots of flat buffers and back."""
+"""Gradients are moved to the slots of flat buffers and back, and what an instance wants is sent in rounds."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from popdist.gradients.flat_buffers import GradientLayout
+from popdist.gradients.flat_buffers import NEAR, GradientLayout, joined
 from popdist.gradients.gradient_flags import is_reduced
+from popdist.gradients.shards import in_rounds
 
 KINDS_OF_GRADIENTS: tuple[Callable[[], tuple[Parameter, torch.Tensor | None]], ...] = (
     lambda: (Parameter(torch.ones(3, 5)), torch.randn(3, 5)),
@@ -72,3 +74,37 @@ def test_slots_become_gradients_that_popdist_has_made() -> None:
         assert parameter.grad.data_ptr() == slot.data_ptr()
         assert is_reduced(parameter.grad)
     assert parameters[2].grad is None
+
+
+@st.composite
+def apart(draw: st.DrawFn) -> list[range]:
+    """Runs of numbers without overlap, some of them empty, in any order."""
+    runs, start = [], 0
+    for gap, length in draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50)))):
+        runs.append(range(start + gap, start + gap + length))
+        start += gap + length
+    return draw(st.permutations(runs))
+
+
+@given(apart())
+def test_joined_runs_hold_all_numbers_and_gaps_that_are_small(runs: list[range]) -> None:
+    """Each number once, in order; what else they hold lies between two runs that are near each other."""
+    found = joined(runs)
+    wanted = {number for run in runs for number in run}
+    held = [number for run in found for number in run]
+    assert held == sorted(set(held))
+    assert wanted <= set(held)
+    assert all(after.start - before.stop >= NEAR for before, after in pairwise(found))
+    for number in set(held) - wanted:
+        below, above = max(it for it in wanted if it < number), min(it for it in wanted if it > number)
+        assert above - below <= NEAR
+
+
+@given(apart(), st.integers(1, 30))
+def test_rounds_are_full_and_in_order(runs: list[range], width: int) -> None:
+    """Every round but the last has ``width`` numbers, and one after the other they are the runs."""
+    rounds = in_rounds(runs, width)
+    lengths = [sum(map(len, it)) for it in rounds]
+    assert [number for it in rounds for run in it for number in run] == [number for run in runs for number in run]
+    assert all(length == width for length in lengths[:-1])
+    assert all(length > 0 for length in lengths)

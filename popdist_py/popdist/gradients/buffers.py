@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from popdist.errors import WeightsError
-from popdist.gradients.exchange import ReplicaTree
-from popdist.gradients.flat_buffers import flatten, unflatten, wide_dtype
+from popdist.gradients.flat_buffers import ReplicaTree, flatten, unflatten, wide_dtype
 from popdist.groups import Group
 from popdist.layout import ReplicaLayout
 from popdist.torch_private import num_writes

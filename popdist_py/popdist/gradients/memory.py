@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from popdist.errors import BackendError
-from popdist.gradients.exchange import nodes_of
 from popdist.gradients.flat_buffers import (
     FlatGradient,
     FlatTensors,
     GradientLayout,
     add_flat,
+    nodes_of,
     scale_flat,
     sum_of,
 )

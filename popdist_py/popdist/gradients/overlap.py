@@ -26,12 +26,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from popdist.gradients.exchange import nodes_of, nodes_of_hosts
 from popdist.gradients.flat_buffers import (
     ALIGNMENT,
     FlatBuffer,
     FlatGradient,
     GradientLayout,
+    nodes_of,
+    nodes_of_hosts,
     num_real_elements,
     scale_flat,
     sum_of,

@@ -17,8 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._pytree import tree_map_only
 
-from popdist.gradients.exchange import joined, scatter_sum
-from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, num_real_elements
+from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, joined, num_real_elements, scatter_sum
 from popdist.gradients.gradient_flags import mark_reduced
 from popdist.gradients.shards import Ranges, ShardExchange, deal_elements, group_by_kind, ranges_of
 from popdist.groups import Group

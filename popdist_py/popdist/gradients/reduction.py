@@ -26,8 +26,7 @@ from popdist.errors import (
     name_instances,
 )
 from popdist.gradients.buffers import ReplicaBuffers
-from popdist.gradients.exchange import add_instances
-from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, scale_flat
+from popdist.gradients.flat_buffers import FlatGradient, GradientLayout, add_instances, scale_flat
 from popdist.gradients.memory import GradientMemory
 from popdist.gradients.old_gradients import OldGradients
 from popdist.gradients.overlap import Overlap, OverlappedSum
